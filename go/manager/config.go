@@ -20,8 +20,8 @@ import (
 type ServerConfig struct {
 	// ReplicaID is unique to this incarnation of the replica group: a restarted group is a new member.
 	ReplicaID string
-	// LighthouseAddr is http://host:port of the lighthouse, or a list of such addresses separated by commas, of which one serves the job at a
-	// time. All groups of a job must have the same list. Its addresses must all begin with http://, or all with https://.
+	// LighthouseAddr is http://host:port of the lighthouse, or the addresses of the lighthouses of a cluster, separated by commas. They must
+	// all begin with http://, or all with https://.
 	LighthouseAddr string
 	// Job is the id of the job. If it is empty, TORCHFT_JOB_ID of the environment is used, and without that the default job.
 	Job string

@@ -43,7 +43,7 @@ func ParseAddress(setting, address string) (Address, error) {
 	return Address{HostPort: u.Host, TLS: u.Scheme == "https"}, nil
 }
 
-// MaxLighthouses is how many lighthouses a list may have. A longer list would only make a failover slower.
+// MaxLighthouses is how many lighthouses a list may have. It is more than a cluster has, so that a list may have old addresses, too.
 const MaxLighthouses = 16
 
 // ParseAddresses parses addresses separated by commas. Members try them in this order.

@@ -1,6 +1,7 @@
 package wire_test
 
 import (
+	"fmt"
 	"reflect"
 	"strconv"
 	"testing"
@@ -8,6 +9,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/wire"
@@ -99,4 +102,15 @@ func TestARequestArrivesAsItIs(t *testing.T) {
 func TestAResultArrivesAsItIs(t *testing.T) {
 	want := full[recovery.Result](t)
 	assert.Equal(t, want, wire.ResultFromProto(sent(t, wire.ResultToProto(want), &torchftpb.ManagerQuorumResponse{})))
+}
+
+func TestTheLeaderIsADetailOfTheError(t *testing.T) {
+	err := wire.NotLeader("http://b:29510")
+	assert.Equal(t, codes.Unavailable, status.Code(err))
+	assert.ErrorContains(t, err, "this lighthouse does not lead its cluster: http://b:29510 does")
+	assert.Equal(t, "http://b:29510", wire.LeaderOf(err))
+	assert.Equal(t, "http://b:29510", wire.LeaderOf(fmt.Errorf("wrapped: %w", err)))
+	assert.Empty(t, wire.LeaderOf(wire.NotLeader("")))
+	assert.Empty(t, wire.LeaderOf(status.Error(codes.Unavailable, "another error")))
+	assert.Empty(t, wire.LeaderOf(nil))
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -31,8 +32,10 @@ type cluster struct {
 	leader string // its host, empty while there is none
 	term   int64
 	ids    int64
-	log    []string // the hosts at which streams began, with what became of each
+	log    []string // the hosts at which streams began, with the number of lighthouses that the member knows
+	asked  []string // the hosts that were asked for a quorum
 	left   int      // members that have announced that they leave
+	resign bool     // a former leader ends its streams, and names the next one
 }
 
 type scripted struct {
@@ -94,6 +97,12 @@ func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
 		if err != nil {
 			return err
 		}
+		c.mu.Lock()
+		resigned, leader := c.resign && c.leader != s.host, c.leader
+		c.mu.Unlock()
+		if resigned {
+			return wire.NotLeader("http://" + leader + ":1")
+		}
 		var answers []*torchftpb.LighthouseMessage
 		switch m := message.GetMessage().(type) {
 		case *torchftpb.MemberMessage_Alive:
@@ -111,6 +120,7 @@ func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
 			}
 			c.mu.Lock()
 			c.ids++
+			c.asked = append(c.asked, s.host)
 			q := &quorum.Quorum{ID: term<<42 + c.ids, Members: []quorum.Member{member}, Revision: quorum.RevisionOf([]quorum.Member{member})}
 			c.mu.Unlock()
 			for _, part := range wire.ChangeToProto(quorum.Change{Whole: true, Set: q.Members}) {
@@ -189,26 +199,30 @@ func TestAMemberGoesToTheLeaderThatALighthouseNames(t *testing.T) {
 				assert.EqualValues(t, 1, quorum.TermOf(m.quorum()))
 				assert.Equal(t, want, c.visits())
 				assert.Less(t, time.Since(start), 10*time.Millisecond)
-				time.Sleep(time.Minute)
+				time.Sleep(20 * time.Second)
 				assert.Empty(t, c.visits(), "it stays there")
 			})
 		})
 	}
 }
 
-// The next leader is elected 0.8 s after the last one has failed. A member finds it within the time that docs/operating.md promises.
+// The next leader is elected 0.8 s after the last one has failed, or later. A killed leader may cost 1.5 s, all others 3 s.
 func TestHowLongAMemberIsWithoutALeader(t *testing.T) {
+	const elected = 800 * time.Millisecond
 	for name, test := range map[string]struct {
-		away func(c *cluster)
-		most time.Duration
+		away    func(c *cluster)
+		elected time.Duration
+		most    time.Duration
 	}{
-		"killed":                   {func(c *cluster) { c.net.Host("a").Kill() }, 1500 * time.Millisecond},
-		"deposed":                  {func(*cluster) {}, 0}, // it still serves its streams: nothing is missing
-		"stopped":                  {func(c *cluster) { c.net.Pause("a") }, 3 * time.Second},
-		"vanished":                 {func(c *cluster) { c.net.Host("a").Vanish() }, 3 * time.Second},
-		"cut off":                  {func(c *cluster) { c.net.Sever("a", "m"); c.net.Sever("m", "a") }, 3 * time.Second},
-		"cut off in one direction": {func(c *cluster) { c.net.Sever("a", "m") }, 3 * time.Second},
+		"killed":                             {func(c *cluster) { c.net.Host("a").Kill() }, elected, 1100 * time.Millisecond},
+		"deposed":                            {func(*cluster) {}, elected, 0}, // it still serves its streams: nothing is missing
+		"stopped":                            {func(c *cluster) { c.net.Pause("a") }, elected, 1600 * time.Millisecond},
+		"vanished":                           {func(c *cluster) { c.net.Host("a").Vanish() }, elected, 1600 * time.Millisecond},
+		"cut off":                            {func(c *cluster) { c.net.Sever("a", "m"); c.net.Sever("m", "a") }, elected, 1600 * time.Millisecond},
+		"cut off in one direction":           {func(c *cluster) { c.net.Sever("a", "m") }, elected, 1600 * time.Millisecond},
+		"stopped, and its connections reset": {func(c *cluster) { c.net.Pause("a"); c.net.Reset("a", "m") }, 1100 * time.Millisecond, 3 * time.Second},
 	} {
+
 		t.Run(name, func(t *testing.T) {
 			const phases = 4
 			for phase := range phases {
@@ -221,10 +235,9 @@ func TestHowLongAMemberIsWithoutALeader(t *testing.T) {
 					c.mu.Lock()
 					c.leader = ""
 					c.mu.Unlock()
-					time.AfterFunc(800*time.Millisecond, func() { c.elect("c") })
+					time.AfterFunc(test.elected, func() { c.elect("c") })
 					start := time.Now()
 					after := m.quorum()
-					t.Logf("%s: %s", name, time.Since(start))
 					assert.LessOrEqual(t, time.Since(start), test.most)
 					assert.Greater(t, after, before)
 					assert.False(t, m.Fenced(), "the step is not lost")
@@ -244,8 +257,9 @@ func TestAMemberLeavesAFormerLeader(t *testing.T) {
 		later := m.quorum()
 		require.EqualValues(t, 2, quorum.TermOf(later))
 
+		c.visits()
 		c.mu.Lock()
-		c.leader, c.term = "a", 1
+		c.leader, c.term, c.asked = "a", 1, nil
 		c.mu.Unlock()
 		c.net.Host("c").Cut()
 		time.AfterFunc(5*time.Second, func() {
@@ -256,6 +270,73 @@ func TestAMemberLeavesAFormerLeader(t *testing.T) {
 		start := time.Now()
 		assert.EqualValues(t, 3, quorum.TermOf(m.quorum()))
 		assert.GreaterOrEqual(t, time.Since(start), 5*time.Second)
+		assert.Equal(t, []string{"c of 3", "a of 3"}, c.visits()[:2])
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		assert.Equal(t, []string{"b"}, c.asked, "the former leader was not asked")
+	})
+}
+
+// A member finds the next leader even if it does not ask for a quorum: the lighthouse would count it as failed.
+func TestAMemberReturnsInTheMiddleOfAStep(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "a")
+		c.join(abc).quorum()
+		c.visits()
+		c.elect("b")
+		c.net.Host("a").Kill()
+		time.Sleep(50 * time.Millisecond)
+		assert.Equal(t, []string{"b of 3"}, c.visits())
+		c.net.Host("b").Cut()
+		time.Sleep(50 * time.Millisecond)
+		assert.Equal(t, []string{"b of 3"}, c.visits(), "the one that served last is asked first")
+	})
+}
+
+func TestAMemberGoesWhereAFormerLeaderSendsIt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "a")
+		c.resign = true
+		c.join(abc).quorum()
+		c.visits()
+		c.elect("c")
+		time.Sleep(time.Second)
+		assert.Equal(t, []string{"c of 3"}, c.visits())
+	})
+}
+
+// A device on the way has forgotten a connection. Nothing arrives on it any more, and TCP notices that only after minutes.
+func TestASilentConnectionIsReplaced(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "a")
+		m := c.join(abc)
+		m.quorum()
+		c.net.Hold("m", "a")
+		start := time.Now()
+		m.quorum()
+		assert.Less(t, time.Since(start), 2*time.Second)
+
+		c.net.Hold("m", "b") // it was asked meanwhile
+		c.elect("b")
+		c.net.Host("a").Kill()
+		start = time.Now()
+		m.quorum()
+		assert.Less(t, time.Since(start), 2*time.Second)
+	})
+}
+
+// Only heartbeats are answered. So a member sends them also while it sends something else all the time.
+func TestAMemberThatSendsMuchStaysAtItsLighthouse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "a")
+		m := c.join(abc)
+		m.quorum()
+		c.visits()
+		for range 100 {
+			m.ReportHealing(membership.HealProgress{Received: 1, Total: 2})
+			time.Sleep(100 * time.Millisecond)
+		}
+		assert.Empty(t, c.visits())
 	})
 }
 
@@ -332,7 +413,7 @@ func TestAMemberOfAnUpstreamLighthouseMovesToACluster(t *testing.T) {
 		stop()
 		c.net.Host("old").Kill()
 		assert.EqualValues(t, 1, quorum.TermOf(m.quorum()))
-		time.Sleep(time.Minute)
+		time.Sleep(20 * time.Second)
 		assert.Equal(t, []string{"a of 4", "c of 4"}, c.visits())
 	})
 }

@@ -96,8 +96,11 @@ func (h *history) serve(t *testing.T, client int, n *replica.Node, random *rand.
 // What the leaders of random histories told is one sequence of states, whatever fails.
 func TestTheStatesOfAJobAreOneSequence(t *testing.T) {
 	runs := 12
-	if testmain.Full() {
+	switch {
+	case testmain.Full():
 		runs = 300
+	case testmain.Race():
+		runs = 3
 	}
 	steps, longest := 0, 0
 	for seed := range runs {

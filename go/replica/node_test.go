@@ -41,7 +41,7 @@ func TestThreeNewLighthousesElectALeader(t *testing.T) {
 			}
 		}
 		require.ErrorIs(t, leader.node.Propose(term-1, "job", []byte("2")), replica.ErrNotLeading)
-		time.Sleep(500 * time.Second)
+		time.Sleep(100 * time.Second)
 		l2, _ := leader.node.Leader()
 		require.Equal(t, leader.address, l2)
 		require.Equal(t, term, leader.node.Status().Term, "a healthy cluster elects once")
@@ -62,7 +62,7 @@ func TestAFailedLeaderIsReplaced(t *testing.T) {
 	} {
 		t.Run(c.how, func(t *testing.T) {
 			var took []time.Duration
-			runs := 10
+			runs := 6
 			if testmain.Full() {
 				runs = 200
 			}
@@ -153,7 +153,7 @@ func TestCuts(t *testing.T) {
 
 // A proposal whose outcome was unknown is either kept by every later leader, or by none.
 func TestWhatADeposedLeaderProposedConflictsWithNothing(t *testing.T) {
-	for i := range 20 {
+	for i := range 6 {
 		synctest.Test(t, func(t *testing.T) {
 			w := newWorld(t, "a", "b", "c")
 			leader, term := w.started()

@@ -33,6 +33,7 @@ class _DeadlineSocket(socket.socket):
     """
 
     deadline: float | None = None  # by time.monotonic(); None: no limit
+    arrived: Callable[[], float] | None = None  # called after each read of data; returns the deadline from then on
 
     @classmethod
     def wrap(cls, sock: socket.socket) -> _DeadlineSocket:
@@ -45,7 +46,10 @@ class _DeadlineSocket(socket.socket):
         if (nbytes or len(buffer)) >= _LARGE_READ:
             flags |= socket.MSG_WAITALL
         with self._limited(socket.SO_RCVTIMEO):
-            return super().recv_into(buffer, nbytes, flags)
+            count = super().recv_into(buffer, nbytes, flags)
+        if count and self.arrived is not None:
+            self.deadline = self.arrived()
+        return count
 
     def sendall(self, data: Any, flags: int = 0) -> None:
         left = memoryview(data).cast("B")

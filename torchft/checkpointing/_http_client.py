@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Optional, Sequence, Tuple
 
+from torchft.checkpointing._deadline import Deadline
 from torchft.checkpointing._handshake import PROTOCOL, Garbled
 from torchft.checkpointing._metadata import read
 from torchft.checkpointing._progress import Meter
@@ -45,7 +46,7 @@ def ask(
     metadata: str,
     step: int,
     key: str,
-    deadline: float,
+    deadline: Deadline,
     token: str = "",
     upgrade: bool = False,
     connected: Callable[[_DeadlineSocket], None] = lambda sock: None,
@@ -56,7 +57,7 @@ def ask(
         metadata: the source's metadata, see `_metadata`
         step: the requested step
         key: `full`, `metadata` or the number of a chunk
-        deadline: in seconds of time.monotonic()
+        deadline: of the whole answer; notes the data that arrives
         token: the job's token, if the source requires one
         upgrade: offer the native data plane
         connected: called with the socket, so that another thread can abort it
@@ -72,14 +73,14 @@ def ask(
     headers = {"Connection": "Upgrade", "Upgrade": PROTOCOL} if upgrade else {"Connection": "close"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    start = time.monotonic()
     try:
-        with _connection(hosts, port, deadline, connected) as (connection, sock):
+        with _connection(hosts, port, deadline.at, connected) as (connection, sock):
+            sock.arrived = deadline.arrived
             connection.request("GET", f"{path}{step}/{key}", headers=headers)
             with connection.getresponse() as response:
                 yield _answer(response, sock, upgrade, what)
     except TimeoutError as error:
-        raise CheckpointTimeout(f"{what}: timed out after {time.monotonic() - start:.1f} seconds") from error
+        raise CheckpointTimeout(f"{what}: {deadline.passed()}") from error
     except (OSError, http.client.HTTPException) as error:
         raise Interrupted(f"{what}: {type(error).__name__}: {error}") from error
 
@@ -98,7 +99,7 @@ def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: 
     return Answer(body=io.BufferedReader(_Body(response), _BUFFER), length=response.length)
 
 
-def fetch(metadata: str, step: int, key: str, deadline: float, token: str, meter: Meter, home: Home) -> Any:
+def fetch(metadata: str, step: int, key: str, deadline: Deadline, token: str, meter: Meter, home: Home) -> Any:
     """Gets one stream of the upstream format, and decodes its object. See `ask`."""
     with ask(metadata, step, key, deadline, token) as answer:
         assert answer.body is not None

@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 
 from torchft.addresses import host_port
+from torchft.checkpointing._deadline import Deadline
 from torchft.checkpointing._encoding import Path, decode
 from torchft.checkpointing._handshake import DONE, Structure, Ticket, parse_structure, read_frame
 from torchft.checkpointing._http_client import Answer, ask, describe
@@ -124,7 +125,7 @@ class Transfer:
         staged = self._places.has(region) or region in self._places.copied
         return CPU if staged else home(structure.devices.get(region, "cpu"))
 
-    def run(self, address: str, secret: str, deadline: float, progress: Progress, abandon: Abandon) -> Status:
+    def run(self, address: str, secret: str, deadline: Deadline, progress: Progress, abandon: Abandon) -> Status:
         """Fetches from a source until everything has arrived.
 
         Raises:
@@ -133,13 +134,17 @@ class Transfer:
             TimeoutError: the deadline has passed
         """
         self._fetch.add(address, secret)
+        most = self.received  # blocks that are damaged are not counted any more
         while True:
-            left = deadline - time.monotonic()
+            left = deadline.left
             if left <= 0:
                 raise TimeoutError("timed out")
             abandon.check(self._what)
             status = self._fetch.wait(min(_SLICE, left))
             self._landing.take(self._fetch, status.full)
+            if status.received > most:
+                most = status.received
+                deadline.arrived()
             self.received = status.received
             progress.update(status.received, status.total)
             if status.failure:
@@ -176,7 +181,12 @@ class AdditionalSources:
     """
 
     def __init__(
-        self, transfer: Transfer, additional_sources: Sequence[AdditionalSource], step: int, deadline: float, token: str
+        self,
+        transfer: Transfer,
+        additional_sources: Sequence[AdditionalSource],
+        step: int,
+        deadline: Deadline,
+        token: str,
     ) -> None:
         self._transfer = transfer
         self._step = step
@@ -223,7 +233,7 @@ class AdditionalSources:
                 return
             what = describe(metadata, self._step, FULL)
             # a source that does not answer at once is useless
-            deadline = min(self._deadline, time.monotonic() + _SOURCE_CONNECT)
+            deadline = Deadline(min(self._deadline.left, _SOURCE_CONNECT))
             with ask(metadata, self._step, FULL, deadline, self._token, True, self._connected) as answer:
                 if answer.control is None or answer.sock is None:
                     return
@@ -234,7 +244,8 @@ class AdditionalSources:
                 if not self._transfer.help(host_port(answer.host, ticket.port), ticket.secret, sizes):
                     logger.info("%s: its state has another structure than the assigned source's", what)
                     return
-                self._over.wait(max(0.0, self._deadline - time.monotonic()))
+                while (left := self._deadline.left) > 0 and not self._over.wait(left):
+                    pass  # data that has arrived meanwhile has moved the deadline
         except Exception as error:
             if not self._over.is_set():
                 logger.info("an additional source failed: %s", error)
@@ -245,7 +256,7 @@ def receive(
     metadata: str,
     step: int,
     key: str,
-    deadline: float,
+    deadline: Deadline,
     *,
     token: str = "",
     checked: bool = True,
@@ -260,7 +271,7 @@ def receive(
     Args:
         go: the native library; None if it cannot be used
         metadata, step, key, token: see `_http_client.ask`
-        deadline: in seconds of time.monotonic()
+        deadline: of the whole transfer
         checked: whether blocks carry checksums
         own: returns the local state, to be filled in place; it must equal the received one in structure
         target: chooses the devices of tensors if there is no ``own``
@@ -274,7 +285,7 @@ def receive(
     what = describe(metadata, step, key)
     shown = Progress(what, logger)
     transfer: Optional[Transfer] = None
-    attempts, start = Attempts(deadline), time.monotonic()
+    attempts, start = Attempts(), time.monotonic()
     abandon = abandon or Abandon()
     try:
         while True:
@@ -289,7 +300,7 @@ def receive(
                         status = transfer.run(
                             host_port(answer.host, ticket.port), ticket.secret, deadline, shown, abandon
                         )
-                    _send_done(answer)
+                    _send_done(answer, deadline)
                 logger.info("%s: %s, digest %s", what, summary(status.total, time.monotonic() - start), status.digest)
                 return transfer.state()
             except CheckpointError as error:
@@ -297,7 +308,7 @@ def receive(
                 if not isinstance(error, Interrupted):
                     raise
                 progress = transfer is not None and transfer.received > before
-                pause = attempts.failed(progress, time.monotonic())
+                pause = attempts.failed(progress, deadline.left)
                 if pause is None:
                     raise
                 logger.info("%s; trying again", error)
@@ -383,9 +394,10 @@ class UpstreamHomes:
         return {path: self._devices[s.data_ptr()] for path, s in at.items() if s.data_ptr() in self._devices}
 
 
-def _send_done(answer: Answer) -> None:
+def _send_done(answer: Answer, deadline: Deadline) -> None:
     """Reports to the source that the transfer is complete. The end of the connection has the same effect."""
     assert answer.sock is not None
+    answer.sock.deadline = deadline.at
     try:
         answer.sock.sendall(DONE)
     except OSError as error:

@@ -13,26 +13,21 @@ PAUSE = 0.1  # seconds before the second attempt; doubles with each further one
 
 
 class Attempts:
-    """Counts the attempts to receive one checkpoint.
+    """Counts the attempts to receive one checkpoint."""
 
-    Args:
-        deadline: for all attempts, in seconds of any clock
-    """
-
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
+    def __init__(self) -> None:
         self._failed = 0  # consecutive attempts without progress
 
-    def failed(self, progress: bool, now: float) -> Optional[float]:
+    def failed(self, progress: bool, left: float) -> Optional[float]:
         """Called when an attempt was interrupted.
 
         Args:
             progress: whether the attempt received more of the checkpoint
-            now: in seconds of the same clock
+            left: seconds until the deadline of the transfer
 
         Returns:
             seconds until the next attempt; None if there is none
         """
         self._failed = 1 if progress else self._failed + 1
         pause = PAUSE * 2 ** (self._failed - 1)
-        return None if self._failed >= MOST or now + pause >= self._deadline else pause
+        return None if self._failed >= MOST or pause >= left else pause

@@ -26,11 +26,14 @@ class Target:
         read: returns the group's state, with the structure of the received one
         writable: whether its tensors may be written during the transfer, because nothing reads them and they are not
             needed if the transfer fails. Otherwise received tensors stay in host memory until `settle`.
+        waited_for: whether the other groups wait for this transfer as long as data arrives. Its timeout is then one
+            without any data, and not of the whole transfer.
     """
 
-    def __init__(self, read: Callable[[], object], writable: bool) -> None:
+    def __init__(self, read: Callable[[], object], writable: bool, waited_for: bool = False) -> None:
         self._read = read
         self.writable = writable
+        self.waited_for = waited_for
         # the source's devices of the tensors that were received in host memory
         self.devices: Dict[Path, str] = {}
 

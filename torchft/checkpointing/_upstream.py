@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
+from torchft.checkpointing._deadline import Deadline
 from torchft.checkpointing._http_client import Answer, describe, fetch
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._stream import Home, read_object
@@ -65,7 +66,7 @@ def without_other_names(state: Any) -> Any:
 
 
 def receive_upstream(
-    answer: Answer, metadata: str, step: int, key: str, num_chunks: int, deadline: float, token: str, home: Home
+    answer: Answer, metadata: str, step: int, key: str, num_chunks: int, deadline: Deadline, token: str, home: Home
 ) -> Any:
     """Reads the state that a source sends.
 
@@ -89,7 +90,7 @@ def receive_upstream(
 
 
 def _receive_chunks(
-    spec: object, metadata: str, step: int, n: int, deadline: float, token: str, meter: Meter, home: Home
+    spec: object, metadata: str, step: int, n: int, deadline: Deadline, token: str, meter: Meter, home: Home
 ) -> Any:
     if not isinstance(spec, pytree.TreeSpec):
         raise CheckpointError(f"checkpoint of step {step} from {metadata}: its metadata is a {type(spec)}")

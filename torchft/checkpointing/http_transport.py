@@ -16,6 +16,7 @@ from torchft._forked import Maker
 from torchft.addresses import heal_hosts
 from torchft.checkpointing import _native_transfer
 from torchft.checkpointing._checkpoint import Checkpoint
+from torchft.checkpointing._deadline import Deadline
 from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
 from torchft.checkpointing._http_client import Answer, describe
 from torchft.checkpointing._memory import available_memory, reserve
@@ -233,9 +234,10 @@ class HTTPTransport(CheckpointTransport[T]):
             additional_sources: functions that return the metadata of further groups that offer this step. Blocks that
                 equal those of the source may come from them.
             target: chooses the memory of tensors if this transport has no `state_dict`. If there is neither, a tensor
-                that is on a device at the source is received on this process's current device of that type.
+                that is on a device at the source is received on this process's current device of that type. Also says
+                whether the timeout is one of progress, `Target.waited_for`.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = Deadline(timeout.total_seconds(), of_progress=target is not None and target.waited_for)
         token = checkpoint_token()
         key = FULL if self._num_chunks == 0 else METADATA
 

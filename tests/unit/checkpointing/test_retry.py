@@ -25,8 +25,8 @@ from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, 
     ],
 )
 def test_pauses_between_attempts(deadline: float, attempts: Sequence[bool], pauses: list[Optional[float]]) -> None:
-    of_one = Attempts(deadline)
-    assert [of_one.failed(progress, now=0.0) for progress in attempts] == pauses
+    of_one = Attempts()
+    assert [of_one.failed(progress, left=deadline) for progress in attempts] == pauses
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from torchft._manager.extras import OwnExtras
 from torchft._manager.failures import FailureCallback, Failures
 from torchft._manager.group import join_group
 from torchft._manager.heal_along import Along, StillHealing
+from torchft._manager.heal_wait import HealWait
 from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
 from torchft._manager.layout import Layout
@@ -286,6 +287,7 @@ class Manager(Stateful, Stepping):
             report=self._errors.of_collective,
             fetching=lambda: self._recovery.fetching and not self._connection.apart,
             transferring=self._background.busy,
+            awaiting_heal=lambda: self._heal_wait.waiting,
             enter_thread=self._background.enter_thread,
             logger=self._logger,
         )
@@ -300,6 +302,14 @@ class Manager(Stateful, Stepping):
             logger=self._logger,
         )
         self._calls = Calls(self._failures.check, self._place, self._logger)
+        self._heal_wait = HealWait(
+            self._failures.check,
+            self._place,
+            self._store,
+            self._replica_id,
+            settings.group_world_size,
+            self._logger,
+        )
         self._recovery = Recovery(
             transport=self._transport,
             user_state=self._user_state,
@@ -310,6 +320,7 @@ class Manager(Stateful, Stepping):
             connect_timeout=settings.connect_timeout,
             sources=settings.heal_sources,
             in_background=planner.use_async_quorum,
+            wait=self._heal_wait,
             logger=self._logger,
         )
         if settings.heal_along:
@@ -432,6 +443,7 @@ class Manager(Stateful, Stepping):
         connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
         layout = self._layout.for_lighthouse()
         self._calls.end(lost=True)
+        self._heal_wait.end()
         step = self._make_step(request, inputs, self._current.plan)
         self._current.collectives.retire()  # the next quorum may connect the process group with other peers
         self._current = self._errors.step = step
@@ -450,6 +462,7 @@ class Manager(Stateful, Stepping):
             reconfigure_handle=self._peers.handle(
                 self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients),
                 connections,
+                awaits_heals=self._along is None,
             ),
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
             committed_quorum_id=self._committed_quorum_id,
@@ -494,7 +507,8 @@ class Manager(Stateful, Stepping):
             return
         step.peers = self._connection.members or plan.replica_ids
         step.connected()
-        fetched = self._transfers.run(self._connection.without_unconnected(plan), self._manager_state_dict)
+        with self._heal_wait.following(plan):
+            fetched = self._transfers.run(self._connection.without_unconnected(plan), self._manager_state_dict)
         if fetched is not None:
             self._position = fetched
 
@@ -611,6 +625,7 @@ class Manager(Stateful, Stepping):
         if not step.collectives.usable:
             self._current.collectives.abort()  # the peers wait for the reduction that is skipped here
             return None
+        self._heal_wait.wait()
         if not self.is_participating():
             tensor.zero_()
         self._data.compare(step, tensor.device, self._reduce)
@@ -816,6 +831,10 @@ class Manager(Stateful, Stepping):
     def _try_step(self, timeout: timedelta) -> bool:
         """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the group."""
         self.wait_quorum()
+        try:
+            self._heal_wait.wait()
+        except Exception as e:
+            self._errors.of_collective(e)
         self._end_collectives()
         self._calls.end(lost=self._current.error is not None)
         arrived = self._transfers.arrived()
@@ -974,6 +993,9 @@ class Manager(Stateful, Stepping):
         rounds, self._rounds = self._rounds, None
         with ExitStack() as parts:  # the parts end in reverse order, each even if another one raises an error
             parts.callback(self._signals.close, leaving=self._is_draining)
+            heal_wait: Optional[HealWait] = self.__dict__.get("_heal_wait")  # none if the constructor has failed
+            if heal_wait is not None:
+                parts.callback(heal_wait.end)
             if wait:
                 parts.callback(self._server.join)
             if rounds is not None:

@@ -18,7 +18,17 @@ import torch.distributed as dist
 
 from torchft import _torchft
 from torchft._manager.failures import FailureListener
-from torchft._manager.handles import AVERAGES, CALLS, COMPARES, CONNECTIONS, LAYOUT, announce, announce_native, bare
+from torchft._manager.handles import (
+    AVERAGES,
+    CALLS,
+    COMPARES,
+    CONNECTIONS,
+    HEALS,
+    LAYOUT,
+    announce,
+    announce_native,
+    bare,
+)
 from torchft._manager.layout import announced_natively
 from torchft._manager.plan import Plan
 from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
@@ -360,12 +370,13 @@ class Peers:
                 "sparse: pass sparse=False to their layers, or use ProcessGroupGloo"
             )
 
-    def handle(self, compares: str = "", connections: str = "") -> str:
+    def handle(self, compares: str = "", connections: str = "", awaits_heals: bool = False) -> str:
         """The reconfigure handle by which peers connect with this rank.
 
         Args:
             compares: how weights are compared, added to the handle; empty if they are not compared.
             connections: the connections of this rank, added to the handle; empty if it announces none.
+            awaits_heals: whether this rank waits for groups that heal.
         """
         handle = self.pg.get_reconfigure_handle()
         if self._native:
@@ -373,6 +384,7 @@ class Peers:
             return announce_native(handle, LAYOUT, announced_natively(self._layout))
         handle = announce(handle, AVERAGES, "1" if self._averages else "")
         handle = announce(announce(handle, COMPARES, compares), CALLS, "1" if self.ours else "")
+        handle = announce(handle, HEALS, "1" if awaits_heals and self.ours else "")
         return announce(handle, CONNECTIONS, connections)
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:

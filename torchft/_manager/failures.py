@@ -120,6 +120,7 @@ class Failures:
         report: called with the error and with the running collectives that the error ends.
         fetching: returns whether this rank waits for the state of a peer.
         transferring: returns whether a device still has to send or receive a state.
+        awaiting_heal: returns whether a thread waits for a group that heals.
         enter_thread: makes the device of the training thread the current one of the listener's thread.
         logger: the Manager's logger.
     """
@@ -133,6 +134,7 @@ class Failures:
         report: Callable[[Exception, Collectives], None],
         fetching: Callable[[], bool],
         transferring: Callable[[], bool],
+        awaiting_heal: Callable[[], bool],
         enter_thread: Callable[[], None],
         logger: _ManagerLogger,
     ) -> None:
@@ -143,6 +145,7 @@ class Failures:
         self._report = report
         self._fetching = fetching
         self._transferring = transferring
+        self._awaiting_heal = awaiting_heal
         self._logger = logger
         # Held while a failure ends the collectives of a step, and while a step begins. Otherwise a failure of an old
         # quorum could end the collectives of a step that has just begun with other peers.
@@ -256,6 +259,8 @@ class Failures:
             return True, f"waits for its peers in collective {running} of this step"
         if self._fetching():
             return True, "fetches the state of a peer"
+        if self._awaiting_heal():
+            return True, "waits for a group that heals"
         if self._transferring():
             return True, "waits for its device to send or receive a state"
         return False, f"computes, after {len(collectives)} collectives of this step"

@@ -14,6 +14,7 @@ _PREFIX = "torchft_"
 AVERAGES = _PREFIX + "averages"  # the process group of this rank averages on its device (Plan.averages)
 COMPARES = _PREFIX + "compares"  # how this group compares its weights with those of other groups (replicas.py)
 CALLS = _PREFIX + "calls"  # this rank lists its calls in the first step with new peers (calls.py)
+HEALS = _PREFIX + "heals"  # this rank waits for groups that heal, as long as they make progress (heal_wait.py)
 CONNECTIONS = _PREFIX + "connections"  # the connections of this rank (handover.py)
 LAYOUT = _PREFIX + "layout"  # native handles only; others have a field of their own (layout.py)
 

@@ -7,7 +7,7 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Optional
 
-from torchft._manager.handles import AVERAGES, announced
+from torchft._manager.handles import AVERAGES, HEALS, announced
 
 if TYPE_CHECKING:
     from torchft._torchft import QuorumResult
@@ -69,6 +69,18 @@ class Plan:
         """
         return self.participants == self.replica_world_size == len(self.handles) and all(
             announced(handle, AVERAGES) for handle in self.handles
+        )
+
+    @cached_property
+    def awaits_heals(self) -> bool:
+        """Whether groups may heal in this quorum, and each announces that it waits for them: see heal_wait.py. The same
+        in all groups of a quorum.
+        """
+        may_heal = self.num_up_to_date < self.replica_world_size or self.max_step == 0
+        return (
+            may_heal
+            and 1 < self.replica_world_size == len(self.handles)
+            and all(announced(handle, HEALS) for handle in self.handles)
         )
 
 

@@ -24,6 +24,7 @@ from torchft.checkpointing.transport import Unsendable, bounded
 if TYPE_CHECKING:
     from torchft._manager.edge import Transport
     from torchft._manager.heal_along import Along
+    from torchft._manager.heal_wait import HealWait
     from torchft._manager.log import _ManagerLogger
     from torchft._torchft import ManagerClient, MemberFailure
 
@@ -52,6 +53,7 @@ class Recovery:
         sources: the number of groups that this one fetches a state from; with more than 1 it is also an additional
             source for others.
         in_background: whether the model runs while a state is fetched.
+        wait: lets the other groups wait for this one.
         logger: of the Manager.
 
     Attributes:
@@ -73,6 +75,7 @@ class Recovery:
         connect_timeout: timedelta,
         sources: int,
         in_background: bool,
+        wait: HealWait,
         logger: _ManagerLogger,
     ) -> None:
         self._transport = transport
@@ -83,6 +86,7 @@ class Recovery:
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._sources = sources
+        self._wait = wait
         self._logger = logger
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
@@ -189,7 +193,8 @@ class Recovery:
         Raises:
             RuntimeError: the source cannot be reached, or serves another step than the requested one.
             PeerFailed: the source cannot be reached, and a member of the quorum has failed.
-            CheckpointTimeout: it took longer than the timeout.
+            CheckpointTimeout: it took longer than the timeout; if the other groups wait for this one, nothing arrived
+                for that time.
         """
         assert plan.source is not None
         source: Source = plan.source
@@ -198,7 +203,7 @@ class Recovery:
             metadata = self._ask_source(self._reach(source.manager_address))
             asked = [partial(self.locate, address) for address in plan.additional_sources[: self._additional]]
             several: dict[str, Any] = {"additional_sources": asked} if asked else {}
-            self._target = target = Target(self._own, self._may_write(plan))
+            self._target = target = Target(self._own, self._may_write(plan), self._wait.waited_for)
             if self._transport.takes_target:
                 several["target"] = target
             self._source = plan.quorum_id, source.replica_id
@@ -206,7 +211,7 @@ class Recovery:
                 self._check_peers()  # failures reported after this line reach peer_failed
                 in_place = self._transport.in_place or (self._transport.takes_target and target.writable)
                 self._spoiled = self._spoiled or in_place
-                with watched_by(self._logger.heal_progress):
+                with watched_by(self._progressed):
                     state = self._transport.recv_checkpoint(
                         src_rank=source.replica_rank,
                         metadata=metadata,
@@ -224,6 +229,10 @@ class Recovery:
         self.phases.received = tensor_bytes(state)
         self.pending = state
         return Position(served["step"], served["batches_committed"], plan.committed_quorum_id)
+
+    def _progressed(self, received: int, total: int) -> None:
+        self._wait.received(received)
+        self._logger.heal_progress(received, total)
 
     def _may_write(self, plan: Plan) -> bool:
         """Whether the state may be received directly into this group's own tensors.

@@ -410,6 +410,7 @@ def recovery_of(connect: Callable[[str, timedelta], Any]) -> Recovery:
         connect_timeout=timedelta(seconds=60),
         sources=1,
         in_background=True,
+        wait=MagicMock(),
         logger=MagicMock(),
     )
 

@@ -103,3 +103,20 @@ def test_the_backend_averages(handles: str, participants: int, expected: bool) -
     text = {"a": '{"id": "a", "torchft_averages": "1"}', "b": '{"id": "b"}'}
     quorum = result(max_world_size=participants, heal=False, reconfigure_handles=[text[handle] for handle in handles])
     assert plan(quorum).averages is expected
+
+
+@pytest.mark.parametrize(
+    ("handles", "fields", "expected"),
+    [
+        ("aaa", {}, True),
+        ("aab", {}, False),  # an upstream group, or one with heal_along
+        ("", {}, False),
+        ("aaa", {"max_world_size": 3, "max_replica_rank": 1, "heal": False}, False),
+        ("aaa", {"max_world_size": 3, "max_replica_rank": 1, "heal": False, "max_step": 0}, True),  # init_sync
+        ("a", {"replica_world_size": 1, "max_world_size": 1, "max_step": 0}, False),
+    ],
+)
+def test_groups_wait_for_those_that_heal(handles: str, fields: dict[str, Any], expected: bool) -> None:
+    text = {"a": '{"id": "a", "torchft_heals": "1"}', "b": '{"id": "b"}'}
+    quorum = result(reconfigure_handles=[text[handle] for handle in handles], **fields)
+    assert plan(quorum).awaits_heals is expected

@@ -1,0 +1,188 @@
+"""Groups wait for those that heal as long as the heals make progress."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from tests.unit.waiting import wait_until
+from torchft._manager.heal_wait import Counter, HealWait
+from torchft._manager.plan import Plan
+from torchft._manager.state import Place
+from torchft.process_group.reconfigure import Handle
+
+LONG, SHORT = timedelta(seconds=60), timedelta(milliseconds=200)
+
+
+class PeerFailed(RuntimeError):
+    pass
+
+
+class Job:
+    """Two groups of as many ranks, in one quorum."""
+
+    def __init__(self, ranks: int, timeout: timedelta) -> None:
+        # By rank, that of the first group's handle. The ranks of a group share another one.
+        self.columns = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(ranks)]
+        groups = [HashStore() for _ in range(2)]
+        self.failed: list[Exception] = []
+        self.waits = {
+            (group, rank): HealWait(self.check, Place(timeout), groups[group], f"g{group}", ranks, MagicMock())
+            for group in range(2)
+            for rank in range(ranks)
+        }
+
+    def check(self) -> None:
+        for error in self.failed:
+            raise error
+
+    def plan(self, rank: int, awaits_heals: bool = True, step: int = 7) -> Plan:
+        fields: dict[str, Any] = dict.fromkeys(Plan.__dataclass_fields__)
+        handle = Handle(id="a", store=f"127.0.0.1:{self.columns[rank].port}").encode()
+        fields.update(quorum_id=3, max_step=step, replica_world_size=2, handles=[handle, ""])
+        made = Plan(**fields)
+        made.__dict__["awaits_heals"] = awaits_heals  # tested in test_plan.py
+        return made
+
+    def end(self) -> None:
+        for wait in self.waits.values():
+            wait.end()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def make(stack: ExitStack, ranks: int = 1, timeout: timedelta = LONG) -> Job:
+    job = Job(ranks, timeout)
+    stack.callback(job.end)
+    return job
+
+
+def test_a_counter_has_the_progress_of_all_and_how_many_are_ready() -> None:
+    store = HashStore()
+    a, b = Counter(store, "key", 2), Counter(store, "key", 2)
+    assert not a.count(False, False)
+    assert b.count(True, False) and a.count(False, False) and not a.count(False, False)
+    assert a.count(False, True) and not a.count(False, True), "it is ready once"
+    assert not a.all_ready and not b.all_ready
+    assert b.count(True, True) and b.all_ready
+    assert a.count(False, True) and a.all_ready
+
+
+def test_a_group_waits_until_the_other_one_has_healed(stack: ExitStack) -> None:
+    job = make(stack)
+    survivor, target = job.waits[0, 0], job.waits[1, 0]
+    pool = stack.enter_context(ThreadPoolExecutor(1))
+    with target.following(job.plan(0)):
+        assert target.waited_for
+        with survivor.following(job.plan(0)):
+            pass
+        waited = pool.submit(survivor.wait)
+        wait_until(lambda: survivor.waiting)
+        for nbytes in (10, 20):
+            before = cast(Any, survivor._now).moved_at
+            target.received(nbytes)
+            wait_until(lambda before=before: cast(Any, survivor._now).moved_at > before)
+        assert not waited.done()
+    waited.result(60)
+    assert not survivor.waiting
+    target.wait()
+    target.wait()  # later reductions of the step
+    assert not target.waited_for
+
+
+def test_a_heal_without_progress_ends_the_wait(stack: ExitStack) -> None:
+    job = make(stack, timeout=SHORT)
+    with job.waits[1, 0].following(job.plan(0)), job.waits[0, 0].following(job.plan(0)):
+        pass
+    survivor = make(stack, timeout=SHORT).waits[0, 0]
+    with survivor.following(job.plan(0, step=8)):
+        pass
+    with pytest.raises(
+        TimeoutError, match=r"timed out: a group of this quorum heals, and has received nothing for 0\.2"
+    ):
+        survivor.wait()
+    survivor.wait()  # the step is lost, and does not wait again
+
+
+def test_a_failure_of_a_peer_ends_the_wait(stack: ExitStack) -> None:
+    job = make(stack)
+    survivor = job.waits[0, 0]
+    with survivor.following(job.plan(0)):
+        pass
+    pool = stack.enter_context(ThreadPoolExecutor(1))
+    waited = pool.submit(survivor.wait)
+    wait_until(lambda: survivor.waiting)
+    job.failed.append(PeerFailed("group 1 has failed"))
+    with pytest.raises(PeerFailed):
+        waited.result(60)
+
+
+def test_the_ranks_of_a_group_begin_together(stack: ExitStack) -> None:
+    """Otherwise those whose counterparts have healed would vote, and their vote has a timeout."""
+    job = make(stack, ranks=2)
+    pool = stack.enter_context(ThreadPoolExecutor(4))
+    heal = threading.Event()
+
+    def step(group: int, rank: int) -> None:
+        wait = job.waits[group, rank]
+        with wait.following(job.plan(rank)):
+            if (group, rank) == (1, 1):
+                assert heal.wait(60)
+        wait.wait()
+
+    steps = [pool.submit(step, *of) for of in job.waits]
+    waiting = [wait for of, wait in job.waits.items() if of != (1, 1)]
+    wait_until(lambda: all(wait.waiting for wait in waiting))
+    before = [cast(Any, wait._now).moved_at for wait in waiting]
+    job.waits[1, 1].received(5)
+    # also the ranks whose own counterparts have healed learn of the progress
+    wait_until(lambda: all(cast(Any, wait._now).moved_at > at for wait, at in zip(waiting, before)))
+    assert not any(one.done() for one in steps)
+    heal.set()
+    for one in steps:
+        one.result(60)
+
+
+def test_without_heals_there_is_no_wait_and_no_thread(stack: ExitStack) -> None:
+    wait = make(stack).waits[0, 0]
+    before = threading.active_count()
+    with wait.following(make(stack).plan(0, awaits_heals=False)):
+        assert not wait.waited_for
+    wait.received(5)
+    wait.wait()
+    assert threading.active_count() == before
+
+
+def test_a_store_that_has_ended_delays_no_step(stack: ExitStack) -> None:
+    """Its process has failed, which the lighthouse reports, or the reductions find."""
+    job = make(stack)
+    plan = job.plan(0)
+    job.columns.clear()
+    wait = job.waits[0, 0]
+    with wait.following(plan):
+        pass
+    wait.wait()
+    assert "not known whether all groups have healed" in str(cast(Any, wait._logger).warn.call_args)
+
+
+def test_a_step_that_is_over_ends_its_thread(stack: ExitStack) -> None:
+    job = make(stack)
+    wait = job.waits[0, 0]
+    with wait.following(job.plan(0)):
+        pass
+    attempt = cast(Any, wait._now).attempt
+    wait.end()
+    assert attempt.ended and not wait.waited_for
+    wait_until(lambda: not any(t.name == "torchft_connect" for t in threading.enumerate()))

@@ -1,0 +1,200 @@
+"""Lets the groups of a quorum wait for those of them that heal, as long as their heals make progress.
+
+A group that heals reduces only after its heal. The others would wait for it in a collective, whose timeout is that of
+a peer that hangs: a heal that takes longer was given up, and began anew in the next step. So in a quorum in which
+groups may heal, all ranks wait before their first reduction (or their vote) until every group is ready. Each rank adds
+its progress to a counter in the store of the first group's reconfigure handle. A rank gives up when that counter has
+not moved for the timeout.
+
+A vote has a timeout, too, and the ranks of a group heal from different ranks. So a rank begins only when all ranks of
+its group may: they count the same in the store of their group.
+
+Only groups whose handle says that they do this wait for each other; upstream groups do not.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Callable, Iterator, Optional
+
+from torchft.process_group._attempt import Attempt, running
+from torchft.process_group.reconfigure import Handle, create_store_client
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.plan import Plan
+    from torchft._manager.state import Place
+
+# A TCPStore tries to connect for about twice its timeout: a few seconds.
+_CONNECT_TIMEOUT = timedelta(seconds=2)
+# The first and the longest pause between two looks at a counter.
+_PAUSE_SEC = 0.001, 0.05
+# Seconds between two looks for a failure of a peer.
+_LOOK_SEC = 0.01
+# A counter has the number of those that are ready above this, and below it the number of reports of progress.
+_READY = 1 << 32
+
+
+class Counter:
+    """A counter of progress in a store, as one of those that share it sees it.
+
+    Args:
+        store: the store.
+        key: the key of the counter.
+        members: the number of those that share it.
+    """
+
+    def __init__(self, store: Store, key: str, members: int) -> None:
+        self._store = store
+        self._key = key
+        self._members = members
+        self._value = 0
+        self._ready = False
+
+    def count(self, moved: bool, ready: bool) -> bool:
+        """Adds this one's news, and reads the counter. Returns whether it has moved.
+
+        Args:
+            moved: whether this one has made progress since the last call.
+            ready: whether this one is ready; in every call from then on.
+        """
+        add = int(moved) + (_READY if ready and not self._ready else 0)
+        self._ready = self._ready or ready
+        before, self._value = self._value, self._store.add(self._key, add)
+        return self._value != before
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether all were ready at the last look."""
+        return self._value >= self._members * _READY
+
+
+class _Wait:
+    """The wait of one rank in one step. A thread counts, because a store may not answer."""
+
+    def __init__(self, address: str, key: str, groups: int, group: Optional[Counter]) -> None:
+        self._address = address
+        self._key = key
+        self._groups = groups
+        self._group = group
+        self.received = 0  # bytes of this rank's heal
+        self.ready = False  # whether this rank has no heal, or has ended it
+        self.moved_at = time.monotonic()
+        self.attempt: Attempt[None] = Attempt(self._count, list.clear, _CONNECT_TIMEOUT)
+        self.attempt.start()
+
+    def _count(self) -> None:
+        attempt, told = running(), 0
+        column = Counter(create_store_client(self._address, _CONNECT_TIMEOUT), self._key, self._groups)
+        pause, longest = _PAUSE_SEC
+        while attempt is not None and attempt.abandoned is None:
+            received, ready = self.received, self.ready  # read once: other threads set them
+            moved, told = column.count(received > told, ready), max(told, received)
+            if self._group is not None:
+                moved = self._group.count(moved, column.all_ready) or moved
+            if (self._group or column).all_ready:
+                return
+            if moved:
+                self.moved_at, pause = time.monotonic(), _PAUSE_SEC[0]
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+class HealWait:
+    """The waits of one rank for groups that heal.
+
+    Args:
+        check_peers: raises an error if a peer is known to have failed.
+        place: has the timeout without progress.
+        store: the store that all ranks of the group share.
+        name: the replica id of this incarnation of the group.
+        group_world_size: the number of ranks in the group.
+        logger: the Manager's logger.
+
+    Attributes:
+        waiting: whether a thread waits now.
+    """
+
+    def __init__(
+        self,
+        check_peers: Callable[[], None],
+        place: Place,
+        store: Store,
+        name: str,
+        group_world_size: int,
+        logger: _ManagerLogger,
+    ) -> None:
+        self._check_peers = check_peers
+        self._place = place
+        self._store = store
+        self._name = name
+        self._group_world_size = group_world_size
+        self._logger = logger
+        self.waiting = False
+        self._now: Optional[_Wait] = None
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether the other groups wait for this one in this step, if it heals."""
+        return self._now is not None
+
+    @contextmanager
+    def following(self, plan: Plan) -> Iterator[None]:
+        """Surrounds the heal of a step, or what a group does that does not heal: this rank is ready at the end."""
+        self.end()
+        store = Handle.decode(plan.handles[0]).store if plan.awaits_heals else ""
+        if not store:
+            yield
+            return
+        key, group = f"heals/{plan.quorum_id}/{plan.max_step}", None
+        if self._group_world_size > 1:
+            group = Counter(self._store, f"torchft/{self._name}/{key}", self._group_world_size)
+        self._now = now = _Wait(store, key, plan.replica_world_size, group)
+        try:
+            yield
+        finally:
+            now.ready = True
+
+    def received(self, nbytes: int) -> None:
+        """Called during this rank's heal, with the bytes that have arrived."""
+        now = self._now
+        if now is not None:
+            now.received = max(now.received, nbytes)
+
+    def wait(self) -> None:
+        """Returns when no group heals any more. Called before each reduction and each vote of a step.
+
+        Raises:
+            Exception: a peer has failed.
+            TimeoutError: no heal has made progress for the timeout.
+        """
+        now = self._now
+        if now is None:
+            return
+        self.waiting, begun, timeout = True, time.monotonic(), self._place.timeout.total_seconds()
+        try:
+            while not now.attempt.wait(_LOOK_SEC):
+                self._check_peers()
+                if time.monotonic() - max(begun, now.moved_at) > timeout:
+                    raise TimeoutError(
+                        f"timed out: a group of this quorum heals, and has received nothing for {timeout:g} s"
+                    )
+            if now.attempt.error is not None:
+                self._logger.warn(f"it is not known whether all groups have healed: {now.attempt.error}")
+        finally:
+            self.waiting = False
+            self._end(now)
+
+    def end(self) -> None:
+        """Ends the wait of a step that is over."""
+        if self._now is not None:
+            self._end(self._now)
+
+    def _end(self, wait: _Wait) -> None:
+        if self._now is wait:
+            self._now = None
+        wait.attempt.abandon(RuntimeError("the step is over"))

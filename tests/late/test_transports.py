@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Unsendable
 from torchft.process_group import ProcessGroupGloo
 from torchft.process_group.native import abort_group
+from torchft.utils import get_stream_context
 
 load()
 from tests.late.group import ProcessGroupLate, together  # noqa: E402
@@ -53,6 +54,7 @@ def http(stack: ExitStack, num_chunks: int = 0, native: bool = True) -> Pair:
 
 def process_group(stack: ExitStack, on_device: bool) -> Pair:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    stack.enter_context(nullcontext(store))  # where the ends of each transfer meet
 
     def end(rank: int) -> PGTransport[Any]:
         torch.accelerator.set_device_index(rank)
@@ -412,6 +414,67 @@ def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
         received = got.result(60)["w"]
         source.disallow_checkpoint()
     assert len(begun) == 5 and received.is_cpu and torch.equal(received, weights.cpu())
+
+
+def test_a_heal_in_flight_does_not_delay_an_allreduce(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source has queued its sends, and the target does not receive them yet. A communicator runs its operations one
+    after the other, as NCCL's does.
+    """
+    may_receive, announced = threading.Event(), pg_transport._Channel.announced
+
+    def stop(self: Any, nbytes: int) -> None:
+        announced(self, nbytes)
+        if self.meter is not None:  # the target's channel, after the header
+            assert may_receive.wait(60)
+
+    monkeypatch.setattr(pg_transport._Channel, "announced", stop)
+    weights = torch.arange(4500.0, device="late:0")
+    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        source, target = process_group(stack, on_device=True)
+
+        def receive() -> Any:
+            torch.accelerator.set_device_index(1)
+            return target.recv_checkpoint(0, "", 3, TIMEOUT)
+
+        def reduce(rank: int) -> list[float]:
+            torch.accelerator.set_device_index(rank)
+            gradient = torch.full((3,), rank + 1.0, device=torch.device("late", rank))
+            (source, target)[rank]._pg.allreduce([gradient], dist.AllreduceOptions()).wait()  # type: ignore[attr-defined]
+            return gradient.tolist()
+
+        got = pool.submit(receive)
+        torch.accelerator.set_device_index(0)
+        with get_stream_context(torch.Stream("late:0")):  # a heal has a stream of its own
+            source.send_checkpoint([1], 3, {"w": weights}, TIMEOUT)
+        reduced = [pool.submit(reduce, rank) for rank in range(2)]
+        try:
+            assert [one.result(20) for one in reduced] == [[3.0] * 3] * 2
+            assert not got.done()
+        finally:
+            may_receive.set()
+        assert torch.equal(got.result(60)["w"].cpu(), weights.cpu())
+        source.disallow_checkpoint()
+
+
+@pytest.mark.parametrize("ends", ["abort", "new peers"])
+def test_the_connection_of_a_heal_ends_with_its_group(late: Any, ends: str) -> None:
+    """The group is aborted when a peer fails. Its heals would wait for that peer as its collectives would."""
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        source, target = process_group(stack, on_device=True)
+        groups: list[Any] = [end._pg for end in (source, target)]  # type: ignore[attr-defined]
+        torch.accelerator.set_device_index(0)
+        got = pool.submit(target.recv_checkpoint, 0, "", 3, TIMEOUT)
+        with get_stream_context(torch.Stream("late:0")):
+            pair = groups[0].pair(1, "3", TIMEOUT)
+        for rank, group in enumerate(groups):
+            if ends == "abort":
+                group.abort()
+            else:
+                torch.accelerator.set_device_index(rank)
+                group.configure(f"{group._store_addr}/alone", f"rank{rank}", 0, 1)
+        assert pair.errored() is not None
+        with pytest.raises(CheckpointError, match="checkpoint of step 3 from rank 0"):
+            got.result(60)
 
 
 def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, TypeVar
 
 import torch
+from torch.distributed import Work
 
 from torchft.checkpointing._encoding import Encoded, Path, decode, dtype_name, dtype_of, is_dtensor, with_flags
 from torchft.checkpointing._handshake import Structure, pack_structure, parse_structure, read_frame
@@ -27,8 +28,9 @@ from torchft.checkpointing._stream import storage_bytes, tensor_memory
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
 from torchft.process_group._timeout import point_to_point_timeout
+from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.native import abort_group, errors_of
-from torchft.utils import Mark
+from torchft.utils import Mark, on_device
 
 if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
@@ -59,6 +61,10 @@ class PGTransport(CheckpointTransport[T]):
     shard. `send_checkpoint` returns when all targets have everything, so the source waits for them. If the process
     group works on a device, it returns when all sends are queued there, and `disallow_checkpoint` waits for the device.
     The header uses the safe encoding of `HTTPTransport`.
+
+    With a group of torchft that works on a device in this process (NCCL, XCCL), each transfer connects source and
+    target by a communicator of its own, which takes some time and device memory: the transfer does not stand before
+    gradients.
 
     Args:
         pg: the process group; replica ranks are its ranks
@@ -104,14 +110,17 @@ class PGTransport(CheckpointTransport[T]):
         """
         sent, self._sent = self._sent, None
         if sent is not None:
-            sent.wait()
+            try:
+                sent.wait()
+            finally:
+                sent.close()
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: Optional[timedelta] = None
     ) -> None:
         if not dst_ranks:
             return
-        channel = self._channel(dst_ranks, f"checkpoint of step {step} to {dst_ranks}", timeout)
+        channel = self._channel(dst_ranks, f"checkpoint of step {step} to {dst_ranks}", step, timeout)
         try:
             header = _Header(state_dict)
         except Unsendable as error:
@@ -130,18 +139,31 @@ class PGTransport(CheckpointTransport[T]):
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta) -> None:
         if dst_ranks:
-            self._refuse(self._channel(dst_ranks, f"checkpoint of step {step} to {dst_ranks}", timeout), reason)
+            what = f"checkpoint of step {step} to {dst_ranks}"
+            self._refuse(self._channel(dst_ranks, what, step, timeout), reason)
 
     def _refuse(self, channel: _Channel, reason: str) -> None:
         text = bytearray(reason.encode()[:_MAX_REASON])
-        self._send_text(channel, _REFUSED, torch.frombuffer(text, dtype=torch.uint8))
+        with self._released(channel, receiving=False):
+            self._send_text(channel, _REFUSED, torch.frombuffer(text, dtype=torch.uint8))
+        self._sent = channel.queued()
 
     def _send_text(self, channel: _Channel, magic: int, body: torch.Tensor) -> None:
         channel.send(torch.tensor([magic, body.numel()], dtype=torch.int64))
         channel.send(body)
 
-    def _channel(self, ranks: List[int], what: str, timeout: Optional[timedelta]) -> _Channel:
-        return _Channel(self._pg, self._error, ranks, what, timeout or self._timeout, self._device)
+    def _channel(self, ranks: List[int], what: str, step: int, timeout: Optional[timedelta]) -> _Channel:
+        pg: Any = self._pg
+        timeout = timeout or self._timeout
+        if not isinstance(pg, AcceleratorProcessGroup):
+            return _Channel(pg, self._error, partial(abort_group, pg), ranks, what, timeout, self._device)
+        try:
+            with on_device(self._device):
+                pairs = Pairs(pg, ranks, str(step), timeout)
+        except Exception as error:
+            kind = CheckpointTimeout if isinstance(error, TimeoutError) else CheckpointError
+            raise kind(f"{what}: no connection for it: {error}") from error
+        return _Channel(pairs, pairs.errored, pairs.abort, ranks, what, timeout, self._device)
 
     def recv_checkpoint(
         self,
@@ -157,8 +179,8 @@ class PGTransport(CheckpointTransport[T]):
             target: chooses the devices of tensors if this transport has no `state_dict`
         """
         what = f"checkpoint of step {step} from rank {src_rank}"
-        channel = self._channel([src_rank], what, timeout)
-        with self._released(channel, receiving=True):
+        channel = self._channel([src_rank], what, step, timeout)
+        with closing(channel), self._released(channel, receiving=True):
             sent, structure, flats = self._recv_header(channel)
             with closing(Meter(what, logger)) as meter:
                 channel.meter = meter
@@ -188,7 +210,9 @@ class PGTransport(CheckpointTransport[T]):
             if not channel.broken and not (receiving and channel.discard()):
                 logger.info("%s: the process group is aborted in the middle of it", channel.what)
                 with suppress(Exception):  # the error in progress is the one to report
-                    abort_group(self._pg)
+                    channel.abort()
+            if not receiving:
+                channel.close()
             raise
 
     def _places(self, structure: Structure, target: Optional[Target]) -> _Places:
@@ -277,8 +301,9 @@ class _Places:
 class _Channel:
     """Messages to one or more ranks, or from one, with a common deadline. Both ends cut data into the same pieces."""
 
-    pg: ProcessGroup
+    pg: Any  # the process group, or Pairs
     error: Callable[[], Optional[Exception]]  # returns the error of the process group
+    abort: Callable[[], None]  # aborts it
     ranks: List[int]
     what: str
     timeout: timedelta
@@ -409,9 +434,53 @@ class _Channel:
     def timed_out(self, why: str = "") -> CheckpointTimeout:
         return CheckpointTimeout(f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{why}")
 
+    def close(self) -> None:
+        """Ends the connections of this transfer, once the device has ended it."""
+        if isinstance(self.pg, Pairs):
+            self.pg.shutdown()
+
     def queued(self) -> Optional[_Queued]:
         """The operations so far; on a device they may still be queued."""
         return None if self.device.type == "cpu" else _Queued(self)
+
+
+class Pairs:
+    """The connections of one transfer, one with each peer, beside those of the process group.
+
+    Args:
+        pg: the process group
+        ranks: ranks of the peers
+        name: differs from the names of earlier transfers between them
+        timeout: of connecting
+    """
+
+    def __init__(self, pg: AcceleratorProcessGroup, ranks: List[int], name: str, timeout: timedelta) -> None:
+        self._pairs: Dict[int, AcceleratorProcessGroup] = {}
+        try:
+            for rank in ranks:
+                self._pairs[rank] = pg.pair(rank, name, timeout)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def send(self, tensors: List[torch.Tensor], rank: int, tag: int) -> Work:
+        pair = self._pairs[rank]
+        return pair.send(tensors, 1 - pair.rank(), tag)
+
+    def recv(self, tensors: List[torch.Tensor], rank: int, tag: int) -> Work:
+        pair = self._pairs[rank]
+        return pair.recv(tensors, 1 - pair.rank(), tag)
+
+    def errored(self) -> Optional[Exception]:
+        return next((error for pair in self._pairs.values() if (error := pair.errored()) is not None), None)
+
+    def abort(self) -> None:
+        for pair in self._pairs.values():
+            pair.abort()
+
+    def shutdown(self) -> None:
+        for pair in self._pairs.values():
+            pair.shutdown()
 
 
 class _Queued:
@@ -420,6 +489,7 @@ class _Queued:
     def __init__(self, channel: _Channel) -> None:
         self._channel = channel
         self._end = Mark([channel.device])
+        self.close = channel.close
 
     def wait(self) -> None:
         """Polls until the device has finished the operations, which may never happen if a peer has failed.

@@ -247,11 +247,50 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
         super().__init__(timeout)  # it never wraps another group
+        self._pairs: weakref.WeakSet[AcceleratorProcessGroup] = weakref.WeakSet()
 
     def set_timeout(self, timeout: timedelta) -> None:
         # torchft's own; PyTorch's stays at _NEVER.
         _check_timeout(timeout)
         self._timeout = timeout
+
+    # Pairs
+
+    def _like(self) -> AcceleratorProcessGroup:
+        """A group with the same settings, without peers."""
+        return type(self)(self._timeout)
+
+    def pair(self, peer: int, name: str, timeout: timedelta) -> AcceleratorProcessGroup:
+        """Connects with one peer by a communicator of its own: operations on it do not stand before those of this
+        group, whose communicator runs one after the other. An abort, or other peers, of this group end it as well.
+
+        Args:
+            peer: rank of the peer, which calls this, too
+            name: differs from the names of earlier pairs of the two
+            timeout: of connecting, if the group's is not shorter
+
+        Returns:
+            A group in which the lower rank of the two is 0; the caller shuts it down.
+
+        Raises:
+            RuntimeError: the peer could not be reached, or this group was aborted.
+        """
+        parent, rank = self.parent, self.rank()
+        low, high = sorted((rank, peer))
+        pair = self._like()
+        pair.set_timeout(min(timeout, self._timeout))
+        pair._handed = self._options  # whether the peers are torchft's, and use the communicator when they connect
+        self._pairs.add(pair)
+        pair.configure(f"{self._store_addr}/pair/{low}-{high}/{name}", str(rank), int(rank == high), 2)
+        if self._pg is not parent:
+            pair.abort()
+            raise RuntimeError(f"{self.getBackendName()} was aborted while it connected with rank {peer}")
+        return pair
+
+    def _release(self, error: Exception) -> None:
+        for pair in list(self._pairs):
+            pair.abort()
+        super()._release(error)
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
         abort_elsewhere(self.getBackendName(), pg).join(ABORT_TIMEOUT_SEC)

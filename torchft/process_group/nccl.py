@@ -192,6 +192,9 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         # variable once per process.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(timeout.total_seconds()))))
 
+    def _like(self) -> ProcessGroupNCCL:
+        return type(self)(self._timeout, self._implementation)
+
     def get_reconfigure_handle(self) -> str:
         """The handle by which peers find this group.
 

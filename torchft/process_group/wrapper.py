@@ -93,6 +93,7 @@ class ProcessGroupWrapper(Forwarding):
         self._options: Optional[ReconfigureOptions] = None
         self._quorum_id: Optional[int] = None
         self._global_ranks: Optional[list[int]] = None
+        self._store_addr = ""  # where the latest peers meet
 
     # Methods that subclasses override
 
@@ -167,6 +168,7 @@ class ProcessGroupWrapper(Forwarding):
         self, store_addr: str, rank: int, world_size: int, beside: bool = False
     ) -> Attempt[_Connected]:
         """An attempt to connect with peers, which has not begun."""
+        self._store_addr = store_addr
 
         def connect() -> _Connected:
             store = meeting_store(store_addr, world_size, self._connect_timeout)

@@ -154,15 +154,14 @@ func (n *Node) askOften() {
 		n.heard = heard
 		started := n.raft != nil
 		n.mu.Unlock()
-		trouble, pause := "", askLater
+		look, pause := n.find, askFirst
 		if started {
-			trouble = n.judge(heard)
-		} else {
-			trouble = n.find(heard)
+			look = n.judge
 		}
+		trouble := look(heard)
 		n.note(trouble)
-		if trouble != "" || !started {
-			pause = askFirst
+		if started && trouble == "" {
+			pause = askLater
 		}
 		select {
 		case <-n.ctx.Done():

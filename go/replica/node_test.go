@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/clock"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/replica"
 )
@@ -249,5 +250,39 @@ func TestSnapshotsKeepTheLogShortAndStartNewLighthouses(t *testing.T) {
 		require.Len(t, next.node.States(), 7)
 		require.NoError(t, next.node.Propose(newer, "job0", []byte("end")))
 		w.agree("job0", "end")
+	})
+}
+
+// What a leader reads after a pause may have been sent before it. So it asks for something new: an entry of the log.
+func TestAfterAPauseALeaderVerifiesByAnEntry(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		asleep := clock.Fake()
+		defer clock.Fake()
+		w := newWorld(t, "a", "b", "c")
+		leader, term := w.started()
+		last := func() uint64 {
+			index, err := leader.memory.LastIndex()
+			require.NoError(t, err)
+			return index
+		}
+		before := last()
+		for range 10 {
+			require.NoError(t, leader.node.Verify(t.Context(), term))
+			time.Sleep(100 * time.Millisecond)
+		}
+		require.Equal(t, before, last(), "no entry without a pause")
+		for i := range uint64(3) {
+			asleep.Add(int64(time.Hour))
+			require.NoError(t, leader.node.Verify(t.Context(), term))
+			require.NoError(t, leader.node.Verify(t.Context(), term))
+			require.Equal(t, before+i+1, last())
+			time.Sleep(time.Second)
+		}
+		asleep.Add(int64(time.Hour))
+		w.network.Pause(leader.name)
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		require.ErrorIs(t, leader.node.Verify(ctx, term), context.DeadlineExceeded)
+		require.ErrorIs(t, leader.node.Verify(t.Context(), term), replica.ErrNotLeading)
 	})
 }

@@ -1,6 +1,7 @@
 package manager_test
 
 import (
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -86,6 +87,37 @@ func TestAllButOneFailAtOnceAndTheLastOneContinues(t *testing.T) {
 		assert.Equal(t, []string{"a"}, round(t, 1, a)[0].ReplicaIDs)
 		assert.Less(t, time.Since(failedAt), 2*grace)
 	})
+}
+
+// Also the first of a quorum, half of it, or most of it: the others continue within a second.
+func TestWhicheverGroupsAreKilledTheOthersContinue(t *testing.T) {
+	names := []string{"a", "b", "d", "e", "f"}
+	for n := 2; n <= len(names); n++ {
+		for mask := 1; mask < 1<<n-1; mask += 1 + n*n/16*4 { // with many groups, only some sets
+			t.Run(fmt.Sprintf("%0*b of %d", n, mask, n), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					c := fttest.NewCluster(t, 1)
+					var groups, alive []*fttest.Group
+					for _, name := range names[:n] {
+						groups = append(groups, c.StartGroup(name, 1))
+					}
+					round(t, 1, groups...)
+					time.Sleep(time.Duration(mask) * 700 * time.Millisecond) // at different times between two heartbeats
+					for i, g := range groups {
+						if mask>>i&1 == 0 {
+							alive = append(alive, g)
+							continue
+						}
+						g.Host(-1).Kill()
+						g.Server.Shutdown()
+					}
+					start := time.Now()
+					require.Len(t, round(t, 2, alive...)[0].ReplicaIDs, len(alive))
+					require.Less(t, time.Since(start), time.Second)
+				})
+			})
+		}
+	}
 }
 
 func TestASilentHostIsReportedWhenItsHeartbeatIsTooOld(t *testing.T) {

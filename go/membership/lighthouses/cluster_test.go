@@ -3,6 +3,7 @@ package lighthouses_test
 import (
 	"context"
 	"fmt"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -296,7 +297,9 @@ func TestAMemberReturnsInTheMiddleOfAStep(t *testing.T) {
 func TestAMemberGoesWhereAFormerLeaderSendsIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newCluster(t, "a")
+		c.mu.Lock()
 		c.resign = true
+		c.mu.Unlock()
 		c.join(abc).quorum()
 		c.visits()
 		c.elect("c")
@@ -345,7 +348,9 @@ func TestAnEarlierQuorumIsNotUsed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newCluster(t, "a")
 		m := c.join(abc)
+		c.mu.Lock()
 		c.ids = 10
+		c.mu.Unlock()
 		before := m.quorum()
 		c.mu.Lock()
 		c.ids = 3
@@ -391,10 +396,11 @@ func TestALeaveIsAnnouncedToTheNextLeader(t *testing.T) {
 // unary is an upstream lighthouse, which has no streams.
 type unary struct {
 	torchftpb.UnimplementedLighthouseServiceServer
+	id int64 // of all of its quorums
 }
 
-func (unary) Quorum(_ context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
-	return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{QuorumId: 1, Participants: []*torchftpb.QuorumMember{req.GetRequester()}}}, nil
+func (u unary) Quorum(_ context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
+	return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{QuorumId: u.id, Participants: []*torchftpb.QuorumMember{req.GetRequester()}}}, nil
 }
 
 func (unary) Heartbeat(context.Context, *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
@@ -405,7 +411,7 @@ func (unary) Heartbeat(context.Context, *torchftpb.LighthouseHeartbeatRequest) (
 func TestAMemberOfAnUpstreamLighthouseMovesToACluster(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newCluster(t, "c")
-		stop := c.net.Host("old").Serve(t, ":1", func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, unary{}) })
+		stop := c.net.Host("old").Serve(t, ":1", func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, unary{id: 1}) })
 		m := c.join("http://old:1," + abc)
 		assert.EqualValues(t, 1, m.quorum())
 		assert.EqualValues(t, 1, m.quorum())
@@ -415,5 +421,38 @@ func TestAMemberOfAnUpstreamLighthouseMovesToACluster(t *testing.T) {
 		assert.EqualValues(t, 1, quorum.TermOf(m.quorum()))
 		time.Sleep(20 * time.Second)
 		assert.Equal(t, []string{"a of 4", "c of 4"}, c.visits())
+	})
+}
+
+// A member that received its quorum by a call has received no term, but the id of the quorum begins with one.
+func TestAMemberKnowsTheTermOfAQuorumThatItGotByACall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "c")
+		const term = 5
+		stop := c.net.Host("proxy").Serve(t, ":1", func(g *grpc.Server) {
+			torchftpb.RegisterLighthouseServiceServer(g, unary{id: term<<42 + 1000})
+		})
+		m := c.join("http://proxy:1," + abc)
+		before := m.quorum()
+		require.EqualValues(t, term, quorum.TermOf(before))
+		stop()
+		c.net.Host("proxy").Kill()
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		var err error
+		for ctx.Err() == nil {
+			_, err = m.Quorum(ctx, quorum.Member{ReplicaID: "m", Address: "http://m:2"}, 0)
+			require.Equal(t, codes.Unavailable, status.Code(err))
+			if strings.Contains(err.Error(), "has term") {
+				break
+			}
+			time.Sleep(250 * time.Millisecond)
+		}
+		assert.ErrorContains(t, err, "the lighthouse has term 1, and this member has seen term 5: another lighthouse leads")
+		c.mu.Lock()
+		c.term = term
+		c.mu.Unlock()
+		c.elect("c")
+		assert.Greater(t, m.quorum(), before)
 	})
 }

@@ -79,7 +79,7 @@ func newJob(s *Server, name string) *job {
 	j.rendezvous = rendezvous.NewMachine(s.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
 	j.bell = rpc.AfterFunc(j.log, "rendezvous", j.ring)
 	j.news.timer = rpc.AfterFunc(j.log, "news", j.sendLater)
-	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now())
+	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now(), 0)
 	j.board = dashboard.NewFeed(name, j.shown)
 	j.site = http.NewServeMux()
 	j.board.Register(j.site)
@@ -110,7 +110,6 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Overtaken: codes.Aborted,
 	quorum.Replaced:  codes.AlreadyExists,
 	quorum.Behind:    codes.FailedPrecondition,
-	quorum.Outdated:  codes.Unavailable,
 	quorum.Left:      codes.FailedPrecondition,
 	quorum.Misfit:    codes.InvalidArgument,
 
@@ -178,7 +177,7 @@ func (j *job) safely(use func()) (err error) {
 	sound := false
 	defer func() {
 		if !sound {
-			j.machine = quorum.NewMachine(j.cfg.policy(), time.Now())
+			j.machine = quorum.NewMachine(j.cfg.policy(), time.Now(), 0)
 			j.inUse, j.waitLog = quorum.InUse{}, waitLog{}
 			j.waiters.AnswerAll(answer{err: err})
 			j.streams.renew() // the new machine does not know their greetings
@@ -252,6 +251,8 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
 		case quorum.Welcome:
 			j.greeting.welcome(a)
+		case quorum.RefuseStream:
+			j.greeting.refused = status.Error(codes.Unavailable, a.Reason) // the member asks the other lighthouses
 		case quorum.Keep:
 			if a.Past.ID == 0 {
 				j.log.Info("torchft: the training is complete, as all of its groups reported; the next quorum begins a new one")

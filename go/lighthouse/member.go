@@ -67,6 +67,7 @@ type stream struct {
 	deadline time.Time       // of that request
 	expiry   *time.Timer     // runs expire
 	stale    bool            // its messages no longer count: the machine does not know its greeting (renew)
+	refused  error           // the machine refused its greeting
 
 	mu      sync.Mutex
 	outbox  []outgoing
@@ -166,10 +167,13 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 		return errShutdown
 	}
 	job.greeting = s
-	err := job.step(quorum.Greeted{ReplicaID: s.replicaID, KnownQuorumID: greeting.GetKnownQuorumId()})
+	err := job.step(quorum.Greeted{ReplicaID: s.replicaID, Term: greeting.GetTerm(), KnownQuorumID: greeting.GetKnownQuorumId()})
 	job.greeting = nil
 	if err != nil && job.streams.has(s) { // the machine panicked after the welcome
 		job.streams.remove(s)
+	}
+	if err == nil {
+		err = s.refused
 	}
 	return err
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-var somePast = quorum.Past{ID: 1234, Step: 56, Members: []quorum.Voter{{ReplicaID: "a", Address: "http://a:1"}, {ReplicaID: "b"}}, Base: [][]quorum.Voter{{{ReplicaID: "a"}}, {{ReplicaID: "a"}, {ReplicaID: "c"}}}}
+var somePast = quorum.Past{ID: 1234, Step: 56, Members: []quorum.Voter{{ReplicaID: "a", Address: "http://a:1"}, {ReplicaID: "b"}}}
 
 func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")

@@ -8,11 +8,10 @@ import (
 // tally has the counts on which compute bases its decision. The roster keeps them up to date, so that a decision after a request
 // costs the same with ten groups and with ten thousand.
 type tally struct {
-	healthy      int // members with a heartbeat younger than the timeout
-	reachEarlier int // those of them that can reach a lighthouse before this one
-	presumed     int // healthy members that count as alive only because they were in the last quorum: they have sent nothing since
-	candidates   int // healthy members with a pending request
-	shrinkers    int // candidates whose request has shrink_only
+	healthy    int // members with a heartbeat younger than the timeout
+	presumed   int // healthy members that count as alive only because they were in the last quorum: they have sent nothing since
+	candidates int // healthy members with a pending request
+	shrinkers  int // candidates whose request has shrink_only
 
 	previous           int // members of the previous quorum, 0 if there was none
 	previousCandidates int // candidates among them
@@ -33,7 +32,6 @@ const (
 	noMajority           // it could be the smaller half of a split
 	awaitingOthers       // possible, but a healthy member may still ask
 	pastUnknown          // possible, but a member knows a later quorum, which the lighthouse has to learn first
-	lacksVotes           // possible, but another lighthouse might serve the rest of the last quorum
 	behindJob            // possible, but below the step that the job had reached, and a member with that step may come
 	forbidden            // below the step that the job had reached, and the policy forbids that
 	fastPath             // every previous member asked
@@ -54,7 +52,6 @@ type decision struct {
 
 	in      []*record // the members of the quorum, or of the one that is not allowed yet; in order unless changed
 	changed bool      // in differs from the members of the latest quorum
-	missing []Voter   // members whose votes are missing, for lacksVotes
 }
 
 // ready reports whether there is a quorum.

@@ -2,7 +2,6 @@ package quorum
 
 import (
 	"fmt"
-	"slices"
 	"time"
 )
 
@@ -18,14 +17,15 @@ import (
 //     that makes another quorum the latest one can drop failures of members of the previous one.
 type core struct {
 	policy  Policy
+	term    int64 // of this lighthouse as a leader; 0 without a cluster
 	roster  *roster
 	now     time.Time // of the event
 	actions []Action
 	failed  []failure // found by the event, and not reported yet
 }
 
-func newCore(policy Policy, start time.Time) core {
-	return core{policy: policy, roster: newRoster(policy), now: start}
+func newCore(policy Policy, start time.Time, term int64) core {
+	return core{policy: policy, term: term, roster: newRoster(policy), now: start}
 }
 
 // open starts an event.
@@ -66,33 +66,15 @@ func (c *core) refuseAll(r *record, why Refusal, reason string) {
 	}
 }
 
-// outdate ends the pending requests that the filter (which) accepts. The request of a member that counts as failed ends as well:
-// the member may be presumed alive later, and its request would then be a vote, although the member may have asked another
-// lighthouse meanwhile.
-func (c *core) outdate(which func(request) bool, reason string) {
-	var all, silent []*record
-	for e := c.roster.queue.Front(); e != nil; e = e.Next() {
-		all = append(all, e.Value.(*record))
+// misfits refuses a member that no quorum may include, and lets it count as failed until it asks again, so that no decision waits for it.
+// A member of the latest quorum is excepted: peers may still be in a step with it.
+func (c *core) misfits(id string, waiters []WaiterID, reason string) {
+	for _, w := range waiters {
+		c.refuse(w, Misfit, reason)
 	}
-	for _, r := range c.roster.waiters {
-		if r.place == nil {
-			silent = append(silent, r)
-		}
-	}
-	slices.SortFunc(silent, byID)
-	for _, r := range append(all, slices.Compact(silent)...) {
-		for _, w := range r.waiters(which) {
-			c.refuse(w, Outdated, reason)
-		}
-	}
-}
-
-// failRefused makes a group whose request was refused count as failed until it asks again, so that no decision waits for it. A
-// member of the latest quorum is excepted: peers may still be in a step with it, and the report of its failure would fail that
-// step. It counts as failed all the same if it did not show a quorum that it claims to know (Unshown).
-func (c *core) failRefused(id string, why Refusal, reason string) {
-	if r := c.roster.members[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
-		c.fail(r, Doubtful, reason)
+	c.do(Refused{id, reason})
+	if r := c.roster.members[id]; r != nil && r.alive() && !r.waiting() && !r.previous {
+		c.fail(r, "", reason) // it is in no step, so its failure is not reported
 	}
 }
 

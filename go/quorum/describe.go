@@ -20,12 +20,6 @@ type Status struct {
 	Waiters     int            `json:"waiters"`    // pending requests
 	Members     []MemberStatus `json:"members"`    // all that are alive, have a pending request, or are in the latest quorum
 
-	// Members without whose votes no quorum forms: another lighthouse of the list might serve them.
-	MissingVotes []string `json:"-"`
-	// Members that ended while they were bound to this lighthouse, and whose votes are not yet used in a quorum. A restart forgets
-	// them.
-	GivenVotes []string `json:"-"`
-
 	// Why the latest state is not on the lighthouse's disk, and for how long; set by the shell. Empty if the state is on the disk,
 	// or if no state is kept.
 	Unkept   string `json:"unkept,omitempty"`
@@ -81,8 +75,6 @@ func (m *Machine) Describe(now time.Time) Status {
 		Candidates:         t.candidates,
 		Waiters:            len(m.roster.waiters),
 		Members:            make([]MemberStatus, 0, len(m.roster.members)),
-		MissingVotes:       m.votes.missing(),
-		GivenVotes:         sorted(m.list.ended),
 		MinReplicas:        m.policy.MinReplicas,
 		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
 		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),
@@ -153,9 +145,6 @@ func (s *roster) recount(now time.Time) tally {
 			continue
 		}
 		t.healthy++
-		if r.reaches != 0 {
-			t.reachEarlier++
-		}
 		if r.presumed {
 			t.presumed++
 		}

@@ -18,8 +18,8 @@ import (
 //     again is removed from drains.
 //  2. A member is released, and removed from drains, when no member of the latest quorum can still be in the step after which it
 //     left, or when the next quorum is formed. Before that, its peers may still need the data that it sent last.
-//  3. While drains holds a member, no member fails back (failback.go), and no answer is redelivered (redeliver.go): peers may
-//     still be in the last step of the member that left.
+//  3. While drains holds a member, no answer is redelivered (redeliver.go): peers may still be in the last step of the member that
+//     left.
 type drains struct {
 	*core
 	past *memory
@@ -39,13 +39,12 @@ func (d *drains) drained(e Drained) {
 	d.do(Drain(e))
 }
 
-// leaving keeps a member out of the next quorum: it counts as failed, so that the others do not wait for it. It reports whether the
-// member is known here.
-func (d *drains) leaving(id string) (known bool) {
+// leaving keeps a member out of the next quorum: it counts as failed, so that the others do not wait for it.
+func (d *drains) leaving(id string) {
 	r := d.roster.members[id]
 	if r == nil { // no member shares a step with it, so no peer needs its data
 		d.do(Release{id})
-		return false
+		return
 	}
 	// A pending request would put it into the next quorum, in which it does not train.
 	d.refuseAll(r, Left, "member "+id+" has announced that it leaves")
@@ -55,12 +54,11 @@ func (d *drains) leaving(id string) (known bool) {
 	}
 	if !r.previous { // it is not in the latest quorum, so no peer needs its data
 		d.do(Release{id})
-		return true
+		return
 	}
 	if at, again := slices.BinarySearch(d.left, id); !again {
 		d.left = slices.Insert(d.left, at, id)
 	}
-	return true
 }
 
 // shuttingDown records that a member's manager server ends. The member counts as alive until its connection has ended and the

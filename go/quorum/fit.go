@@ -62,9 +62,7 @@ func (m *memory) outfit(e Asked) {
 		default:
 			continue
 		}
-		m.refuseAll(r, Misfit, reason)
-		m.do(Refused{r.id, reason})
-		m.failRefused(r.id, Misfit, reason)
+		m.misfits(r.id, r.waiters(anyRequest), reason)
 	}
 }
 

@@ -11,9 +11,6 @@ import (
 // act decides whether there is a quorum now, and appends the resulting actions.
 func (m *Machine) act(tick bool) {
 	t := m.roster.tally(m.now)
-	if !tick && m.votes.stillLacking(t) {
-		return
-	}
 	d := m.decide(t, m.now)
 	m.past.decided(d)
 	switch {
@@ -25,7 +22,6 @@ func (m *Machine) act(tick bool) {
 			m.refuseAll(r, Behind, d.detail)
 		}
 	}
-	m.votes.decided(d, tick)
 	if tick && !d.ready() {
 		m.reportWaiting(d)
 	}
@@ -43,21 +39,6 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 		return d.unknown(m.search.id)
 	}
 	d.in, d.changed = m.past.pick(d)
-	if id := m.search.ahead(d.in); id != 0 {
-		return d.unknown(id)
-	}
-	// Without the votes, another lighthouse may be serving the other members, with different weights. Only the members of the
-	// quorum vote: shrink_only may leave some of the candidates out.
-	if reason, missing := m.votes.lacking(d, d.in); reason != "" {
-		d.cause, d.detail, d.missing = lacksVotes, reason, missing
-		return d
-	}
-	// A longer base would be correct, too, but each member has to store and send it. It gets shorter with time: a quorum of the
-	// same members may still be formed, and then more members know the latest quorum.
-	if d.changed && tooLong(m.votes.base(d.in, d.changed)) {
-		d.cause, d.detail = lacksVotes, fmt.Sprintf("too few members know of quorum %d and of those before it: its members stay the same until more do", m.past.latestID())
-		return d
-	}
 	if d.cause == fastPath { // all members of the latest quorum ask, also those with the largest step: no step can be lost
 		return d
 	}
@@ -70,27 +51,29 @@ func (m *Machine) deliver(d decision) {
 		slices.SortFunc(d.in, byID)
 	}
 	before := m.past.latest
-	q := &Quorum{Members: make([]Member, len(d.in)), Created: m.now, Base: m.votes.base(d.in, d.changed)}
-	failing, shows := "", true
+	q := &Quorum{Members: make([]Member, len(d.in)), Created: m.now}
+	failing := ""
 	for i, r := range d.in {
 		q.Members[i] = *r.member()
-		shows = shows && r.newest().recallable
 		if q.Members[i].CommitFailures > 0 && failing == "" {
 			failing = r.id
 		}
 	}
-	q.ID = m.past.newID(d.changed || failing != "" || m.reconnect.needed())
+	q.ID = m.past.newID(d.changed || failing != "" || m.reconnect.needed() || !m.past.isKnownTo(d.in))
 	q.Revision = revisionAfter(before, q.Members)
-	answer := Deliver{Quorum: q, Before: before, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in)), Kept: m.list.listed() && !shows}
+	m.search.delivers()
+	answer := Deliver{Quorum: q, Before: before, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in))}
 	for _, r := range d.in {
 		answer.Waiters = m.roster.answer(answer.Waiters, r, m.now)
 	}
 	m.roster.joinAgain(m.now)
-	m.do(answer)
-	m.search.delivered(q.ID)
 
 	fresh := before == nil || q.ID != before.ID
 	joined, left := m.past.follow(q, d.in, d.changed)
+	if fresh {
+		m.past.keep()
+	}
+	m.do(answer)
 	if fresh {
 		m.do(Changed{Quorum: q, Joined: joined, Left: left, Reason: m.whyFresh(d, failing)})
 	}
@@ -101,10 +84,6 @@ func (m *Machine) deliver(d decision) {
 	m.reported, m.reconnect = noRequest, reconnect{}
 	m.suspicion.forget()
 	m.watch.next(!d.changed)
-	m.list.spend()
-	if fresh {
-		m.past.keep(m.list.seat)
-	}
 }
 
 // whyFresh returns the reason why a quorum has a new id.
@@ -116,7 +95,7 @@ func (m *Machine) whyFresh(d decision, failing string) string {
 	case m.reconnect.needed():
 		reason += "; " + m.reconnect.reason()
 	case !d.changed:
-		reason += "; a member knows a later quorum than the latest of this lighthouse"
+		reason += "; a member knows another quorum than the latest of this lighthouse"
 	}
 	return reason + m.drains.whoLeft()
 }

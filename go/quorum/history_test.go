@@ -49,7 +49,7 @@ func newHistory(t *testing.T, seed uint64) *history {
 	}
 	return &history{
 		t: t, rng: rng, policy: policy, now: epoch,
-		machine: NewMachine(policy, epoch), model: newModel(policy, epoch),
+		machine: NewMachine(policy, epoch, 0), model: newModel(policy, epoch),
 		open: map[WaiterID]string{}, sets: map[int64]string{}, fed: map[string]int{},
 	}
 }
@@ -74,13 +74,9 @@ func (h *history) event(members int) Event {
 	case p < 140:
 		return Incomplete{ReplicaID: id, Reason: "a rank has failed"}
 	case p < 146:
-		return Greeted{ReplicaID: id, Seat: Seat{Of: 1}, KnownQuorumID: h.lastID}
-	case p < 148:
-		return Reaches{ReplicaID: id, Places: PlacesOf(0)}
+		return Greeted{ReplicaID: id, Term: h.rng.Int64N(20) / 19, KnownQuorumID: h.lastID}
 	case p < 150:
 		return h.recall(members)
-	case p < 153:
-		return Ended{ReplicaID: id}
 	case p < 161:
 		return Suspected{Reporter: id, Suspect: []string{"", other}[h.rng.IntN(2)], QuorumID: quorumID}
 	case p < 165:
@@ -97,10 +93,6 @@ func (h *history) event(members int) Event {
 		return ShuttingDown{ReplicaID: id}
 	case p < 185:
 		return Slept{For: h.gap}
-	case p < 187:
-		return Bound{ReplicaID: id, Since: h.now.Add(-h.gap)}
-	case p < 188:
-		return VotesWaived{ReplicaIDs: []string{id, other}, By: "an operator"}
 	default:
 		return Tick{}
 	}
@@ -121,6 +113,9 @@ func (h *history) ask(id string) Asked {
 				a.Member = member
 			}
 		}
+	}
+	if h.rng.IntN(2) == 0 {
+		a.KnownQuorumID = h.lastID
 	}
 	switch h.rng.IntN(30) {
 	case 0:
@@ -180,6 +175,8 @@ func (h *history) step(e Event) {
 			require.Same(h.t, h.machine.past.latest, a.Quorum)
 			delete(h.open, a.Waiter)
 			does("redeliver", a.Waiter)
+		case RefuseStream:
+			does("refuse stream", a.ReplicaID)
 		case Refuse:
 			delete(h.open, a.Waiter)
 			does("refuse", a.Waiter)
@@ -191,8 +188,6 @@ func (h *history) step(e Event) {
 			does("stalled", a.ReplicaID)
 		case Doubted:
 			does("doubted", a.ReplicaID)
-		case Waived:
-			does("waived", a.ReplicaID)
 		case Drain:
 			does("drain", a.ReplicaID)
 		case Release:

@@ -4,7 +4,6 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
-	"maps"
 	"slices"
 )
 
@@ -174,5 +173,3 @@ func (s States) Apply(members []Member) ([]Member, error) {
 	}
 	return members, nil
 }
-
-func sorted[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }

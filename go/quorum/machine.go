@@ -24,13 +24,6 @@ type Machine struct {
 	watch     watch     // members that make no progress
 	search    search    // for a quorum that a member knows, and this lighthouse does not
 
-	// For a lighthouse of a list:
-	list     succession // the rule by which only one of them serves the job
-	terms    terms      // the terms of this lighthouse and of the others
-	ends     ends       // ends of members, which may be votes
-	votes    votes      // decides whether this lighthouse may continue after the latest quorum
-	failback failback   // to an earlier lighthouse
-
 	lastTick time.Time
 	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
 	reported cause     // of the last Waiting since the latest quorum
@@ -40,19 +33,16 @@ type Machine struct {
 // maxKnownID is the largest quorum id that a member may claim to know. From a larger one, new ids would soon overflow.
 const maxKnownID = math.MaxInt64 / 2
 
-// NewMachine returns the machine of a lighthouse that starts at the given time. The policy must be valid.
-func NewMachine(policy Policy, start time.Time) *Machine {
-	m := &Machine{core: newCore(policy, start), lastTick: start}
-	shared, past, list := &m.core, &m.past, &m.list
-	m.past = memory{core: shared, highest: max(0, start.UnixMilli())}
+// NewMachine returns the machine of a lighthouse that starts at the given time. The term is that of the leader of a cluster, and 0 for a
+// lighthouse without one. The policy must be valid.
+func NewMachine(policy Policy, start time.Time, term int64) *Machine {
+	m := &Machine{core: newCore(policy, start, term), lastTick: start}
+	shared, past := &m.core, &m.past
+	m.past = memory{core: shared, floor: firstID(term, start.UnixMilli())}
 	m.drains = drains{core: shared, past: past}
 	m.suspicion = suspicion{core: shared, past: past}
 	m.watch = watch{core: shared, past: past, reconnect: &m.reconnect}
-	m.terms = terms{core: shared, past: past, list: list}
-	m.ends = ends{core: shared, past: past, list: list}
-	m.votes = votes{core: shared, past: past, list: list, ends: &m.ends}
-	m.failback = failback{core: shared, past: past, list: list}
-	m.search = search{core: shared, past: past, list: list, terms: &m.terms}
+	m.search = search{core: shared, past: past}
 	return m
 }
 
@@ -66,11 +56,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.watch.forgive(slept.For)
 		m.past.forgive(slept.For)
 		m.search.forgive(slept.For)
-		m.votes.forgive(slept.For)
 		m.lastTick = m.lastTick.Add(slept.For)
-		// All bonds are released: the time is only an estimate, so any bond may have run out, and its member may have asked another
-		// lighthouse.
-		m.list.releaseAll(m.now)
 	}
 	m.failed = append(m.failed, m.roster.expire(m.now)...)
 	decide := m.take(event)
@@ -81,11 +67,6 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.act(tick)
 	}
 	if tick {
-		// Failback comes after the decision: members that have just received a quorum have no pending request any more, and show
-		// that quorum to the other lighthouse.
-		if !m.drains.any() && !m.search.pending(m.now) {
-			m.failback.tick()
-		}
 		m.lastTick = m.now
 	}
 	m.reportUse()
@@ -111,7 +92,6 @@ func (m *Machine) take(event Event) (decide bool) {
 		}
 	case Greeted:
 		m.greeted(e)
-		return true // a new term ends requests: the remaining ones may complete a quorum
 	case Disconnected:
 		m.disconnected(e.ReplicaID)
 	case Incomplete: // Ignored if the group has a pending request: it asks only when all of its ranks have, so the report is older than the request.
@@ -127,34 +107,20 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Drained: // No decision: the member is in the next quorum as before, since it leaves only after a step.
 		m.drains.drained(e)
 	case Leaving:
-		if m.drains.leaving(e.ReplicaID) {
-			m.ends.left(e.ReplicaID)
-		}
+		m.drains.leaving(e.ReplicaID)
 		return true // the member counts as failed: the pending requests may be those of all healthy members
 	case ShuttingDown:
 		m.drains.shuttingDown(e)
-		m.ends.left(e.ReplicaID)
 		m.finish()
 	case Recalled:
 		if m.search.recalled(e) {
 			m.adopted()
 		}
 		return true // a decision may have been waiting for this quorum (search.pending)
-	case Ended:
-		m.ends.ended(e.ReplicaID)
-		return true // even if no member fails: the end of a bound member is a vote, which may have been missing
-	case VotesWaived:
-		return m.ends.votesWaived(e)
-	case Bound: // No decision: a bond is a vote only once its member has ended.
-		m.list.answered(e.ReplicaID, e.Since)
-	case Reaches: // No failback here: Step does that after the decision of a tick, so that a quorum which is due is delivered first.
-		m.failback.reaches(e.ReplicaID, e.Places)
 	case Slept, Woken: // Step has handled them: Woken comes when the grace of a suspect is over, and expire finds that.
 	case Tick: // All conditions that depend on time alone are checked here, so they take effect at most one tick late.
 		m.search.tick()
-		m.ends.tick()
 		m.watch.tick()
-		m.list.sweep(m.now, func(id string) bool { return m.roster.members[id] != nil })
 		m.drains.tick()
 		return true
 	}
@@ -166,22 +132,15 @@ func (m *Machine) asked(e Asked) bool {
 	id := e.Member.ReplicaID
 	// An unfit request is refused before the roster counts it as a heartbeat: otherwise the others would wait for a member that
 	// counts as healthy, and that no quorum may include.
-	if why, reason := m.unfit(e); reason != "" {
-		m.refuse(e.Waiter, why, reason)
-		if why == Unshown { // the member gets another chance to show its quorum, and is accepted after that
-			m.do(Recall{id, e.KnownQuorumID})
-		}
-		if why == Misfit {
-			m.do(Refused{id, reason})
-		}
-		m.failRefused(id, why, reason)
+	if reason := m.past.misfit(e); reason != "" {
+		m.misfits(id, []WaiterID{e.Waiter}, reason)
 		return false
 	}
 	if reason := m.search.doubt(e); reason != "" {
 		m.refuse(e.Waiter, Unbelieved, reason)
 		return false
 	}
-	if m.past.plausible(e.KnownQuorumID, m.list.term) {
+	if m.past.plausible(e.KnownQuorumID) {
 		m.past.highest = max(m.past.highest, e.KnownQuorumID)
 	}
 	newest, replaces := m.newest(e)
@@ -191,7 +150,6 @@ func (m *Machine) asked(e Asked) bool {
 	if r := m.roster.members[id]; replaces && r.previous {
 		m.reconnect.moved(id)
 	}
-	m.ends.tookAddress(&e.Member)
 	if m.lostAnswer(e) {
 		r := m.roster.beat(id, m.now)
 		r.number, r.returned = max(r.number, e.Number), false
@@ -203,8 +161,6 @@ func (m *Machine) asked(e Asked) bool {
 	}
 	m.roster.ask(e, m.now)
 	m.past.outfit(e)
-	m.failback.reaches(id, e.Reaches)
-	m.list.back(id) // the member has not ended: its request is its vote
 	if e.Member.Step >= m.past.step {
 		m.past.behind = time.Time{} // this member has the job's step: the wait for such a member is over
 	}
@@ -217,38 +173,25 @@ func (m *Machine) asked(e Asked) bool {
 	return true
 }
 
-// unfit returns the reason why no quorum here may include a member; empty if it may.
-func (m *Machine) unfit(e Asked) (why Refusal, reason string) {
-	if reason := m.list.streamless(e); reason != "" {
-		return Streamless, reason
-	}
-	if reason := m.search.unshown(e); reason != "" {
-		return Unshown, reason
-	}
-	return Misfit, m.past.misfit(e)
-}
-
-// greeted handles the beginning of a stream.
+// greeted handles the beginning of a stream. If it is refused, it is no sign of life: the others must not wait for a member that a later
+// leader serves.
 func (m *Machine) greeted(e Greeted) {
-	r := m.terms.admit(e)
-	if r == nil {
-		// The greeting was refused, or there is no list. The term and the quorum of a refused greeting are ignored: they could end the
-		// requests of the others. Without a list there are no terms and no failback, and the member can be asked for its quorum later, at
-		// its request: no other lighthouse can form one meanwhile.
+	if reason := m.deposed(e); reason != "" {
+		m.do(RefuseStream{e.ReplicaID, reason})
 		return
 	}
-	m.failback.cameBack(e.KnownQuorumID)
-	m.terms.greeted(r, e)
+	r := m.roster.beat(e.ReplicaID, m.now)
+	r.returned, r.ending, r.finished = true, false, false
+	m.do(Welcome{ReplicaID: r.id, Term: m.term, Draining: r.draining})
 	m.search.claimed(r, e.KnownQuorumID)
 }
 
 // disconnected makes a member a suspect. It counts as alive until its grace is over, so that a short interruption of the network costs
-// no step. Its host is still asked at once: the end of its process is a vote only while its bond holds (bondHolds).
+// no step.
 func (m *Machine) disconnected(id string) {
 	m.drains.disconnected(id)
 	m.roster.disconnected(id, m.now)
 	m.failed = append(m.failed, m.roster.expire(m.now)...) // the grace may be 0
-	m.ends.disconnected(id)
 }
 
 // adopted resets the state that belongs to the previous quorum, after a quorum that was formed elsewhere, or before this lighthouse
@@ -257,20 +200,18 @@ func (m *Machine) adopted() {
 	m.failed = m.failed[:0] // failures of the previous quorum; the members of this one have heartbeat_timeout_ms to connect
 	m.suspicion.forget()
 	m.reconnect.forget()
-	m.failback.away = false // all members of this quorum are presumed alive
-	m.list.keep(m.past.votes)
 	m.watch.next(false)
 }
 
 // finish forgets the past of a job whose training is complete, as all members of the latest quorum have reported: the next group
 // that asks begins another training, and must not be refused for being behind. The past is kept if a member has not reported that,
-// since this member may come back with its weights, or if there is a list, since the job may continue at another lighthouse.
+// since this member may come back with its weights.
 func (m *Machine) finish() {
-	if m.past.latest == nil || m.list.listed() || slices.ContainsFunc(m.past.members, func(r *record) bool { return !r.finished }) {
+	if m.past.latest == nil || slices.ContainsFunc(m.past.members, func(r *record) bool { return !r.finished }) {
 		return
 	}
 	m.drains.release()
-	m.past.forget(m.list.seat)
+	m.past.forget()
 	m.reconnect = reconnect{}
 	m.suspicion.forget()
 	m.watch.forget()

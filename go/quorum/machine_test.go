@@ -22,7 +22,7 @@ type ring struct {
 
 func newRing(minReplicas int) *ring {
 	policy := Policy{MinReplicas: minReplicas, JoinTimeout: time.Second, HeartbeatTimeout: 5 * time.Second}
-	return &ring{machine: NewMachine(policy, epoch), now: epoch}
+	return &ring{machine: NewMachine(policy, epoch, 0), now: epoch}
 }
 
 func (r *ring) ask(m Member) []Action {
@@ -39,10 +39,21 @@ func (r *ring) round(t testing.TB, ids ...string) Deliver {
 			require.Empty(t, slices.DeleteFunc(actions, func(a Action) bool { _, is := a.(InUse); return is }))
 			continue
 		}
-		require.NotEmpty(t, actions)
-		return actions[0].(Deliver)
+		return delivered(t, actions)
 	}
 	return Deliver{}
+}
+
+// delivered returns the quorum that these actions deliver. A new one is kept before.
+func delivered(t testing.TB, actions []Action) Deliver {
+	t.Helper()
+	i := slices.IndexFunc(actions, func(a Action) bool { _, is := a.(Deliver); return is })
+	require.GreaterOrEqual(t, i, 0)
+	d := actions[i].(Deliver)
+	if d.Before == nil || d.Before.ID != d.Quorum.ID {
+		require.Equal(t, Keep{d.Quorum.Past(), d.Quorum.ID}, actions[i-1])
+	}
+	return d
 }
 
 func TestIDsContinueAboveAnOlderLighthouse(t *testing.T) {
@@ -52,9 +63,9 @@ func TestIDsContinueAboveAnOlderLighthouse(t *testing.T) {
 	}
 	last := old.machine.past.latest.ID
 
-	restarted := NewMachine(Policy{MinReplicas: 1, JoinTimeout: 1, HeartbeatTimeout: 1}, epoch.Add(time.Second))
+	restarted := NewMachine(Policy{MinReplicas: 1, JoinTimeout: 1, HeartbeatTimeout: 1}, epoch.Add(time.Second), 0)
 	actions := restarted.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "x"}}, epoch.Add(time.Second))
-	require.Greater(t, actions[0].(Deliver).Quorum.ID, last, "ids continue even if no member reports an earlier quorum")
+	require.Greater(t, delivered(t, actions).Quorum.ID, last, "ids continue even if no member reports an earlier quorum")
 }
 
 func TestAllWaitersShareOneQuorum(t *testing.T) {
@@ -74,7 +85,7 @@ func TestMembersArePassedOnAsTheyAre(t *testing.T) {
 		CommitFailures: 3, Handles: []string{"h0", "h1"}, Unknown: []byte{1, 2},
 	}
 	actions := newRing(1).ask(m)
-	require.Equal(t, []Member{m}, actions[0].(Deliver).Quorum.Members)
+	require.Equal(t, []Member{m}, delivered(t, actions).Quorum.Members)
 }
 
 // The rank that is refused reads this list. A native handle, which is no JSON, has none.

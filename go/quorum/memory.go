@@ -9,13 +9,14 @@ import (
 
 // memory records what a lighthouse knows of the job's past.
 //
-// A lighthouse that starts knows nothing, but its members know the last quorum that they were in. Each request carries the id of that
-// quorum. The first member whose id is later than that of the lighthouse's latest quorum is asked for the list of the members
-// (recall.go), and the lighthouse continues as if it had formed that quorum itself.
+// A new leader of a cluster learns the latest quorum from the log. A lighthouse without a cluster that starts learns it from its disk, or from
+// its members, which know the last quorum that they were in: each request carries the id of that quorum. The first member whose id is later
+// than that of the lighthouse's latest quorum is asked for the list of the members (recall.go). The lighthouse continues as if it had formed
+// that quorum itself.
 //
 // Invariants:
 //
-//  1. No id is used twice, and each new one is above highest, the highest that was seen.
+//  1. No id is used twice, and each new one is above floor and highest.
 //  2. highest is raised only to a plausible id, or to the id of a quorum that one of its members shows. So no single wrong number
 //     raises the ids of a job for good.
 //  3. members[i] is the record of latest.Members[i], and no other record has previous set.
@@ -29,48 +30,39 @@ type memory struct {
 	least   bool      // the latest quorum was read from disk, and none of its members has shown it since: step is from the time when it was formed
 	behind  time.Time // since when a quorum is delayed because it would be below step; zero if no quorum is delayed
 
-	// highest is the largest quorum_id that was seen. It begins with the milliseconds of the start, so that a lighthouse which is
-	// started later begins above all ids that this one can have used.
-	highest int64
+	floor   int64 // new ids are above it: firstID, or what an earlier start has reserved
+	highest int64 // the largest quorum_id that was used here, or that a member knows
 
-	rumor Voter // while no quorum is known: a member that claimed to know one, and has not shown it; empty if there is no such member
 }
 
 // Voter is the record of a quorum's member that the other members keep.
 type Voter struct {
 	ReplicaID string
 	Address   string // of the group's manager server
-	Given     bool   // in a base: the member's vote was given for good to the quorum with this base (succession.go)
 }
 
 // Past is the record of a quorum that its members keep: all that a lighthouse needs to continue after it.
 type Past struct {
 	ID      int64
-	Step    int64     // largest of its members: on disk when it was formed, and in the memory of a member when that member asked last
-	Members []Voter   // ordered by ReplicaID
-	Base    [][]Voter // as Quorum.Base
+	Step    int64   // largest of its members: on disk when it was formed, and in the memory of a member when that member asked last
+	Members []Voter // ordered by ReplicaID
 }
 
 // Past returns the part of the quorum that members and disks keep.
 func (q *Quorum) Past() Past {
-	p := Past{ID: q.ID, Members: make([]Voter, len(q.Members)), Base: q.Base}
-	for i := range q.Members {
-		p.Members[i] = q.Members[i].voter()
-		p.Step = max(p.Step, q.Members[i].Step)
+	p := Past{ID: q.ID, Members: make([]Voter, len(q.Members))}
+	for i, m := range q.Members {
+		p.Members[i] = Voter{ReplicaID: m.ReplicaID, Address: m.Address}
+		p.Step = max(p.Step, m.Step)
 	}
 	return p
 }
-
-// sets returns the sets of members whose votes the next quorum needs: the members first, then each set of the base.
-func (p Past) sets() [][]Voter { return slices.Concat([][]Voter{p.Members}, p.Base) }
 
 // Place returns the index of a member in the list, which is sorted by replica_id: lighthouses of this package send it in this
 // order.
 func (q *Quorum) Place(id string) (i int, in bool) {
 	return slices.BinarySearchFunc(q.Members, id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) })
 }
-
-func (m *Member) voter() Voter { return Voter{ReplicaID: m.ReplicaID, Address: m.Address} }
 
 // Validate reports what is wrong with a quorum that a member or a disk remembers.
 func (p Past) Validate() error {
@@ -80,31 +72,28 @@ func (p Past) Validate() error {
 	if len(p.Members) == 0 {
 		return fmt.Errorf("quorum %d has no members", p.ID)
 	}
-	if tooLong(p.Base) {
-		return fmt.Errorf("quorum %d has a base of %d quorums: allowed are %d, or more that have at most %d members together",
-			p.ID, len(p.Base), mostBases, mostVoters)
-	}
-	for _, voters := range p.sets() {
-		for i, v := range voters {
-			if v.ReplicaID == "" || i > 0 && voters[i-1].ReplicaID >= v.ReplicaID {
-				return fmt.Errorf("the members of quorum %d are not in order, each once: %q is at place %d", p.ID, v.ReplicaID, i)
-			}
+	for i, v := range p.Members {
+		if v.ReplicaID == "" || i > 0 && p.Members[i-1].ReplicaID >= v.ReplicaID {
+			return fmt.Errorf("the members of quorum %d are not in order, each once: %q is at place %d", p.ID, v.ReplicaID, i)
 		}
 	}
 	return nil
 }
 
 // keep appends a Keep for a new quorum. While its members train on in it, nothing is written.
-func (m *memory) keep(seat Seat) { m.do(Keep{m.latest.Past(), m.highest, seat}) }
+func (m *memory) keep() { m.do(Keep{m.latest.Past(), m.ids()}) }
 
 // forget drops all but the highest id: the ids of the next training must not repeat those of this one.
-func (m *memory) forget(seat Seat) {
+func (m *memory) forget() {
 	for _, r := range m.members {
 		m.roster.setPrevious(r, false, m.now)
 	}
-	*m = memory{core: m.core, highest: m.highest}
-	m.do(Keep{Highest: m.highest, Seat: seat})
+	*m = memory{core: m.core, floor: m.floor, highest: m.highest}
+	m.do(Keep{Highest: m.ids()})
 }
+
+// ids returns the id that the next new one is above.
+func (m *memory) ids() int64 { return max(m.floor, m.highest) }
 
 func (m *memory) latestID() int64 {
 	if m.latest == nil {
@@ -120,9 +109,9 @@ const aheadOfClock = time.Hour
 // plausible reports whether an id that a member claims to know may exist. If it is not plausible, a member of that quorum must show
 // the quorum, with the list of its members. So a single wrong number does not raise the ids for good, and a lighthouse whose own
 // clock is wrong still continues after the quorum that its members show.
-func (m *memory) plausible(id, term int64) bool {
+func (m *memory) plausible(id int64) bool {
 	low := id & (1<<termBits - 1)
-	return id <= m.highest || termOf(id) <= term && low <= m.now.Add(aheadOfClock).UnixMilli()
+	return id <= m.ids() || TermOf(id) <= m.term && low <= m.now.Add(aheadOfClock).UnixMilli()
 }
 
 // pick returns the members of a quorum, and whether they differ from those of the latest one; if not, they are in order. Otherwise
@@ -144,14 +133,20 @@ func (m *memory) pick(d decision) (in []*record, changed bool) {
 }
 
 // newID returns the id of a quorum that is formed now. The id is new if the members must not reuse the connections of the latest
-// quorum, or if a member knows a later quorum, of another lighthouse: with the id of the latest one here, that member would return
-// to an earlier quorum, and to its keys in the store.
+// quorum, or if a member knows a later quorum: with the id of the latest one here, that member would return to an earlier quorum, and to
+// its keys in the store.
 func (m *memory) newID(reconnects bool) int64 {
 	if m.latest == nil || reconnects || m.highest > m.latest.ID {
-		m.highest++
+		m.highest = m.ids() + 1
 		return m.highest
 	}
 	return m.latest.ID
+}
+
+// isKnownTo reports whether all of these members are in the latest quorum, and in no later one. Of a quorum that was adopted, the members
+// have to say so: the disk of a restarted lighthouse may be older than what its members have received.
+func (m *memory) isKnownTo(in []*record) bool {
+	return m.latest == nil || m.latest.Revision != 0 || !slices.ContainsFunc(in, func(r *record) bool { return r.newest().known != m.latest.ID })
 }
 
 // follow makes a quorum that was formed here the latest one.
@@ -185,11 +180,10 @@ func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []s
 }
 
 // adopt makes a quorum that was formed elsewhere, or before this lighthouse started, the latest one. Its members are presumed alive
-// for heartbeat_timeout_ms, unless their hosts answer that they have ended. If they were not presumed alive, the first member that
-// asks would continue alone.
+// for heartbeat_timeout_ms: otherwise the first member that asks would continue alone.
 func (m *memory) adopt(p Past) {
 	before := m.members
-	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Base: p.Base, Created: m.now}
+	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Created: m.now}
 	m.members = make([]*record, len(p.Members))
 	for i, v := range p.Members {
 		q.Members[i] = Member{ReplicaID: v.ReplicaID, Address: v.Address, Step: p.Step}
@@ -199,36 +193,12 @@ func (m *memory) adopt(p Past) {
 		}
 		m.roster.setPrevious(r, true, m.now)
 		m.members[i] = r
-		if r.presumed && v.Address != "" {
-			m.do(Probe{v.ReplicaID, v.Address})
-		}
 	}
 	for _, r := range before { // after the loop above: the record of a member of both quorums, with its request number, must not be dropped in between
 		_, in := q.Place(r.id)
 		m.roster.setPrevious(r, in, m.now)
 	}
-	m.latest, m.step, m.rumor = q, p.Step, Voter{}
-}
-
-// voter returns a member of the latest quorum, or of its base.
-func (m *memory) voter(id string) (Voter, bool) {
-	if m.latest == nil {
-		return Voter{}, false
-	}
-	if i, in := m.latest.Place(id); in {
-		return m.latest.Members[i].voter(), true
-	}
-	for _, set := range m.latest.Base {
-		if i, in := slices.BinarySearchFunc(set, id, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); in {
-			return set[i], true
-		}
-	}
-	return Voter{}, false
-}
-
-func (m *memory) votes(id string) bool {
-	_, votes := m.voter(id)
-	return votes
+	m.latest, m.step = q, p.Step
 }
 
 // shown takes the step of the latest quorum from one of its members.

@@ -71,16 +71,18 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 	m.behind = time.Time{}
 
 	same := len(in) == len(previous)
-	failures := false
+	failures, unsure := false, false
 	for _, member := range in {
 		same = same && previous[member.ReplicaID]
 		failures = failures || member.CommitFailures > 0
+		// The members of an adopted quorum must say that they are in it.
+		unsure = unsure || m.latest != nil && m.latest.Revision == 0 && m.newest(member.ReplicaID).KnownQuorumID != m.latest.ID
 	}
 	q := &Quorum{Members: in, Created: now, Revision: RevisionOf(in)}
-	if same && !failures && !m.broken && !m.rejoined && m.highest <= m.latest.ID {
+	if same && !failures && !m.broken && !m.rejoined && !unsure && m.highest <= m.latest.ID {
 		q.ID = m.latest.ID
 	} else {
-		m.highest++
+		m.highest = max(m.highest, m.floor) + 1
 		q.ID = m.highest
 	}
 	m.next(now, same)

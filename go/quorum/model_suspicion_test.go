@@ -105,7 +105,7 @@ func (m *model) part(now time.Time) {
 	for _, id := range m.members() {
 		for _, peer := range m.members() {
 			p, answered := m.answers[peer]
-			if m.waits(id) && answered && p.Progress.Waits && p.Progress.Step >= m.newest(id).Step && m.healthy(peer, now) && !m.waits(peer) {
+			if m.waits(id) && answered && p.Progress.Waits && p.Progress.Step >= m.newest(id).Member.Step && m.healthy(peer, now) && !m.waits(peer) {
 				m.ends(id, Parted)
 				return
 			}

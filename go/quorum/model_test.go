@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// model is a slow and obvious version of the machine, for a lighthouse without a list: it keeps every message, and looks at all of
+// model is a slow and obvious version of the machine: it keeps every message, and looks at all of
 // them after each event.
 type model struct {
 	policy    Policy
@@ -21,7 +21,8 @@ type model struct {
 	waiting   []Asked              // pending requests, in their order
 	joined    map[string]time.Time // since when each candidate is one
 	latest    *Quorum
-	highest   int64
+	floor     int64     // new ids are above it
+	highest   int64     // the largest id that was used, or that a member knows
 	shrunk    bool      // the latest quorum left candidates out
 	behind    time.Time // since when a quorum is delayed because it would be below the latest one's step
 	leavers   []string  // of the latest quorum
@@ -51,7 +52,7 @@ type facts struct {
 
 func newModel(p Policy, start time.Time) *model {
 	return &model{
-		policy: p, beats: map[string]time.Time{}, facts: map[string]*facts{}, joined: map[string]time.Time{}, highest: start.UnixMilli(),
+		policy: p, beats: map[string]time.Time{}, facts: map[string]*facts{}, joined: map[string]time.Time{}, floor: start.UnixMilli(),
 	}
 }
 
@@ -84,9 +85,12 @@ func (m *model) take(e Event, now time.Time) bool {
 	case Beat:
 		m.beat(e.ReplicaID, now)
 	case Greeted:
+		if e.Term > 0 {
+			m.does("refuse stream", e.ReplicaID)
+			return false
+		}
 		m.beat(e.ReplicaID, now)
 		m.facts[e.ReplicaID].returned, m.facts[e.ReplicaID].ending = true, false
-		return true
 	case Disconnected:
 		f := m.facts[e.ReplicaID]
 		if f != nil && f.draining && f.out && m.beating(e.ReplicaID, now) {
@@ -124,22 +128,6 @@ func (m *model) take(e Event, now time.Time) bool {
 	case Recalled:
 		m.recalled(e, now)
 		return true
-	case Ended:
-		if f := m.facts[e.ReplicaID]; f != nil && m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) && (f.presumed || !f.broke.IsZero()) {
-			delete(m.beats, e.ReplicaID)
-			f.broke, f.presumed = time.Time{}, false
-			m.ends(e.ReplicaID, ProcessEnded)
-		}
-		return true
-	case VotesWaived:
-		waived := false
-		for _, id := range e.ReplicaIDs {
-			if m.member(id) && !m.waits(id) {
-				m.does("waived", id)
-				waived = true
-			}
-		}
-		return waived
 	case Tick:
 		m.tooLong(now)
 		if !slices.ContainsFunc(m.members(), func(id string) bool { return m.healthy(id, now) && !m.waits(id) }) {
@@ -152,7 +140,7 @@ func (m *model) take(e Event, now time.Time) bool {
 
 func (m *model) asked(e Asked, now time.Time) bool {
 	id := e.Member.ReplicaID
-	if e.KnownQuorumID > max(m.highest, now.Add(time.Hour).UnixMilli()) { // the member would have to show that quorum
+	if e.KnownQuorumID > max(m.floor, m.highest, now.Add(time.Hour).UnixMilli()) { // the member would have to show that quorum
 		m.does("refuse", e.Waiter)
 		return false
 	}
@@ -268,7 +256,7 @@ func (m *model) recalled(e Recalled, now time.Time) {
 		m.does("doubted", e.From)
 		return
 	}
-	m.highest = max(m.highest, p.ID, min(e.Highest, maxKnownID))
+	m.highest, m.floor = max(m.highest, p.ID), max(m.floor, min(e.Highest, maxKnownID))
 	if m.latest != nil && p.ID <= m.latest.ID {
 		return
 	}
@@ -332,13 +320,13 @@ func (m *model) waits(id string) bool {
 	return slices.ContainsFunc(m.waiting, func(a Asked) bool { return a.Member.ReplicaID == id })
 }
 
-func (m *model) newest(id string) (member Member) {
+func (m *model) newest(id string) (newest Asked) {
 	for _, a := range m.waiting {
 		if a.Member.ReplicaID == id {
-			member = a.Member
+			newest = a
 		}
 	}
-	return member
+	return newest
 }
 
 func (m *model) healthy(id string, now time.Time) bool {

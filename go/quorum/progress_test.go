@@ -11,7 +11,7 @@ import (
 // In a job of ten thousand members, some still receive the list of the members when others already wait for them.
 func TestAStepOfManyMembersMayTakeLonger(t *testing.T) {
 	for members, timeout := range map[int]time.Duration{2: leastStall, 5_000: leastStall, 10_000: 10 * time.Second} {
-		r := &ring{now: epoch, machine: NewMachine(Policy{MinReplicas: members, JoinTimeout: time.Minute, HeartbeatTimeout: time.Minute}, epoch)}
+		r := &ring{now: epoch, machine: NewMachine(Policy{MinReplicas: members, JoinTimeout: time.Minute, HeartbeatTimeout: time.Minute}, epoch, 0)}
 		ids := make([]string, members)
 		for i := range ids {
 			ids[i] = fmt.Sprintf("%05d", i)

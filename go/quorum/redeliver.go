@@ -7,7 +7,7 @@ package quorum
 // Invariants:
 //
 //  1. A quorum is redelivered only to one of its members, and only while no later quorum can exist: no later id was used, no member
-//     claims a later quorum, and no new term began. Otherwise the member would train in a quorum that its peers have left.
+//     claims a later quorum. Otherwise the member would train in a quorum that its peers have left.
 //  2. No reason for a new id has come up since (reconnect.go), and no other member asks for the next quorum: the peers are in the
 //     step of this quorum, or about to begin it.
 //  3. The request is the same as the one that the quorum answered. So the member has not trained in that step: otherwise its request
@@ -32,8 +32,8 @@ func (m *Machine) lostAnswer(e Asked) bool {
 	if m.reconnect.needed() || m.drains.any() || m.roster.counts.previousCandidates > 0 {
 		return false
 	}
-	// Invariant 1: its peers may be in a later quorum, here or at another lighthouse.
-	if latest.ID != m.past.highest || m.search.id > latest.ID || m.list.listed() && termOf(latest.ID) != m.list.term {
+	// Invariant 1: its peers may be in a later quorum.
+	if latest.ID != m.past.highest || m.search.id > latest.ID {
 		return false
 	}
 	i, in := latest.Place(r.id)

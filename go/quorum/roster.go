@@ -31,9 +31,7 @@ type record struct {
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since its last answer, and has not asked yet
 
-	farTerm int64  // a claimed term, far above the present one: it begins once the member has shown a quorum of about that term; 0: none
-	claim          // a quorum that it knows, and the lighthouse does not
-	reaches Places // earlier lighthouses of the list that it can reach
+	unshown bool // it claimed to know a later quorum, and did not show it in time: no decision waits for it again
 
 	draining string // who requested its drain; empty if it is not drained
 	ending   bool   // it has reported that its manager server ends
@@ -62,9 +60,6 @@ func (r *record) waiting() bool {
 }
 
 func (r *record) candidate() bool { return r.alive() && r.waiting() }
-
-// here reports whether a member has a pending request, or a stream that has not broken: another request of it may be on its way.
-func (r *record) here() bool { return r.waiting() || r.alive() && !r.presumed && r.suspect == nil }
 
 // OnlyBeats is why a member that has sent heartbeats by calls, and has not asked yet, does not count as healthy.
 const OnlyBeats = "it has sent heartbeats only, and has not asked for a quorum yet"
@@ -96,8 +91,8 @@ func anyRequest(request) bool { return true }
 //
 // Invariants:
 //
-//  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous, reaches) goes through update or reach,
-//     which take the member out of the counts and add it again. So after every event, counts equals Describe's recount.
+//  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous) goes through update, which
+//     takes the member out of the counts and adds it again. So after every event, counts equals Describe's recount.
 //  2. A member has a record in members while it is alive, has a pending request, or is in the latest quorum, and no longer: this bounds the memory.
 //  3. pulses has the members with a recent heartbeat, the oldest heartbeat first. suspects has those of them whose stream broke, the
 //     longest ago first. So expire looks only at the first ones of each list.
@@ -180,7 +175,7 @@ func (s *roster) drop(r *record, now time.Time) {
 	s.trust(r)
 	s.update(r, now, func() {
 		s.pulses.Remove(r.pulse)
-		r.pulse, r.presumed, r.out, r.reaches = nil, false, "", 0
+		r.pulse, r.presumed, r.out = nil, false, ""
 	})
 }
 
@@ -191,22 +186,11 @@ func (s *roster) markFailed(r *record, cause Cause, reason string, now time.Time
 	return failure{r, cause, reason}
 }
 
-// alive returns the members that count as alive, the oldest heartbeat first.
-func (s *roster) alive() (alive []*record) {
-	for e := s.pulses.Front(); e != nil; e = e.Next() {
-		if r := e.Value.(*record); r.alive() {
-			alive = append(alive, r)
-		}
-	}
-	return alive
-}
-
-// forgive reduces the age of all heartbeats, recalls, suspicions and candidates by a time in which the lighthouse itself was stopped.
+// forgive reduces the age of all heartbeats, suspicions and candidates by a time in which the lighthouse itself was stopped.
 func (s *roster) forgive(span time.Duration) {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*record)
 		r.lastBeat = r.lastBeat.Add(span)
-		r.second, r.last = later(r.second, span), later(r.last, span)
 	}
 	for e := s.queue.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*record)
@@ -220,27 +204,9 @@ func (s *roster) forgive(span time.Duration) {
 
 // disconnected makes a member a suspect.
 func (s *roster) disconnected(id string, now time.Time) {
-	s.reach(id, 0)
 	if r := s.members[id]; r != nil && r.alive() && r.suspect == nil {
 		r.brokeAt = now
 		r.suspect = s.suspects.PushBack(r)
-		r.disconnected()
-	}
-}
-
-// reachNothing forgets which earlier lighthouses the members reach.
-func (s *roster) reachNothing() {
-	for e := s.pulses.Front(); e != nil; e = e.Next() {
-		s.reach(e.Value.(*record).id, 0)
-	}
-}
-
-// reach records which earlier lighthouses a member can reach.
-func (s *roster) reach(id string, places Places) {
-	if r := s.members[id]; r != nil && r.reaches != places {
-		s.count(r, -1)
-		r.reaches = places
-		s.count(r, +1)
 	}
 }
 
@@ -387,9 +353,6 @@ func (s *roster) count(r *record, by int) {
 	t := &s.counts
 	if r.alive() {
 		t.healthy += by
-		if r.reaches != 0 {
-			t.reachEarlier += by
-		}
 		if r.presumed {
 			t.presumed += by
 		}

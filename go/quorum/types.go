@@ -10,8 +10,7 @@ import "time"
 // Quorum is the set of groups that train a step together. It is immutable once delivered.
 type Quorum struct {
 	ID       int64
-	Members  []Member  // ordered by ReplicaID
-	Base     [][]Voter // the members of earlier quorums whose votes the next one needs besides those of Members (succession.go); nil: none
+	Members  []Member // ordered by ReplicaID
 	Created  time.Time
 	Revision Revision // of Members; 0 if unknown: in the answer to a call, and in a quorum that was adopted (memory.adopt)
 }
@@ -30,9 +29,7 @@ type (
 		// KnownQuorumID is the last quorum the member was in, 0 if none or unknown. A restarted
 		// lighthouse continues above it, so that ids never repeat in the life of a job.
 		KnownQuorumID int64
-		Recallable    bool   // it answers a Recall
-		Lighthouses   int    // in the list of a member that makes a call; 0 if not reported
-		Reaches       Places // as in the event Reaches
+		Recallable    bool // it answers a Recall
 		// Number grows with each request of the member, retries included; 0 if the member does not number them. A request with a
 		// smaller number than an earlier one was delayed: its content is outdated, and the member does not wait for its answer.
 		Number uint64
@@ -40,37 +37,16 @@ type (
 	// Greeted: a member begins a stream, which upstream members do not. It counts as a heartbeat.
 	Greeted struct {
 		ReplicaID string
-		Seat      Seat  // of this lighthouse in the member's list
-		Term      int64 // the highest that the member received from a lighthouse, see succession.go
-		// KnownQuorumID is as in Asked. A lighthouse of a list recalls that quorum at the greeting, before there is a request: a member
-		// that comes from another lighthouse in the middle of a step is training in it.
+		Term      int64 // the highest that the member has received from a lighthouse (term.go)
+		// KnownQuorumID is as in Asked. The quorum is recalled at the greeting, before there is a request: the member may be training in it.
 		KnownQuorumID int64
 	}
-	// Reaches: a member reports which of the lighthouses before this one in the list it can reach. The report holds until the
-	// member's next one, the end of its last stream, its failure, or the next term.
-	Reaches struct {
-		ReplicaID string
-		Places    Places
-	}
-	// Recalled: a member, or the disk, shows the last quorum that it knows.
+	// Recalled: a member, the disk, or the log of a cluster shows the last quorum that it knows.
 	Recalled struct {
 		Past    Past
-		From    string // the member that shows it, which must have been in it; empty: the disk
+		From    string // the member that shows it, which must have been in it; empty: the disk or the log
 		Highest int64  // no id up to this one may be used again; 0: up to Past.ID
-		Seat    Seat   // of this lighthouse, if read from the disk
 	}
-	// Bound: a member answered a stamp of this lighthouse, on a stream that has not been replaced by a newer one. See bond.go.
-	Bound struct {
-		ReplicaID string
-		Since     time.Time // when the stamp was sent, by the clock of this lighthouse
-	}
-	// VotesWaived: an operator states that members have ended, and that no group trains elsewhere in a later quorum that included them.
-	VotesWaived struct {
-		ReplicaIDs []string
-		By         string
-	}
-	// Ended: the host of a member answered that its process has ended.
-	Ended struct{ ReplicaID string }
 	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It gets no answer.
 	Withdrawn struct{ Waiter WaiterID }
 	// Beat: a heartbeat.
@@ -121,11 +97,7 @@ type (
 
 func (Asked) isEvent()        {}
 func (Greeted) isEvent()      {}
-func (Reaches) isEvent()      {}
 func (Recalled) isEvent()     {}
-func (Bound) isEvent()        {}
-func (VotesWaived) isEvent()  {}
-func (Ended) isEvent()        {}
 func (Withdrawn) isEvent()    {}
 func (Beat) isEvent()         {}
 func (Disconnected) isEvent() {}
@@ -150,10 +122,6 @@ type (
 		Quorum  *Quorum
 		Before  *Quorum       // the previously delivered quorum, whose list many members hold; nil if there is none
 		Waited  time.Duration // since the first of them asked, without stops of the lighthouse
-		// Kept: one of the members cannot show this quorum to a restarted lighthouse of the list, which then knows it from its disk
-		// only. If there is a disk, the shell answers after the state in the Keep actions so far has been written, those of this
-		// event included.
-		Kept bool
 	}
 	// Redeliver answers a waiter with the latest quorum: its member is in it, and the first answer was lost (redeliver.go).
 	Redeliver struct {
@@ -169,44 +137,28 @@ type (
 	// Welcome answers the greeting of a member. Earlier actions of the same event are not for the new stream.
 	Welcome struct {
 		ReplicaID string
-		Term      int64         // 0 without a list
-		Bond      time.Duration // for how long a stamp binds the member; 0: stamps are not used
-		Draining  string        // who requested that the member leaves, in case it missed the Drain; empty: it is not drained
+		Term      int64  // of this lighthouse
+		Draining  string // who requested that the member leaves, in case it missed the Drain; empty: it is not drained
 	}
-	// RefuseStream ends the stream that a member just began.
+	// RefuseStream ends the stream that a member just began: this lighthouse does not lead any more.
 	RefuseStream struct {
 		ReplicaID string
 		Reason    string
-	}
-	// Renew ends all streams but those of the member that just greeted. The members open new ones, whose welcome has the new term.
-	Renew struct{ Reason string }
-	// FailBack sends all members that have a stream with this lighthouse to another one, at an earlier place of the list. Messages
-	// on those streams no longer count, and their end is no failure.
-	FailBack struct {
-		Place  int
-		Reason string
 	}
 	// Recall asks a member for the quorum that it knows. The shell answers with Recalled, or not at all.
 	Recall struct {
 		ReplicaID string
 		QuorumID  int64
 	}
-	// Probe asks the host of a member whether its process has ended. The shell answers with Ended if it has.
-	Probe struct {
-		ReplicaID string
-		Address   string
-	}
 	// Doubted reports a claim of a member that this lighthouse ignores, for the log.
 	Doubted struct{ ReplicaID, Reason string }
 	// Refused reports a member that no quorum of this job may include (Misfit), at each of its requests, for the log and the history.
 	Refused struct{ ReplicaID, Reason string }
-	// Waived reports that an operator waived the vote of a missing member: it counts as given here.
-	Waived struct{ ReplicaID, By string }
-	// Keep makes the shell write to disk the state of the job that a restarted lighthouse needs.
+	// Keep makes the shell keep the state of the job that a restarted lighthouse, or the next leader, needs. It comes before the Deliver of
+	// a new quorum.
 	Keep struct {
 		Past    Past  // zero: the training has ended, and only the ids are to be kept
 		Highest int64 // no id up to this one may be used again
-		Seat    Seat  // with a list, a restarted lighthouse must not take itself for the only one
 	}
 	// Regressed reports a quorum whose steps are below those that the job had reached.
 	Regressed struct {
@@ -262,13 +214,9 @@ func (Redeliver) isAction()    {}
 func (Refuse) isAction()       {}
 func (Welcome) isAction()      {}
 func (RefuseStream) isAction() {}
-func (Renew) isAction()        {}
-func (FailBack) isAction()     {}
 func (Recall) isAction()       {}
-func (Probe) isAction()        {}
 func (Doubted) isAction()      {}
 func (Refused) isAction()      {}
-func (Waived) isAction()       {}
 func (Keep) isAction()         {}
 func (Regressed) isAction()    {}
 func (Changed) isAction()      {}
@@ -286,21 +234,19 @@ func (Waiting) isAction()      {}
 type Cause string
 
 const (
-	Silent       Cause = "silent"      // no sign of life for too long
-	Connection   Cause = "connection"  // its connection broke, and it did not come back
-	RankFailed   Cause = "rank"        // one of its ranks has failed
-	Unreachable  Cause = "unreachable" // its peers lost the connection to it, and it gives no sign of life
-	NoProgress   Cause = "stalled"     // it made no progress, and was evicted
-	ProcessEnded Cause = "process"     // its host answered that its process has ended
-	Parted       Cause = "parted"      // its peers wait for it in a step whose quorum it did not receive
-	Doubtful     Cause = "doubtful"    // it claims to know a later quorum, and does not show it
+	Silent      Cause = "silent"      // no sign of life for too long
+	Connection  Cause = "connection"  // its connection broke, and it did not come back
+	RankFailed  Cause = "rank"        // one of its ranks has failed
+	Unreachable Cause = "unreachable" // its peers lost the connection to it, and it gives no sign of life
+	NoProgress  Cause = "stalled"     // it made no progress, and was evicted
+	Parted      Cause = "parted"      // its peers wait for it in a step whose quorum it did not receive
 
 	// ShutDown is no failure: the member ended itself.
 	ShutDown Cause = "shutdown"
 )
 
 // Causes are all causes that are failures.
-var Causes = []Cause{Silent, Connection, RankFailed, Unreachable, NoProgress, ProcessEnded, Parted, Doubtful}
+var Causes = []Cause{Silent, Connection, RankFailed, Unreachable, NoProgress, Parted}
 
 // Refusal is why a waiter gets no quorum.
 type Refusal int
@@ -309,11 +255,7 @@ const (
 	Overtaken  Refusal = iota // a newer request of its member arrived before it
 	Replaced                  // another process asks with the same replica_id
 	Behind                    // its step is below the job's, and the policy forbids a regression
-	Outvoted                  // too few of the last quorum ask here: another lighthouse may have more
-	Outdated                  // the term changed, or another lighthouse serves the job: ask again
 	Left                      // its member has left
 	Unbelieved                // it claims to know a quorum far ahead, and does not show it
-	Unshown                   // it claims to know a later quorum, and does not show it: another lighthouse may know it
 	Misfit                    // its group has another world_size than the other groups, or reduces other tensors
-	Streamless                // its member makes calls instead of using a stream, and its lighthouse is one of a list (bond.go)
 )

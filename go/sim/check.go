@@ -32,10 +32,6 @@ const (
 	ruleStale     = "a request that arrives after a newer one of its member is refused"
 	ruleWaiters   = "every waiter is answered once, by its deadline"
 	ruleBehind    = "a quorum behind the job waits for the members that were ahead"
-	ruleBranch    = "only one branch of a job commits"
-	ruleKnown     = "a quorum comes after all quorums that its members know"
-	ruleTerm      = "a request counts only in the term in which it was made"
-	ruleOneStart  = "a quorum without a predecessor has no member that knows an earlier one"
 	ruleUnshown   = "a group that claims a quorum and does not show it does not stop the others"
 	ruleMemory    = "memory is bounded by live members"
 	ruleDrained   = "a group that was asked to leave learns it with its next quorum, all ranks with the same one"
@@ -65,158 +61,42 @@ type eviction struct {
 type checker struct {
 	w       *world
 	lastID  int64
-	waived  bool // an operator has waived votes
-	quorums map[int64]*formed
-}
-
-// formed records a quorum: its predecessor and its members.
-type formed struct {
-	after     int64 // id of the predecessor, 0 if it has none
-	members   []string
-	committed string // the group that committed in it first, empty if none has
-	last      int64  // if it has no predecessor: the latest quorum of its history in which a group committed
+	quorums map[int64][]string // the members of each
 }
 
 // ids checks that ids never decrease, and that each has one set of members.
-func (c *checker) ids(by *watch, d quorum.Deliver) {
-	w, q := c.w, d.Quorum
-	last := c.lastID
-	if w.Lighthouses > 1 {
-		last = by.latest
-	}
-	if q.ID < last {
-		w.broken(ruleIDs, "quorum %d comes after quorum %d", q.ID, last)
+func (c *checker) ids(q *quorum.Quorum) {
+	if q.ID < c.lastID {
+		c.w.broken(ruleIDs, "quorum %d comes after quorum %d", q.ID, c.lastID)
 	}
 	c.lastID = max(c.lastID, q.ID)
-	f := c.quorums[q.ID]
-	if f == nil {
-		f = &formed{members: make([]string, len(q.Members))}
-		for i := range q.Members {
-			f.members[i] = q.Members[i].ReplicaID
-		}
-		if d.Before != nil {
-			f.after = d.Before.ID
-		} else {
-			c.oneStart(q)
-		}
-		c.quorums[q.ID] = f
-		return
-	}
-	same := len(q.Members) == len(f.members)
+	members := make([]string, len(q.Members))
 	for i := range q.Members {
-		same = same && q.Members[i].ReplicaID == f.members[i]
+		members[i] = q.Members[i].ReplicaID
 	}
-	if !same {
-		w.broken(ruleOneSet, "quorum %d had %v, and now has %s", q.ID, f.members, describe(q))
+	if before, known := c.quorums[q.ID]; known && !slices.Equal(before, members) {
+		c.w.broken(ruleOneSet, "quorum %d had %v, and now has %s", q.ID, before, describe(q))
 	}
-}
-
-// oneBranch checks that of any two quorums in which groups commit, one is a successor of the other. That must hold for any members
-// of the two quorums, and for any cuts between members and lighthouses. oneBranch is called when a group commits in a quorum for
-// the first time.
-//
-// After a waiver, the steps of a branch without a live group do not count: the operator has stated that no group of that branch is
-// alive, and in the simulation that is true.
-//
-// New members may begin a job a second time if no member can show them its quorums (docs/correctness.md, "Limits"). A quorum
-// without a predecessor starts a separate history, and oneStart checks its members.
-func (c *checker) oneBranch(g *group, id int64) {
-	g.commitID = id
-	f := c.quorums[id]
-	if c.w.Lighthouses == 1 || f == nil || f.committed != "" {
-		return
-	}
-	f.committed = g.id
-	r := c.quorums[c.first(id)]
-	last := r.last // the latest quorum of this history in which a group committed
-	early, late := min(id, last), max(id, last)
-	for late > early {
-		late = c.quorums[late].after
-	}
-	if early != 0 && late != early && (!c.waived || !c.extinct(id)) {
-		c.w.broken(ruleBranch, "%s commits in quorum %d %v, and %s has in quorum %d %v: neither comes after the other",
-			g.id, id, f.members, c.quorums[last].committed, last, c.quorums[last].members)
-	}
-	if late != early {
-		r.last = id
-	} else {
-		r.last = max(id, last)
-	}
-}
-
-// first returns the first quorum in the history of a quorum: the one without a predecessor.
-func (c *checker) first(id int64) int64 {
-	for c.quorums[id].after != 0 {
-		id = c.quorums[id].after
-	}
-	return id
-}
-
-// comesAfter reports whether a quorum is the same as another one, or its successor. Each quorum comes after "none" (0).
-func (c *checker) comesAfter(late, early int64) bool {
-	for late > early && c.quorums[late] != nil {
-		late = c.quorums[late].after
-	}
-	return late == early || early == 0
-}
-
-// extinct reports whether all other branches of a quorum's history are extinct: each live group of this history that is no member
-// of the quorum committed last in a predecessor of the quorum.
-func (c *checker) extinct(id int64) bool {
-	for i := range c.w.slots {
-		g := c.w.slots[i].g
-		if g == nil || g.commitID == 0 || g.commitID == id || slices.Contains(c.quorums[id].members, g.id) ||
-			c.first(g.commitID) != c.first(id) {
-			continue
-		}
-		after := id
-		for after > g.commitID {
-			after = c.quorums[after].after
-		}
-		if after != g.commitID {
-			return false
-		}
-	}
-	return true
-}
-
-// oneStart checks, with a list of lighthouses, that no member of a quorum without a predecessor knows an earlier quorum that it
-// could report.
-func (c *checker) oneStart(q *quorum.Quorum) {
-	for i := range q.Members {
-		if g := c.w.byID[q.Members[i].ReplicaID]; c.w.Lighthouses > 1 && g.lastID != 0 && !c.w.Upstream.has(g.slot) {
-			c.w.broken(ruleOneStart, "quorum %d comes after none, and %s has received quorum %d", q.ID, g.id, g.lastID)
-		}
-	}
+	c.quorums[q.ID] = members
 }
 
 // progress checks that groups keep committing while the network and the groups do not change. The conditions are that the groups
 // are connected to each other and to the lighthouse, and that they are at least min_replicas and more than half of the healthy
-// ones. With a list of lighthouses, all groups have to be connected, since a lighthouse cannot know whether groups that cannot reach
-// it train elsewhere; the lighthouse is then the first of the list that any group can reach.
+// ones.
 func (c *checker) progress(by *watch) {
-	w, lh := c.w, by.l.index
+	w := c.w
 	bound := w.bound()
-	if w.rough > 0 || w.now-w.changed <= bound || c.earlier(lh) {
-		return
-	}
-	if w.Lighthouses > 1 && w.Upstream != 0 { // upstream groups can vote at the first lighthouse only, and the others may be at another one
+	if w.rough > 0 || w.now-w.changed <= bound {
 		return
 	}
 	connected := 0
 	for i := range w.slots {
-		switch {
-		case w.kept(i):
-			continue
-		case !w.reached(i, lh):
-			if w.Lighthouses > 1 {
-				return
-			}
+		if !w.reached(i) {
 			continue
 		}
 		connected++
 		for j := range i {
-			if w.reached(j, lh) && !w.kept(j) && !w.connected(i, j) {
+			if w.reached(j) && !w.connected(i, j) {
 				return
 			}
 		}
@@ -234,23 +114,10 @@ func (c *checker) progress(by *watch) {
 		w.broken(ruleForms, "%d groups are connected, and there has been no quorum for %s", connected, w.now-by.lastTime)
 	}
 	for i := range w.slots {
-		if g := w.slots[i].g; w.reached(i, lh) && !w.kept(i) && w.now-max(g.began, g.lastCommit) > bound {
+		if g := w.slots[i].g; w.reached(i) && w.now-max(g.began, g.lastCommit) > bound {
 			w.broken(ruleProgress, "%s has not committed for %s", g.id, w.now-g.lastCommit)
 		}
 	}
-}
-
-// earlier reports whether a group can reach a lighthouse before this one in the list.
-func (c *checker) earlier(than int) bool {
-	w := c.w
-	for lh := range than {
-		for i := range w.slots {
-			if w.lhs[lh].up && w.reached(i, lh) && !w.kept(i) {
-				return true
-			}
-		}
-	}
-	return false
 }
 
 // learned records that a group receives a quorum.
@@ -397,9 +264,7 @@ func (c *checker) committed(r *rank) {
 		c.once(r)
 	}
 	m := r.comm
-	if r.g.commitID != r.plan.QuorumID {
-		c.oneBranch(r.g, r.plan.QuorumID)
-	}
+	r.g.commitID = r.plan.QuorumID
 	for i := range m.commits {
 		o := &m.commits[i]
 		if o.by == "" || o.step != r.step {

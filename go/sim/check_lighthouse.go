@@ -8,7 +8,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// view is the checker's record of what a lighthouse knows of a group.
+// view is the checker's record of what the lighthouse knows of a group.
 type view struct {
 	number     uint64 // of its newest request
 	listed     bool
@@ -28,7 +28,6 @@ type view struct {
 	expected   bool
 
 	out      bool             // it counts as failed until it asks again
-	ended    bool             // its host answered that its process has ended
 	ending   bool             // it has reported that its manager server ends
 	finished bool             // it has reported that its training is complete
 	draining bool             // it was requested to leave
@@ -40,10 +39,9 @@ type view struct {
 	silent   bool             // a check of the lighthouse did not reach it, in the latest quorum
 	tooOld   time.Duration    // time of the last event about it that came when its signs of life were already too old
 	progress *quorum.Progress // its answer to AskProgress since the latest quorum
-	recalled int              // how often the lighthouse asked it to show a quorum
 }
 
-// watch checks a lighthouse's machine by its events and actions only.
+// watch checks the lighthouse's machine by its events and actions only.
 type watch struct {
 	l     *lighthouse
 	clock time.Duration // of the machine: never decreases
@@ -55,13 +53,10 @@ type watch struct {
 	behind   time.Duration // since when a quorum below the step reached is due, 0 if none is
 	looking  time.Duration // since when a member knows a later quorum, 0 if none does
 	began    time.Duration // when the latest quorum was formed or learned
-	away     bool          // all members were sent to another lighthouse
 	lastTime time.Duration // of its last quorum, on the clock of the world
-	unasked  view          // the view of the group that asked last, from before the request
-	unbehind time.Duration // the value of behind before the request
 }
 
-func (c *watch) of(g *group) *view { return &g.views[c.l.index] }
+func (c *watch) of(g *group) *view { return &g.view }
 
 func (c *watch) begins() {
 	for _, g := range c.known {
@@ -69,7 +64,7 @@ func (c *watch) begins() {
 		*c.of(g) = view{number: number}
 	}
 	c.known = c.known[:0]
-	c.clock, c.latest, c.reached, c.behind, c.looking, c.away = c.l.clock(), 0, 0, 0, 0, false
+	c.clock, c.latest, c.reached, c.behind, c.looking = c.l.clock(), 0, 0, 0, 0
 }
 
 func (c *watch) healthy(g *group) bool { return c.beating(g) && !c.of(g).out }
@@ -112,50 +107,12 @@ func (c *watch) asked(g *group, step int64) {
 		c.behind = 0 // a member with the step that the job has reached is here
 	}
 	if v := c.of(g); true {
-		v.out, v.ending, v.finished, v.ended, v.missing = false, false, false, false, false
+		v.out, v.ending, v.finished, v.missing = false, false, false, false
 		if v.waits++; v.waits == 1 {
 			v.joined = c.clock
 		}
 	}
 }
-
-// before saves the view of a group before its request.
-func (c *watch) before(g *group) {
-	c.move()
-	c.expire(g)
-	c.unasked, c.unbehind = *c.of(g), c.behind
-}
-
-// keptOut records that a request was refused. The request never counted, and its member does not count until another request is
-// accepted.
-func (c *watch) keptOut(g *group) {
-	v := c.of(g)
-	c.unasked.listed, c.unasked.recalled = v.listed, v.recalled
-	*v, c.behind = c.unasked, c.unbehind
-	v.out = v.out || c.healthy(g) && v.waits == 0 && !v.previous
-}
-
-// unshown records that a request was refused because the group does not show the quorum that it claims to know. If the request
-// never counted (atOnce), the view from before the request is restored. The others do not wait for the group.
-func (c *watch) unshown(g *group, atOnce bool) {
-	if v := c.of(g); atOnce {
-		c.unasked.listed, c.unasked.recalled = v.listed, v.recalled
-		*v, c.behind = c.unasked, c.unbehind
-	}
-	v := c.of(g)
-	if v.recalled < leastRecalls {
-		c.l.w.broken(ruleCause, "%s is refused for a quorum that it does not show, after %d recalls", g.id, v.recalled)
-	}
-	if c.healthy(g) && v.waits == 0 {
-		v.out, v.suspect = true, false
-	}
-}
-
-// leastRecalls is how often a group is asked to show a quorum before its claim may be ignored.
-const leastRecalls = 3
-
-// recalls records that the lighthouse asks a group to show the quorum that it claims to know.
-func (c *watch) recalls(g *group) { c.of(g).recalled++ }
 
 // newest reports whether a request is newer than all earlier ones of this group, and records its number.
 func (c *watch) newest(g *group, number uint64) bool {
@@ -184,44 +141,6 @@ func (c *watch) broke(g *group) {
 	}
 }
 
-func (c *watch) ended(g *group) {
-	c.move()
-	if v := c.of(g); v.beaten && !c.beating(g) {
-		v.tooOld = c.clock
-	}
-	if v := c.of(g); v.waits == 0 && (!c.healthy(g) || v.presumed || v.suspect) {
-		v.ended = true
-		v.beaten = v.beaten && v.out
-	}
-}
-
-// failsBack records that all members are sent to another lighthouse: none of them counts as alive here until it is back.
-func (c *watch) failsBack() {
-	c.away = true
-	for _, g := range c.known {
-		if v := c.of(g); c.beating(g) {
-			v.beaten, v.out = false, false
-		}
-	}
-}
-
-// cameBack records that a member of the latest quorum is here again, after all members were sent away. The other members of that
-// quorum are presumed alive.
-func (c *watch) cameBack(known int64) {
-	if !c.away || known == 0 || known != c.latest {
-		return
-	}
-	c.away = false
-	for _, g := range c.known {
-		if v := c.of(g); v.previous && !c.healthy(g) {
-			if v.beaten && !c.beating(g) {
-				v.tooOld = c.clock
-			}
-			v.beaten, v.lastBeat, v.presumed, v.suspect = true, c.clock, true, false
-		}
-	}
-}
-
 // recalled records that the lighthouse learns of a quorum. If that quorum is later than the lighthouse's latest one, the lighthouse
 // continues after it.
 func (c *watch) recalled(p quorum.Past) {
@@ -247,7 +166,7 @@ func (c *watch) recalled(p quorum.Past) {
 		}
 		c.list(g)
 	}
-	c.latest, c.reached, c.began, c.away = p.ID, p.Step, c.clock, false
+	c.latest, c.reached, c.began = p.ID, p.Step, c.clock
 	c.newQuorum()
 }
 
@@ -359,16 +278,13 @@ func (c *watch) delivered(d quorum.Deliver) {
 	if !t.fast {
 		c.notBehind(q, t)
 	}
-	if w.Lighthouses > 1 {
-		c.ofThisTerm(q)
-	}
 	c.stepWas, c.reached, c.behind, c.looking = c.reached, 0, 0, 0
 	for i := range q.Members {
 		c.reached = max(c.reached, q.Members[i].Step)
 	}
 	c.sameMembers(q)
 	c.sameWaiters(d)
-	w.check.ids(c, d)
+	w.check.ids(q)
 	c.latest, c.began = q.ID, c.clock
 	c.newQuorum()
 
@@ -381,22 +297,6 @@ func (c *watch) delivered(d quorum.Deliver) {
 		}
 	}
 	c.lastTime = w.now
-}
-
-// ofThisTerm checks, if there is a list, that each member of a quorum has shown the quorum that it knows, and has made its request
-// in the present term.
-func (c *watch) ofThisTerm(q *quorum.Quorum) {
-	w := c.l.w
-	for i := range c.l.waiting {
-		p := &c.l.waiting[i]
-		switch v := c.of(p.g); {
-		case !v.expected || p.link == nil:
-		case p.link.stale:
-			w.broken(ruleTerm, "%s is in quorum %d with a request of an earlier term", p.g.id, q.ID)
-		case v.knows > c.latest:
-			w.broken(ruleKnown, "%s is in quorum %d, which comes after quorum %d, and knows of quorum %d", p.g.id, q.ID, c.latest, v.knows)
-		}
-	}
 }
 
 // notBehind checks that a quorum below the step that the job had reached was delayed for members with that step.
@@ -467,7 +367,7 @@ func (c *watch) ticked() {
 		if c.looking = 0; t.candidates == 0 { // while there is a candidate, membership churn must not restart the delay
 			c.behind = 0
 		}
-	case !c.mayWait(t) && w.Lighthouses == 1: // with a list, another lighthouse may serve the job: checker.progress checks that case
+	case !c.mayWait(t):
 		w.broken(ruleForms, "%d of %d healthy wait, for %s, and there is no quorum", t.candidates, t.healthy, t.waited)
 	}
 	c.known = slices.DeleteFunc(c.known, func(g *group) bool {

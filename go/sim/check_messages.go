@@ -80,10 +80,9 @@ func (c *watch) message(g *group, message quorum.Event) {
 	}
 }
 
-// finish drops the past if all members of the latest quorum have reported that their training is complete, and no other lighthouse
-// may know a later quorum.
+// finish drops the past if all members of the latest quorum have reported that their training is complete.
 func (c *watch) finish() {
-	if c.latest == 0 || c.l.w.Lighthouses > 1 {
+	if c.latest == 0 {
 		return
 	}
 	for _, g := range c.known {
@@ -94,7 +93,7 @@ func (c *watch) finish() {
 	for _, g := range c.known {
 		c.of(g).previous = false
 	}
-	c.latest, c.reached, c.behind, c.away = 0, 0, 0, false
+	c.latest, c.reached, c.behind = 0, 0, 0
 	c.newQuorum()
 }
 
@@ -134,7 +133,7 @@ func (c *watch) looks(a *quorum.Check) {
 	}
 }
 
-// reported records that a lighthouse has reported to its members that a group counts as failed.
+// reported records that the lighthouse has reported to its members that a group counts as failed.
 func (c *checker) reported(a *quorum.Failed) {
 	c.w.byID[a.ReplicaID].eviction = eviction{quorumID: a.QuorumID, at: c.w.now}
 }
@@ -152,8 +151,8 @@ func (c *checker) forwards(by *group, f *round.MemberFailed) {
 	if !w.sends(by.slot, g.slot) || g.pausedUntil > w.now || w.Loss > 0 || w.noise > 0 {
 		return
 	}
-	first, size := slices.Index(q.members, f.ReplicaID), len(q.members)
-	if !slices.ContainsFunc([]int{1, 2, 3}, func(nth int) bool { return q.members[(first+nth*round.Stride(size))%size] == by.id }) {
+	first, size := slices.Index(q, f.ReplicaID), len(q)
+	if !slices.ContainsFunc([]int{1, 2, 3}, func(nth int) bool { return q[(first+nth*round.Stride(size))%size] == by.id }) {
 		return
 	}
 	hop := 3 * w.Delay / 2
@@ -186,10 +185,6 @@ func (c *watch) failed(a *quorum.Failed) {
 		so = v.silent && 2*reports > members-1 && !v.reported && v.waits == 0
 	case quorum.NoProgress:
 		so = p.EjectStalledAfter > 0 && c.clock-c.began >= p.EjectStalledAfter && v.waits == 0 && (v.progress == nil || !v.progress.Waits) && c.anyWaits()
-	case quorum.ProcessEnded:
-		so = v.ended
-	case quorum.Doubtful:
-		so = v.recalled >= leastRecalls
 	case quorum.Parted:
 		so = v.waits > 0 && c.peersWait(v.asksStep)
 	}

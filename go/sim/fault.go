@@ -79,7 +79,6 @@ type Fault struct {
 	Slots Slots
 	For   time.Duration
 	N     int64
-	Of    uint8 // the affected lighthouses, with one bit for each; 0: all
 }
 
 func (f Fault) String() string {
@@ -89,9 +88,6 @@ func (f Fault) String() string {
 	}
 	if f.For > 0 {
 		s += fmt.Sprintf(" for %s", f.For.Round(time.Millisecond))
-	}
-	if f.Of != 0 {
-		s += fmt.Sprintf(" [lighthouses %03b]", f.Of)
 	}
 	if f.N != 0 {
 		s += fmt.Sprintf(" [%d]", f.N)
@@ -141,9 +137,6 @@ func drawFault(r *rand.Rand, s Setup) Fault {
 	if r.IntN(6) == 0 {
 		f.For += s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout
 	}
-	if s.Lighthouses > 1 && r.IntN(4) > 0 {
-		f.Of = uint8(1 + r.IntN(1<<s.Lighthouses-1))
-	}
 	switch f.Kind {
 	case KillLighthouse, VanishLighthouse, PauseLighthouse, Noise:
 		f.Slots = 0
@@ -191,11 +184,11 @@ func (w *world) beginFault(f *Fault) {
 	}
 	switch f.Kind {
 	case KillLighthouse, VanishLighthouse:
-		w.each(f, func(l *lighthouse) { l.crash(f.Kind == VanishLighthouse, f.For) })
+		w.lh.crash(f.Kind == VanishLighthouse, f.For)
 	case PauseLighthouse:
-		w.each(f, func(l *lighthouse) { l.pausedUntil = max(l.pausedUntil, w.now+f.For) })
+		w.lh.pausedUntil = max(w.lh.pausedUntil, w.now+f.For)
 	case ClockLighthouse:
-		w.each(f, func(l *lighthouse) { l.jump(time.Duration(f.N) * time.Millisecond) })
+		w.lh.jump(time.Duration(f.N) * time.Millisecond)
 	case Noise:
 		w.noise++
 	default:
@@ -232,15 +225,6 @@ func (f *Fault) cost(s *Setup) int {
 	}
 }
 
-// each calls a function for each lighthouse that a fault affects.
-func (w *world) each(f *Fault, do func(*lighthouse)) {
-	for i := range w.Lighthouses {
-		if f.Of == 0 || f.Of>>i&1 == 1 {
-			do(&w.lhs[i])
-		}
-	}
-}
-
 // rough reports whether the rules with a time limit are suspended while the fault lasts. A group that stays slow makes the others
 // lose each step if it computes for longer than they wait.
 func (f *Fault) rough(s *Setup) bool {
@@ -266,15 +250,11 @@ func (w *world) strike(f *Fault, i int) {
 	switch f.Kind {
 	case Partition:
 		w.cut(f, i, 1)
-		w.each(f, func(l *lighthouse) {
-			s.cutUp[l.index]++
-			s.cutDown[l.index]++
-		})
+		s.cutUp++
+		s.cutDown++
 	case CutLighthouse, CutUp, CutDown:
-		w.each(f, func(l *lighthouse) {
-			s.cutUp[l.index] += toInt(f.Kind != CutDown)
-			s.cutDown[l.index] += toInt(f.Kind != CutUp)
-		})
+		s.cutUp += toInt(f.Kind != CutDown)
+		s.cutDown += toInt(f.Kind != CutUp)
 	case CutPeers, CutPeersOneWay:
 		w.cut(f, i, 1)
 	case Slow:
@@ -336,8 +316,8 @@ func (w *world) strike(f *Fault, i int) {
 	case Accuse:
 		g.accuse()
 	case Drain:
-		if l := &w.lhs[g.at]; l.up {
-			w.after(w.delay(i), event{kind: lhDrain, g: g, lh: uint8(g.at), life: l.life})
+		if l := &w.lh; l.up {
+			w.after(w.delay(i), event{kind: lhDrain, g: g, life: l.life})
 		}
 	}
 }
@@ -358,15 +338,11 @@ func (w *world) endFault(f *Fault) {
 		switch f.Kind {
 		case Partition:
 			w.cut(f, i, -1)
-			w.each(f, func(l *lighthouse) {
-				s.cutUp[l.index]--
-				s.cutDown[l.index]--
-			})
+			s.cutUp--
+			s.cutDown--
 		case CutLighthouse, CutUp, CutDown:
-			w.each(f, func(l *lighthouse) {
-				s.cutUp[l.index] -= toInt(f.Kind != CutDown)
-				s.cutDown[l.index] -= toInt(f.Kind != CutUp)
-			})
+			s.cutUp -= toInt(f.Kind != CutDown)
+			s.cutDown -= toInt(f.Kind != CutUp)
 		case CutPeers, CutPeersOneWay:
 			w.cut(f, i, -1)
 		case Slow:

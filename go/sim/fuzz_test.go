@@ -9,7 +9,7 @@ import (
 
 const (
 	setupBytes = 4 // the bytes of a schedule before its faults
-	faultBytes = 8
+	faultBytes = 7
 	mostFaults = 16
 )
 
@@ -19,8 +19,7 @@ func schedule(b []byte) Setup {
 	var head [setupBytes]byte
 	b = b[copy(head[:], b):]
 	s := Draw(uint64(head[0])|uint64(head[1])<<8, 1+int(head[2]%6), 60)
-	s.Lighthouses = 1 + int(head[3]%maxLighthouses)
-	s.Ranks = 1 + int(head[3]/maxLighthouses%2)
+	s.Cluster, s.Ranks = head[3]%2 == 1, 1+int(head[3]/2%2)
 	s.Faults = nil
 	for round := 1; len(b) > 0 && len(s.Faults) < mostFaults; {
 		var f [faultBytes]byte
@@ -32,8 +31,7 @@ func schedule(b []byte) Setup {
 			Slots: Slots(f[2]) & (1<<s.Slots - 1),
 			After: time.Duration(f[3]) * 4 * s.Compute / 256,
 			For:   time.Duration(f[4]) * (s.Policy.HeartbeatTimeout + s.Timeout) / 256,
-			N:     int64(f[5]%16) * int64(1+f[7]/16),
-			Of:    f[6] % (1 << s.Lighthouses),
+			N:     int64(f[5]%16) * int64(1+f[6]/16),
 		}
 		if fault.Kind == RankFails {
 			fault.N %= int64(s.Ranks)
@@ -66,7 +64,7 @@ func FuzzHistory(f *testing.F) {
 
 func TestEveryKindOfFaultCanBeDecoded(t *testing.T) {
 	for kind := range byte(faultKinds) {
-		s := schedule([]byte{0, 0, 4, 1, 3, kind, 2, 64, 128, 5, 1, 16})
+		s := schedule([]byte{0, 0, 4, 1, 3, kind, 2, 64, 128, 5, 16})
 		require.Len(t, s.Faults, 1)
 		require.Equal(t, FaultKind(kind), s.Faults[0].Kind)
 	}

@@ -42,8 +42,8 @@ type group struct {
 	began      time.Duration
 	lastCommit time.Duration
 
-	seen                       // the checker's record of the group
-	views [maxLighthouses]view // the views of the group at each lighthouse
+	seen      // the checker's record of the group
+	view view // the checker's record of what the lighthouse knows of the group
 }
 
 type callKind uint8
@@ -91,16 +91,12 @@ func (w *world) startGroup(i int) {
 		g.machine = w.mistake.group(description, machine)
 	}
 	g.ranks = make([]rank, w.Ranks)
-	g.back = -1
-	s.g, s.hostDown = g, false
+	s.g = g
 	w.byID[g.id] = g
 	w.logf("%s starts", g.id)
 	w.after(w.upTo(w.HeartbeatInterval), event{kind: beatDue, g: g})
 	if !w.calls(i) {
 		g.connect()
-		if w.Lighthouses > 1 {
-			w.after(w.probeInterval(), event{kind: probeEarlier, g: g})
-		}
 	}
 	for r := range g.ranks {
 		g.ranks[r].init(g, r)
@@ -120,17 +116,17 @@ func (g *group) crash(silent bool, why string) {
 			w.result.replayFailures[r.phase]++
 		}
 	}
-	w.slots[g.slot].g, w.slots[g.slot].hostDown = nil, silent
+	w.slots[g.slot].g = nil
 	w.logf("%s ends: %s", g.id, why)
 	if k := g.link; k != nil {
 		k.close(silent)
 	}
-	if l := &w.lhs[g.at]; g.asking.active && w.calls(g.slot) && l.up {
+	if l := &w.lh; g.asking.active && w.calls(g.slot) && l.up {
 		notice := w.delay(g.slot)
-		if silent || w.up(g.slot, g.at) {
+		if silent || w.up(g.slot) {
 			notice = 2 * w.Keepalive
 		}
-		w.after(notice, event{kind: lhWithdrawn, g: g, id: g.asking.req, lh: uint8(g.at), life: l.life})
+		w.after(notice, event{kind: lhWithdrawn, g: g, id: g.asking.req, life: l.life})
 	}
 	for r := range g.ranks {
 		g.ranks[r].leaveComm(silent)
@@ -154,14 +150,10 @@ func (g *group) handle(e *event) {
 		g.alive()
 	case linkRetry:
 		g.connect()
-	case welcomed, stamped, linkDue, linkBroken, closing, recall, memberFailed, probed, progressDue, drained, released, failBack, probeEarlier:
+	case welcomed, linkDue, linkBroken, recall, memberFailed, probed, progressDue, drained, released:
 		g.handleLink(e)
 	case noticed:
-		g.memberFailed(e.x.(*round.MemberFailed), e.ok)
-	case failOver:
-		if a := &g.asking; a.active && a.req == e.id && e.link == g.link {
-			g.failOver()
-		}
+		g.memberFailed(e.x.(*round.MemberFailed))
 	case answered:
 		if a := &g.asking; a.active && a.req == e.id {
 			a.active = false
@@ -170,10 +162,7 @@ func (g *group) handle(e *event) {
 				g.before = g.quorum.ID
 			}
 			g.quorum, g.attempt = q, a.round
-			g.last, g.avoidances[g.at] = g.quorum, 0
-			if k := g.link; k != nil && k.first == 0 {
-				k.first = q.ID
-			}
+			g.last = g.quorum
 			g.fenced, g.quiet, g.claimed = false, 0, g.claims
 			w.check.learned(g, g.quorum)
 			g.step(round.QuorumKnown{Round: a.round, Quorum: g.quorum})
@@ -383,8 +372,8 @@ func (g *group) refused(req uint64) {
 		return
 	}
 	w := g.w
-	if l := &w.lhs[g.at]; l.up { // the lighthouse notices the broken connection, too, with some delay
-		w.after(w.upTo(w.Keepalive), event{kind: lhWithdrawn, g: g, id: req, lh: uint8(g.at), life: l.life})
+	if l := &w.lh; l.up { // the lighthouse notices the broken connection, too, with some delay
+		w.after(w.upTo(w.Keepalive), event{kind: lhWithdrawn, g: g, id: req, life: l.life})
 	}
 	a.failed++
 	wait := 20 * time.Millisecond << min(a.failed-1, 6)
@@ -402,10 +391,10 @@ func (g *group) refused(req uint64) {
 func (g *group) cancel() {
 	w := g.w
 	g.asking.active = false
-	switch l := &w.lhs[g.at]; {
+	switch l := &w.lh; {
 	case g.link != nil:
 		g.link.up(event{kind: lhWithdrawn, id: g.asking.req, link: g.link})
-	case w.calls(g.slot) && l.up && !w.up(g.slot, g.at) && !w.lost():
-		w.after(w.delay(g.slot), event{kind: lhWithdrawn, g: g, id: g.asking.req, lh: uint8(g.at), life: l.life})
+	case w.calls(g.slot) && l.up && !w.up(g.slot) && !w.lost():
+		w.after(w.delay(g.slot), event{kind: lhWithdrawn, g: g, id: g.asking.req, life: l.life})
 	}
 }

@@ -16,19 +16,13 @@ import (
 type Judge struct {
 	w      *world
 	lives  []*life
-	moved  time.Duration // when the network or a lighthouse changed last
-	paused time.Duration // when a lighthouse was paused last
+	moved  time.Duration // when the network or the lighthouse changed last
+	paused time.Duration // when the lighthouse was paused last
 	held   time.Duration // until when it holds its messages back
 	latest time.Time     // when the latest quorum was formed
 	calmed bool          // all groups have trained together since moved
 	failed *life         // the only group that has failed since the job was calm; nil if there is none, or if there was another change
 	known  time.Duration // the latest time at which the others learn of this failure
-
-	failover time.Duration // the latest time of the first quorum after the failure of the job's lighthouse; 0: there is no bound
-
-	ends      time.Duration // when a group failed last while the job was calm
-	delivered []int64       // quorums that groups have received, in that order
-	abandoned []int64       // those of them that an operator abandoned by a waiver
 }
 
 // life is the judge's record of one incarnation of a group, in addition to the checker's record.
@@ -40,7 +34,6 @@ type life struct {
 	ended     time.Duration
 	evicted   int64 // the latest quorum in which it was notified that it counts as failed
 	evictedAt time.Duration
-	voted     bool  // its end counts as its vote at the lighthouse that serves the job
 	in        int64 // the quorum in which rank 0 committed last
 	steps     int   // how many steps it has committed there since the last change
 }
@@ -56,15 +49,11 @@ func NewJudge(s Setup, trace Tracer) *Judge {
 		Setup: s, trace: trace, slots: make([]slot, s.Slots), links: make([][]int, s.Slots),
 		comms: map[commKey]*comm{}, byID: map[string]*group{},
 	}
-	// A lighthouse may continue after a quorum whose members have all ended, which no live group can report to the judge. So a
-	// quorum without live members does not count as a branch.
-	w.check = checker{w: w, quorums: map[int64]*formed{}, waived: true}
+	w.check = checker{w: w, quorums: map[int64][]string{}}
 	for i := range w.links {
 		w.links[i] = make([]int, s.Slots)
 	}
-	for i := range w.lhs {
-		w.lhs[i].w, w.lhs[i].index = w, i
-	}
+	w.lh.w = w
 	return &Judge{w: w}
 }
 
@@ -80,42 +69,27 @@ func (j *Judge) Logf(format string, args ...any) { j.w.logf(format, args...) }
 // Break reports that a rule about waiting is broken: a wait did not end by its deadline.
 func (j *Judge) Break(format string, args ...any) { j.w.broken(ruleWaiters, format, args...) }
 
-// change records a change of the network or of a lighthouse. Bit i of at is set if the change is at lighthouse i; 0 means that the
-// change may affect all of the job. A change only at lighthouses that do not serve the job must not affect it, so the job stays calm.
-func (j *Judge) change(at uint8) {
-	j.w.changed = j.w.now
-	if at != 0 && at>>j.place(j.w.result.LastID)&1 == 0 {
-		return
-	}
-	j.moved = j.w.now
+// change records a change of the network or of the lighthouse.
+func (j *Judge) change() {
+	j.w.changed, j.moved = j.w.now, j.w.now
 	j.unsettle()
-	for _, l := range j.lives {
-		l.voted = false // a restarted lighthouse does not have the votes of ended members
-	}
 }
 
 // unsettle records that the job is not calm until all groups have trained together again.
 func (j *Judge) unsettle() {
-	j.calmed, j.failed, j.failover = false, nil, 0
+	j.calmed, j.failed = false, nil
 	for _, l := range j.lives {
 		l.steps = 0
 	}
 }
 
-// place returns which lighthouse of the list formed the quorum with this id, as an index.
-func (j *Judge) place(id int64) int { return int(id >> termBits % int64(max(j.w.Lighthouses, 1))) }
-
-// Lighthouse reports that a lighthouse of the list goes up or down.
-func (j *Judge) Lighthouse(i int, up bool) {
-	calm := j.calmed
-	j.change(1 << i)
-	j.w.lhs[i].up = up
-	if calm && !j.calmed && !up {
-		j.failover = j.w.now + failoverTime
-	}
+// Lighthouse reports that the lighthouse goes up or down.
+func (j *Judge) Lighthouse(up bool) {
+	j.change()
+	j.w.lh.up = up
 }
 
-// Begins reports that a fault begins. The ends of groups and lighthouses are reported by Fails and Lighthouse.
+// Begins reports that a fault begins. The ends of groups and of the lighthouse are reported by Fails and Lighthouse.
 func (j *Judge) Begins(f *Fault) {
 	w := j.w
 	w.result.FaultsHit++
@@ -129,7 +103,7 @@ func (j *Judge) Begins(f *Fault) {
 		j.unsettle()
 		return
 	}
-	j.change(f.at())
+	j.change()
 	for i := range w.slots {
 		if f.Slots.has(i) && f.Kind.ofNetwork() {
 			w.strike(f, i)
@@ -147,18 +121,9 @@ func (j *Judge) Begins(f *Fault) {
 func (j *Judge) Ends(f *Fault) {
 	j.w.changed = j.w.now
 	if f.Kind.ofNetwork() || f.rough(&j.w.Setup) {
-		j.change(f.at())
+		j.change()
 		j.w.endFault(f)
 	}
-}
-
-// at returns the lighthouses that a fault affects, as bits, if the fault ends lighthouses or cuts groups off from them only. It
-// returns 0 if these are all lighthouses, and for all other faults.
-func (f *Fault) at() uint8 {
-	if k := f.Kind; k == KillLighthouse || k == VanishLighthouse || k == CutLighthouse || k == CutUp || k == CutDown {
-		return f.Of
-	}
-	return 0
 }
 
 func (k FaultKind) ofNetwork() bool {
@@ -189,13 +154,9 @@ func (j *Judge) Fails(id, why string, silent bool) {
 		return
 	}
 	calm := j.calmed
-	if calm && j.together() == "" { // all groups are bound to their lighthouse, so the end of the group is its vote (go/quorum/bond.go)
-		j.ends = j.w.now
-	}
 	l.killed, l.ended = true, j.w.now
-	l.voted = !silent && j.ends == j.w.now
 	j.unsettle()
-	if calm && j.w.Lighthouses == 1 {
+	if calm {
 		j.failed, j.known = l, j.w.now+j.w.Policy.SuspectGrace
 		if silent {
 			j.known = j.w.now + j.w.Policy.HeartbeatTimeout
@@ -214,47 +175,10 @@ func (j *Judge) life(id string) *life {
 	return nil
 }
 
-// Lives reports whether a group is alive.
-func (j *Judge) Lives(id string) bool {
-	l := j.life(id)
-	return l != nil && !l.killed
-}
-
-// Known returns the latest quorum that a live group knows.
-func (j *Judge) Known() (id int64) {
-	for _, l := range j.lives {
-		if !l.killed {
-			id = max(id, l.lastID)
-		}
-	}
-	return id
-}
-
-// Waives reports that an operator waives votes of groups at a lighthouse, so that the job continues there after the given quorum.
-// Later quorums, which no live group knows, are abandoned.
-func (j *Judge) Waives(ids []string, lighthouse int, quorumID int64) {
-	j.w.logf("an operator waives %v at lighthouse %d, after quorum %d", ids, lighthouse, quorumID)
-	for _, id := range ids {
-		if l := j.life(id); l.voted {
-			j.w.broken(ruleOperator, "an operator waives the vote of %s at lighthouse %d, although the end of its process %s before, while the job was calm, counts as its vote",
-				id, lighthouse, j.w.now-l.ended)
-		}
-	}
-	for _, id := range j.delivered {
-		if id > quorumID {
-			j.abandoned = append(j.abandoned, id)
-		}
-	}
-}
-
-// Abandoned reports whether a quorum was abandoned by a waiver. A lighthouse that was down at that time may still have it, with a
-// higher id than the quorums of the continuing branch.
-func (j *Judge) Abandoned(id int64) bool { return slices.Contains(j.abandoned, id) }
-
 // Connected reports whether two groups can reach each other.
 func (j *Judge) Connected(a, b string) bool { return j.w.connected(j.life(a).slot, j.life(b).slot) }
 
-// Asks reports a request of a group to a lighthouse.
+// Asks reports a request of a group to the lighthouse.
 func (j *Judge) Asks(id string, m quorum.Member) { j.life(id).asked = m }
 
 // Learned reports that a group receives a quorum.
@@ -264,41 +188,18 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 		w.broken(ruleMembers, "%s receives quorum %d, and is not in it", id, q.ID)
 		return
 	}
-	if isNew := q.Created.After(j.latest); isNew || w.check.quorums[q.ID] == nil {
-		if isNew { // its id may be below those of an abandoned branch
-			j.move(j.place(w.result.LastID), j.place(q.ID))
-			j.latest, w.result.LastID = q.Created, q.ID
-		}
+	if q.Created.After(j.latest) {
+		j.latest, w.result.LastID = q.Created, q.ID
 		w.result.Rounds++
-		if w.check.quorums[q.ID] == nil {
-			j.delivered = append(j.delivered, q.ID)
-		}
 		if w.trace != nil {
 			w.logf("quorum %d: %s", q.ID, describe(q))
 		}
 		j.formed(q)
 	}
 	j.soon(l, q)
-	j.failover = 0
 	l.quorum, l.learned = q, w.now
 	l.attempt++
 	w.check.learned(l.group, q)
-}
-
-// failbackTime bounds the time from a cut until no lighthouse sends members across it: the member has to notice it in two probes.
-const failbackTime = 4 * time.Second
-
-// move handles a new quorum, formed by another lighthouse than the one before or by the same one. If some group was cut off from the
-// other lighthouse just when the members failed back to it, the job is not calm.
-func (j *Judge) move(from, to int) {
-	if from == to || j.w.now-j.w.changed > failbackTime {
-		return
-	}
-	for i := range j.w.slots {
-		if j.w.slots[i].g != nil && !j.w.reached(i, to) {
-			j.unsettle()
-		}
-	}
 }
 
 // Evicted reports that a group is notified that it counts as failed in a quorum.

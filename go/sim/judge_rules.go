@@ -2,7 +2,6 @@ package sim
 
 import (
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/torchft/torchft/go/quorum"
@@ -12,9 +11,8 @@ import (
 const (
 	ruleReported = "a failure reaches all members of its quorum"
 	ruleSoon     = "after a failure the others have a quorum as soon as it can be known"
-	ruleTogether = "groups that reach each other and a lighthouse train in one quorum within a bounded time"
+	ruleTogether = "groups that reach each other and the lighthouse train in one quorum within a bounded time"
 	ruleEarly    = "a call ends before its deadline with an error only if something of its own group failed"
-	ruleOperator = "processes that end while nothing else happens need no operator"
 	ruleCalm     = "while nothing fails, no step is lost and no call ends with an error"
 )
 
@@ -26,7 +24,7 @@ const failureSlack = time.Second
 func (j *Judge) formed(q *quorum.Quorum) {
 	w := j.w
 	bound := w.Policy.HeartbeatTimeout + w.Timeout
-	after := &quorum.Quorum{}
+	after := int64(0)
 	for i := range q.Members {
 		m := &q.Members[i]
 		l := j.life(m.ReplicaID)
@@ -41,15 +39,11 @@ func (j *Judge) formed(q *quorum.Quorum) {
 				l.id, q.ID, m.Step, m.CommitFailures, l.asked.Step, l.asked.CommitFailures)
 		}
 		if l.lastID != q.ID {
-			after.ID = max(after.ID, l.lastID)
+			after = max(after, l.lastID)
 		}
 	}
-	d := quorum.Deliver{Quorum: q}
-	if after.ID != 0 {
-		d.Before = after
-	}
-	w.check.lastID = after.ID // not the largest id of all groups: others may already have received later quorums
-	w.check.ids(&watch{latest: after.ID}, d)
+	w.check.lastID = after // not the largest id of all groups: others may already have received later quorums
+	w.check.ids(q)
 }
 
 // soon checks that the first quorum after a failure is not late: the other members only have to complete or abort their step.
@@ -65,77 +59,43 @@ func (j *Judge) soon(l *life, q *quorum.Quorum) {
 	j.failed = nil
 }
 
-// failoverTime bounds the time from the failure of a job's lighthouse until the first quorum at the next one: the members have to
-// notice that their connections have broken, and the next lighthouse has to learn the latest quorum.
-const failoverTime = 35 * time.Second
-
-// failedOver checks that a job whose lighthouse has failed is served by another one in time, if all groups can reach that one.
-func (j *Judge) failedOver() {
-	if lighthouse, all := j.home(); j.failover > 0 && j.w.now > j.failover && all && j.w.lhs[lighthouse].up {
-		j.w.broken(ruleSoon, "there is no quorum %s after the lighthouse failed, and all can reach lighthouse %d", j.w.now-j.moved, lighthouse)
-	}
-}
-
-// home returns the first lighthouse that any live group can reach. all is true if each slot has a live group, if all of them can
-// reach this lighthouse and each other, and if no current fault suspends the rules with a time limit (Fault.rough).
-func (j *Judge) home() (lighthouse int, all bool) {
+// home reports whether each slot has a live group, all of them can reach the lighthouse and each other, and no current fault suspends
+// the rules with a time limit (Fault.rough).
+func (j *Judge) home() bool {
 	w := j.w
-	for lighthouse < w.Lighthouses-1 && !slices.ContainsFunc(j.lives, func(l *life) bool { return !l.killed && j.reached(l, lighthouse) }) {
-		lighthouse++
-	}
 	for i := range w.slots {
-		if w.slots[i].g == nil || !j.reached(j.life(w.slots[i].g.id), lighthouse) {
-			return lighthouse, false
+		if !w.lh.up || !w.reached(i) {
+			return false
 		}
 		for k := range i {
 			if !w.connected(i, k) {
-				return lighthouse, false
+				return false
 			}
 		}
 	}
-	return lighthouse, w.rough == 0
+	return w.rough == 0
 }
 
-func (j *Judge) reached(l *life, lighthouse int) bool {
-	return j.w.lhs[lighthouse].up && j.w.reached(l.slot, lighthouse)
-}
-
-// termBits is the number of bits of an id below its term. The lighthouses of a list use different terms (go/quorum/succession.go).
-const termBits = 42
-
-// Settled reports whether all groups have trained for some steps in one quorum, at the first lighthouse that they can reach. It
-// must become true within a bounded time after the last fault, if there is a lighthouse that all groups can reach.
+// Settled reports whether all groups have trained for some steps in one quorum. It must become true within a bounded time after the last
+// fault, if all groups can reach the lighthouse.
 func (j *Judge) Settled() bool {
 	w := j.w
 	why, _ := j.apart()
 	j.calmed = j.calmed || why == "" && w.rough == 0
-	j.failedOver()
-	if _, all := j.home(); !all {
+	if !j.home() {
 		return false
 	}
-	why = j.together()
 	if late := w.now - w.changed; why != "" && late > w.bound() {
 		w.broken(ruleTogether, "%s after the last fault %s", late, why)
 	}
 	return why == ""
 }
 
-// Apart describes the state of the groups: why they are not in one quorum (empty if they are), the quorum, and the lighthouse that
-// all can reach.
+// Apart describes the state of the groups: why they are not in one quorum (empty if they are), the quorum, and whether all can reach the
+// lighthouse.
 func (j *Judge) Apart() string {
 	why, id := j.apart()
-	lighthouse, all := j.home()
-	return fmt.Sprintf("%q, quorum %d, lighthouse %d reached by all: %t, changed at %s", why, id, lighthouse, all, j.w.changed)
-}
-
-// together returns the reason why the groups do not train in one quorum at the first lighthouse that any of them can reach; empty
-// if they do.
-func (j *Judge) together() (why string) {
-	why, id := j.apart()
-	if lighthouse, _ := j.home(); why == "" && j.place(id) != lighthouse {
-		why = fmt.Sprintf("they are at lighthouse %d and not at %d", j.place(id), lighthouse)
-	}
-	return why
+	return fmt.Sprintf("%q, quorum %d, the lighthouse is reached by all: %t, changed at %s", why, id, j.home(), j.w.changed)
 }
 
 // apart returns the id of the quorum that has exactly the groups of all slots as its members, and in which each of them has
@@ -156,7 +116,7 @@ func (j *Judge) apart() (why string, id int64) {
 		}
 		id = g.commitID
 	}
-	if n := len(w.check.quorums[id].members); n != w.Slots {
+	if n := len(w.check.quorums[id]); n != w.Slots {
 		return fmt.Sprintf("quorum %d has %d members, %d live", id, n, w.Slots), id
 	}
 	return "", id

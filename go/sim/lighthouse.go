@@ -10,13 +10,9 @@ import (
 // answerMargin bounds how long before its caller's deadline a wait ends, as in package lighthouse.
 const answerMargin = 50 * time.Millisecond
 
-// maxLighthouses is the largest number of lighthouses in a list.
-const maxLighthouses = 3
-
 // lighthouse is the shell around its machine, like package lighthouse in production.
 type lighthouse struct {
 	w           *world
-	index       int // in the list of the members
 	machine     lighthouseMachine
 	check       watch
 	up          bool
@@ -25,15 +21,12 @@ type lighthouse struct {
 	pausedUntil time.Duration
 	disk        *quorum.Recalled // the state on disk, nil if there is none
 	keeping     *quorum.Recalled // the state that is being written to disk
-	held        []func()         // answers to be sent when it is written
 
 	lastWaiter quorum.WaiterID
 	refused    quorum.WaiterID // the last refused waiter
-	lastAsked  quorum.WaiterID // the waiter of the current event, 0 if it has none
 	waiting    []waiting
 	links      []*link
 	greeting   *link         // the link that greeted last
-	looked     time.Duration // when the operator checked last
 	stepped    time.Duration // when it handled the last event, on its clock
 	timer      time.Duration // time of the next lhDeadline, 0 if there is none
 }
@@ -55,7 +48,6 @@ type request struct {
 	member   quorum.Member
 	known    int64
 	deadline time.Duration
-	reaches  quorum.Places
 }
 
 func (l *lighthouse) clock() time.Duration { return l.w.now + l.skew }
@@ -67,7 +59,7 @@ func (l *lighthouse) start() {
 	w := l.w
 	l.life++
 	l.up, l.skew, l.pausedUntil = true, 0, 0
-	l.waiting, l.links, l.timer, l.keeping, l.held = nil, nil, 0, nil, nil
+	l.waiting, l.links, l.timer, l.keeping = nil, nil, 0, nil
 	l.stepped = l.clock()
 	begin := epoch.Add(w.now)
 	if w.mistake.start != nil {
@@ -77,24 +69,21 @@ func (l *lighthouse) start() {
 	if w.mistake.policy != nil {
 		policy = w.mistake.policy(policy)
 	}
-	machine := quorum.NewMachine(policy, begin)
+	term := int64(0)
+	if w.Cluster {
+		term = int64(l.life)
+	}
+	machine := quorum.NewMachine(policy, begin, term)
 	l.machine = machine
 	if w.mistake.lighthouse != nil {
 		l.machine = w.mistake.lighthouse(machine)
 	}
 	l.check.begins()
-	w.logf("%s starts", l.name())
+	w.logf("%s starts", "the lighthouse")
 	if l.disk != nil {
 		l.remember(*l.disk)
 	}
-	w.after(w.QuorumTick, event{kind: lhTick, lh: uint8(l.index), life: l.life})
-}
-
-func (l *lighthouse) name() string {
-	if l.w.Lighthouses == 1 {
-		return "the lighthouse"
-	}
-	return [maxLighthouses]string{"the first lighthouse", "the second lighthouse", "the third lighthouse"}[l.index]
+	w.after(w.QuorumTick, event{kind: lhTick, life: l.life})
 }
 
 // crash ends the lighthouse, and breaks its connections. If its host vanishes, no connection breaks, and the groups have to notice
@@ -105,25 +94,25 @@ func (l *lighthouse) crash(silent bool, down time.Duration) {
 		return
 	}
 	l.up = false
-	w.logf("%s is killed", l.name())
+	w.logf("%s is killed", "the lighthouse")
 	for i := range w.slots {
 		g := w.slots[i].g
 		if g == nil {
 			continue
 		}
 		notice := w.delay(i)
-		if silent || w.down(i, l.index) {
+		if silent || w.down(i) {
 			notice = w.Keepalive
 		}
-		if k := g.link; k != nil && k.lh == l.index {
+		if k := g.link; k != nil {
 			k.ended = true
 			w.after(notice, event{kind: linkBroken, g: g, link: k})
 		}
-		if g.asking.active && w.calls(i) && g.at == l.index {
+		if g.asking.active && w.calls(i) {
 			w.after(notice, event{kind: refused, g: g, id: g.asking.req})
 		}
 	}
-	w.after(down, event{kind: lhStart, lh: uint8(l.index)})
+	w.after(down, event{kind: lhStart})
 }
 
 func (l *lighthouse) handle(e *event) {
@@ -144,39 +133,21 @@ func (l *lighthouse) handle(e *event) {
 		if e.link == nil || l.listens(e.link) {
 			l.check.beat(e.g)
 			l.step(quorum.Beat{ReplicaID: e.g.id})
-			if e.link != nil {
-				l.stamp(e.link)
-			}
-		}
-	case lhStamp:
-		if l.listens(e.link) {
-			l.answered(e.link, time.Duration(e.id))
-		}
-	case lhReaches:
-		if l.listens(e.link) {
-			l.step(quorum.Reaches{ReplicaID: e.g.id, Places: quorum.Places(e.id)})
 		}
 	case lhGreet:
 		l.links = append(l.links, e.link)
 		l.check.beat(e.g)
 		l.check.of(e.g).finished = false
-		l.check.cameBack(e.link.known)
 		l.greeting = e.link
-		l.step(quorum.Greeted{
-			ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term, KnownQuorumID: e.link.known,
-		})
+		l.step(quorum.Greeted{ReplicaID: e.g.id, Term: e.link.term, KnownQuorumID: e.link.known})
 	case lhKept:
 		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // otherwise a newer state is being written
 			l.disk = kept
-			l.sendHeld()
 		}
 	case lhDisconnected:
 		l.linkEnded(e.link)
 	case lhPast:
 		l.remember(quorum.Recalled{Past: *e.x.(*quorum.Past), From: e.g.id})
-	case lhEnded:
-		l.check.ended(e.g)
-		l.step(quorum.Ended{ReplicaID: e.g.id})
 	case lhWithdrawn:
 		l.withdraw(func(q *waiting) bool { return q.g == e.g && q.req == e.id })
 	case lhDeadline:
@@ -197,8 +168,7 @@ func (l *lighthouse) handle(e *event) {
 	case lhTick:
 		l.step(quorum.Tick{})
 		l.check.ticked()
-		l.operator()
-		w.after(w.QuorumTick, event{kind: lhTick, lh: uint8(l.index), life: l.life})
+		w.after(w.QuorumTick, event{kind: lhTick, life: l.life})
 	}
 }
 
@@ -214,16 +184,10 @@ func (l *lighthouse) ask(e *event) {
 			return // the group will notice that the link has ended
 		}
 		l.withdraw(func(q *waiting) bool { return q.link == k })
-		l.stamp(k)
 	}
 	l.lastWaiter++
 	id := l.lastWaiter
 	asked := quorum.Asked{Waiter: id, Member: r.member, KnownQuorumID: r.known, Number: e.id, Recallable: e.link != nil}
-	if e.link != nil {
-		asked.Reaches = r.reaches
-	} else if !w.Upstream.has(e.g.slot) {
-		asked.Lighthouses = w.Lighthouses
-	}
 	if w.Upstream.has(e.g.slot) {
 		asked.Number, asked.KnownQuorumID, r.known = 0, 0, 0 // upstream requests do not have these fields
 	} else if !l.check.newest(e.g, e.id) {
@@ -236,16 +200,13 @@ func (l *lighthouse) ask(e *event) {
 	}
 	deadline := l.clock() + remaining
 	l.waiting = append(l.waiting, waiting{id, e.g, e.link, e.id, deadline, r.member.ShrinkOnly, r.member.Step, r.known})
-	l.check.before(e.g)
 	l.check.asked(e.g, r.member.Step)
 	l.arm(deadline)
-	l.lastAsked = id
 	l.step(asked)
-	l.lastAsked = 0
 }
 
 // listens reports whether messages on a link are handled.
-func (l *lighthouse) listens(k *link) bool { return slices.Contains(l.links, k) && !k.stale }
+func (l *lighthouse) listens(k *link) bool { return slices.Contains(l.links, k) }
 
 // linkEnded handles the end of a link.
 func (l *lighthouse) linkEnded(k *link) {
@@ -254,7 +215,7 @@ func (l *lighthouse) linkEnded(k *link) {
 		return
 	}
 	l.links = slices.Delete(l.links, i, i+1)
-	if !k.ended && !k.g.killed && !l.w.down(k.g.slot, l.index) {
+	if !k.ended && !k.g.killed && !l.w.down(k.g.slot) {
 		l.w.after(l.w.delay(k.g.slot), event{kind: linkBroken, g: k.g, link: k})
 	}
 	k.ended = true
@@ -268,7 +229,7 @@ func (l *lighthouse) linkEnded(k *link) {
 // remember passes the quorum that a member shows, or that is on disk, to the machine.
 func (l *lighthouse) remember(r quorum.Recalled) {
 	if l.w.trace != nil {
-		l.w.logf("%s learns of quorum %d", l.name(), r.Past.ID)
+		l.w.logf("%s learns of quorum %d", "the lighthouse", r.Past.ID)
 	}
 	l.step(r)
 }
@@ -277,7 +238,7 @@ func (l *lighthouse) remember(r quorum.Recalled) {
 func (l *lighthouse) arm(at time.Duration) {
 	if at -= l.skew; l.timer == 0 || at < l.timer {
 		l.timer = at
-		l.w.push(event{at: at, kind: lhDeadline, lh: uint8(l.index), life: l.life})
+		l.w.push(event{at: at, kind: lhDeadline, life: l.life})
 	}
 }
 
@@ -297,10 +258,9 @@ func (l *lighthouse) jump(by time.Duration) {
 	l.skew += by
 	if l.up {
 		l.slept()
-		l.step(quorum.Slept{}) // the ages of stamps are no longer known: the machine has to release all bonds
 	}
 	if l.up && len(l.waiting) > 0 {
-		l.w.push(event{kind: lhDeadline, lh: uint8(l.index), life: l.life})
+		l.w.push(event{kind: lhDeadline, life: l.life})
 	}
 }
 
@@ -342,38 +302,15 @@ func (l *lighthouse) do(input quorum.Event) {
 			l.refuse(a)
 		case quorum.Welcome:
 			l.greeting.down(event{kind: welcomed, id: uint64(a.Term)})
-			l.stamp(l.greeting)
 			if a.Draining != "" { // in case the member has missed the request
 				l.greeting.down(event{kind: drained})
 			}
-		case quorum.Renew:
-			w.logf("%s: %s", l.name(), a.Reason)
-			greeted, _ := input.(quorum.Greeted)
-			for _, k := range l.links {
-				if k.g.id == greeted.ReplicaID {
-					continue
-				}
-				k.stale = true
-				if k.down(event{kind: closing}); !k.lostDown { // the group ends the link when it receives this; if the message is lost, the link breaks
-					w.push(event{at: max(k.downAt, w.now+w.Delay, k.g.pausedUntil), kind: lhDisconnected, g: k.g, link: k, lh: uint8(l.index), life: l.life})
-				}
-			}
-		case quorum.FailBack:
-			w.logf("%s: %s", l.name(), a.Reason)
-			l.check.failsBack()
-			for _, k := range l.links {
-				k.stale = true
-				k.down(event{kind: failBack, id: uint64(a.Place)})
-			}
 		case quorum.Recall:
-			l.check.recalls(w.byID[a.ReplicaID])
 			for _, k := range l.links {
 				if k.g.id == a.ReplicaID {
 					k.down(event{kind: recall, id: uint64(a.QuorumID)})
 				}
 			}
-		case quorum.Probe:
-			l.probe(w.byID[a.ReplicaID])
 		case quorum.Failed:
 			if w.trace != nil {
 				w.logf("%s of quorum %d has failed: %s", a.ReplicaID, a.QuorumID, a.Reason)
@@ -398,7 +335,7 @@ func (l *lighthouse) do(input quorum.Event) {
 		case quorum.Release:
 			l.release(a.ReplicaID, input, delivered)
 		case quorum.Wake:
-			w.push(event{at: a.At.Sub(epoch) - l.skew, kind: lhWake, lh: uint8(l.index), life: l.life})
+			w.push(event{at: a.At.Sub(epoch) - l.skew, kind: lhWake, life: l.life})
 		case quorum.Regressed:
 			l.check.regressed(&a)
 			w.logf("  it regresses: %s", a.Reason)
@@ -411,9 +348,6 @@ func (l *lighthouse) do(input quorum.Event) {
 				w.logf("no quorum: %s", a.Reason)
 			}
 		}
-	}
-	if len(l.held) > 0 && (l.keeping == nil || l.keeping == l.disk) {
-		l.sendHeld()
 	}
 }
 
@@ -443,7 +377,7 @@ func (l *lighthouse) redeliver(a quorum.Redeliver) {
 	q.link.down(event{kind: answered, id: q.req, x: a.Quorum})
 }
 
-// refuse answers a refused request. After refusals for some reasons the group fails over.
+// refuse ends a refused request.
 func (l *lighthouse) refuse(a quorum.Refuse) {
 	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
 	if i < 0 {
@@ -452,35 +386,17 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 	q := l.waiting[i]
 	l.waiting = slices.Delete(l.waiting, i, i+1)
 	l.check.withdrew(q.g)
-	switch {
-	case a.Why == quorum.Unshown:
-		l.check.unshown(q.g, q.id == l.lastAsked)
-		q.link.down(event{kind: failOver, id: q.req})
-	case a.Why == quorum.Outvoted && q.link != nil:
-		q.link.down(event{kind: failOver, id: q.req})
-	case a.Why == quorum.Streamless:
-		l.check.keptOut(q.g)
-		l.w.after(l.w.delay(q.g.slot), event{kind: refused, g: q.g, id: q.req}) // the group retries
-	}
-}
-
-// probe asks the host of a group whether its process has ended. Only a running and reachable host answers.
-func (l *lighthouse) probe(g *group) {
-	w := l.w
-	if w.mistake.silentIsEnded && g != nil {
-		w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})
-		return
-	}
-	if g == nil || !g.killed || w.slots[g.slot].hostDown || w.cutOff(g.slot, l.index) {
-		return
-	}
-	w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})
 }
 
 // keep writes a state to disk, which takes some time. If the lighthouse ends meanwhile, it starts again with the previous state,
-// although its members may have the later quorum.
+// although its members may have the later quorum. The log of a cluster has the state before any member hears of it.
 func (l *lighthouse) keep(a quorum.Keep) {
 	w := l.w
+	state := &quorum.Recalled{Past: a.Past, Highest: a.Highest}
+	if w.Cluster {
+		l.disk = state
+		return
+	}
 	if !w.Disk {
 		return
 	}
@@ -488,33 +404,22 @@ func (l *lighthouse) keep(a quorum.Keep) {
 	if w.chance(0.05) {
 		takes += w.upTo(w.Policy.HeartbeatTimeout)
 	}
-	l.keeping = &quorum.Recalled{Past: a.Past, Highest: a.Highest + 10, Seat: a.Seat}
-	w.after(takes, event{kind: lhKept, lh: uint8(l.index), life: l.life, x: l.keeping})
+	state.Highest += 10
+	l.keeping = state
+	w.after(takes, event{kind: lhKept, life: l.life, x: state})
 }
 
-// answer answers the requests of a quorum's members, or holds the answers until the quorum is on disk.
+// answer answers the requests of a quorum's members.
 func (l *lighthouse) answer(a quorum.Deliver) {
-	w, kept := l.w, l.waiting[:0]
+	kept := l.waiting[:0]
 	for _, q := range l.waiting {
 		if !slices.Contains(a.Waiters, q.id) {
 			kept = append(kept, q)
 			continue
 		}
-		if a.Kept && w.Disk {
-			l.held = append(l.held, func() { l.send(q, a.Quorum) })
-		} else {
-			l.send(q, a.Quorum)
-		}
+		l.send(q, a.Quorum)
 	}
 	l.waiting = kept
-}
-
-// sendHeld sends the answers that were held until the state was on disk.
-func (l *lighthouse) sendHeld() {
-	for _, send := range l.held {
-		send()
-	}
-	l.held = l.held[:0]
 }
 
 // send answers a pending request with its quorum.
@@ -524,7 +429,7 @@ func (l *lighthouse) send(q waiting, with *quorum.Quorum) {
 	case q.link != nil:
 		q.link.down(event{kind: answered, id: q.req, x: with})
 		return
-	case w.down(i, l.index) || w.lost():
+	case w.down(i) || w.lost():
 		w.after(w.Keepalive, event{kind: refused, g: q.g, id: q.req})
 		return
 	}

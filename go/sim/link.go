@@ -11,7 +11,6 @@ import (
 type link struct {
 	id   uint64
 	g    *group
-	lh   int
 	life uint32 // incarnation of the lighthouse
 	term int64  // in the greeting
 
@@ -19,32 +18,20 @@ type link struct {
 	lostUp       bool // a message to the lighthouse was lost: later ones do not arrive, and both sides will notice
 	lostDown     bool // the same for messages to the group
 	welcomed     bool
-	stale        bool          // the lighthouse has requested another link
-	reaches      quorum.Places // the last report of reachable lighthouses
 	known        int64         // quorum_id in the greeting
-	first        int64         // the first quorum_id that the group received on the link, 0: none
-	stampedAt    time.Duration // when the lighthouse sent the newest stamp
-	stamp        time.Duration // the newest stamp that has arrived
-	answers      time.Duration // the newest stamp that was answered
 	upAt, downAt time.Duration // arrival of the last message of each direction
 }
 
-func (k *link) lighthouse() *lighthouse { return &k.g.w.lhs[k.lh] }
-
 // up sends an event to the lighthouse.
 func (k *link) up(e event) {
-	w, l := k.g.w, k.lighthouse()
+	w := k.g.w
 	switch {
-	case k.ended || k.lostUp || !l.up || l.life != k.life:
-	case w.up(k.g.slot, k.lh) || w.lost():
+	case k.ended || k.lostUp || !w.lh.up || w.lh.life != k.life:
+	case w.up(k.g.slot) || w.lost():
 		k.jam(&k.lostUp)
 	default:
 		k.upAt = max(k.upAt, w.now+w.delay(k.g.slot))
-		if s, found := k.takeStampAnswer(); found {
-			s.at, s.lh, s.life, s.g = k.upAt, uint8(k.lh), k.life, k.g
-			w.push(s)
-		}
-		e.at, e.lh, e.life, e.g = k.upAt, uint8(k.lh), k.life, k.g
+		e.at, e.life, e.g = k.upAt, k.life, k.g
 		w.push(e)
 	}
 }
@@ -54,7 +41,7 @@ func (k *link) down(e event) {
 	w := k.g.w
 	switch {
 	case k.ended || k.lostDown || k.g.killed:
-	case w.down(k.g.slot, k.lh) || w.lost():
+	case w.down(k.g.slot) || w.lost():
 		k.jam(&k.lostDown)
 	default:
 		k.downAt = max(k.downAt, w.now+w.delay(k.g.slot))
@@ -70,7 +57,7 @@ func (k *link) jam(direction *bool) {
 		return // the first loss already makes both sides notice
 	}
 	w.after(w.Keepalive, event{kind: linkBroken, g: k.g, link: k})
-	w.after(w.Keepalive/2+w.upTo(w.Keepalive), event{kind: lhDisconnected, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
+	w.after(w.Keepalive/2+w.upTo(w.Keepalive), event{kind: lhDisconnected, g: k.g, link: k, life: k.life})
 }
 
 // close ends the link from the group's side. The lighthouse learns of the end at once if it can be reached, and after a timeout
@@ -82,10 +69,10 @@ func (k *link) close(silent bool) {
 	}
 	k.ended = true
 	notice := w.delay(k.g.slot)
-	if silent || k.lostUp || w.up(k.g.slot, k.lh) {
+	if silent || k.lostUp || w.up(k.g.slot) {
 		notice = 2 * w.Keepalive
 	}
-	w.after(max(notice, k.upAt-w.now), event{kind: lhDisconnected, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
+	w.after(max(notice, k.upAt-w.now), event{kind: lhDisconnected, g: k.g, link: k, life: k.life})
 }
 
 // connection is a group's side of its links, like package membership/lighthouses in production.
@@ -97,46 +84,14 @@ type connection struct {
 
 	fenced bool // since its last quorum, the group was silent for so long that the others may have continued without it
 
-	at         int // the lighthouse that served last
-	served     bool
-	broke      time.Duration                 // when its link broke, 0 if it is not broken
-	back       int                           // the earlier lighthouse that all fail back to, -1 if there is none
-	sees       quorum.Places                 // the earlier lighthouses that the last probe has reached
-	avoid      [maxLighthouses]time.Duration // until when the group asks other lighthouses first
-	avoidances [maxLighthouses]int           // in a row; each one lasts longer
-	last       *quorum.Quorum                // the last quorum that it received
+	served bool           // a lighthouse has welcomed it
+	broke  time.Duration  // when its link broke, 0 if it is not broken
+	last   *quorum.Quorum // the last quorum that it received
 
 	claims  bool // fault: it falsely claims to know a later quorum
 	claimed bool // it has claimed that since its last quorum: a pending request may still contain the claim
 
 	withholds time.Duration // fault: until when it does not show the quorum that it knows
-
-	promised time.Duration // end of its bond: until then it asks no other lighthouse
-}
-
-// probeInterval returns the interval at which a group probes the earlier lighthouses.
-func (w *world) probeInterval() time.Duration { return 2 * w.Keepalive }
-
-// order returns the lighthouses to try, in order.
-func (g *group) order() (order [maxLighthouses]int, n int) {
-	c, w := &g.connection, g.w
-	avoided := func(i int) bool { return w.now < c.avoid[i] }
-	if w.Lighthouses == 1 || !g.mayLeave() || c.served && c.back < 0 && !avoided(c.at) && (c.broke == 0 || w.now-c.broke < w.Keepalive) {
-		order[0] = c.at
-		return order, 1
-	}
-	if c.back >= 0 {
-		order[0], n = c.back, 1
-	}
-	for _, want := range [2]bool{false, true} {
-		for i := range w.Lighthouses {
-			if avoided(i) == want && i != c.back {
-				order[n] = i
-				n++
-			}
-		}
-	}
-	return order, n
 }
 
 // connect opens a link if there is none.
@@ -145,22 +100,17 @@ func (g *group) connect() {
 	if c.link != nil {
 		return
 	}
-	order, n := g.order()
-	i := order[c.tries%n]
 	c.tries++
-	l := &w.lhs[i]
+	l := &w.lh
 	w.req++
-	k := &link{id: w.req, g: g, lh: i, life: l.life, term: c.term, known: g.known()}
+	k := &link{id: w.req, g: g, life: l.life, term: c.term, known: g.known()}
 	c.link = k
 	switch {
-	case w.cutOff(g.slot, i):
+	case w.cutOff(g.slot):
 		k.ended = true
 		w.after(w.Keepalive, event{kind: linkBroken, g: g, link: k})
 	case !l.up:
 		k.ended = true
-		if i == c.at {
-			g.letGo()
-		}
 		w.after(w.delay(g.slot), event{kind: linkBroken, g: g, link: k})
 	default:
 		g.speaks()
@@ -169,29 +119,16 @@ func (g *group) connect() {
 	}
 }
 
-// reconnect ends the link, and opens another one.
-func (g *group) reconnect() {
-	if k := g.link; k != nil {
-		g.link = nil
-		k.close(false)
-	}
-	g.tries = 0
-	g.connect()
-}
-
 func (g *group) handleLink(e *event) {
 	c, k, w := &g.connection, e.link, g.w
-	if e.kind != probeEarlier && c.link != k {
+	if c.link != k {
 		return
 	}
 	switch e.kind {
 	case welcomed:
 		k.welcomed = true
 		c.term = max(c.term, int64(e.id))
-		if c.at != k.lh {
-			c.sees = 0
-		}
-		c.at, c.served, c.broke, c.back, c.tries = k.lh, true, 0, -1, 0
+		c.served, c.broke, c.tries = true, 0, 0
 		if g.leaving {
 			g.sends(quorum.Leaving{ReplicaID: g.id})
 		}
@@ -203,17 +140,11 @@ func (g *group) handleLink(e *event) {
 		if g.asking.active {
 			g.send()
 		}
-	case stamped:
-		g.stampedBy(k, time.Duration(e.id))
 	case linkDue:
 		if !k.welcomed {
 			k.close(false)
 			g.linkEnded()
 		}
-	case closing: // the lighthouse has released the group from its bond
-		k.ended = true
-		g.letGo()
-		g.linkEnded()
 	case linkBroken:
 		k.ended = true
 		g.linkEnded()
@@ -224,7 +155,7 @@ func (g *group) handleLink(e *event) {
 		}
 	case memberFailed:
 		f := e.x.(*quorum.Failed)
-		w.after(w.lag(), event{kind: noticed, g: g, ok: w.Lighthouses > 1 && (k.first == 0 || f.QuorumID < k.first), x: &round.MemberFailed{
+		w.after(w.lag(), event{kind: noticed, g: g, x: &round.MemberFailed{
 			QuorumID: f.QuorumID, ReplicaID: f.ReplicaID, Reason: f.Reason,
 		}})
 	case probed:
@@ -237,59 +168,17 @@ func (g *group) handleLink(e *event) {
 		g.step(round.Drained{})
 	case released:
 		g.goes()
-	case failBack:
-		c.back, c.avoid[e.id] = int(e.id), 0
-		g.letGo()
-		g.reconnect()
-	case probeEarlier:
-		g.probeEarlier()
 	}
 }
 
 func (g *group) linkEnded() {
 	c, w := &g.connection, g.w
-	if k := c.link; k.lh == c.back { // the probe had reached this lighthouse, but it does not serve
-		c.back = -1
-		g.avoidFor(k.lh)
-	}
 	c.link = nil
 	if c.broke == 0 {
 		c.broke = w.now
 	}
 	wait := min(20*time.Millisecond<<min(c.tries, 6), time.Second)
 	w.after(wait-w.upTo(wait/4), event{kind: linkRetry, g: g})
-}
-
-// probeEarlier probes the lighthouses before the serving one, and reports which of them were reached.
-func (g *group) probeEarlier() {
-	c, w := &g.connection, g.w
-	w.after(w.probeInterval()-w.upTo(w.probeInterval()/5), event{kind: probeEarlier, g: g})
-	var sees quorum.Places
-	for i := range c.at {
-		if w.now >= c.avoid[i] && w.lhs[i].up && !w.cutOff(g.slot, i) {
-			sees |= quorum.PlacesOf(i)
-		}
-	}
-	twice := sees & c.sees
-	c.sees = sees
-	if k := c.link; k != nil && k.welcomed && k.reaches != twice {
-		k.reaches = twice
-		k.up(event{kind: lhReaches, id: uint64(twice), link: k})
-	}
-}
-
-// failOver handles a refusal after which the group asks another lighthouse.
-func (g *group) failOver() {
-	g.avoidFor(g.at)
-	g.letGo()
-	g.reconnect()
-}
-
-// avoidFor makes the group avoid a lighthouse for a while, longer each time.
-func (g *group) avoidFor(i int) {
-	c, w := &g.connection, g.w
-	c.avoid[i] = w.now + 2*w.Policy.HeartbeatTimeout<<min(c.avoidances[i], 3)
-	c.avoidances[i]++
 }
 
 // known returns the id of the last quorum that the group received, 0 if there is none; with the fault Claim, a larger id.
@@ -336,31 +225,23 @@ func (g *group) send() {
 		w.req++
 		g.asking.req = w.req
 		g.speaks()
-		g.asking.request.reaches = k.reaches
 		k.up(event{kind: lhAsk, id: g.asking.req, x: g.asking.request, link: k})
 	}
 }
 
-// call makes the request of a group without a stream. With several lighthouses, it asks the one that was reached last, or the next
-// one. An upstream group knows the first one only.
+// call makes the request of a group without a stream.
 func (g *group) call() {
 	w := g.w
-	for range w.Lighthouses {
-		if w.Upstream.has(g.slot) || w.lhs[g.at].up && !w.cutOff(g.slot, g.at) {
-			break
-		}
-		g.at = (g.at + 1) % w.Lighthouses
-	}
-	l := &w.lhs[g.at]
+	l := &w.lh
 	w.req++
 	a := &g.asking
 	a.req = w.req
 	d := w.delay(g.slot)
-	asks := event{kind: lhAsk, g: g, id: a.req, x: a.request, lh: uint8(g.at), life: l.life}
+	asks := event{kind: lhAsk, g: g, id: a.req, x: a.request, life: l.life}
 	switch {
-	case !l.up && !w.up(g.slot, g.at) && !w.down(g.slot, g.at):
+	case !l.up && !w.up(g.slot) && !w.down(g.slot):
 		w.after(d, event{kind: refused, g: g, id: a.req})
-	case !l.up || w.up(g.slot, g.at) || w.lost():
+	case !l.up || w.up(g.slot) || w.lost():
 		w.after(w.Keepalive, event{kind: refused, g: g, id: a.req})
 	default:
 		w.after(d, asks)
@@ -374,13 +255,13 @@ func (g *group) call() {
 func (g *group) alive() {
 	w := g.w
 	if w.calls(g.slot) {
-		if l := &w.lhs[g.at]; l.up && !w.up(g.slot, g.at) && !w.lost() {
-			w.after(w.delay(g.slot), event{kind: lhBeat, g: g, lh: uint8(g.at), life: l.life})
+		if l := &w.lh; l.up && !w.up(g.slot) && !w.lost() {
+			w.after(w.delay(g.slot), event{kind: lhBeat, g: g, life: l.life})
 		}
 		w.after(w.HeartbeatInterval, event{kind: beatDue, g: g})
 		return
 	}
-	interval := w.aliveInterval()
+	interval := w.messageInterval()
 	if silent := w.now - g.spoke; silent < interval {
 		w.after(interval-silent, event{kind: beatDue, g: g})
 		return

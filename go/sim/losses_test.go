@@ -12,9 +12,8 @@ import (
 func countLosses(seed uint64, rounds int) Setup {
 	s := Draw(seed, 3+int(seed%4), rounds)
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
-	s.Replay, s.Calls, s.Streamless, s.CountLosses = false, 0, 0, true
+	s.Replay, s.Calls, s.CountLosses = false, 0, true
 	s.Policy.MinReplicas = 1 // otherwise a step with a healing group is lost if there are too few others
-	s.Lighthouses = 1 + int(seed/4%2)
 	s.Faults = nil
 	return s
 }
@@ -34,7 +33,7 @@ func TestEachFaultCostsAtMostItsSteps(t *testing.T) {
 				for f.Kind != kind { // until a fault of this kind is drawn, with its parameters
 					f = drawFault(rand.New(rand.NewPCG(seed+uint64(f.After), 6)), s)
 				}
-				f.Round, f.Of = 20, 0
+				f.Round = 20
 				if f.Slots != 0 {
 					f.Slots = 1 << (seed % uint64(s.Slots))
 				}

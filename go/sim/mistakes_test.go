@@ -137,32 +137,7 @@ var mistakes = []struct {
 
 	{mistake{name: "overtaken requests accepted", anySize: true,
 		lighthouse: requests(func(a *quorum.Asked) { a.Number = 0 }),
-		setup:      func(s *Setup) { s.Lighthouses, s.Calls = 1, ^Slots(0) }}, []string{ruleStale}},
-
-	{mistake{name: "list of lighthouses unknown", setup: several, lighthouse: greetings(func(g *quorum.Greeted) {
-		g.Seat = quorum.Seat{Of: 1}
-	})}, []string{ruleBranch, ruleOneSet}},
-
-	{mistake{name: "a silent host is a vote", setup: several, silentIsEnded: true,
-		lighthouse: endedVotes}, []string{ruleBranch}},
-
-	{mistake{name: "every end is a vote", setup: several, lighthouse: endedVotes}, []string{ruleBranch}},
-
-	{mistake{name: "greetings without term and quorum", setup: several, anySize: true, lighthouse: greetings(func(g *quorum.Greeted) {
-		g.Term, g.KnownQuorumID = 0, 0
-	})}, []string{ruleBranch, ruleIDs, ruleOneSet, ruleMajority}},
-
-	{mistake{name: "no failback", setup: several, lighthouse: spoil(
-		func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-			switch asked := e.(type) {
-			case quorum.Reaches:
-				return nil
-			case quorum.Asked:
-				asked.Reaches = 0
-				e = asked
-			}
-			return m.Step(e, now)
-		})}, []string{ruleForms}},
+		setup:      func(s *Setup) { s.Calls = ^Slots(0) }}, []string{ruleStale}},
 
 	{mistake{name: "a healed group keeps its weights", keepState: true}, []string{ruleEqual}},
 
@@ -247,7 +222,7 @@ var mistakes = []struct {
 			a.Member.CommittedQuorumID = 1
 		}
 	}), setup: func(s *Setup) {
-		s.Lighthouses, s.Policy.MinReplicas = 1, 1
+		s.Policy.MinReplicas = 1
 		many(8, Partition, CutLighthouse, LoseVote)(s)
 	}}, []string{ruleEqual}},
 
@@ -264,15 +239,6 @@ var mistakes = []struct {
 
 	{mistake{name: "a replay of a committed step", replayBehind: true}, []string{ruleHeal, ruleEqual, ruleDivisor}},
 }
-
-// endedVotes makes every end count as the end of a bound member.
-var endedVotes = spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-	actions := m.Step(e, now)
-	if ended, is := e.(quorum.Ended); is {
-		actions = append(actions, m.Step(quorum.VotesWaived{ReplicaIDs: []string{ended.ReplicaID}}, now)...)
-	}
-	return actions
-})
 
 // hunt searches for a seed whose history breaks a rule, and shrinks the history.
 func hunt(t *testing.T, seeds, rounds, tries int, change func(*Setup)) (Setup, *Violation) {

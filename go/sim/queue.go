@@ -2,7 +2,7 @@ package sim
 
 import "time"
 
-// kind is the kind of an event. Kinds up to lastOfLighthouse are for a lighthouse, those after it up to lastOfGroup for a group,
+// kind is the kind of an event. Kinds up to lastOfLighthouse are for the lighthouse, those after it up to lastOfGroup for a group,
 // and the rest for the world.
 type kind uint8
 
@@ -15,10 +15,7 @@ const (
 	lhGreet                    // a link of g begins
 	lhDisconnected             // a link has ended
 	lhPast                     // a member answers a recall; x is the *quorum.Past
-	lhEnded                    // the host of g answers that its process has ended
 	lhWake                     // the time of the machine's Wake
-	lhReaches                  // a member reports that it can reach the lighthouses id
-	lhStamp                    // a member answers the stamp id
 	lhMessage                  // any other message of a member; x is the quorum.Event
 	lhChecked                  // the time for a check of g is over; x is the *look
 	lhDrain                    // an operator requests that g leaves
@@ -28,14 +25,12 @@ const (
 
 	beatDue          // a heartbeat of g is due
 	welcomed         // the lighthouse answers the greeting, in term id
-	stamped          // the lighthouse sends the stamp id
 	linkDue          // the time for the welcome is over
-	closing          // the lighthouse ends the link, and releases g from its bond
 	linkBroken       // g notices that its link has ended
 	linkRetry        // g opens another one
 	recall           // the lighthouse asks for quorum id
 	memberFailed     // the lighthouse reports a failure; x is the *quorum.Failed
-	noticed          // a lighthouse reports a failure to g, or a peer reports that g counts as failed; x is the *round.MemberFailed; ok: the lighthouse may not have formed the quorum
+	noticed          // the lighthouse reports a failure to g, or a peer reports that g counts as failed; x is the *round.MemberFailed
 	probed           // the lighthouse checks on g
 	progressDue      // the lighthouse asks for the progress of g
 	rankProgress     // a rank reports its progress; ok: it waits for other groups
@@ -43,9 +38,6 @@ const (
 	drained          // the lighthouse requests that g leaves
 	released         // the lighthouse lets g, which has left, end
 	leaveDue         // the time for released is over: g ends anyway
-	failOver         // the lighthouse refuses request id because votes are missing, or g does not show its quorum: g asks another lighthouse
-	failBack         // all fail back to lighthouse id
-	probeEarlier     // g checks which earlier lighthouses it can reach
 	answered         // the lighthouse answered request id; x is the *quorum.Quorum
 	refused          // request id did not arrive, or its connection broke
 	retryDue         // g asks the lighthouse again, for round id
@@ -79,8 +71,7 @@ type event struct {
 	kind kind
 	ok   bool
 	rank int16
-	lh   uint8  // the lighthouse that the event is for
-	life uint32 // the incarnation of that lighthouse: events for an earlier one are dropped
+	life uint32 // the incarnation of the lighthouse, for its events: those for an earlier one are dropped
 	id   uint64
 	g    *group
 	link *link

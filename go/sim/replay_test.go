@@ -11,7 +11,6 @@ func onlyFailures(seed uint64) Setup {
 	s := Draw(seed, 2+int(seed%4), 400)
 	s.Replay, s.OnlyFailures = true, true
 	s.Policy.MinReplicas = 1
-	s.Lighthouses = 1 // with several, the remaining groups may have to wait for longer than a quorum call
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
 	for i := range s.Faults {
 		f := &s.Faults[i]

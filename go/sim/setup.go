@@ -15,8 +15,8 @@ type Setup struct {
 	Slots  int // places for groups; when a group fails, another one may start in its place, with a new replica_id
 	Ranks  int // of each group
 
-	Lighthouses int  // in the list of the groups; 0 means 1
-	Disk        bool // the lighthouses keep their state on disk
+	Disk    bool // the lighthouse keeps its state on disk
+	Cluster bool // each start of the lighthouse is that of the next leader of a cluster, with the state in the log and the next term
 
 	Policy            quorum.Policy
 	QuorumTick        time.Duration
@@ -37,15 +37,11 @@ type Setup struct {
 	Faults []Fault // in the order of Round
 
 	// Upstream are the slots whose groups send only the fields of upstream managers, without the quorum in which they committed and
-	// without request numbers. Of several lighthouses, they know the first one only.
+	// without request numbers.
 	Upstream Slots
 	// Calls are the slots whose groups send all fields of our managers, but by calls instead of on a stream. Calls may overtake
 	// each other.
 	Calls Slots
-
-	// Streamless are the slots whose groups know several lighthouses, and whose streams a proxy answers with UNIMPLEMENTED. They make
-	// calls as well, and must be refused.
-	Streamless Slots
 
 	// Replay: groups that are not Upstream replay a step in which a member failed.
 	Replay bool
@@ -79,18 +75,17 @@ type (
 // mistake is a hook for tests: it wraps the machines, or makes the model of the ranks do something wrong, which the rules must
 // find. The zero value changes nothing.
 type mistake struct {
-	name          string
-	lighthouse    func(*quorum.Machine) lighthouseMachine
-	group         func(round.Group, *round.Machine) groupMachine
-	policy        func(quorum.Policy) quorum.Policy
-	start         func(time.Time) time.Time // changes the time at which a lighthouse's clock begins
-	replayBehind  bool                      // a step is replayed although the quorum does not allow it
-	replaySums    bool                      // a replay reduces the result of the failed reduction instead of the kept gradients
-	silentIsEnded bool                      // an unreachable host counts as a host on which the process has ended
-	setup         func(*Setup)              // changes the setups of the histories in which the rules must find the mistake
-	keepState     bool                      // a healing group takes over the step but keeps its weights
-	long          bool                      // only long histories show it
-	anySize       bool                      // the rule about the lighthouse's memory is not checked
+	name         string
+	lighthouse   func(*quorum.Machine) lighthouseMachine
+	group        func(round.Group, *round.Machine) groupMachine
+	policy       func(quorum.Policy) quorum.Policy
+	start        func(time.Time) time.Time // changes the time at which a lighthouse's clock begins
+	replayBehind bool                      // a step is replayed although the quorum does not allow it
+	replaySums   bool                      // a replay reduces the result of the failed reduction instead of the kept gradients
+	setup        func(*Setup)              // changes the setups of the histories in which the rules must find the mistake
+	keepState    bool                      // a healing group takes over the step but keeps its weights
+	long         bool                      // only long histories show it
+	anySize      bool                      // the rule about the lighthouse's memory is not checked
 }
 
 // Draw returns the setup of a seed: a cluster, its settings, its network, and a fault for every fiftieth round. If slots is 0, the
@@ -142,15 +137,9 @@ func Draw(seed uint64, slots, rounds int) Setup {
 	if r.IntN(2) == 0 {
 		s.Loss, s.Duplicate, s.Straggle = 2e-4, 1e-3, 2e-3
 	}
-	s.Lighthouses, s.Disk = 1, r.IntN(2) == 0
-	if r.IntN(3) == 0 {
-		s.Lighthouses = 2 + r.IntN(maxLighthouses-1)
-	}
-	if s.Lighthouses == 1 && r.IntN(5) == 0 {
+	s.Disk, s.Cluster = r.IntN(2) == 0, r.IntN(3) == 0
+	if r.IntN(5) == 0 {
 		s.Calls = Slots(r.Uint64())
-	}
-	if n := mix(seed, 7); s.Lighthouses > 1 && n%3 == 0 { // at least min_replicas groups keep their streams
-		s.Streamless = Slots(n>>8) << s.Policy.MinReplicas
 	}
 	if r.IntN(2) == 0 {
 		s.Policy.StalledAfter = between(4*s.Compute, 8*s.Compute)
@@ -166,10 +155,5 @@ func Draw(seed uint64, slots, rounds int) Setup {
 // for QuorumTimeout, then two ranks may wait for each other for Timeout, and as a consequence each of these waits may happen once
 // more.
 func (s Setup) bound() time.Duration {
-	bound := s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute+s.Heal) + time.Second + s.Slack
-	if s.Lighthouses > 1 {
-		// Groups that a lighthouse refused avoid it for up to 16 heartbeat timeouts.
-		bound += 24 * s.Policy.HeartbeatTimeout
-	}
-	return bound
+	return s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute+s.Heal) + time.Second + s.Slack
 }

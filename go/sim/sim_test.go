@@ -63,40 +63,6 @@ func TestTheRulesHold(t *testing.T) {
 	t.Logf("%d quorums, %d faults, %d heals", rounds, faults, heals)
 }
 
-// Two or three lighthouses; groups are often cut off from some of them. In a third of the histories some groups have no streams.
-func TestSeveralLighthousesNeverSplitAJob(t *testing.T) {
-	t.Parallel()
-	for seed := range uint64(budget(60, 6)) {
-		s := Draw(1000+seed, 0, 300)
-		several(&s)
-		s.Lighthouses = 2 + int(seed%2)
-		if seed%3 == 0 {
-			s.Streamless = 0b110
-		}
-		r := hold(t, s)
-		require.Positive(t, r.FaultsHit)
-	}
-}
-
-// Groups move between two lighthouses, and some end meanwhile. In one of the histories, an operator waived the votes of the ended
-// groups although the remaining one continued at the other lighthouse.
-func TestARestlessJobHasOneBranch(t *testing.T) {
-	t.Parallel()
-	for seed := range uint64(budget(8, 1)) {
-		s := Draw(353+seed, 0, 200)
-		restless(&s)
-		hold(t, s)
-	}
-	s := Draw(360, 2, 200)
-	restless(&s)
-	hold(t, s)
-	for seed := range uint64(budget(45, 2)) { // with more groups than in seed 360
-		s := Draw(5000+seed, 0, 200)
-		restless(&s)
-		hold(t, s)
-	}
-}
-
 // A group that claims to know a later quorum, and never shows it, is refused. The others continue without it.
 func TestAGroupThatClaimsAQuorumDoesNotStopTheOthers(t *testing.T) {
 	t.Parallel()
@@ -105,34 +71,6 @@ func TestAGroupThatClaimsAQuorumDoesNotStopTheOthers(t *testing.T) {
 		claims(&s)
 		r := hold(t, s)
 		require.Equal(t, len(s.Faults), r.FaultsHit)
-	}
-}
-
-// Histories that broke a rule when each member still failed back on its own. Some members were refused at the first lighthouse and
-// avoided it for a while. From then on they never failed back at the same time, and each part of the job was too small.
-func TestMembersGoBackTogether(t *testing.T) {
-	s := Draw(1275, 6, 60)
-	s.Lighthouses, s.Ranks, s.Policy.MinReplicas = 2, 1, 1
-	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
-	s.Faults = []Fault{
-		{Round: 10, Kind: CutLighthouse, Slots: 0b101001, For: 2 * time.Second, Of: 1},
-		{Round: 20, Kind: KillLighthouse, For: time.Second, Of: 1},
-	}
-	require.Equal(t, 2, hold(t, s).FaultsHit)
-	hold(t, Draw(345, 16, 1000))
-}
-
-// Histories that broke a rule for other reasons: docs/correctness.md, "Found mistakes".
-func TestHistoriesThatOnceBrokeARule(t *testing.T) {
-	t.Parallel()
-	hold(t, Draw(382, 16, 1000))  // a lighthouse forgot which others a member could reach when the member was silent for long
-	hold(t, Draw(432, 16, 1000))  // a mistake of the checker: a lighthouse forgot a group, and its clock was set back
-	hold(t, Draw(11930, 0, 1000)) // the only member that knew a quorum failed
-	for _, seed := range []uint64{4399, 5231} {
-		s := Draw(seed, 0, 300) // a member was not informed of a new term
-		several(&s)
-		s.Lighthouses = 3
-		hold(t, s)
 	}
 }
 
@@ -191,7 +129,7 @@ func TestTheGapOfTheUpstreamProtocolIsClosed(t *testing.T) {
 		s.Policy.JoinTimeout = min(s.Policy.JoinTimeout, 250*time.Millisecond)
 		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
 	}
-	upstream, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Lighthouses, s.Upstream = 1, ^Slots(0) })
+	upstream, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Upstream = ^Slots(0) })
 	require.NotNil(t, first, "the gap of the upstream protocol was not found")
 	require.Equal(t, ruleEqual, first.Rule)
 	require.Empty(t, upstream.Faults)
@@ -214,7 +152,7 @@ func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(seed, 3+int(seed%4), 300)
 		s.Faults, s.Loss, s.Duplicate, s.Straggle = nil, 0, 0, 0
-		s.Lighthouses, s.Ranks, s.Calls, s.InitSync = 1, 1, 0, true
+		s.Ranks, s.Calls, s.InitSync = 1, 0, true
 		s.Policy.MinReplicas, s.Policy.JoinTimeout = 1, 60*time.Millisecond
 		s.Compute, s.Heal = 10*time.Millisecond, 300*time.Millisecond
 		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0 // a healing group must not count as stalled
@@ -230,7 +168,6 @@ func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(300, 10)) {
 		s := Draw(seed, 0, 200)
-		s.Lighthouses = 1
 		s.Policy.MinReplicas, s.Policy.JoinTimeout = s.Slots/2+1, 60*time.Millisecond
 		s.Compute = 200 * time.Millisecond
 		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
@@ -245,7 +182,7 @@ func TestAMixedJobAgreesOnTheParticipants(t *testing.T) {
 	missed := 0
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(seed, 0, 300)
-		s.Lighthouses, s.Upstream = 1, 0b1010101010101010
+		s.Upstream = 0b1010101010101010
 		s.Duplicate = 0 // upstream requests have no numbers that would show that one is late
 		s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool { return f.Kind == Noise })
 		if b := Run(s, nil).Broken; b != nil {

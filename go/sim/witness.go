@@ -23,17 +23,6 @@ func (w *world) answerTime() time.Duration { return w.Policy.HeartbeatTimeout / 
 // package manager).
 func (w *world) rankGrace() time.Duration { return w.Policy.SuspectGrace }
 
-// aliveInterval returns the longest time between two messages of a group to its lighthouse. With several lighthouses, the messages also
-// answer stamps, which prolong the group's bond. So a group then sends at least StampsInBond messages in BondTime: with too few, the bond
-// would run out.
-func (w *world) aliveInterval() time.Duration {
-	interval := w.messageInterval()
-	if w.Lighthouses > 1 {
-		interval = min(interval, quorum.BondTime/quorum.StampsInBond)
-	}
-	return interval
-}
-
 // messageInterval returns the interval at which a lighthouse expects messages. If it receives none from a member for three intervals, the
 // heartbeat timeout, the member counts as failed. A group fences itself half an interval earlier, since its messages may be delayed.
 func (w *world) messageInterval() time.Duration { return w.Policy.HeartbeatTimeout / 3 }
@@ -77,19 +66,14 @@ func (g *group) suspect(c *comm) {
 	g.sends(message)
 }
 
-// memberFailed handles the notice that a member, which may be this one, counts as failed. If elsewhere is set, the lighthouse that sent
-// the notice may not have formed the quorum, and another lighthouse may still serve the member. Then this group must not notify the
-// member: it would fence a healthy member. A notice about this group itself is always used, since it costs at most one step.
-func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
-	own := f.ReplicaID == g.id
-	switch {
-	case own:
+// memberFailed handles the notice that a member, which may be this one, counts as failed.
+func (g *group) memberFailed(f *round.MemberFailed) {
+	if f.ReplicaID == g.id {
 		g.evicted = max(g.evicted, f.QuorumID)
-		g.step(*f)
-	case !elsewhere:
+	} else {
 		g.w.check.forwards(g, f)
-		g.step(*f)
 	}
+	g.step(*f)
 	for r := range g.ranks { // also if the group does not notify the member: collectives of that quorum may never complete
 		g.ranks[r].peerFailed(f.QuorumID)
 	}
@@ -219,16 +203,16 @@ func (l *lighthouse) lookAt(a quorum.Check) {
 			k.down(event{kind: probed})
 		}
 	}
-	w.after(w.checkTime(), event{kind: lhChecked, g: g, lh: uint8(l.index), life: l.life, x: &look{a, g.views[l.index].messages}})
+	w.after(w.checkTime(), event{kind: lhChecked, g: g, life: l.life, x: &look{a, g.view.messages}})
 }
 
 // checked passes the result of a check to the machine, checkTime after it began. Any message since then counts as an answer.
 func (l *lighthouse) checked(g *group, c *look) {
-	e := quorum.Checked{ReplicaID: g.id, QuorumID: c.of.QuorumID, Reached: g.views[l.index].messages != c.sentBefore}
+	e := quorum.Checked{ReplicaID: g.id, QuorumID: c.of.QuorumID, Reached: g.view.messages != c.sentBefore}
 	if !e.Reached {
 		e.Reason = fmt.Sprintf("no answer within %s", l.w.checkTime())
 		if !l.hasLink(g) {
-			e.Reached = !g.killed && !l.w.cutOff(g.slot, l.index) // the kernel accepts connections even while the process is stopped
+			e.Reached = !g.killed && !l.w.cutOff(g.slot) // the kernel accepts connections even while the process is stopped
 		}
 	}
 	l.check.checked(g, e)
@@ -259,12 +243,10 @@ func (l *lighthouse) askProgress(ids []string) {
 	}
 }
 
-// message handles an event that a group sends on a stream. Events on an ended or stale stream are ignored. Only Leaving is accepted on a
-// stale stream: the group has ended its last step, which stays true in a new term and at another lighthouse.
+// message handles an event that a group sends on a stream. Events on an ended stream are ignored.
 func (l *lighthouse) message(e *event) {
 	message := e.x.(quorum.Event)
-	_, leaves := message.(quorum.Leaving)
-	if !slices.Contains(l.links, e.link) || e.link.stale && !leaves {
+	if !l.listens(e.link) {
 		return
 	}
 	switch message.(type) {

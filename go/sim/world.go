@@ -56,7 +56,7 @@ type world struct {
 	queue queue
 	trace Tracer
 
-	lhs     [maxLighthouses]lighthouse
+	lh      lighthouse
 	slots   []slot
 	links   [][]int // links[i][j]: number of cuts between slot i as the sender and slot j
 	cuts    int     // current cuts between groups
@@ -78,12 +78,11 @@ type world struct {
 
 // slot is a place where a group runs: a host, with its connections.
 type slot struct {
-	g        *group              // nil while no group runs here
-	lives    int                 // groups that have started here
-	cutUp    [maxLighthouses]int // number of current cuts, towards each lighthouse
-	cutDown  [maxLighthouses]int // the same from each lighthouse
-	slow     int                 // current faults that slow it down
-	hostDown bool                // the host of the last group has vanished
+	g       *group // nil while no group runs here
+	lives   int    // groups that have started here
+	cutUp   int    // number of current cuts, towards the lighthouse
+	cutDown int    // the same from the lighthouse
+	slow    int    // current faults that slow it down
 }
 
 // Run plays one history. The tracer, if it is not nil, receives lines that describe the history.
@@ -97,21 +96,12 @@ func Run(s Setup, trace Tracer) Result {
 		comms: map[commKey]*comm{},
 		byID:  map[string]*group{},
 	}
-	w.check = checker{w: w, quorums: map[int64]*formed{}}
-	if s.Lighthouses == 0 || s.Calls != 0 { // groups that make calls know one lighthouse
-		w.Lighthouses = 1
-	}
-	if w.Lighthouses == 1 {
-		w.Streamless = 0
-	}
+	w.check = checker{w: w, quorums: map[int64][]string{}}
 	for i := range w.links {
 		w.links[i] = make([]int, s.Slots)
 	}
-	for i := range w.Lighthouses {
-		w.lhs[i].w, w.lhs[i].index = w, i
-		w.lhs[i].check.l = &w.lhs[i]
-		w.push(event{kind: lhStart, lh: uint8(i)})
-	}
+	w.lh.w, w.lh.check.l = w, &w.lh
+	w.push(event{kind: lhStart})
 	for i := range w.slots {
 		w.push(event{at: w.upTo(100 * time.Millisecond), kind: slotStart, id: uint64(i)})
 	}
@@ -123,12 +113,7 @@ func Run(s Setup, trace Tracer) Result {
 }
 
 // calls reports whether the group in a slot makes calls instead of using a stream.
-func (w *world) calls(i int) bool { return (w.Upstream | w.Calls | w.Streamless).has(i) }
-
-// kept reports whether the lighthouses must refuse the group in a slot.
-func (w *world) kept(i int) bool {
-	return w.Lighthouses > 1 && (w.calls(i) && !w.Upstream.has(i) || w.slots[i].g != nil && w.slots[i].g.claims)
-}
+func (w *world) calls(i int) bool { return (w.Upstream | w.Calls).has(i) }
 
 // push schedules an event, at the earliest for now.
 func (w *world) push(e event) {
@@ -155,7 +140,7 @@ func (w *world) step() {
 	w.now = e.at
 	switch {
 	case e.kind < lastOfLighthouse:
-		l := &w.lhs[e.lh]
+		l := &w.lh
 		if e.life != l.life || !l.up {
 			return
 		}
@@ -181,12 +166,12 @@ func (w *world) step() {
 	w.hash(uint64(e.at), uint64(e.kind)<<32|uint64(uint16(e.rank)), e.id)
 	switch {
 	case e.kind < lastOfLighthouse:
-		w.lhs[e.lh].handle(e)
+		w.lh.handle(e)
 	case e.kind < lastOfGroup:
 		e.g.handle(e)
 		w.failInReplay(e.g)
 	case e.kind == lhStart:
-		w.lhs[e.lh].start()
+		w.lh.start()
 	case e.kind == slotStart:
 		w.startGroup(int(e.id))
 	case e.kind == faultBegin:
@@ -255,18 +240,15 @@ func (w *world) doubled() bool {
 	return w.chance(w.Duplicate) || w.noise > 0 && w.chance(0.05)
 }
 
-// up and down report whether messages from a slot to a lighthouse, or from the lighthouse to the slot, are lost.
-func (w *world) up(i, lh int) bool   { return w.slots[i].cutUp[lh] > 0 }
-func (w *world) down(i, lh int) bool { return w.slots[i].cutDown[lh] > 0 }
+// up and down report whether messages from a slot to the lighthouse, or from the lighthouse to the slot, are lost.
+func (w *world) up(i int) bool   { return w.slots[i].cutUp > 0 }
+func (w *world) down(i int) bool { return w.slots[i].cutDown > 0 }
 
-// cutOff reports whether a request from a slot to a lighthouse gets no answer, because messages are lost in one direction or both.
-func (w *world) cutOff(i, lh int) bool { return w.up(i, lh) || w.down(i, lh) }
+// cutOff reports whether a request from a slot to the lighthouse gets no answer, because messages are lost in one direction or both.
+func (w *world) cutOff(i int) bool { return w.up(i) || w.down(i) }
 
-// reached reports whether there is a group in a slot that can reach a lighthouse.
-func (w *world) reached(i, lh int) bool {
-	s := &w.slots[i]
-	return s.g != nil && s.cutUp[lh] == 0 && s.cutDown[lh] == 0
-}
+// reached reports whether there is a group in a slot that can reach the lighthouse.
+func (w *world) reached(i int) bool { return w.slots[i].g != nil && !w.cutOff(i) }
 
 // sends reports whether messages from slot i arrive at slot j; connected reports whether messages arrive in both directions.
 func (w *world) sends(i, j int) bool     { return w.links[i][j] == 0 }

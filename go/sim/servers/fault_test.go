@@ -33,9 +33,7 @@ func (j *job) strike(f *sim.Fault) {
 	j.note(func(judge *sim.Judge) { judge.Begins(f) })
 	switch f.Kind {
 	case sim.KillLighthouse, sim.VanishLighthouse:
-		for _, h := range j.struck(f) {
-			h.crash(f.Kind == sim.VanishLighthouse, f.For)
-		}
+		j.lighthouse.crash(f.Kind == sim.VanishLighthouse, f.For)
 		return // the restart is reported by Judge.Lighthouse
 	case sim.Noise:
 		for end := time.Now().Add(f.For); time.Now().Before(end) && sleep(j.ctx, 200*time.Millisecond); {
@@ -54,16 +52,6 @@ func (j *job) strike(f *sim.Fault) {
 	sleep(j.ctx, f.For)
 	end()
 	j.note(func(judge *sim.Judge) { judge.Ends(f) })
-}
-
-// struck returns the lighthouses that a fault affects.
-func (j *job) struck(f *sim.Fault) (hosts []*lighthouseHost) {
-	for i, h := range j.hosts {
-		if f.Of == 0 || f.Of>>i&1 == 1 {
-			hosts = append(hosts, h)
-		}
-	}
-	return hosts
 }
 
 // strike begins a fault in one group.
@@ -127,10 +115,8 @@ func (j *job) disturb(f *sim.Fault) (end func()) {
 		}
 	}
 	if f.Kind == sim.PauseLighthouse {
-		for _, h := range j.struck(f) {
-			j.net.Pause(h.name)
-			ends = append(ends, func() { j.net.Resume(h.name) })
-		}
+		j.net.Pause(lighthouseName)
+		ends = append(ends, func() { j.net.Resume(lighthouseName) })
 	}
 	for slot := range j.setup.Slots {
 		name := machineOf(slot)
@@ -145,9 +131,7 @@ func (j *job) disturb(f *sim.Fault) (end func()) {
 			j.slower(name, 1)
 			ends = append(ends, func() { j.slower(name, -1) })
 		case sim.Partition, sim.CutLighthouse, sim.CutUp, sim.CutDown:
-			for _, h := range j.struck(f) {
-				both(name, h.name, f.Kind != sim.CutDown, f.Kind != sim.CutUp)
-			}
+			both(name, lighthouseName, f.Kind != sim.CutDown, f.Kind != sim.CutUp)
 		}
 		if f.Kind == sim.Partition || f.Kind == sim.CutPeers || f.Kind == sim.CutPeersOneWay {
 			for other := range j.setup.Slots {
@@ -173,14 +157,14 @@ func (j *job) slower(machine string, by int) {
 // resetOne breaks all connections between two machines.
 func (j *job) resetOne() {
 	j.netMu.Lock()
-	n := j.setup.Slots + len(j.hosts)
+	n := j.setup.Slots + 1
 	a, b := j.rng.IntN(n), j.rng.IntN(n)
 	j.netMu.Unlock()
 	name := func(i int) string {
 		if i < j.setup.Slots {
 			return machineOf(i)
 		}
-		return j.hosts[i-j.setup.Slots].name
+		return lighthouseName
 	}
 	j.net.Reset(name(a), name(b))
 }

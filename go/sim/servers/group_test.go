@@ -98,7 +98,7 @@ const shutdownTime = 5 * time.Second
 
 func (g *group) serve() (*manager.Server, error) {
 	cfg := g.j.cluster.ServerConfig(g.id, int64(g.j.setup.Ranks))
-	cfg.Hostname, cfg.Network, cfg.LighthouseAddr, cfg.StoreAddr = g.name, g.host, g.j.list, g.name+":1"
+	cfg.Hostname, cfg.Network, cfg.LighthouseAddr, cfg.StoreAddr = g.name, g.host, "http://"+lighthouseName+":29510", g.name+":1"
 	cfg.Logger = slog.New(slog.NewTextHandler(g.j.cluster.Log, nil))
 	m, err := manager.Join(g.ctx, cfg)
 	if err != nil {

@@ -16,17 +16,17 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// job is one history: lighthouses, groups, and the network between them.
+// job is one history: the lighthouse, groups, and the network between them.
 type job struct {
 	setup   sim.Setup
 	cluster *fttest.Cluster
 	net     *fttest.Network
 	start   time.Time
-	list    string // addresses of the lighthouses
 	ctx     context.Context
 	stop    context.CancelFunc
 	tasks   sync.WaitGroup
-	hosts   []*lighthouseHost
+
+	lighthouse *lighthouseHost
 
 	mu      sync.Mutex // guards these, the judge, the process groups, and the fields whose comments say so
 	judge   *sim.Judge
@@ -52,16 +52,10 @@ func newJob(t *testing.T, s sim.Setup) *job {
 		j.lines = append(j.lines, fmt.Sprintf("%9.3fs %s", at.Seconds(), line))
 	})
 	j.net.Delays(j.delay)
-	var list []string
-	for i := range s.Lighthouses {
-		h := &lighthouseHost{j: j, index: i, name: fmt.Sprintf("lh%d", i), life: make(lock, 1)}
-		if s.Disk {
-			h.dir = t.TempDir()
-		}
-		j.hosts = append(j.hosts, h)
-		list = append(list, "http://"+h.name+":29510")
+	j.lighthouse = &lighthouseHost{j: j, life: make(lock, 1)}
+	if s.Disk {
+		j.lighthouse.dir = t.TempDir()
 	}
-	j.list = strings.Join(list, ",")
 	return j
 }
 
@@ -105,11 +99,12 @@ func machine(host string) string {
 
 func machineOf(slot int) string { return fmt.Sprintf("g%02d", slot) }
 
-// lighthouseHost is the host of a lighthouse of the list, across its restarts.
+// lighthouseName is the name of the lighthouse's host.
+const lighthouseName = "lh"
+
+// lighthouseHost is the host of the lighthouse, across its restarts.
 type lighthouseHost struct {
 	j      *job
-	index  int
-	name   string
 	dir    string // of its state, empty without one
 	server *lighthouse.Server
 	life   lock // held while the lighthouse starts or ends
@@ -129,12 +124,12 @@ func (h *lighthouseHost) begin() {
 		return
 	}
 	s := h.j.setup
-	h.server = h.j.cluster.LighthouseOn(h.name, s.Policy.MinReplicas, func(cfg *lighthouse.Config) {
+	h.server = h.j.cluster.LighthouseOn(lighthouseName, s.Policy.MinReplicas, func(cfg *lighthouse.Config) {
 		cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = s.Policy.JoinTimeout, s.Policy.HeartbeatTimeout, s.Policy.SuspectGrace
 		cfg.QuorumTick, cfg.StateDir = s.QuorumTick, h.dir
-		cfg.Logger = slog.New(slog.NewTextHandler(h.j.cluster.Log, nil)).With("lighthouse", h.index)
+		cfg.Logger = slog.New(slog.NewTextHandler(h.j.cluster.Log, nil))
 	})
-	h.j.note(func(judge *sim.Judge) { judge.Lighthouse(h.index, true) })
+	h.j.note(func(judge *sim.Judge) { judge.Lighthouse(true) })
 }
 
 // crash ends the lighthouse, like SIGKILL or a power cut, and restarts it.
@@ -143,11 +138,11 @@ func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 	server := h.server
 	h.server = nil
 	if server != nil {
-		h.j.note(func(judge *sim.Judge) { judge.Lighthouse(h.index, false) })
+		h.j.note(func(judge *sim.Judge) { judge.Lighthouse(false) })
 		if silent {
-			h.j.net.Host(h.name).Vanish()
+			h.j.net.Host(lighthouseName).Vanish()
 		} else {
-			h.j.net.Host(h.name).Kill()
+			h.j.net.Host(lighthouseName).Kill()
 		}
 		server.Shutdown() // ends its goroutines; its messages reach no other host
 	}
@@ -166,7 +161,7 @@ func (h *lighthouseHost) end() {
 	}
 	if s := h.server.Status(); s.Waiters > 0 || s.Healthy > 0 {
 		h.j.note(func(judge *sim.Judge) {
-			judge.Break("lighthouse %d remembers %d healthy groups and %d waiters of a job that is over", h.index, s.Healthy, s.Waiters)
+			judge.Break("the lighthouse remembers %d healthy groups and %d waiters of a job that is over", s.Healthy, s.Waiters)
 		})
 	}
 	h.server.Shutdown()

@@ -61,9 +61,7 @@ torchft_kills_total{training_job="default"} 1
 # HELP torchft_member_failures_total Members that were found failed, by cause.
 # TYPE torchft_member_failures_total counter
 torchft_member_failures_total{cause="connection",training_job="default"} 2
-torchft_member_failures_total{cause="doubtful",training_job="default"} 0
 torchft_member_failures_total{cause="parted",training_job="default"} 0
-torchft_member_failures_total{cause="process",training_job="default"} 0
 torchft_member_failures_total{cause="rank",training_job="default"} 0
 torchft_member_failures_total{cause="silent",training_job="default"} 1
 torchft_member_failures_total{cause="stalled",training_job="default"} 0

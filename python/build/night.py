@@ -37,7 +37,7 @@ FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 28.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
 SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
 # Parts that take minutes and cannot be limited run only if the total time is at least this: the tests of the
-# simulations with planted mistakes, the model check with two further events, and the tests of the test accelerator; at
+# simulations with planted mistakes, and the tests of the test accelerator; at
 # twice this time those with the oldest releases that users may install, too.
 LONG_S = 1800.0
 # A time that suffices for every part.
@@ -119,14 +119,6 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     # Without -count=1, because the histories are the same each time, so Go may reuse an earlier result. Runs with the
     # race detector differ in their schedules.
     sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", "./gossip/..."], go, full, needs_s=90)
-    # All histories that are one or two events longer than those of `make test`.
-    more, needs_s = (2, 180) if time_s >= LONG_S else (1, 60)
-    model = Part(
-        "model",
-        [*test, "-vet=off", "-timeout=20m", "-run=^TestNo(Later)?History", "-v", "./quorum", f"-events={more}"],
-        go,
-        needs_s=needs_s,
-    )
     race = Part(
         "race", [*test, "-race", "-vet=off", "-count=1", "-timeout=20m", "./..."], go, {**cgo, **full}, needs_s=240
     )
@@ -172,7 +164,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
         Part("sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300),
     ]
     oldest = Part("oldest", [sys.executable, "-u", "python/build/oldest.py"], env={"SEED": str(seed)}, needs_s=600)
-    sims = [sim, *(planted if time_s >= LONG_S else []), model]
+    sims = [sim, *(planted if time_s >= LONG_S else [])]
     # `make test` runs most of the tests of the test accelerator, so a short night skips them.
     device = [late] if time_s >= LONG_S else []
     others = [oldest] if time_s >= 2 * LONG_S else []

@@ -15,11 +15,10 @@ _SOURCE = Path(__file__).resolve().parents[2] / "go/quorum/types.go"
 CAUSES = re.findall(r'^\t\w+ +Cause = "(\w+)"', _SOURCE.read_text(), re.MULTILINE)
 _COUNTED = re.compile(r'^torchft_member_failures_total\{cause="(\w+)",training_job="default"\} (\d+)$', re.MULTILINE)
 # The causes of a kill. The kernel closes the sockets of a killed process: its stream to the lighthouse ("connection")
-# or to the manager server of its group ("rank"), and its host may report its end ("process"). "unreachable" may also
-# follow a stop: most peers reported broken connections to the member, and then either its port refused a connection, or
-# its stream was open and brought no answer. A kill leaves no stream open, so without stopped processes it is the
-# former.
-_BY_CONNECTION = ("connection", "rank", "process", "unreachable")
+# or to the manager server of its group ("rank"). "unreachable" may also follow a stop: most peers reported broken
+# connections to the member, and then either its port refused a connection, or its stream was open and brought no
+# answer. A kill leaves no stream open, so without stopped processes it is the former.
+_BY_CONNECTION = ("connection", "rank", "unreachable")
 _BY_SILENCE = ("silent", "unreachable", "stalled")
 
 

@@ -59,12 +59,9 @@ def test_the_parts_of_go_fit_in_the_time(minutes: float) -> None:
     _, *parts = plan(60 * minutes, 20261122, 0, fuzz_targets())
     names = [p.name.split("-")[0] for p in parts]
     more = [name for name, least in (("late", 30), ("oldest", 60)) if minutes >= least]
-    assert list(dict.fromkeys(names)) == ["race", "sim", "model", *more, "chaos", "fuzz", "soak"]
+    assert list(dict.fromkeys(names)) == ["race", "sim", *more, "chaos", "fuzz", "soak"]
     assert names.count("fuzz") == 15
-    assert (
-        sum(p.needs_s if p.wants_s is None else p.wants_s for p in parts if p.name not in ("sim", "model"))
-        < 60 * minutes
-    )
+    assert sum(p.needs_s if p.wants_s is None else p.wants_s for p in parts if p.name != "sim") < 60 * minutes
 
 
 def test_a_fuzz_target_has_half_a_minute_where_there_is_time() -> None:

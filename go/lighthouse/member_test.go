@@ -262,6 +262,19 @@ func TestAMemberThatKnowsSeveralLighthousesIsRefusedWithoutACluster(t *testing.T
 	})
 }
 
+// A leader that was deposed, and does not know it yet, refuses a member that a later leader has served: the member asks the others.
+func TestAMemberThatALaterLeaderServedIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		w := open(t, c, "a")
+		w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a", Term: 3}}})
+		_, err := w.stream.Recv()
+		require.Equal(t, codes.Unavailable, status.Code(err))
+		assert.Contains(t, err.Error(), "member a was served in term 3: this lighthouse, of term 0, does not lead any more")
+		assert.Zero(t, c.Lighthouse.Status().Healthy, "a refused greeting is no sign of life")
+	})
+}
+
 func TestARequestOnAStreamHasADeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)

@@ -52,9 +52,6 @@ type request struct {
 
 func (l *lighthouse) clock() time.Duration { return l.w.now + l.skew }
 
-// describe returns the machine's status.
-func (l *lighthouse) describe() quorum.Status { return l.machine.Describe(epoch.Add(l.clock())) }
-
 func (l *lighthouse) start() {
 	w := l.w
 	l.life++

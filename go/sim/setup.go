@@ -64,7 +64,6 @@ type Setup struct {
 type (
 	lighthouseMachine interface {
 		Step(quorum.Event, time.Time) []quorum.Action
-		Describe(time.Time) quorum.Status
 		Remembers() (members, waiters int)
 	}
 	groupMachine interface {

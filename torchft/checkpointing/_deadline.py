@@ -38,7 +38,7 @@ class Deadline:
         return self.at - self._clock()
 
     def passed(self) -> str:
-        """Why a transfer ended, for the error."""
+        """How a transfer timed out, for the error."""
         if self._of_progress:
-            return f"timed out: nothing arrived for {self._timeout:g} seconds"
-        return f"timed out after {self._clock() - self._start:.1f} seconds"
+            return f"because nothing arrived for {self._timeout:g} seconds"
+        return f"after {self._clock() - self._start:.1f} seconds"

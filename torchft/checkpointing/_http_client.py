@@ -80,7 +80,7 @@ def ask(
             with connection.getresponse() as response:
                 yield _answer(response, sock, upgrade, what)
     except TimeoutError as error:
-        raise CheckpointTimeout(f"{what}: {deadline.passed()}") from error
+        raise CheckpointTimeout(f"{what}: timed out {deadline.passed()}") from error
     except (OSError, http.client.HTTPException) as error:
         raise Interrupted(f"{what}: {type(error).__name__}: {error}") from error
 

@@ -14,6 +14,7 @@ import faulthandler
 import heapq
 import itertools
 import logging
+import math
 import os
 import sys
 import threading
@@ -76,14 +77,17 @@ def _end_process(callback: Callable[[], None], seconds: float) -> None:
 
 
 class _Timer:
-    """One pending callback. Runs at most once, and not at all if cancel() has returned before it is due."""
+    """One pending callback. Runs at most once, and not at all if cancel() has returned before it is due.
 
-    __slots__ = ("_callback", "_device", "due")
+    Args:
+        device: index of the device on which the callback runs; None: on any.
+    """
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    __slots__ = ("_callback", "_device")
+
+    def __init__(self, callback: Callable[[], None], device: Optional[int]) -> None:
         self._callback: Optional[Callable[[], None]] = callback
-        self._device = current_device()
-        self.due = 0.0  # by time.monotonic(); set in a queue
+        self._device = device
 
     def cancel(self) -> None:
         """Drops the callback, and the objects that it keeps alive."""
@@ -103,63 +107,68 @@ def _call_on(device: Optional[int], callback: Callable[[], None]) -> None:
     callback()
 
 
-class _Queue:
-    """Callbacks with one timeout, in the order in which they are due. One timer at a time serves all of them: every
-    operation on a device adds some, and almost all are cancelled.
+class _Pending(_Timer):
+    """A timer of :class:`_Deadlines`, which drops it when it is cancelled."""
+
+    __slots__ = ("_deadlines", "due")
+
+    def __init__(self, callback: Callable[[], None], device: Optional[int], deadlines: _Deadlines, due: float) -> None:
+        super().__init__(callback, device)
+        self._deadlines = deadlines
+        self.due = due  # by time.monotonic()
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._deadlines.pending.pop(self, None)
+
+
+class _Deadlines:
+    """The deadlines of operations, blocks and streams, almost all of which are cancelled: a step sets some for each of
+    its operations. One timer serves all of them. It is set for the earliest one; when it fires, it is set again for the
+    earliest one that is left. So a step sets no timer at all, or one if its timeout is shorter than those before.
     """
 
-    def __init__(self, manager: _TimeoutManager, timeout: timedelta) -> None:
+    def __init__(self, manager: _TimeoutManager) -> None:
         self._manager = manager
-        self._timeout = timeout
-        self._seconds = timeout.total_seconds()
-        # Held to take timers out, and to set `_armed`. Reentrant: the garbage collector may call `add` at any time.
+        # Reentrant: the garbage collector may call `add` at any time.
         self._lock = threading.RLock()
-        self._timers: deque[_Timer] = deque()
-        self._armed = False
-        self._sweep_at = manager._SWEEP_AT
+        self.pending: dict[_Pending, None] = {}
+        self._timer: Optional[_Timer] = None
+        self._fires_at = math.inf
 
-    def add(self, callback: Callable[[], None]) -> _Timer:
-        timer = _Timer(callback)
-        timer.due = time.monotonic() + self._seconds
-        self._timers.append(timer)
-        # After the append: `_fire` sets this to False before it looks for timers, so that one of both sees the timer.
-        if not self._armed:
+    def add(self, timeout: timedelta, callback: Callable[[], None]) -> _Pending:
+        due = time.monotonic() + timeout.total_seconds()
+        deadline = _Pending(callback, current_device(), self, due)
+        self.pending[deadline] = None
+        # After it was added: `_fire` resets the time before it looks for deadlines, so that one of both sees it.
+        if due < self._fires_at:
             with self._lock:
-                self._arm(self._timeout)
-        elif len(self._timers) >= self._sweep_at:
-            self._sweep()
-        return timer
+                self._set(due)
+        return deadline
 
-    def _arm(self, timeout: timedelta) -> None:
-        if not self._armed:
-            self._armed = True
-            self._manager.schedule(timeout, self._fire)
+    def _set(self, due: float) -> None:
+        if due >= self._fires_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fires_at = due
+        # On no device: the deadlines are on those of the threads that set them.
+        self._timer = self._manager.push(due, _Timer(self._fire, None))
 
     def _fire(self) -> None:
-        """Passes the timers that are due on, each with its own watchdog, and waits for the next one."""
+        """Passes on the deadlines that have passed, each with its own watchdog."""
         with self._lock:
-            self._armed = False
+            self._timer, self._fires_at = None, math.inf
             now = time.monotonic()
-            while self._timers:
-                timer = self._timers.popleft()
-                if timer.due > now and not timer.cancelled:
-                    self._timers.appendleft(timer)
-                    self._arm(timedelta(seconds=timer.due - now))
+            pending = sorted(self.pending, key=lambda deadline: deadline.due)
+            for deadline in pending:
+                if deadline.due > now:
+                    self._set(deadline.due)
                     return
-                callback = timer.take()
+                callback = deadline.take()
+                self.pending.pop(deadline, None)
                 if callback is not None:
-                    self._manager.schedule(timedelta(0), callback)
-            self._manager.drop(self._timeout, self)
-
-    def _sweep(self) -> None:
-        with self._lock:
-            self._sweep_at = sys.maxsize  # not again within this sweep
-            # A timer that is added meanwhile may come before older ones, which are then late by as long as this takes.
-            for _ in range(len(self._timers)):
-                timer = self._timers.popleft()
-                if not timer.cancelled:
-                    self._timers.append(timer)
-            self._sweep_at = max(self._manager._SWEEP_AT, 2 * len(self._timers))
+                    self._manager.push(now, _Timer(callback, None))
 
 
 class _TimeoutManager:
@@ -177,44 +186,34 @@ class _TimeoutManager:
         self._heap: list[tuple[float, int, _Timer]] = []
         self._sequence = itertools.count()
         self._sweep_at = self._SWEEP_AT
-        self._queues: dict[timedelta, _Queue] = {}
+        self.deadlines = _Deadlines(self)
         self._thread: Optional[threading.Thread] = None
         self._watchdog_sec = _DEFAULT_WATCHDOG_TIMEOUT_SEC
 
     def schedule(self, timeout: timedelta, callback: Callable[[], None]) -> _Timer:
-        """Runs callback once on the timer thread after `timeout`, unless cancelled."""
-        timer = _Timer(callback)
-        deadline = time.monotonic() + timeout.total_seconds()
+        """Runs callback once on the timer thread after `timeout`, unless cancelled, on this thread's device."""
+        return self.push(time.monotonic() + timeout.total_seconds(), _Timer(callback, current_device()))
+
+    def push(self, due: float, timer: _Timer) -> _Timer:
+        """Does the same as `schedule`, with a time by time.monotonic()."""
         with self._cond:
             if self._thread is None:
                 self._start()
             if len(self._heap) >= self._sweep_at:
                 self._sweep()
-            entry = (deadline, next(self._sequence), timer)
+            entry = (due, next(self._sequence), timer)
             heapq.heappush(self._heap, entry)
             # A later timer need not wake the thread, which checks the heap again when the earliest one is due.
             if self._heap[0] is entry:
                 self._cond.notify()
         return timer
 
-    def queue(self, timeout: timedelta, callback: Callable[[], None]) -> _Timer:
-        """Does the same as `schedule`, for callbacks of which many have the same timeout."""
-        queue = self._queues.get(timeout)
-        if queue is None:
-            queue = self._queues.setdefault(timeout, _Queue(self, timeout))
-        return queue.add(callback)
-
-    def drop(self, timeout: timedelta, queue: _Queue) -> None:
-        """Drops an empty queue. A thread that adds to it meanwhile arms it again."""
-        if self._queues.get(timeout) is queue:
-            self._queues.pop(timeout, None)
-
     def shutdown(self) -> None:
         """Stops the thread and drops all timers. The next timer starts a new thread."""
         with self._cond:
             thread, self._thread = self._thread, None
             self._heap.clear()
-            self._queues = {}
+            self.deadlines = _Deadlines(self)
             self._cond.notify()
         if thread is not None and thread is not threading.current_thread():
             # A callback may be running; the process does not wait for it longer than the watchdog.
@@ -319,7 +318,7 @@ def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Fu
             # pyrefly: ignore [bad-argument-type]  # typed as a result
             result.set_exception(_timeout_error("future", timeout))
 
-    timer = _TIMEOUT_MANAGER.queue(timeout, expire)
+    timer = _TIMEOUT_MANAGER.deadlines.add(timeout, expire)
 
     def complete(done: Future[T]) -> None:
         timer.cancel()
@@ -373,6 +372,29 @@ _STREAM_TIMERS = _StreamTimers()
 os.register_at_fork(after_in_child=_STREAM_TIMERS.reset)
 
 
+class _Watch:
+    """Calls `callback` unless the streams have reached a mark. An object and not a function that refers to itself: the
+    garbage collector would destroy the events of such a cycle, perhaps on a thread that has no device yet. That makes
+    a context on device 0.
+    """
+
+    __slots__ = ("_callback", "_mark")
+
+    def __init__(self, mark: Mark, callback: Callable[[], None]) -> None:
+        self._mark = mark
+        self._callback = callback
+
+    def __call__(self) -> None:
+        try:
+            reached = self._mark.known()
+        except RuntimeError:  # the device has failed
+            reached = False
+        if reached is None:
+            _STREAM_TIMERS.add(self._mark, _TIMEOUT_MANAGER.schedule(_ASK_AGAIN, self))
+        elif not reached:
+            self._callback()
+
+
 def _passed(mark: Mark) -> bool:
     try:
         return mark.reached()
@@ -391,18 +413,7 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     if not torch.accelerator.is_available():
         return
     mark = Mark([torch.accelerator.current_stream().device])
-
-    def check() -> None:
-        try:
-            reached = mark.known()
-        except RuntimeError:  # the device has failed
-            reached = False
-        if reached is None:
-            _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.schedule(_ASK_AGAIN, check))
-        elif not reached:
-            callback()
-
-    _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.queue(timeout, check))
+    _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.deadlines.add(timeout, _Watch(mark, callback)))
 
 
 class _Timed(ContextDecorator):
@@ -418,7 +429,7 @@ class _Timed(ContextDecorator):
         return _Timed(self._callback, self._timeout)  # each call of a decorated function has its own timer
 
     def __enter__(self) -> None:
-        self._timer = _TIMEOUT_MANAGER.queue(self._timeout, self._callback)
+        self._timer = _TIMEOUT_MANAGER.deadlines.add(self._timeout, self._callback)
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()

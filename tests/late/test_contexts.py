@@ -20,7 +20,7 @@ from torchft import futures
 from torchft.collectives import allreduce_quantized
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group import ProcessGroup
-from torchft.utils import DeviceThread
+from torchft.utils import DeviceThread, Mark
 
 load()
 from tests.late.group import together  # noqa: E402
@@ -33,8 +33,11 @@ from tests.late.workers import ProcessGroupBabyCounting  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def no_garbage(late: Any) -> Iterator[None]:
-    """An event of an earlier test, left by a timer or in a cycle, may be destroyed on a thread with another device."""
+    """A timer of an earlier test would run on that test's device; an event that one left in a cycle is destroyed on any
+    thread.
+    """
     futures._STREAM_TIMERS.reset()
+    futures._TIMEOUT_MANAGER.shutdown()
     gc.collect()
     gc.disable()
     late.reset()
@@ -131,6 +134,26 @@ def test_timers_run_on_the_device_of_the_thread_that_set_them(late: Any, of_stre
     for index in (5, 6):
         on_thread(lambda index=index: run(index), index)
     assert got == [5, 6] and set(late.contexts()) == {5, 6}
+
+
+def test_no_event_waits_for_the_garbage_collector(late: Any) -> None:
+    """It runs on any thread, also on one that has no device yet."""
+
+    def marks() -> int:
+        return sum(isinstance(each, Mark) for each in gc.get_objects())
+
+    def rank(r: int, pg: ProcessGroup) -> None:
+        for _ in range(10):
+            works = [pg.allreduce([torch.ones(3, device="late")], ReduceOp.SUM) for _ in range(3)]
+            works[0].get_future().wait()
+            for work in works:
+                work.wait()
+        torch.accelerator.synchronize()
+
+    before = marks()
+    together(rank)
+    stream_timeout(print, timedelta(seconds=60))  # drops those that the streams have reached
+    assert marks() <= before + 1
 
 
 # A group on devices works on the two that are current when it connects: test_processes.py has it.

@@ -190,38 +190,40 @@ def test_cancelled_timers_keep_nothing_alive_and_are_swept(timers: _TimeoutManag
     assert len(timers._heap) <= 2 * timers._SWEEP_AT
 
 
-def test_timers_with_one_timeout_share_one(timers: _TimeoutManager) -> None:
-    """One that is not cancelled keeps no others, and is called at its own deadline."""
+def test_deadlines_share_one_timer(timers: _TimeoutManager) -> None:
+    """One that is not cancelled keeps no others, and later deadlines than the earliest one set no timer."""
     called = threading.Event()
-    timers.queue(LONG, called.set)
-    for _ in range(10_000):
-        timers.queue(LONG, lambda: None).cancel()
-    assert len(timers._heap) == 1
-    assert len(timers._queues[LONG]._timers) <= 2 * timers._SWEEP_AT
+    timers.deadlines.add(LONG, called.set)
+    for i in range(10_000):
+        timers.deadlines.add((i % 3 + 1) * LONG, lambda: None).cancel()
+    assert len(timers._heap) == len(timers.deadlines.pending) == 1
     assert not called.is_set()
 
 
-def test_a_queue_calls_each_timer_once_and_in_order(timers: _TimeoutManager) -> None:
+def test_each_deadline_passes_once_and_in_order(timers: _TimeoutManager) -> None:
     order: list[int] = []
     done = threading.Event()
-    for i in range(5):
-        timer = timers.queue(SHORT, lambda i=i: order.append(i))  # type: ignore[misc]
+    held = timers.schedule(timedelta(0), lambda: done.wait(10) and None)  # until all are set
+    for i in (3, 1, 2, 0):
+        deadline = timers.deadlines.add(i * SHORT, lambda i=i: order.append(i))  # type: ignore[misc]
         if i == 2:
-            timer.cancel()
-    timers.queue(SHORT, done.set)
-    assert done.wait(10)
-    assert order == [0, 1, 3, 4]
-    wait_until(lambda: not timers._queues)  # none is kept for a timeout that is not used again
-    done.clear()
-    timers.queue(SHORT, done.set)
-    assert done.wait(10)
+            deadline.cancel()
+    last = threading.Event()
+    timers.deadlines.add(3 * SHORT, last.set)
+    done.set()
+    assert last.wait(10) and not held.take()
+    assert order == [0, 1, 3]
+    assert not timers.deadlines.pending
+    last.clear()
+    timers.deadlines.add(SHORT, last.set)
+    assert last.wait(10)
 
 
-def test_a_queue_is_not_lost_with_its_thread(timers: _TimeoutManager) -> None:
+def test_deadlines_are_not_lost_with_their_thread(timers: _TimeoutManager) -> None:
     done = threading.Event()
-    timers.queue(SHORT, print).cancel()
+    timers.deadlines.add(SHORT, print).cancel()
     timers.shutdown()
-    timers.queue(SHORT, done.set)
+    timers.deadlines.add(SHORT, done.set)
     assert done.wait(10)
 
 

@@ -68,8 +68,8 @@ def first_operation(group: Any, device: torch.device, count: int = 1) -> Work:
 
 
 class _Deadline:
-    """Aborts a group when called, unless it has new peers by then. It keeps no object alive, because a timer refers to
-    it long after the operation has ended.
+    """Aborts a group when called, unless it has new peers by then. All operations with the same peers have one, see
+    :func:`deadline_of`. It keeps no object alive, because a timer refers to it long after the operation has ended.
     """
 
     __slots__ = ("_peers", "_pg")
@@ -104,6 +104,14 @@ class _Deadline:
             pg.abort()
 
 
+def deadline_of(pg: ProcessGroup) -> _Deadline:
+    """The deadline of the operations of a group with its present peers."""
+    known = getattr(pg, "_deadline", None)
+    if not isinstance(known, _Deadline) or known._peers is None or known.over:
+        known = pg._deadline = _Deadline(pg)  # type: ignore[attr-defined]
+    return known
+
+
 class _WorkAcceleratorTimeout(Work):
     """An operation on a device, with a deadline.
 
@@ -118,7 +126,7 @@ class _WorkAcceleratorTimeout(Work):
         self._pg = pg
         self._work = work
         self._timeout = timeout
-        self._deadline = _Deadline(pg)
+        self._deadline = deadline_of(pg)
         self._needs_group = getattr(pg, "_works_need_group", False)
         self._device: Optional[torch.device] = None  # device of the tensors; None: the current one
 
@@ -380,14 +388,15 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     def _run_context(self) -> ContextManager[None]:
         from torchft import process_group
 
-        return process_group.context_timeout(self.abort, given_timeout() or self._timeout)
+        return process_group.context_timeout(deadline_of(self), given_timeout() or self._timeout)
 
     def _check_tensors(self, name: str, args: tuple[Any, ...]) -> None:
         pass  # `_run` has checked them
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
         device = check_tensors(self.getBackendName(), name, args)
-        deadline = _Deadline(self)  # made before the launch: until there is a work, another thread may abort the group
+        # Taken before the launch: until there is a work, another thread may abort the group.
+        deadline = deadline_of(self)
         with on_device(device):
             work = super()._run(name, *args, opts=opts)
         if isinstance(work, _WorkAcceleratorTimeout):

@@ -248,13 +248,18 @@ var errClosed = errors.New("it is shutting down")
 // Close stops the node. A leader hands over to another lighthouse first.
 func (n *Node) Close() {
 	n.mu.Lock()
-	r, first := n.raft, n.stopped == nil
-	n.mu.Unlock()
-	if first && r != nil && r.State() == raft.Leader {
-		n.mu.Lock()
+	r := n.raft
+	leads := n.stopped == nil && r != nil && r.State() == raft.Leader
+	if leads {
 		n.publish(Lead{}) // Verify and Propose fail from now on
-		n.mu.Unlock()
-		within(2*n.cfg.Timing.Election, func() { _ = r.LeadershipTransfer().Error() })
+		n.calls.Add(1)
+	}
+	n.mu.Unlock()
+	if leads {
+		within(2*n.cfg.Timing.Election, func() {
+			defer n.calls.Done()
+			_ = r.LeadershipTransfer().Error()
+		})
 	}
 	n.leave(errClosed)
 	n.cancel()

@@ -205,25 +205,37 @@ func (m *memory) adopt(p Past) {
 func (m *memory) shown(p Past) { m.step, m.least = max(m.step, p.Step), false }
 
 // mayRegress is the last check of a decision: if the quorum would be below the step of the latest one, members with that step have
-// heartbeat_timeout_ms to come. Without that time, their newer weights would be overwritten, and the steps lost. If regressions are
-// forbidden, and it is not known how far the latest quorum has come (least), one of its members has to be in the next one.
+// heartbeat_timeout_ms to come. Without that time, their newer weights would be overwritten, and the steps lost.
 func (m *memory) mayRegress(d decision, now time.Time) decision {
-	reason, mayCome := m.regress(d.in)
+	reason := m.regress(d.in)
+	if reason == "" && m.policy.ForbidRegression {
+		reason = m.unproven(d.in)
+	}
 	switch {
 	case reason == "":
-	case mayCome && (m.behind.IsZero() || now.Sub(m.behind) < m.policy.HeartbeatTimeout):
+	case m.mayCome() && (m.behind.IsZero() || now.Sub(m.behind) < m.policy.HeartbeatTimeout):
 		d.cause, d.detail = behindJob, "they have heartbeat_timeout_ms to come: "+reason
 	case m.policy.ForbidRegression:
 		d.cause, d.detail = forbidden, "forbid_regression is set: "+reason
 	default:
 		d.regress = reason
 	}
-	if d.ready() && m.policy.ForbidRegression && m.least && !slices.ContainsFunc(d.in, func(r *record) bool { return r.previous }) {
-		d.cause, d.detail = forbidden, fmt.Sprintf("forbid_regression is set, and the step that the job had reached is not known: the lighthouse was "+
-			"restarted, and no member of quorum %d (%s), which began at step %d, has asked since; if the steps after it may be lost, start the "+
-			"lighthouse without forbid_regression", m.latest.ID, names(m.absent()), m.step)
-	}
 	return d
+}
+
+// unproven returns the reason why a quorum may be below the step that the job had reached although it is not below the known one: only the
+// step at which the latest quorum began is known (least), and none of its members is in the next one. It is empty if neither holds.
+func (m *memory) unproven(in []*record) string {
+	if m.latest == nil || !m.least || slices.ContainsFunc(in, func(r *record) bool { return r.previous }) {
+		return ""
+	}
+	return fmt.Sprintf("quorum %d (%s) began at step %d, and it is not known which step it reached, since none of its members has asked this "+
+		"lighthouse; if steps after that one may be lost, start the lighthouse without forbid_regression", m.latest.ID, names(m.absent()), m.step)
+}
+
+// mayCome reports whether a member of the latest quorum that does not ask counts as alive.
+func (m *memory) mayCome() bool {
+	return slices.ContainsFunc(m.members, func(r *record) bool { return !r.candidate() && r.alive() })
 }
 
 // absent returns the members of the latest quorum that are no candidates.
@@ -251,24 +263,19 @@ func (m *memory) decided(d decision) {
 func (m *memory) forgive(span time.Duration) { m.behind = later(m.behind, span) }
 
 // regress returns the reason why a quorum would be below the step that the job had reached, with the missing members of the latest
-// quorum; empty if it would not be below, or if none is missing. mayCome reports whether one of the missing members counts as
-// alive.
-func (m *memory) regress(in []*record) (reason string, mayCome bool) {
+// quorum; empty if it would not be below, or if none is missing.
+func (m *memory) regress(in []*record) string {
 	if m.latest == nil {
-		return "", false
+		return ""
 	}
 	step := int64(-1)
 	for _, r := range in {
 		step = max(step, r.member().Step)
 	}
-	if step >= m.step {
-		return "", false
-	}
 	absent := m.absent()
-	if len(absent) == 0 {
-		return "", false
+	if step >= m.step || len(absent) == 0 {
+		return ""
 	}
-	mayCome = slices.ContainsFunc(m.members, func(r *record) bool { return !r.candidate() && r.alive() })
 	return fmt.Sprintf("the job had reached step %d in quorum %d, the members that ask are at step %d at most; missing of that quorum: %s",
-		m.step, m.latest.ID, step, names(absent)), mayCome
+		m.step, m.latest.ID, step, names(absent))
 }

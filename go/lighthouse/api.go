@@ -21,10 +21,19 @@ import (
 // at most six.
 const mostBody = 16 << 10
 
-// about is the body of a request: it names a member.
+// body is the body of a request.
+type body interface {
+	check() error // nil if its values are allowed
+	want() string // an example
+}
+
+// about is the body of a request about a member.
 type about struct {
 	ReplicaID string `json:"replica_id"`
 }
+
+func (a about) check() error { return checkReplicaID(a.ReplicaID) }
+func (about) want() string   { return `{"replica_id": "..."}` }
 
 // done is the answer to a successful request.
 type done struct {
@@ -71,8 +80,8 @@ func (j *job) has(replicaID string) bool {
 func (j *job) drain(replicaID, why string) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if j.closed {
-		return errShutdown
+	if j.ended != nil {
+		return j.ended
 	}
 	if len(j.streams.of[replicaID]) == 0 {
 		return errNoStream
@@ -81,8 +90,8 @@ func (j *job) drain(replicaID, why string) error {
 	return j.step(quorum.Drained{ReplicaID: replicaID, Reason: why})
 }
 
-// ask returns the handler of a route whose requests name a member. It checks the permission before it reads the body.
-func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request, about)) http.HandlerFunc {
+// ask returns the handler of a route with a body. It checks the permission before it reads the body.
+func ask[B body](s *Server, what string, follow func(http.ResponseWriter, *http.Request, B)) http.HandlerFunc {
 	refuse := func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 	return func(w http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodPost {
@@ -91,35 +100,35 @@ func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request
 			return
 		}
 		s.guarded(what, refuse, func(w http.ResponseWriter, r *http.Request) {
-			body, code, err := readAbout(w, r)
+			b, code, err := readBody[B](w, r)
 			if err != nil {
 				dashboard.Refuse(w, code, err)
 				return
 			}
-			follow(w, r, body)
+			follow(w, r, b)
 		})(w, r)
 	}
 }
 
-// readAbout reads the body of a request. If it returns an error, code is the HTTP status of the refusal.
-func readAbout(w http.ResponseWriter, r *http.Request) (body about, code int, err error) {
-	const want = `; wanted: {"replica_id": "..."}`
+// readBody reads the body of a request. If it returns an error, code is the HTTP status of the refusal.
+func readBody[B body](w http.ResponseWriter, r *http.Request) (b B, code int, err error) {
+	want := "; wanted: " + b.want()
 	decoder := json.NewDecoder(http.MaxBytesReader(w, r.Body, mostBody))
 	decoder.DisallowUnknownFields()
-	err = decoder.Decode(&body)
+	err = decoder.Decode(&b)
 	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
-		return body, http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
+		return b, http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
 	}
 	switch {
 	case errors.Is(err, io.EOF):
-		return body, http.StatusBadRequest, errors.New("there is no body" + want)
+		return b, http.StatusBadRequest, errors.New("there is no body" + want)
 	case err != nil:
-		return body, http.StatusBadRequest, fmt.Errorf("the body is not understood: %s%s", strings.TrimPrefix(err.Error(), "json: "), want)
+		return b, http.StatusBadRequest, fmt.Errorf("the body is not understood: %s%s", strings.TrimPrefix(err.Error(), "json: "), want)
 	case decoder.More():
-		return body, http.StatusBadRequest, errors.New("there is more than one value in the body" + want)
+		return b, http.StatusBadRequest, errors.New("there is more than one value in the body" + want)
 	}
-	if err := checkReplicaID(body.ReplicaID); err != nil {
-		return body, http.StatusBadRequest, errors.New(rpc.Message(err))
+	if err := b.check(); err != nil {
+		return b, http.StatusBadRequest, errors.New(rpc.Message(err))
 	}
-	return body, 0, nil
+	return b, 0, nil
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/replica"
 )
 
 // Help is returned by ParseArgs for --help. It is no failure: the caller prints Usage and exits with 0.
@@ -55,10 +56,13 @@ func ParseArgs(args []string) (Config, error) {
 	maxJobs := flags.Int("max_jobs", def.MaxJobs, "how many jobs (TORCHFT_JOB_ID) there may be at once")
 	maxCalls := flags.Int("max_calls_per_job", def.MaxCallsPerJob, "how many streams of members and calls one job may have open at once; a group has one")
 	stateDir := flags.String("state_dir", "", "directory for the last quorum of each job, from which a restarted lighthouse continues; \"\": none (default: ~/.local/state/torchft/lighthouse-HOST-PORT, none with port 0)")
+	cluster := flags.String("cluster", "", "addresses of all lighthouses of a cluster, with commas between them, the same list for each: an odd number, 3 to 7; they serve the jobs as long as more than half of them reach each other")
+	advertise := flags.String("advertise", "", "this lighthouse's address in --cluster (default: the one with a name of this host and the port of --bind)")
+	recovers := flags.Bool("recover", false, "begin the cluster anew with this lighthouse alone, and the log in its state_dir, after most of the others were lost for good; what only they had is lost")
 
 	usage := func() string {
 		return "Serves the quorum of a torchft job.\n\nUsage: torchft_lighthouse --min_replicas N [flags]\n\n" + flags.FlagUsages() +
-			"\nManagers find it through TORCHFT_LIGHTHOUSE=http://host:port. Status: GET / and /status.\n"
+			"\nManagers find it through TORCHFT_LIGHTHOUSE=http://host:port, or the addresses of a cluster with commas between them. Status: GET / and /status.\n"
 	}
 	if err := flags.Parse(args); errors.Is(err, pflag.ErrHelp) {
 		return Config{}, &Help{Usage: usage()}
@@ -78,9 +82,17 @@ func ParseArgs(args []string) (Config, error) {
 	cfg.Security, cfg.AllowRemoteKill = security, *allowRemoteKill
 	cfg.MaxConnections, cfg.MaxJoinsPerSecond = *maxConnections, *maxJoins
 	cfg.ForbidRegression, cfg.MaxJobs, cfg.MaxCallsPerJob, cfg.StateDir = *forbid, *maxJobs, *maxCalls, *stateDir
+	cfg.Advertise, cfg.Recover = *advertise, *recovers
+	if flags.Changed("cluster") {
+		list, err := replica.ParseCluster(*cluster)
+		if err != nil {
+			return Config{}, err
+		}
+		cfg.Cluster = list
+	}
 	if !flags.Changed("state_dir") {
 		cfg.StateDir = defaultStateDir(*bind)
-		cfg.StateOptional = cfg.StateDir != ""
+		cfg.StateOptional = cfg.StateDir != "" && len(cfg.Cluster) == 0
 	}
 	for _, setting := range []struct {
 		name string

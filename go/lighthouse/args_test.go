@@ -37,7 +37,7 @@ func TestHelpIsUsage(t *testing.T) {
 	_, err := lighthouse.ParseArgs([]string{"--help"})
 	var help *lighthouse.Help
 	require.ErrorAs(t, err, &help)
-	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--token_file", "--tls_cert", "--tls_key", "--tls_client_ca", "--tls_ca", "--allow_remote_kill", "--max_connections", "--max_joins_per_second", "--state_dir", "--forbid_regression", "--max_jobs", "--max_calls_per_job"} {
+	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--token_file", "--tls_cert", "--tls_key", "--tls_client_ca", "--tls_ca", "--allow_remote_kill", "--max_connections", "--max_joins_per_second", "--state_dir", "--forbid_regression", "--max_jobs", "--max_calls_per_job", "--cluster", "--advertise", "--recover"} {
 		assert.Contains(t, help.Usage, flag)
 	}
 }
@@ -72,6 +72,13 @@ func TestBadArgsAreNamed(t *testing.T) {
 		{[]string{"--join-timeout=5"}, "(did you mean --join_timeout_ms?); see --help"},
 		{[]string{"--é", "1"}, "unknown flag: --é; see --help"},
 		{[]string{"-m", "1"}, "'m' in -m; see --help"},
+		{[]string{"--min_replicas", "1", "--cluster", "http://localhost:29510"}, `--cluster is "http://localhost:29510": it has 1 addresses, but must have 3, 5 or 7`},
+		{[]string{"--min_replicas", "1", "--cluster", "http://a:1,http://b:1,http://c:1"}, `none of its addresses has the port 29510 and a name of this host`},
+		{[]string{"--min_replicas", "1", "--cluster", "http://a:1,http://b:1,http://c:1", "--advertise", "http://d:1"}, `--advertise is "http://d:1", which is not in --cluster`},
+		{[]string{"--min_replicas", "1", "--cluster", "http://a:1,http://b:1,http://c:1", "--advertise", "http://a:1", "--state_dir="}, `state_dir is "": a lighthouse of a cluster needs a directory`},
+		{[]string{"--min_replicas", "1", "--cluster", "https://a:1,https://b:1,https://c:1", "--advertise", "https://a:1"}, "https://a:1: it must begin with https:// if tls_cert is set, and with http:// otherwise"},
+		{[]string{"--min_replicas", "1", "--advertise", "http://a:1"}, `advertise is "http://a:1": it names this lighthouse among those of cluster, which is not given`},
+		{[]string{"--min_replicas", "1", "--recover"}, "recover is set: it needs cluster"},
 		{[]string{"--min_replicas", "1", "now"}, `"now" is not understood`},
 	} {
 		_, err := lighthouse.ParseArgs(tc.args)

@@ -2,6 +2,7 @@ package lighthouse
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -11,6 +12,7 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/replica"
 )
 
 // Config has the settings of a lighthouse.
@@ -42,12 +44,18 @@ type Config struct {
 	// MaxCallsPerJob bounds the calls and the members' streams that one job may have open at once, so that a faulty job leaves room for
 	// the others. A group has one stream, and two for a moment while it replaces the first.
 	MaxCallsPerJob int
-	// Cluster has the addresses of all lighthouses of the cluster that this one belongs to; empty: it serves alone.
-	Cluster []string
 	// StateDir is the directory in which the last quorum of each job is kept; empty: it is not kept.
 	StateDir string
 	// StateOptional lets the lighthouse start without StateDir, with a warning, if the directory cannot be used.
 	StateOptional bool
+	// Cluster has the addresses of all lighthouses of the cluster, with this one's; empty: this lighthouse is in no cluster. A lighthouse of
+	// a cluster needs StateDir.
+	Cluster []string
+	// Advertise is the address of this lighthouse in Cluster; empty: the one with a name of this host and the port of Bind.
+	Advertise string
+	// Recover makes this lighthouse the only one of its cluster, with the log in StateDir: for a cluster that has lost most of its
+	// lighthouses for good. What only they knew is lost.
+	Recover bool
 	// Security names the files with the job's token and certificates.
 	Security auth.Security
 	// AllowRemoteKill lets every client that can connect end groups, if there is no token. Without AllowRemoteKill, only clients on
@@ -62,7 +70,8 @@ type Config struct {
 	// Network is real TCP if nil.
 	Network rpc.Network
 
-	disk disk // zero: the operating system's
+	disk disk   // zero: the operating system's
+	self string // this lighthouse's address in Cluster
 }
 
 // DefaultConfig returns the defaults of the command. MinReplicas has no default: only the user knows it.
@@ -115,6 +124,9 @@ func (c Config) Validate() error {
 	if c.QuorumTick <= 0 {
 		return fmt.Errorf("quorum_tick_ms is %g: it must be more than 0", float64(c.QuorumTick)/float64(time.Millisecond))
 	}
+	if err := c.validateCluster(); err != nil {
+		return err
+	}
 	if c.MaxConnections < 1 {
 		return fmt.Errorf("max_connections is %d: it must be at least 1", c.MaxConnections)
 	}
@@ -124,7 +136,45 @@ func (c Config) Validate() error {
 	return c.Security.Validate()
 }
 
+// validateCluster returns an error if the settings of a cluster do not fit together.
+func (c Config) validateCluster() error {
+	if len(c.Cluster) > 0 {
+		_, err := c.selfIn()
+		return err
+	}
+	if c.Advertise != "" {
+		return fmt.Errorf("advertise is %q: it names this lighthouse among those of cluster, which is not given", c.Advertise)
+	}
+	if c.Recover {
+		return errors.New("recover is set: it needs cluster, with this lighthouse in it")
+	}
+	return nil
+}
+
+// selfIn returns which lighthouse of Cluster this one is.
+func (c Config) selfIn() (string, error) {
+	if c.StateDir == "" {
+		return "", errors.New(`state_dir is "": a lighthouse of a cluster needs a directory`)
+	}
+	self, err := replica.Self(c.Cluster, c.Advertise, c.Bind, func(host string) bool {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		return rpc.IsThisHost(ctx, host)
+	})
+	if err != nil {
+		return "", err
+	}
+	address, err := rpc.ParseAddress("cluster", self)
+	if err == nil && address.TLS != c.Security.ServesTLS() {
+		err = fmt.Errorf("cluster has the address %s: it must begin with https:// if tls_cert is set, and with http:// otherwise", self)
+	}
+	return self, err
+}
+
 func (c Config) withDefaults() Config {
+	if len(c.Cluster) > 0 {
+		c.self, _ = c.selfIn() // Validate has checked it
+	}
 	if c.Hostname == "" {
 		c.Hostname = ownHostname()
 	}

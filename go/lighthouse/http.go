@@ -15,6 +15,8 @@ import (
 
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/replica"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -39,15 +41,24 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("GET /replica/{id}/kill", s.serveKillForm)
 	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", plainly, s.serveKill))
 	mux.HandleFunc("POST /rendezvous", s.serveRendezvous)
-	mux.HandleFunc("/api/v1/kill", s.ask("kill", s.apiKill))
-	mux.HandleFunc("/api/v1/drain", s.ask("drain", s.apiDrain))
-	return mux
+	mux.HandleFunc("/api/v1/kill", ask(s, "kill", s.apiKill))
+	mux.HandleFunc("/api/v1/drain", ask(s, "drain", s.apiDrain))
+	if s.cluster == nil {
+		return mux
+	}
+	mux.HandleFunc("GET /cluster", s.cluster.serve)
+	mux.HandleFunc("/api/v1/cluster/add", ask(s, "cluster add", s.cluster.change("added", s.cluster.node.Add)))
+	mux.HandleFunc("/api/v1/cluster/remove", ask(s, "cluster remove", s.cluster.change("removed", s.cluster.node.Remove)))
+	return s.cluster.forwardHTTP(mux)
 }
 
 // serveStatus serves the status of the job named in the query, or of the default job.
 func (s *Server) serveStatus(w http.ResponseWriter, r *http.Request) {
 	if j := s.jobFor(w, r); j != nil {
-		s.json(w, j.shown())
+		s.json(w, struct {
+			quorum.Status
+			Cluster *replica.Status `json:"cluster,omitempty"`
+		}{j.shown(), s.cluster.status()})
 	}
 }
 
@@ -62,13 +73,17 @@ func (s *Server) json(w http.ResponseWriter, value any) {
 	_ = encoder.Encode(value) // fails only if the client has disconnected
 }
 
-// serveReady reports whether members are served.
+// serveReady reports whether this lighthouse serves members, or would if it led its cluster.
 func (s *Server) serveReady(w http.ResponseWriter, _ *http.Request) {
 	s.mu.Lock()
 	closed := s.closed
 	s.mu.Unlock()
 	if closed {
 		plainly(w, http.StatusServiceUnavailable, rpc.Message(errShutdown))
+		return
+	}
+	if why := s.cluster.unready(); why != "" {
+		plainly(w, http.StatusServiceUnavailable, why)
 		return
 	}
 	_, _ = fmt.Fprintln(w, "ok")
@@ -95,27 +110,32 @@ func (s *Server) jobFor(w http.ResponseWriter, r *http.Request) *job {
 	name := cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)
 	j := s.find(name)
 	if j == nil {
-		refuse := plainly
-		if strings.HasPrefix(r.URL.Path, "/api/") {
-			refuse = func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
-		}
-		refuse(w, http.StatusNotFound, fmt.Sprintf("job %q is not known to this lighthouse; see /jobs", name))
+		refusalOf(r)(w, http.StatusNotFound, fmt.Sprintf("job %q is not known to this lighthouse; see /jobs", name))
 	}
 	return j
 }
 
 func (s *Server) serveKillForm(w http.ResponseWriter, r *http.Request) {
-	s.render(w, "kill", map[string]any{"ReplicaID": r.PathValue("id"), "Token": s.cfg.Security.HasTokens()})
+	s.render(w, http.StatusOK, "kill", map[string]any{"ReplicaID": r.PathValue("id"), "Token": s.cfg.Security.HasTokens()})
 }
 
-func (s *Server) render(w http.ResponseWriter, page string, data any) {
+func (s *Server) render(w http.ResponseWriter, code int, page string, data any) {
 	h := w.Header()
 	h.Set("Content-Type", "text/html; charset=utf-8")
 	h.Set("Cache-Control", "no-store")
 	h.Set("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'")
+	w.WriteHeader(code)
 	if err := pages.ExecuteTemplate(w, page, data); err != nil {
 		s.log.Warn("torchft: the status page was not sent", "error", err)
 	}
+}
+
+// refusalOf returns how an error is answered: in JSON for the API.
+func refusalOf(r *http.Request) func(w http.ResponseWriter, code int, why string) {
+	if strings.HasPrefix(r.URL.Path, "/api/") {
+		return func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
+	}
+	return plainly
 }
 
 // plainly answers with an error in plain text.

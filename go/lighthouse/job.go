@@ -50,7 +50,9 @@ type job struct {
 	heals   map[string]heal // by replica_id, as reported
 	refused map[string]bool // members whose refusal is logged and in the history
 	blamed  int64           // id of the last quorum with a failure whose cost was reported
-	closed  bool
+	ended   error           // why the job has been closed, nil while it is open
+	term    int64           // of the cluster's leader, 0 without a cluster
+	agreed  *agreed         // its state in the log of the cluster, nil without one
 
 	rendezvous *rendezvous.Machine // of torchrun's agents
 	nodes      rpc.Waiters[rendezvous.WaiterID, placed]
@@ -79,11 +81,17 @@ func newJob(s *Server, name string) *job {
 	j.rendezvous = rendezvous.NewMachine(s.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
 	j.bell = rpc.AfterFunc(j.log, "rendezvous", j.ring)
 	j.news.timer = rpc.AfterFunc(j.log, "news", j.sendLater)
-	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now(), 0)
+	if s.cluster != nil {
+		j.term = int64(s.cluster.term.Load())
+	}
+	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now(), j.term)
 	j.board = dashboard.NewFeed(name, j.shown)
 	j.site = http.NewServeMux()
 	j.board.Register(j.site)
-	if s.cfg.StateDir != "" {
+	switch {
+	case s.cluster != nil:
+		j.agree(s.cluster)
+	case s.cfg.StateDir != "":
 		j.keep()
 	}
 	rpc.Go(&s.tasks, j.log, "dashboard", func() { j.board.Run(j.stop) }) // last: it reads the keeper, too
@@ -94,7 +102,10 @@ func newJob(s *Server, name string) *job {
 func (j *job) close(reason error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.closed = true
+	if j.ended != nil {
+		return
+	}
+	j.ended = reason
 	close(j.stop)
 	j.wake.Stop()
 	j.bell.Stop()
@@ -142,8 +153,8 @@ func (j *job) quorum(ctx context.Context, asked quorum.Asked) (*delivery, error)
 func (j *job) ask(asked quorum.Asked) (quorum.WaiterID, <-chan answer, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if j.closed {
-		return 0, nil, errShutdown
+	if j.ended != nil {
+		return 0, nil, j.ended
 	}
 	id, answered := j.waiters.Add()
 	asked.Waiter = id
@@ -155,18 +166,21 @@ func (j *job) withdraw(id quorum.WaiterID) (reason string, err error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.waiters.Drop(id)
-	if j.closed {
-		return "", errShutdown
+	if j.ended != nil {
+		return "", j.ended
 	}
 	reason = j.reason(time.Now()) // before the request is withdrawn, so that the reason counts it
 	return reason, j.step(quorum.Withdrawn{Waiter: id})
 }
 
 func (j *job) feed(event quorum.Event) error {
+	if err := j.server.confirm(); err != nil {
+		return err
+	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if j.closed {
-		return errShutdown
+	if j.ended != nil {
+		return j.ended
 	}
 	return j.step(event)
 }
@@ -177,7 +191,7 @@ func (j *job) safely(use func()) (err error) {
 	sound := false
 	defer func() {
 		if !sound {
-			j.machine = quorum.NewMachine(j.cfg.policy(), time.Now(), 0)
+			j.machine = quorum.NewMachine(j.cfg.policy(), time.Now(), j.term)
 			j.inUse, j.waitLog = quorum.InUse{}, waitLog{}
 			j.waiters.AnswerAll(answer{err: err})
 			j.streams.renew() // the new machine does not know their greetings
@@ -236,29 +250,29 @@ func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
 	j.announce(actions, now) // failures are sent before the quorum without the failed members
 	for _, action := range actions {
+		if a, ok := action.(quorum.Keep); ok { // before the quorum is delivered
+			if a.Past.ID == 0 {
+				j.log.Info("torchft: the training is complete, as all of its groups reported; the next quorum begins a new one")
+			}
+			j.kept.Highest, j.kept.Past = a.Highest, a.Past
+			j.keepState()
+		}
+	}
+	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			j.waitLog.served()
 			j.board.Round(a.Quorum.ID, maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
-			d := newDelivery(a.Quorum, a.Before)
-			for _, id := range a.Waiters {
-				j.waiters.Answer(id, answer{delivered: d})
-			}
+			j.deliver(a.Waiters, newDelivery(a.Quorum, a.Before))
 		case quorum.Redeliver:
 			j.log.Info("torchft: a quorum is redelivered, because its answer was lost", "quorum_id", a.Quorum.ID)
-			j.waiters.Answer(a.Waiter, answer{delivered: newDelivery(a.Quorum, nil)})
+			j.deliver([]quorum.WaiterID{a.Waiter}, newDelivery(a.Quorum, nil))
 		case quorum.Refuse:
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
 		case quorum.Welcome:
 			j.greeting.welcome(a)
 		case quorum.RefuseStream:
 			j.greeting.refused = status.Error(codes.Unavailable, a.Reason) // the member asks the other lighthouses
-		case quorum.Keep:
-			if a.Past.ID == 0 {
-				j.log.Info("torchft: the training is complete, as all of its groups reported; the next quorum begins a new one")
-			}
-			j.kept.Highest, j.kept.Past = a.Highest+stateAhead, a.Past
-			j.keeper.keep(j.kept)
 		case quorum.Recall:
 			j.streams.recall(a.ReplicaID, a.QuorumID)
 		case quorum.Doubted:
@@ -287,6 +301,32 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Waiting:
 			j.waitLog.waits(a.Reason, now)
 		}
+	}
+}
+
+// keepState keeps the state of the job on disk, or in the log of the cluster.
+func (j *job) keepState() {
+	j.agreed.keep(j.kept)
+	file := j.kept
+	if file.Highest > 0 {
+		file.Highest += stateAhead
+	}
+	j.keeper.keep(file)
+}
+
+// deliver sends a quorum to its members, in a cluster once the log has it. The caller holds mu.
+func (j *job) deliver(to []quorum.WaiterID, d *delivery) {
+	send := func() {
+		for _, id := range to {
+			j.waiters.Answer(id, answer{delivered: d})
+		}
+	}
+	if !j.agreed.once(func() {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		send()
+	}) {
+		send()
 	}
 }
 

@@ -45,6 +45,9 @@ func (s *Server) enter(name string) (*job, error) {
 	if s.closed {
 		return nil, errShutdown
 	}
+	if s.cluster != nil && s.cluster.term.Load() == 0 {
+		return nil, s.cluster.notLeading()
+	}
 	j := s.jobs[name]
 	if j == nil {
 		if len(s.jobs) >= s.cfg.MaxJobs {

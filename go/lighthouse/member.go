@@ -96,6 +96,9 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 	if err := m.server.refuseList(greeting.GetLighthouses()); err != nil {
 		return err
 	}
+	if err := m.server.cluster.check(wire.Context()); err != nil {
+		return err
+	}
 	job, err := m.server.use(wire.Context())
 	if err != nil {
 		return err
@@ -119,6 +122,9 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 			return err
 		}
 		message, err := wire.Recv()
+		if err == nil {
+			err = m.server.cluster.check(wire.Context())
+		}
 		if err != nil {
 			return err
 		}
@@ -163,8 +169,8 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	job := s.job
 	job.mu.Lock()
 	defer job.mu.Unlock()
-	if job.closed {
-		return errShutdown
+	if job.ended != nil {
+		return job.ended
 	}
 	job.greeting = s
 	err := job.step(quorum.Greeted{ReplicaID: s.replicaID, Term: greeting.GetTerm(), KnownQuorumID: greeting.GetKnownQuorumId()})
@@ -205,7 +211,7 @@ func (s *stream) end() {
 	if s.expiry != nil {
 		s.expiry.Stop()
 	}
-	if job.streams.remove(s) && !job.closed {
+	if job.streams.remove(s) && job.ended == nil {
 		delete(job.heals, s.replicaID)
 		_ = job.step(quorum.Disconnected{ReplicaID: s.replicaID}) // step has logged an error
 	}
@@ -278,8 +284,8 @@ func (s *stream) feed(event quorum.Event) error {
 	s.job.mu.Lock()
 	defer s.job.mu.Unlock()
 	switch {
-	case s.job.closed:
-		return errShutdown
+	case s.job.ended != nil:
+		return s.job.ended
 	case s.stale:
 		return nil
 	}
@@ -309,8 +315,8 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 	job := s.job
 	job.mu.Lock()
 	defer job.mu.Unlock()
-	if job.closed {
-		s.post(outgoing{number: ask.GetNumber(), answer: answer{err: errShutdown}})
+	if job.ended != nil {
+		s.post(outgoing{number: ask.GetNumber(), answer: answer{err: job.ended}})
 		return nil
 	}
 	if s.stale {
@@ -359,7 +365,7 @@ func endSpan(span *tracing.Span, a answer) {
 func (s *stream) expire() {
 	s.job.mu.Lock()
 	defer s.job.mu.Unlock()
-	if s.waiter == 0 || time.Now().Before(s.deadline) || s.job.closed {
+	if s.waiter == 0 || time.Now().Before(s.deadline) || s.job.ended != nil {
 		return
 	}
 	reason := s.job.reason(time.Now()) // before forget: the reason counts this request, too
@@ -376,7 +382,7 @@ func (s *stream) forget() {
 	s.waiter = 0
 	s.span.End(errWithdrawn)
 	s.job.waiters.Drop(waiter)
-	if !s.job.closed {
+	if s.job.ended == nil {
 		_ = s.job.step(quorum.Withdrawn{Waiter: waiter}) // step has logged an error
 	}
 }

@@ -70,7 +70,7 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 func (j *job) sendLater() {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if !j.closed && j.news.pending() > 0 {
+	if j.ended == nil && j.news.pending() > 0 {
 		j.sendNews(time.Now())
 	}
 }

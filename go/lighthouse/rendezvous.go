@@ -110,9 +110,9 @@ func readRendezvous(w http.ResponseWriter, r *http.Request) (request rendezvous.
 // connection.
 func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) placed {
 	j.mu.Lock()
-	if j.closed {
-		j.mu.Unlock()
-		return placed{err: errShutdown}
+	if j.ended != nil {
+		defer j.mu.Unlock()
+		return placed{err: j.ended}
 	}
 	id, answered := j.nodes.Add()
 	j.place(rendezvous.Attended{Waiter: id, Request: request})
@@ -123,7 +123,7 @@ func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) pla
 	case <-ctx.Done():
 	}
 	j.mu.Lock()
-	if !j.closed {
+	if j.ended == nil {
 		j.place(rendezvous.Ended{Waiter: id, Broke: alive.Err() != nil})
 	}
 	j.nodes.Drop(id)
@@ -147,10 +147,24 @@ func (j *job) place(event rendezvous.Event) {
 		}
 	}()
 	defer rpc.Recovered(j.log, "the rendezvous", &err)
-	for _, action := range j.rendezvous.Step(event, time.Now()) {
+	actions := j.rendezvous.Step(event, time.Now())
+	for _, action := range actions {
+		if a, ok := action.(rendezvous.Keep); ok { // before the nodes are told
+			j.kept.Rendezvous = a.State
+			j.keepState()
+		}
+	}
+	for _, action := range actions {
 		switch a := action.(type) {
 		case rendezvous.Answer:
-			j.nodes.Answer(a.Waiter, placed{View: a.View, Reason: a.Reason})
+			tell := func() { j.nodes.Answer(a.Waiter, placed{View: a.View, Reason: a.Reason}) }
+			if !j.agreed.once(func() {
+				j.mu.Lock()
+				defer j.mu.Unlock()
+				tell()
+			}) {
+				tell()
+			}
 		case rendezvous.Refuse:
 			code := codes.InvalidArgument
 			if a.Conflict {
@@ -159,9 +173,6 @@ func (j *job) place(event rendezvous.Event) {
 			j.nodes.Answer(a.Waiter, placed{err: status.Error(code, a.Reason)})
 		case rendezvous.Released:
 			j.log.Info("torchft: a round of the rendezvous", "group", a.Group, "round", a.Round, "nodes", len(a.Nodes), "store", a.Store)
-		case rendezvous.Keep:
-			j.kept.Rendezvous = a.State
-			j.keeper.keep(j.kept)
 		case rendezvous.Wake:
 			j.bell.Reset(time.Until(a.At))
 		}
@@ -173,7 +184,7 @@ func (j *job) place(event rendezvous.Event) {
 func (j *job) ring() {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if !j.closed {
+	if j.ended == nil {
 		j.place(rendezvous.Woken{})
 	}
 }

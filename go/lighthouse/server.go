@@ -7,12 +7,14 @@ import (
 	"sync"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/replica"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -25,6 +27,8 @@ type Server struct {
 	rpc     *rpc.Server
 	stop    chan struct{}
 	tasks   sync.WaitGroup
+
+	cluster *cluster // nil without one
 
 	sweeper sweeper
 	lock    *os.File      // of the directory for states, nil without one
@@ -67,13 +71,30 @@ func New(cfg Config) (*Server, error) {
 		lists:   make(chan struct{}, mostLists),
 		jobs:    map[string]*job{},
 	}
-	s.jobs[rpc.DefaultJob] = newJob(s, rpc.DefaultJob)
-	// The state of the job on disk is read first, but a hanging disk delays the start by at most diskTime.
-	s.jobs[rpc.DefaultJob].keeper.await(context.Background())
-	g := rpc.NewGRPC(gate, s.log)
+	var options []grpc.ServerOption
+	if len(cfg.Cluster) > 0 {
+		s.address = cfg.self
+		if s.cluster, err = s.joinCluster(); err != nil {
+			_ = lis.Close()
+			_ = lock.Close()
+			return nil, err
+		}
+		options = append(options, grpc.ChainUnaryInterceptor(s.cluster.forwardUnary))
+	} else {
+		s.jobs[rpc.DefaultJob] = newJob(s, rpc.DefaultJob)
+		// The state of the job on disk is read first, but a hanging disk delays the start by at most diskTime.
+		s.jobs[rpc.DefaultJob].keeper.await(context.Background())
+	}
+	g := rpc.NewGRPC(gate, s.log, options...)
 	g.RegisterService(serviceDesc(), service{server: s})
 	torchftpb.RegisterMemberServiceServer(g, memberService{server: s})
+	if s.cluster != nil {
+		replica.Register(g, s.cluster.node)
+	}
 	s.rpc = rpc.Serve(lis, gate, g, s.handler(), s.log)
+	if s.cluster != nil {
+		rpc.Go(&s.tasks, s.log, "leader of the cluster", s.cluster.follow)
+	}
 	rpc.Go(&s.tasks, s.log, "quorum tick", s.tick)
 	return s, nil
 }
@@ -98,6 +119,9 @@ func (s *Server) Shutdown() {
 			j.close(errShutdown)
 		}
 	}
+	if first && s.cluster != nil {
+		s.cluster.close() // hands over to another lighthouse
+	}
 	s.rpc.Stop()
 	s.tasks.Wait()
 	if first && s.lock != nil {
@@ -116,6 +140,9 @@ func (s *Server) tick() {
 		case <-s.stop:
 			return
 		case now := <-ticker.C:
+			if s.confirm() != nil {
+				continue
+			}
 			for _, j := range s.allJobs() {
 				j.tick(now)
 			}

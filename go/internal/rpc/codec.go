@@ -19,7 +19,7 @@ type Numbered struct {
 	Message Encoded
 }
 
-// codec is gRPC's protobuf codec that also sends Encoded and Numbered unchanged.
+// codec is gRPC's protobuf codec that also sends Encoded and Numbered unchanged, and receives Encoded.
 type codec struct{ encoding.CodecV2 }
 
 func newCodec() encoding.CodecV2 { return codec{encoding.GetCodecV2(proto.Name)} }
@@ -28,6 +28,10 @@ func newCodec() encoding.CodecV2 { return codec{encoding.GetCodecV2(proto.Name)}
 // the request.
 func (c codec) Unmarshal(data mem.BufferSlice, v any) (err error) {
 	defer Recovered(slog.Default(), "decoding", &err)
+	if encoded, ok := v.(*Encoded); ok {
+		*encoded = data.Materialize()
+		return nil
+	}
 	return c.CodecV2.Unmarshal(data, v)
 }
 

@@ -61,7 +61,7 @@ func PreferLoopback(network Network) Network {
 type loopbackFirst struct{ Network }
 
 func (l loopbackFirst) Dial(ctx context.Context, address string) (net.Conn, error) {
-	if host, port, err := net.SplitHostPort(address); err == nil && isThisHost(ctx, host) {
+	if host, port, err := net.SplitHostPort(address); err == nil && IsThisHost(ctx, host) {
 		if conn, err := l.Network.Dial(ctx, net.JoinHostPort("127.0.0.1", port)); err == nil {
 			return conn, nil
 		} // otherwise the server may listen on that address only
@@ -69,8 +69,8 @@ func (l loopbackFirst) Dial(ctx context.Context, address string) (net.Conn, erro
 	return l.Network.Dial(ctx, address)
 }
 
-// isThisHost reports whether a name stands for addresses of this machine only.
-func isThisHost(ctx context.Context, host string) bool {
+// IsThisHost reports whether a name stands for addresses of this machine only.
+func IsThisHost(ctx context.Context, host string) bool {
 	found, err := net.DefaultResolver.LookupIPAddr(ctx, host)
 	own, ownErr := net.InterfaceAddrs()
 	if err != nil || ownErr != nil || len(found) == 0 {

@@ -105,12 +105,12 @@ func TestAResultArrivesAsItIs(t *testing.T) {
 }
 
 func TestTheLeaderIsADetailOfTheError(t *testing.T) {
-	err := wire.NotLeader("http://b:29510")
+	err := wire.NotLeader("http://b:29510", "http://b:29510 leads")
 	assert.Equal(t, codes.Unavailable, status.Code(err))
-	assert.ErrorContains(t, err, "this lighthouse does not lead its cluster: http://b:29510 does")
+	assert.ErrorContains(t, err, "http://b:29510 leads")
 	assert.Equal(t, "http://b:29510", wire.LeaderOf(err))
 	assert.Equal(t, "http://b:29510", wire.LeaderOf(fmt.Errorf("wrapped: %w", err)))
-	assert.Empty(t, wire.LeaderOf(wire.NotLeader("")))
+	assert.Empty(t, wire.LeaderOf(wire.NotLeader("", "none leads")))
 	assert.Empty(t, wire.LeaderOf(status.Error(codes.Unavailable, "another error")))
 	assert.Empty(t, wire.LeaderOf(nil))
 }

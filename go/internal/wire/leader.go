@@ -9,12 +9,8 @@ import (
 
 // NotLeader returns the error with which a lighthouse of a cluster that does not lead answers a member's stream. leader is the address
 // of the lighthouse that leads, empty if none is known.
-func NotLeader(leader string) error {
-	text := "this lighthouse does not lead its cluster, and knows no leader at present"
-	if leader != "" {
-		text = "this lighthouse does not lead its cluster: " + leader + " does"
-	}
-	s := status.New(codes.Unavailable, text)
+func NotLeader(leader, why string) error {
+	s := status.New(codes.Unavailable, why)
 	if detailed, err := s.WithDetails(&torchftpb.NotLeader{Leader: leader}); err == nil { // it fails only for an address that is no UTF-8
 		s = detailed
 	}

@@ -85,7 +85,7 @@ func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
 	c.log = append(c.log, fmt.Sprintf("%s of %d", s.host, first.GetGreeting().GetLighthouses()))
 	c.mu.Unlock()
 	if !leads {
-		return wire.NotLeader(leader)
+		return wire.NotLeader(leader, "this lighthouse does not lead")
 	}
 	if err := stream.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{
 		AliveIntervalUs: 333_333, HeartbeatTimeoutUs: 5_000_000, Term: term,
@@ -102,7 +102,7 @@ func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
 		resigned, leader := c.resign && c.leader != s.host, c.leader
 		c.mu.Unlock()
 		if resigned {
-			return wire.NotLeader("http://" + leader + ":1")
+			return wire.NotLeader("http://"+leader+":1", "this lighthouse does not lead")
 		}
 		var answers []*torchftpb.LighthouseMessage
 		switch m := message.GetMessage().(type) {
@@ -370,7 +370,7 @@ func TestWithoutALeaderTheErrorNamesAllLighthouses(t *testing.T) {
 		c.visits()
 		_, err := m.Quorum(t.Context(), quorum.Member{ReplicaID: "m"}, 0)
 		assert.Equal(t, codes.Unavailable, status.Code(err))
-		assert.ErrorContains(t, err, "attend call to lighthouse at http://a:1 failed: this lighthouse does not lead its cluster, and knows no leader at present")
+		assert.ErrorContains(t, err, "attend call to lighthouse at http://a:1 failed: this lighthouse does not lead")
 		assert.ErrorContains(t, err, "attend call to lighthouse at http://b:1 failed: connection error")
 		assert.ErrorContains(t, err, "attend call to lighthouse at http://c:1 failed: this lighthouse does not lead")
 	})

@@ -1,0 +1,73 @@
+package lighthouse
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+
+	"github.com/torchft/torchft/go/dashboard"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/replica"
+)
+
+// one is the body of a request about a lighthouse of the cluster.
+type one struct {
+	Address string `json:"address"`
+}
+
+func (o one) check() error {
+	_, err := rpc.ParseAddress("address", o.Address)
+	return err
+}
+
+func (one) want() string { return `{"address": "http://host:port"}` }
+
+// changed is the answer to such a request.
+type changed struct {
+	Address string `json:"address"`
+	Done    string `json:"done"`
+}
+
+// change returns what a route that adds or removes a lighthouse does.
+func (c *cluster) change(what string, do func(ctx context.Context, address string) error) func(http.ResponseWriter, *http.Request, one) {
+	return func(w http.ResponseWriter, r *http.Request, body one) {
+		if err := do(r.Context(), body.Address); err != nil {
+			dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("lighthouse %s was not %s: %w", body.Address, what, err))
+			return
+		}
+		c.server.log.Warn("torchft: the cluster was changed on request", "lighthouse", body.Address, "done", what, "from", r.RemoteAddr)
+		dashboard.Answer(w, changed{body.Address, what})
+	}
+}
+
+// serve serves what this lighthouse knows of its cluster.
+func (c *cluster) serve(w http.ResponseWriter, _ *http.Request) { c.server.json(w, c.node.Status()) }
+
+// status returns what this lighthouse knows of its cluster, nil if it is in none.
+func (c *cluster) status() *replica.Status {
+	if c == nil {
+		return nil
+	}
+	status := c.node.Status()
+	return &status
+}
+
+// unready returns why this lighthouse takes no part in its cluster; empty if it does.
+func (c *cluster) unready() string {
+	if c == nil || c.node.Status().Trouble == "" {
+		return ""
+	}
+	return "this lighthouse takes no part in its cluster: " + c.node.Status().Trouble
+}
+
+// serveLeaderless answers a request while no lighthouse of the cluster leads.
+func (c *cluster) serveLeaderless(w http.ResponseWriter, r *http.Request) {
+	why := rpc.Message(c.notLeading())
+	w.Header().Set("Retry-After", "1")
+	if r.URL.Path != "/" {
+		refusalOf(r)(w, http.StatusServiceUnavailable, why)
+		return
+	}
+	w.Header().Set("Refresh", "1")
+	c.server.render(w, http.StatusServiceUnavailable, "leaderless", map[string]any{"Why": why, "Cluster": c.node.Status()})
+}

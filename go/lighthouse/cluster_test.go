@@ -1,0 +1,193 @@
+package lighthouse_test
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership/lighthouses"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/replica"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+func addressOf(host string) string { return "http://" + host + ":29510" }
+
+// followers returns the lighthouses that do not lead.
+func followers(l *fttest.Agreeing) (hosts []string) {
+	leader := l.Leader()
+	for _, host := range l.Running() {
+		if host != leader {
+			hosts = append(hosts, host)
+		}
+	}
+	return hosts
+}
+
+// dialAt returns a client as upstream's, which only makes calls, and knows one lighthouse.
+func dialAt(t *testing.T, l *fttest.Agreeing, host, at string) *lighthouses.Client {
+	t.Helper()
+	client, err := lighthouses.Dial(t.Context(), addressOf(at), 5*time.Second, lighthouses.WithNetwork(l.Net.Host(host)))
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = client.Close() })
+	return client
+}
+
+func TestCallsAreForwardedToTheLeader(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 2)
+		at := followers(l)
+		a, b := dialAt(t, l, "a", at[0]), dialAt(t, l, "b", at[1])
+		require.NoError(t, a.Heartbeat(t.Context(), "a"))
+		waiting := ask(a, quorum.Member{ReplicaID: "a", Step: 3}, time.Minute)
+		time.Sleep(time.Second)
+
+		// The leader fails while a waits: the call is made again at the next one.
+		l.Kill(l.Leader())
+		time.Sleep(3 * time.Second)
+		got := <-ask(b, quorum.Member{ReplicaID: "b", Step: 3}, time.Minute)
+		require.NoError(t, got.Err)
+		first := <-waiting
+		require.NoError(t, first.Err)
+		assert.Equal(t, got.Value.ID, first.Value.ID)
+		assert.Len(t, first.Value.Members, 2)
+
+		// Without a majority there is no answer, and the error says why.
+		l.Kill(at[1])
+		time.Sleep(time.Second)
+		last := <-ask(a, quorum.Member{ReplicaID: "a", Step: 4}, 5*time.Second)
+		assert.Equal(t, codes.Unavailable, status.Code(last.Err))
+		assert.ErrorContains(t, last.Err, "no lighthouse of the cluster leads")
+	})
+}
+
+func TestAStreamIsRefusedWithTheAddressOfTheLeader(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 1)
+		w := openAt(t, &l.Cluster, "a", addressOf(followers(l)[0]))
+		w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a", Lighthouses: 3}}})
+		_, err := w.stream.Recv()
+		assert.Equal(t, codes.Unavailable, status.Code(err))
+		assert.Equal(t, addressOf(l.Leader()), wire.LeaderOf(err))
+	})
+}
+
+func TestPagesAreForwardedToTheLeader(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 1)
+		at := followers(l)
+		require.NoError(t, (<-ask(dialAt(t, l, "a", l.Leader()), quorum.Member{ReplicaID: "a", Step: 4}, time.Minute)).Err)
+		time.Sleep(3 * time.Second) // until each has asked the others again
+		client := browser(t, &l.Cluster, "far")
+		fetch := func(method, host, path, body string) (int, string) {
+			req, err := http.NewRequestWithContext(t.Context(), method, addressOf(host)+path, strings.NewReader(body))
+			require.NoError(t, err)
+			resp, err := client.Do(req)
+			require.NoError(t, err)
+			return read(t, resp)
+		}
+		for _, host := range fttest.AgreeingHosts {
+			code, page := fetch("GET", host, "/", "")
+			assert.Equal(t, http.StatusOK, code)
+			assert.Contains(t, page, "Replica groups")
+			code, body := fetch("GET", host, "/status", "")
+			assert.Equal(t, http.StatusOK, code)
+			var shown struct {
+				quorum.Status
+				Cluster replica.Status
+			}
+			require.NoError(t, json.Unmarshal([]byte(body), &shown))
+			assert.Equal(t, []string{"a"}, shown.Quorum)
+			assert.Equal(t, addressOf(l.Leader()), shown.Cluster.Leader)
+			assert.Len(t, shown.Cluster.Members, 3)
+
+			// Each answers for itself.
+			code, body = fetch("GET", host, "/cluster", "")
+			assert.Equal(t, http.StatusOK, code)
+			var own replica.Status
+			require.NoError(t, json.Unmarshal([]byte(body), &own))
+			assert.Equal(t, addressOf(host), own.Self)
+			code, body = fetch("GET", host, "/readyz", "")
+			assert.Equal(t, http.StatusOK, code, body)
+
+			// From another host, and without a token, nothing is ended or changed, on whatever way.
+			for _, path := range []string{"/replica/a/kill", "/api/v1/kill", "/api/v1/cluster/remove"} {
+				code, body = fetch("POST", host, path, `{}`)
+				assert.Equal(t, http.StatusForbidden, code, body)
+			}
+		}
+		for _, host := range at {
+			l.Kill(host)
+		}
+		time.Sleep(2 * time.Second)
+		left := l.Running()[0]
+		code, page := fetch("GET", left, "/", "")
+		assert.Equal(t, http.StatusServiceUnavailable, code)
+		assert.Contains(t, page, "No lighthouse leads")
+		code, body := fetch("GET", left, "/api/v1/state", "")
+		assert.Equal(t, http.StatusServiceUnavailable, code)
+		assert.Contains(t, body, `"error"`)
+		code, _ = fetch("GET", left, "/healthz", "")
+		assert.Equal(t, http.StatusOK, code)
+	})
+}
+
+// A lighthouse is replaced by one on another host, without a pause.
+func TestALighthouseIsReplaced(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 1)
+		gone := followers(l)[0]
+		l.Kill(gone)
+		l.StartAs("four", strings.ReplaceAll(fttest.AgreeingAddrs, addressOf(gone), addressOf("four")))
+		onHost := func(path, address string) (int, string) {
+			client := browser(t, &l.Cluster, l.Leader()) // on the leader's own host it needs no token
+			resp, err := client.Post(addressOf(l.Leader())+path, "application/json", strings.NewReader(`{"address": "`+address+`"}`))
+			require.NoError(t, err)
+			return read(t, resp)
+		}
+		code, body := onHost("/api/v1/cluster/add", addressOf("four"))
+		require.Equal(t, http.StatusOK, code, body)
+		code, body = onHost("/api/v1/cluster/remove", addressOf(gone))
+		require.Equal(t, http.StatusOK, code, body)
+		code, body = onHost("/api/v1/cluster/add", addressOf("nobody"))
+		assert.Equal(t, http.StatusConflict, code)
+		assert.Contains(t, body, addressOf("nobody"))
+		time.Sleep(time.Second)
+		l.Kill(l.Leader())
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		defer cancel()
+		assert.NotEmpty(t, l.Leader())
+		_, err := dialAt(t, l, "a", "four").Quorum(ctx, quorum.Member{ReplicaID: "a"}, 0)
+		assert.NoError(t, err)
+	})
+}
+
+// What a stranger sends to the service of the cluster changes nothing.
+func TestStrangersOnTheLinksOfACluster(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 1)
+		leader := l.Leader()
+		conn, err := rpc.Dial(t.Context(), l.Net.Host("stranger"), "lighthouse", addressOf(leader), time.Second)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, conn.Close()) }()
+		link, err := torchftpb.NewClusterServiceClient(conn).Link(t.Context())
+		require.NoError(t, err)
+		_ = link.Send(&torchftpb.Frame{Data: []byte(strings.Repeat("garbage", 1000))})
+		_, err = link.Recv()
+		assert.Error(t, err)
+		time.Sleep(time.Second)
+		assert.Equal(t, leader, l.Leader())
+	})
+}

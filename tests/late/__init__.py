@@ -26,6 +26,11 @@ When work runs:
     late.contexts()                         the devices of which this process has a context, and the stack that made it
     late.fill(index, True)                  that device has no memory left but for what the allocator keeps, until
                                             fill(index, False)
+    late.room_for_communicators(index, n, ms)
+                                            that device has memory for n more communicators; -1: for any number. The
+                                            abort of one takes this time, and frees its memory
+    late.algorithms()                       the algorithms, "tree" or "ring", for which a launch has connected a
+                                            communicator since the last call, and the stack that launched
     late.stats()                            counters; operators that ran synchronously, as their shapes depend on data
 
 Streams and events are `torch.Stream("late")` and `torch.Event`, or those of `torch.accelerator`; `torch.late`

@@ -88,6 +88,7 @@ def _module() -> types.ModuleType:
     m.manual_seed_all = _manual_seed_all
     m.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     m.empty_cache = lambda: None
+    m.mem_get_info = lambda device=None: (C.free_memory(_index(device)), C.free_memory(_index(device)))
     m.get_device_properties = lambda device=None: types.SimpleNamespace(name="late", uuid=f"late-{_index(device)}")
     return m
 
@@ -99,7 +100,7 @@ torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 # Controls for tests; the package's docstring describes them.
 
-delays, lazy, poison, stats, host_timeout_ms, cpu_view, contexts, fill = (
+delays, lazy, poison, stats, host_timeout_ms, cpu_view, contexts, fill, room_for_communicators, algorithms = (
     C.delays,
     C.lazy,
     C.poison,
@@ -108,6 +109,8 @@ delays, lazy, poison, stats, host_timeout_ms, cpu_view, contexts, fill = (
     C.cpu_view,
     C.contexts,
     C.fill,
+    C.room_for_communicators,
+    C.algorithms,
 )
 
 
@@ -169,8 +172,10 @@ def reset() -> None:
     if C.initialized():
         for index in range(C.device_count()):
             fill(index, False)
+            room_for_communicators(index, -1, 0)
         C.drain()
         C.forget_contexts()
+        algorithms()
 
 
 @atexit.register

@@ -25,7 +25,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from events import Commands, emit  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed import HashStore, TCPStore  # noqa: E402
+from torch.distributed import FileStore, HashStore, TCPStore  # noqa: E402
 
 from tests.late import load  # noqa: E402
 from torchft import DistributedDataParallel, Manager, Optimizer  # noqa: E402
@@ -42,6 +42,7 @@ parser.add_argument("--timeout_s", type=float, default=10.0)
 parser.add_argument("--device", type=int, default=0, help="index of the device")
 parser.add_argument("--heal_along", action="store_true")
 parser.add_argument("--world", action="store_true", help="also make a world with NCCL's rules, as HSDP does")
+parser.add_argument("--store", help="file in which the native groups of the job meet")
 parser.add_argument("--stalls", type=int, default=0, help="number of groups in whose second step it stalls")
 parser.add_argument("--fails", type=int, default=0, help="number of groups in whose second step it fails")
 args = parser.parse_args()
@@ -130,7 +131,7 @@ def make_pg(kind: str) -> Any:
     from tests.late import group, isolated
 
     if kind == "native":
-        return group.native_group(HashStore())
+        return group.native_group(FileStore(args.store))
     if kind == "isolated":
         return isolated.ProcessGroupBabyLate(timeout=TIMEOUT)
     return group.ProcessGroupLate(timeout=TIMEOUT, implementation="nccl2" if kind == "late2" else "legacy")

@@ -4,6 +4,7 @@ step have the same weights.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def committed(child: Child, participants: int, after: int = 0) -> list[int]:
 
 def run_with_a_kill(*args: str, survivor_args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> list[Child]:
     """Returns the two groups that end the job."""
-    with Job() as job:
+    with Job() as job, tempfile.TemporaryDirectory() as folder:
+        args = (*args, f"--store={folder}/store")
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
         survivor, victim, spare = (
             start(job, 0, 0, *args, *survivor_args, env=env),

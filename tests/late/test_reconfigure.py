@@ -25,7 +25,8 @@ LATE = torch.device("late")
 
 
 def ranks(count: int) -> list[dist.ProcessGroup]:
-    return [native_group(dist.HashStore()) for _ in range(count)]
+    store = dist.HashStore()
+    return [native_group(store) for _ in range(count)]
 
 
 def reconfigure(groups: list[dist.ProcessGroup], uuid: int) -> None:

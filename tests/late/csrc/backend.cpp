@@ -3,6 +3,7 @@
 #include "late.h"
 
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -22,6 +23,7 @@ using Future = c10::ivalue::Future;
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr auto kLook = milliseconds(100);     // how often the watchdog looks
+constexpr size_t kTreeBytes = 64 << 10;         // allreduces of up to this size take NCCL's tree, larger ones its ring
 constexpr auto kPoll = milliseconds(1);       // of a host that waits with a timeout
 
 enum class Handling { None = 0, TearDown = 1, CleanUpOnly = 2, SkipCleanUp = 3 };
@@ -143,6 +145,7 @@ class LateBackend final : public c10d::Backend {
     stop_watchdog();
     communicator_.reset();
     watched_.clear();
+    if (memory_) std::this_thread::sleep_for(abort_time());
   }
 
   const std::string getBackendName() const override { return settings_.reconfigurable ? "late2" : "late"; }
@@ -365,6 +368,10 @@ class LateBackend final : public c10d::Backend {
     for (auto* list : {&ins, &outs})
       for (auto& t : *list) TORCH_CHECK(t.device() == device, "late: tensors of one operation on ", device, " and ", t.device());
     auto communicator = ready(device);
+    if (kind == OpType::ALLREDUCE && getSize() > 1 && outs[0].numel() > 0) {
+      const char* algorithm = outs[0].nbytes() <= kTreeBytes ? "tree" : "ring";
+      if (communicator->uses_first(algorithm)) connects(algorithm);
+    }
     auto current = current_stream(device);
     auto stream = o.asyncOp ? *stream_ : current;
     if (o.asyncOp) {
@@ -418,8 +425,10 @@ class LateBackend final : public c10d::Backend {
   }
 
   // A communicator needs some, and reports its lack as NCCL does.
-  static void take_memory(c10::Device device) {
-    if (out_of_memory(device)) C10_THROW_ERROR(DistBackendError, "late error, unhandled device error: failure 'out of memory'");
+  void take_memory(c10::Device device) {
+    memory_.reset();
+    memory_ = communicator_memory(device);
+    if (!memory_) C10_THROW_ERROR(DistBackendError, "late error, unhandled device error: failure 'out of memory'");
   }
 
   void connect(c10::Device device) {
@@ -456,6 +465,9 @@ class LateBackend final : public c10d::Backend {
 
   void abort_locked() {
     if (communicator_) communicator_->abort();
+    if (!memory_ || settings_.reconfigurable) return;  // revoked: the memory is freed with the group
+    std::this_thread::sleep_for(abort_time());
+    memory_.reset();
   }
 
   // The watchdog
@@ -527,6 +539,7 @@ class LateBackend final : public c10d::Backend {
   std::optional<c10::Device> device_;
   std::optional<c10::Stream> stream_;
   std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<void> memory_;
   const std::shared_ptr<Listener> listener_ = std::make_shared<Listener>();
   std::atomic<uint64_t> number_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
@@ -566,7 +579,7 @@ bool WorkLate::wait(milliseconds timeout) {
 // What tells members of one generation from each other: rank and generation may be the same, the instance is not.
 c10d::ReconfigureHandle LateBackend::get_reconfigure_handle() const {
   TORCH_CHECK(settings_.reconfigurable, "Backend late does not support get_reconfigure_handle");
-  return c10::str("late2:", rank_, ":", generation_, ":", instance_, ":", listener_->port);
+  return c10::str("late2:", rank_, ":", generation_, ":", instance_);
 }
 
 c10::intrusive_ptr<Work> LateBackend::reconfigure(const c10d::ReconfigureOptions& o) {
@@ -587,9 +600,20 @@ c10::intrusive_ptr<Work> LateBackend::reconfigure(const c10d::ReconfigureOptions
   device_ = guard.getDevice();
   take_memory(*device_);
   stream_ = guard.getStreamFromGlobalPool(*device_, /*isHighPriority=*/true);
-  const auto& root = handles->front();
+  // As NCCL's id of a communicator, which rank 0 makes now.
+  auto store = c10::make_intrusive<c10d::PrefixStore>(c10::str("late2/", o.uuid), store_);
+  auto key = "root/" + handles->front(), port = std::to_string(listener_->port);
+  if (rank_ == 0) {
+    auto claimed = store->compareSet("claimed", std::vector<uint8_t>{}, std::vector<uint8_t>(port.begin(), port.end()));
+    TORCH_CHECK(std::string(claimed.begin(), claimed.end()) == port, "late2: uuid ", o.uuid, " was used before");
+    store->set(key, claimed);
+  } else {
+    store->wait({key}, o.timeout.value_or(settings_.timeout));
+    auto told = store->get(key);
+    port = std::string(told.begin(), told.end());
+  }
   communicator_ = std::make_shared<Communicator>(rank_, size_, generation_);
-  communicator_->connect(std::stoi(root.substr(root.rfind(':') + 1)), listener_);
+  communicator_->connect(std::stoi(port), listener_);
   wait_connected(o.timeout.value_or(settings_.timeout));
   auto done = c10::make_intrusive<Future>(c10::NoneType::get());
   done->markCompleted();

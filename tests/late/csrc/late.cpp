@@ -14,8 +14,18 @@ void push_on(const c10::Stream& stream, std::function<void()> task) {
   push(Guard::of(stream), std::move(task));
 }
 
-bool out_of_memory(const c10::Device& device) {
-  return state.full[device.index()];
+std::shared_ptr<void> communicator_memory(const c10::Device& device) {
+  auto& taken = state.communicators[device.index()];
+  int most = state.most_communicators[device.index()];
+  if (state.full[device.index()] || (most && taken >= most)) return nullptr;
+  taken++;
+  return std::shared_ptr<void>(&taken, [](void* p) { static_cast<std::atomic<int>*>(p)->fetch_sub(1); });
+}
+std::chrono::milliseconds abort_time() { return std::chrono::milliseconds(state.abort_ms); }
+void connects(const char* algorithm) {
+  auto by = caller();
+  Lock lock(state.mutex);
+  state.algorithms.emplace_back(algorithm, std::move(by));
 }
 
 namespace {
@@ -310,6 +320,19 @@ PYBIND11_MODULE(_late, m) {
   m.def("end_capture", [] {
     state.capturing = false;
     return !state.invalidated;
+  });
+  m.def("room_for_communicators", [](int device, int more, int abort_ms) {
+    state.most_communicators[device] = more < 0 ? 0 : state.communicators[device] + more;
+    state.abort_ms = abort_ms;
+  });
+  m.def("free_memory", [](int device) {
+    int most = state.most_communicators[device];
+    if (state.full[device]) return size_t(0);
+    return most ? size_t(std::max(0, most - state.communicators[device])) * kCommunicatorBytes : own.bytes;
+  });
+  m.def("algorithms", [] {
+    Lock lock(state.mutex);
+    return std::exchange(state.algorithms, {});
   });
   m.def("fill", [](int device, bool full) { state.full[device] = full; });
   m.def("device_count", [] { return state.devices; });

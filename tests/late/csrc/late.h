@@ -15,8 +15,12 @@ void push_on(const c10::Stream& stream, std::function<void()> task);
 // A CPU tensor over the same memory, for tasks only. It keeps nothing alive, as a launched kernel does not.
 at::Tensor cpu_view(const at::Tensor& t);
 
-// Whether a test has filled this device.
-bool out_of_memory(const c10::Device& device);
+// The memory of a communicator on a device; null if a test has filled the device, or made it too small.
+std::shared_ptr<void> communicator_memory(const c10::Device& device);
+// How long an abort takes.
+std::chrono::milliseconds abort_time();
+// A launch that connects with the peers for this algorithm, while the host waits.
+void connects(const char* algorithm);
 
 struct BackendSettings {
   std::chrono::milliseconds timeout{600'000};

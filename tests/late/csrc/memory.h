@@ -23,6 +23,7 @@ struct Region {
 };
 inline Region own;
 inline int own_file = -1;
+constexpr size_t kCommunicatorBytes = size_t(2) << 30;
 inline std::map<std::string, Region>& imported = *new std::map<std::string, Region>;  // by the file's name
 inline std::mutex imported_mutex;
 

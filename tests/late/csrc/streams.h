@@ -73,6 +73,11 @@ struct State {
   std::atomic<bool> contexts[kMostDevices] = {};
   std::atomic<bool> full[kMostDevices] = {};  // out of memory, because a test says so
   std::map<int, std::string> made_by;
+  // Communicators that have memory of a device, how many of them it has room for (0: any number), and how long the abort
+  // of one takes, which then frees its memory.
+  std::atomic<int> communicators[kMostDevices] = {}, most_communicators[kMostDevices] = {};
+  std::atomic<int> abort_ms = 0;
+  std::vector<std::pair<std::string, std::string>> algorithms;  // that were connected by a launch, and the call
   bool initialized = false, bad_fork = false;
   std::string error;  // of a task: told at the next wait of a host
 

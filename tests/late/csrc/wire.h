@@ -24,6 +24,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -106,6 +107,11 @@ class Communicator {
 
   bool connected() const { return connected_; }
   bool aborted() const { return aborted_; }
+  // As NCCL, which connects for an algorithm when an operation first needs it, and chooses it by the size.
+  bool uses_first(const char* algorithm) {
+    std::lock_guard<std::mutex> g(mutex_);
+    return algorithms_.insert(algorithm).second;
+  }
   std::string error() const {
     std::lock_guard<std::mutex> g(mutex_);
     return error_;
@@ -331,6 +337,7 @@ class Communicator {
   std::condition_variable changed_;
   std::atomic<bool> aborted_{false}, connected_{false};
   std::string error_;
+  std::set<std::string> algorithms_;
   std::atomic<int64_t> tickets_{0};
   int64_t turn_ = 0;
   int running_ = 0;

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp, Store, TCPStore
 
+from tests.integration.cluster import Cluster, Gate, Rank, results
 from tests.late.observed import until
 from tests.late.one_rank import Kernel, OneRank
 from tests.promises import ABORT_S, within
@@ -26,9 +27,11 @@ from torchft.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
     ProcessGroupNCCL,
-    accelerator,
+    _first_operation,
     nccl,
+    nccl2,
 )
+from torchft.process_group._gloo.reaper import drain
 from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.reconfigure import ReconfigureOptions
@@ -253,7 +256,7 @@ def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypa
     """
     pool, backend, group = torch.Stream("late"), OneRank(), Group(timedelta(milliseconds=50))
     monkeypatch.setattr(torch, "Stream", lambda device: pool)
-    monkeypatch.setattr(accelerator, "_first", {})
+    monkeypatch.setattr(_first_operation, "_first", {})
     late.hold(backend.stream)
     backend.eager_connect_single_device = lambda device: None  # type: ignore[attr-defined]
     group._options = ReconfigureOptions()
@@ -274,11 +277,10 @@ def test_connected_ranks_reduce_while_they_connect_with_another_one(late: Module
     from tests.late.group import ProcessGroupLate
 
     groups = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(3)]
-    handles = [group.get_reconfigure_handle() for group in groups]
 
     def options(uuid: int, count: int) -> ReconfigureOptions:
         opts = ReconfigureOptions()
-        opts.uuid, opts.handles = uuid, handles[:count]
+        opts.uuid, opts.handles = uuid, [group.get_reconfigure_handle() for group in groups[:count]]
         return opts
 
     def on_device(rank: int, call: Any) -> Any:
@@ -295,17 +297,20 @@ def test_connected_ranks_reduce_while_they_connect_with_another_one(late: Module
 
     both, third, all_three = range(2), range(2, 3), range(3)
     with ThreadPoolExecutor(3) as pool:
-        on_ranks(both, lambda group: group.reconfigure(options(1, 2)))
-        attempts = on_ranks(both, lambda group: group.connect_beside(options(2, 3)))
+        quorum = options(1, 2)
+        on_ranks(both, lambda group: group.reconfigure(quorum))
+        quorum = options(2, 3)
+        attempts = on_ranks(both, lambda group: group.connect_beside(quorum))
         assert [on_ranks(both, reduced) for _ in range(20)] == [[2.0, 2.0]] * 20
         assert not any(attempt.ended for attempt in attempts), "the third one is missing"
-        attempts += on_ranks(third, lambda group: group.connect_beside(options(2, 3)))
+        attempts += on_ranks(third, lambda group: group.connect_beside(quorum))
         until(lambda: all(attempt.ended for attempt in attempts))
         assert all(attempt.made for attempt in attempts)
         assert on_ranks(both, reduced) == [2.0, 2.0]
         on_ranks(all_three, lambda group: group.hand_over())
         assert on_ranks(all_three, reduced) == [3.0] * 3
-        attempts = on_ranks(both, lambda group: group.connect_beside(options(3, 3)))
+        quorum = options(3, 3)
+        attempts = on_ranks(both, lambda group: group.connect_beside(quorum))
         until(lambda: implementation == "nccl2" or bool(attempts[0]._interrupts))
         began = time.monotonic()
         groups[0].abandon_beside(RuntimeError("the third one has failed"))
@@ -313,3 +318,113 @@ def test_connected_ranks_reduce_while_they_connect_with_another_one(late: Module
         assert on_ranks(all_three, reduced) == [3.0] * 3
     for group in groups:
         group.shutdown()
+
+
+def connected(groups: list[Any], uuid: int, way: str = "reconfigure") -> None:
+    """Connects the groups with each other, each on its own device."""
+    opts = ReconfigureOptions()
+    opts.uuid, opts.handles = uuid, [group.get_reconfigure_handle() for group in groups]
+
+    def on_rank(rank: int) -> None:
+        torch.accelerator.set_device_index(rank)
+        if way == "reconfigure":
+            groups[rank].reconfigure(opts)
+        else:
+            groups[rank].connect_beside(opts)
+            groups[rank].hand_over()
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        list(pool.map(on_rank, range(len(groups))))
+
+
+def reduced(groups: list[Any], elements: int = 1) -> list[float]:
+    def on_rank(rank: int) -> float:
+        torch.accelerator.set_device_index(rank)
+        tensor = torch.ones(elements, device="late")
+        groups[rank].allreduce([tensor], ReduceOp.SUM).wait()
+        return tensor[-1].item()
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(on_rank, range(len(groups))))
+
+
+@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
+def test_on_a_small_device_the_former_communicator_is_freed_before_the_next_is_made(
+    late: ModuleType, implementation: str
+) -> None:
+    from tests.late.group import ProcessGroupLate
+
+    groups = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(2)]
+    connected(groups, 1)
+    drain(20)
+    for index in range(2):
+        late.room_for_communicators(index, 0, 300)
+    for uuid in (2, 3):
+        connected(groups, uuid)
+        assert reduced(groups) == [2.0, 2.0]
+    for group in groups:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("way", ["reconfigure", "hand_over"])
+@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
+def test_the_first_bucket_of_a_quorum_connects_nothing(late: ModuleType, implementation: str, way: str) -> None:
+    """NCCL connects for an algorithm when an operation first needs it, and chooses it by the size."""
+    from tests.late.group import ProcessGroupLate
+
+    bucket = 100_000
+    groups = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(3)]
+    connected(groups[:2], 1)
+    late.algorithms()
+    reduced(groups[:2], bucket)
+    assert {algorithm for algorithm, _ in late.algorithms()} == {"ring"}, "the first one of the job"
+    connected(groups, 2, way)  # with a group that has reduced nothing yet
+    made = late.algorithms()
+    assert {algorithm for algorithm, _ in made} == {"tree", "ring"}
+    assert all("in first_operation" in stack and "in reduced" not in stack for _, stack in made)
+    assert reduced(groups, bucket) == [3.0] * 3
+    assert late.algorithms() == []
+    for group in groups:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("heal_along", [False, True])
+def test_handles_of_backends_travel_with_the_quorums_of_a_job(
+    late: ModuleType, monkeypatch: pytest.MonkeyPatch, heal_along: bool
+) -> None:
+    """A group joins, and another one fails: nothing is exchanged over a store, and each bucket is connected before."""
+    from tests.late.group import ProcessGroupLate
+
+    monkeypatch.setattr(nccl2, "exchange_handles", MagicMock(side_effect=AssertionError("over the store")))
+    joins, failed, lost = Gate(), threading.Event(), list[int]()
+
+    def run(rank: Rank) -> None:
+        torch.accelerator.set_device_index(rank.group)
+        weights = {"w": torch.ones(100_000, device="late")}
+        if rank.group == 2:
+            rank.cluster.wait(joins)
+        manager = rank.start_manager(
+            state_dict=lambda: weights, load_state_dict=weights.update, heal_along=heal_along, min_replica_size=2
+        )
+        together = 0
+        while together < 10:
+            manager.start_quorum()
+            gradient = torch.ones(100_000, device="late")
+            manager.allreduce(gradient).wait()
+            participants = manager.num_participants()
+            if not manager.should_commit():
+                lost.append(participants)
+                assert len(lost) <= 4, "more than the step in which a group fails, and the next"
+                continue
+            if manager.current_step() == 3:
+                joins.open()
+            together += participants == 3
+            if rank.group == 1 and together == 3:
+                failed.set()
+                rank.crash()
+                return
+            if failed.is_set() and participants == 2:
+                together = 10
+
+    with Cluster(make_pg=lambda group: ProcessGroupLate(timedelta(seconds=20), "nccl2")) as cluster:
+        results(*(cluster.start(run, group) for group in range(3)))

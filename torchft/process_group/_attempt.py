@@ -42,6 +42,7 @@ class Attempt(Generic[T]):
 
     Attributes:
         beside: the argument.
+        prepared: what the call uses up; set before the call is made.
         error: why there is no result; None before the end of the call, and if it succeeded.
         abandoned: the error passed to the first `abandon`, also if the result had been taken by then; None: there was
             none.
@@ -54,6 +55,7 @@ class Attempt(Generic[T]):
         self._discard = discard
         self._timeout = timeout
         self.beside = beside
+        self.prepared: Any = None
         self._lock = threading.Lock()
         self._started = False
         self._ended = threading.Event()

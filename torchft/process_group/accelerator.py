@@ -11,7 +11,9 @@ Operations end at the beginning of the abort, so no thread waits for its end.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
+import time
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,17 +22,19 @@ from typing import Any, Callable, ContextManager, Generator, Optional, TypeVar
 
 import torch
 from torch.distributed import Work
-from torch.distributed.distributed_c10d import AllreduceOptions
 
 from torchft.process_group._attempt import running
+from torchft.process_group._device_memory import communicator_bytes, free_bytes, waits_for_abort
 from torchft.process_group._errors import refuse_meta, tensors_of
+from torchft.process_group._first_operation import Kind, Recorded, agreed, first_operation
 from torchft.process_group._forwarding import _NO_CONTEXT, _NO_OPTIONS
 from torchft.process_group._gloo.reaper import reap
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
+from torchft.process_group.reconfigure import Handle, options_of
 from torchft.process_group.wrapper import ProcessGroupWrapper, _check_timeout
-from torchft.utils import Mark, get_stream_context, on_device, poll, refuse_capture
+from torchft.utils import Mark, on_device, poll, refuse_capture
 from torchft.work import _DummyWork
 
 T = TypeVar("T")
@@ -39,32 +43,11 @@ T = TypeVar("T")
 # watchdog would end the process.
 _NEVER = timedelta(days=7)
 
+# The longest wait for an abort that shall free the memory of the next communicator: some seconds are plenty, and the
+# peers wait meanwhile. At most half of the timeout of connecting.
+_LONGEST_WAIT_FOR_MEMORY_SEC = 10.0
 
-# The tensor of the first operation with new peers, and its stream, by device. Never freed: an aborted operation may
-# still write to it, and PyTorch would give its memory to another user of that stream.
-_first: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
-
-
-def _first_operand(device: torch.device) -> tuple[torch.Stream, torch.Tensor]:
-    known = _first.get(device)
-    if known is None:
-        stream = torch.Stream(device)
-        with get_stream_context(stream):
-            known = _first.setdefault(device, (stream, torch.zeros(1, device=device)))
-    return known
-
-
-def first_operation(group: Any, device: torch.device, count: int = 1) -> Work:
-    """Begins an operation of torchft's own, the first one of a group or a backend with its peers.
-
-    Args:
-        group: the group or backend.
-        device: the device that it works on.
-        count: number of elements, 0 or 1.
-    """
-    stream, tensor = _first_operand(device)
-    with get_stream_context(stream):
-        return group.allreduce([tensor[:count]], AllreduceOptions())
+_logger: logging.Logger = logging.getLogger(__name__)
 
 
 class _Deadline:
@@ -256,6 +239,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
         super().__init__(timeout)  # it never wraps another group
         self._pairs: weakref.WeakSet[AcceleratorProcessGroup] = weakref.WeakSet()
+        self._recorded = Recorded()
 
     def set_timeout(self, timeout: timedelta) -> None:
         # torchft's own; PyTorch's stays at _NEVER.
@@ -287,7 +271,8 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         low, high = sorted((rank, peer))
         pair = self._like()
         pair.set_timeout(min(timeout, self._timeout))
-        pair._handed = self._options  # whether the peers are torchft's, and use the communicator when they connect
+        if self._options is not None:  # the peers are torchft's, and use the communicator when they connect
+            pair._handed = options_of(self._options.uuid, [], self._options.timeout)
         self._pairs.add(pair)
         pair.configure(f"{self._store_addr}/pair/{low}-{high}/{name}", str(rank), int(rank == high), 2)
         if self._pg is not parent:
@@ -301,7 +286,33 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         super()._release(error)
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
-        abort_elsewhere(self.getBackendName(), pg).join(ABORT_TIMEOUT_SEC)
+        thread = abort_elsewhere(self.getBackendName(), pg)
+        self._dropping.append(thread)
+        thread.join(ABORT_TIMEOUT_SEC)
+
+    def _make_room(self, device: torch.device, world_size: int) -> None:
+        """Waits until the memory of former communicators is freed, if the next one may not fit beside them.
+
+        An abort that has not ended in time is not waited for again: NCCL may hang in it for good.
+        """
+        dropping = [thread for thread in self._dropping if thread.is_alive()]
+        if not dropping or not waits_for_abort(free_bytes(device), communicator_bytes(world_size)):
+            return
+        began = time.monotonic()
+        longest = min(self._connect_timeout.total_seconds() / 2, _LONGEST_WAIT_FOR_MEMORY_SEC)
+        for thread in dropping:
+            thread.join(max(0.0, began + longest - time.monotonic()))
+        if any(thread.is_alive() for thread in dropping):
+            _logger.warning(
+                "%s: %s has little free memory, and the former communicator was not freed within %g s",
+                self.getBackendName(),
+                device,
+                longest,
+            )
+        self._dropping = [thread for thread in self._dropping if thread not in dropping]
+
+    def _announced(self) -> dict[str, Any]:
+        return {**super()._announced(), "first": self._recorded.encode()}
 
     # Connecting
 
@@ -310,9 +321,9 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
         A non-blocking communicator is still connecting when `eager_connect_single_device` returns. The next call, if it
         is the first operation, waits for the peers and holds the lock that an abort needs: if a peer failed in the
-        meantime, the training thread would wait for the whole timeout. So the first operation is one of torchft's own,
-        on the connecting thread, for which nothing waits after an abort. This is done only if all peers are known to do
-        the same.
+        meantime, the training thread would wait for the whole timeout. So the first operations are torchft's own, on
+        the connecting thread, for which nothing waits after an abort. This is done only if all peers are known to do
+        the same. See _first_operation.py for their sizes.
 
         Beside other peers the operation has no elements: it waits for the communicator on the host, and nothing on the
         device waits for a peer. Otherwise a deadlock would be possible: this host waits for its device, the device for
@@ -327,14 +338,22 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         def begin() -> Optional[Work]:
             backend.eager_connect_single_device(device)
             # by `configure`: upstream's peers have no handles
-            return first_operation(backend, device, count) if self._options is not None else None
+            return self._begin_first(backend, device, count) if self._options is not None else None
 
         self._wait_for_peers(backend, begin)
+
+    def _begin_first(self, backend: Any, device: torch.device, count: int = 1) -> Work:
+        return first_operation(backend, device, count, self._agreed() or () if count else ())
+
+    def _agreed(self) -> Optional[list[Kind]]:
+        """The operations for which all peers connect now; None if a peer does not say, or has no handle."""
+        handles = self._options.handles if self._options is not None else []
+        return agreed([Handle.decode(handle).first for handle in handles]) if handles else None
 
     def _use_first(self, pg: BaseProcessGroup) -> None:
         device = torch.device(pg._device_types[0].type, torch.accelerator.current_device_index())
         backend = pg._get_backend(device)
-        self._wait_for_peers(backend, lambda: first_operation(backend, device))
+        self._wait_for_peers(backend, lambda: self._begin_first(backend, device))
 
     def _wait_for_peers(self, backend: Any, begin: Callable[[], Optional[Work]]) -> None:
         """Begins something that peers take part in, and waits for its end, for the timeout of connecting at most."""
@@ -395,6 +414,8 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
         device = check_tensors(self.getBackendName(), name, args)
+        if name in ("allreduce", "allreduce_coalesced"):
+            self._recorded.add(args[0], getattr(opts, "reduceOp", opts))
         # Taken before the launch: until there is a work, another thread may abort the group.
         deadline = deadline_of(self)
         with on_device(device):

@@ -70,7 +70,6 @@ class ProcessGroup(BaseProcessGroup):
     _handle_store: Optional[tuple[TCPStore, str]] = None
     _layout: Optional[tuple[str, str]] = None  # digest and text
     _reduces_sparse = True  # whether allreduce takes sparse tensors
-    _announced_implementation: Optional[str] = None  # implementation of NCCL, unless it is the default
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -138,8 +137,12 @@ class ProcessGroup(BaseProcessGroup):
             spread=True,
             group_rank=self._group_rank or 0,
             layout=self._layout[0] if self._layout is not None else None,
-            implementation=self._announced_implementation,
+            **self._announced(),
         ).encode()
+
+    def _announced(self) -> dict[str, Any]:
+        """Fields of the handle that only this kind of group has."""
+        return {}
 
     def announce_layout(self, digest: str, text: str) -> None:
         """Announces the layout of the tensors to reduce; the Manager compares digests before it connects peers."""

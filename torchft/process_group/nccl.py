@@ -7,7 +7,7 @@ import os
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ClassVar, Iterator, List, Optional, Tuple
+from typing import Any, ClassVar, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,9 @@ from torch.distributed import AllToAllOptions, HashStore, Store, Work
 
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.process_group import nccl2
-from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup, first_operation
+from torchft.process_group._attempt import Attempt, running
+from torchft.process_group._first_operation import first_operation
+from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.reconfigure import LEGACY, NCCL2
 from torchft.utils import out_of_memory, poll
@@ -183,8 +185,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             _logger.warning("%s", _warning)
             _warning = ""
         self._implementation = nccl2.chosen(implementation)
-        if self._implementation != LEGACY:
-            self._announced_implementation = self._implementation
+        self._prepared: Optional[nccl2.Prepared] = None  # announced, and not used yet
         # The newer backend's works refer to it without owning it: their `wait` and `get_future`, which both order the
         # current stream behind the operation, are segmentation faults afterwards.
         self._works_need_group = self._implementation == NCCL2
@@ -206,6 +207,45 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         """
         self._rehearse()
         return super().get_reconfigure_handle()
+
+    def _announced(self) -> dict[str, Any]:
+        if self._implementation == LEGACY:
+            return super()._announced()
+        return {**super()._announced(), "implementation": self._implementation, "backend": self._prepared_handle()}
+
+    def _prepared_handle(self) -> Optional[str]:
+        """The handle of a backend for the next peers; None if there is no device."""
+        if self._prepared is None:
+            try:
+                self._current_device()  # without one PyTorch ends the process when it destroys the backend
+                self._prepared = nccl2.prepare()
+            except Exception:
+                return None  # connecting reports it
+        return self._prepared.handle
+
+    def _connecting_with(self, store_addr: str, rank: int, world_size: int, beside: bool = False) -> Attempt[Any]:
+        attempt = super()._connecting_with(store_addr, rank, world_size, beside)
+        # Here, not on the thread of the attempt: meanwhile the next request may announce another backend.
+        attempt.prepared = self._take_prepared()
+        return attempt
+
+    def _take_prepared(self) -> Optional[nccl2.Prepared]:
+        """The backend whose handle has travelled with those of all peers; None if a peer announced none.
+
+        Raises:
+            ValueError: it was used already.
+        """
+        peers = nccl2.travelled(self._options) if self._implementation == NCCL2 else None
+        if peers is None:
+            return None
+        prepared = self._prepared
+        if prepared is None or prepared.handle not in peers.handles:
+            raise ValueError(
+                f"{self.getBackendName()}: the handle of this group was used already: each reconfiguration needs new "
+                "ones, from get_reconfigure_handle()"
+            )
+        self._prepared = None
+        return prepared._replace(peers=peers)
 
     def _rehearse(self) -> None:
         """Loads NCCL, and lets it find the machine's networks and load its kernels. Errors are those of connecting,
@@ -237,12 +277,24 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             _logger.warning("%s: could not be used by one rank alone: %s", self.getBackendName(), e)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        if self._options is not None:  # the handles of all peers were compared
+            return self._create(store, rank, world_size)
         with nccl2.announced(store, rank, world_size, self._implementation):
-            if self._implementation == NCCL2:
-                # Before the backend is created: without a device PyTorch ends the process when it destroys the backend.
-                device = self._current_device()
-                return nccl2.connect(store, rank, world_size, device, self._connect_timeout, self._global_ranks)
+            return self._create(store, rank, world_size)
+
+    def _create(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        # First: without a device PyTorch ends the process when it destroys the newer backend.
+        device, attempt = self._current_device(), running()
+        beside = attempt is not None and attempt.beside  # other peers are in use
+        if not beside:
+            self._make_room(device, world_size)
+        if self._implementation == LEGACY:
             return self._create_legacy(store, rank, world_size)
+        prepared = attempt.prepared if attempt is not None else None
+        pg = nccl2.connect(store, rank, world_size, device, self._connect_timeout, self._global_ranks, prepared)
+        if self._agreed() is not None and not beside:
+            self._use_first(pg)
+        return pg
 
     def _create_legacy(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         # Imported here because not every build of PyTorch has it.
@@ -290,6 +342,10 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         if errored and _trigger_on_abort():
             self._dump_flight_recorder()
         super().abort(errored=errored)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._prepared = None
 
     def _dump_flight_recorder(self) -> None:
         pg = self._pg  # not in `abort`: that frame would keep the group longest, and its destruction may wait

@@ -6,9 +6,11 @@ Every group has a handle, a JSON object that travels to the peers with the quoru
 
 `id` names the group object, `store` is a TCPStore that this group hosts. `layout`, if there is one, is a digest of the
 layout of the tensors that this group will reduce; its text is in the store, under `layout/{digest}`. `implementation`,
-if there is one, is that of NCCL: peers must have the same. Handles are in the order of the ranks, so a peer's rank is
-the index of its handle. All peers meet in one store: that of handle 0, or, if every handle has the mark `spread`, that
-of handle `group_rank mod n`, so that no replica group serves the rendezvous of all ranks.
+if there is one, is that of NCCL: peers must have the same. `backend`, if there is one, is the handle that PyTorch's
+backend has for one reconfiguration. `first` lists the operations that this group has run, for which the peers connect
+at once (_first_operation.py). Handles are in the order of the ranks, so a peer's rank is the index of its handle. All
+peers meet in one store: that of handle 0, or, if every handle has the mark `spread`, that of handle `group_rank mod n`,
+so that no replica group serves the rendezvous of all ranks.
 """
 
 from __future__ import annotations
@@ -74,6 +76,9 @@ _MAX_UUID = 2**63 - 1
 # Implementations of PyTorch's NCCL backend. A handle without one belongs to the legacy backend, or not to NCCL.
 LEGACY, NCCL2 = "legacy", "nccl2"
 
+# Fields of a handle that are texts, and may be missing.
+_OPTIONAL = ("layout", "implementation", "backend", "first")
+
 
 @dataclass(frozen=True)
 class Handle:
@@ -86,9 +91,11 @@ class Handle:
     group_rank: Optional[int] = None
     layout: Optional[str] = None
     implementation: Optional[str] = None
+    backend: Optional[str] = None
+    first: Optional[str] = None
 
     def encode(self) -> str:
-        left_out = [name for name in ("layout", "implementation") if getattr(self, name) is None]
+        left_out = [name for name in _OPTIONAL if getattr(self, name) is None]
         return json.dumps({name: value for name, value in vars(self).items() if name not in left_out})
 
     @classmethod
@@ -113,8 +120,7 @@ class Handle:
             global_rank=fields.get("global_rank"),
             spread=fields.get("spread") is True,
             group_rank=fields.get("group_rank"),
-            layout=fields["layout"] if isinstance(fields.get("layout"), str) else None,
-            implementation=fields["implementation"] if isinstance(fields.get("implementation"), str) else None,
+            **{name: fields[name] for name in _OPTIONAL if isinstance(fields.get(name), str)},
         )
 
 

@@ -82,6 +82,7 @@ class ProcessGroupWrapper(Forwarding):
         if pg is not None and not isinstance(pg, ProcessGroup):
             _owners.add(self)
             threaded(pg)
+        self._dropping: list[threading.Thread] = []  # that abort and destroy former groups
         self._operations: Optional[Operations] = None
         self._checker: Optional[Checker] = None
         self._aborted: Optional[Exception] = None
@@ -482,11 +483,12 @@ class ProcessGroupWrapper(Forwarding):
 
     def _drop(self, box: list[Any]) -> None:
         """Destroys the only element of `box`, on another thread. The caller holds no other reference."""
+        self._dropping = [thread for thread in self._dropping if thread.is_alive()]
         try:
             self._interrupt(box[0])
         except Exception:
             _logger.exception("%s: could not abort the old group", self.getBackendName())
-        reap(box)
+        self._dropping.append(reap(box))
 
     def _in_flight(self) -> tuple[Optional[Operations], Optional[Checker]]:
         pg = self._pg

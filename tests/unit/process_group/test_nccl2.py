@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,22 +17,24 @@ from torch.distributed import TCPStore
 from tests.unit.children import run_python
 from tests.unit.process_group.ranks import TIMEOUT, in_threads, meeting, on_ranks
 from torchft.process_group import ProcessGroupBabyNCCL, ProcessGroupNCCL, create_store_client, nccl, nccl2
-from torchft.process_group.reconfigure import Handle, plan_rendezvous
+from torchft.process_group.reconfigure import Handle, exchange_handles, options_of, plan_rendezvous
 
 
 class Nccl2:
     """Replaces PyTorch's backend, without a device; records its options."""
 
     made: ClassVar[list[Nccl2]] = []
+    instances: ClassVar[itertools.count[int]] = itertools.count()
     supports_reconfigure = True
 
     def __init__(self, store: object, rank: int, world_size: int, opts: Any) -> None:
-        self.rank, self.opts = rank, opts
+        self.rank, self.opts, self.store = rank, opts, store
+        self.instance = next(self.instances)
         self.reconfigured_with: Any = None
         self.made.append(self)
 
     def get_reconfigure_handle(self) -> str:
-        return f"nccl2:{self.rank}:-1"
+        return f"nccl2:{self.rank}:-1:{self.instance}"
 
     def reconfigure(self, opts: Any) -> Any:
         self.reconfigured_with = opts
@@ -106,9 +109,78 @@ def test_options_of_the_backend(store: TCPStore, world_size: int) -> None:
         assert backend.opts.enable_reconfigure, "an error ends the process otherwise"
         assert backend.opts._timeout >= timedelta(days=1), "torchft's own timeout applies"
         assert backend.opts.global_ranks_in_group == [4, 9, 2][:world_size]
-        assert list(backend.reconfigured_with.handles) == [f"nccl2:{rank}:-1" for rank in range(world_size)]
+        assert list(backend.reconfigured_with.handles) == [one.get_reconfigure_handle() for one in made]
         assert backend.reconfigured_with.uuid == made[0].reconfigured_with.uuid > 0
         assert backend.reconfigured_with.timeout == TIMEOUT
+
+
+def reconfigure(groups: list[ProcessGroupNCCL], uuid: int, handles: list[str]) -> list[Any]:
+    def one(rank: int) -> None:
+        groups[rank].reconfigure(options_of(uuid, handles, TIMEOUT))
+
+    return in_threads([lambda rank=rank: one(rank) for rank in range(len(groups))])
+
+
+@pytest.fixture
+def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The handles that ranks put into a store."""
+    handles: list[str] = []
+
+    def exchange(store: dist.Store, handle: str, *args: Any, **kwargs: Any) -> Any:
+        handles.append(handle)
+        return exchange_handles(store, handle, *args, **kwargs)
+
+    monkeypatch.setattr(nccl2, "exchange_handles", exchange)
+    monkeypatch.setattr(ProcessGroupNCCL, "_rehearse", lambda self: None)
+    monkeypatch.setattr(ProcessGroupNCCL, "_use_first", lambda self, pg: None)
+    return handles
+
+
+def test_the_handles_of_backends_travel_with_the_quorum(exchanged: list[str]) -> None:
+    groups = [ProcessGroupNCCL(TIMEOUT, implementation="nccl2") for _ in range(3)]
+    for uuid in (7, 8):
+        handles = [group.get_reconfigure_handle() for group in groups]
+        assert handles == [group.get_reconfigure_handle() for group in groups], "equal until it is used"
+        expected = [Handle.decode(handle).backend for handle in handles]
+        assert len(set(expected)) == 3
+        before = len(Nccl2.made)
+        assert reconfigure(groups, uuid, handles) == [None] * 3
+        used = [
+            backend for backend in Nccl2.made if backend.reconfigured_with and backend.reconfigured_with.uuid == uuid
+        ]
+        assert len(used) == 3 and len(Nccl2.made) == before
+        for backend in used:
+            assert list(backend.reconfigured_with.handles) == expected
+            backend.store.set("key of NCCL", str(uuid))  # where the peers meet now
+            assert all(peer.store.get("key of NCCL") == str(uuid).encode() for peer in used)
+    assert exchanged == []
+    for group in groups:
+        group.shutdown()
+
+
+def test_peers_exchange_handles_over_the_store_if_one_of_them_has_announced_none(
+    exchanged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no device yet, or is of an older version."""
+    groups = [ProcessGroupNCCL(TIMEOUT, implementation="nccl2") for _ in range(2)]
+    handles = [groups[0].get_reconfigure_handle()]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "current_device", MagicMock(side_effect=RuntimeError("no NVIDIA driver")))
+        handles.append(groups[1].get_reconfigure_handle())
+    assert reconfigure(groups, 7, handles) == [None] * 2
+    assert len(set(exchanged)) == 2
+    for group in groups:
+        group.shutdown()
+
+
+def test_a_handle_is_for_one_reconfiguration(exchanged: list[str]) -> None:
+    group = ProcessGroupNCCL(TIMEOUT, implementation="nccl2")
+    handles = [group.get_reconfigure_handle()]
+    assert reconfigure([group], 7, handles) == [None]
+    (error,) = reconfigure([group], 8, handles)
+    assert isinstance(error, ValueError) and "the handle of this group was used already" in str(error)
+    assert reconfigure([group], 9, [group.get_reconfigure_handle()]) == [None]
+    group.shutdown()
 
 
 def test_an_nccl_that_cannot_revoke_is_named(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +228,7 @@ def test_a_quorum_with_both_backends_is_refused_on_every_rank_at_once() -> None:
                 plan_rendezvous(handles, handles[rank], 0)
     assert plan_rendezvous([handles[0], handles[2]], handles[2], 0).rank == 1
     assert plan_rendezvous([handles[1]], handles[1], 0).world_size == 1
-    assert Nccl2.made == []
+    assert all(backend.reconfigured_with is None for backend in Nccl2.made)
     for group in groups:
         group.shutdown()
 
@@ -212,6 +284,7 @@ def test_another_error_is_unchanged(store: TCPStore, monkeypatch: pytest.MonkeyP
 
 PYTORCH = """
 import os, torch
+from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import ReconfigureOptions
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -230,7 +303,20 @@ for given in ([handles[0], handles[0]], handles[1:]):
         backends[0].reconfigure(options)
     except Exception as e:
         print(type(e).__name__, str(e).splitlines()[0])
-print(backends[0].get_error().name, flush=True)
+print(backends[0].get_error().name)
+# A backend that is made before it has a store
+from torchft.process_group import nccl2
+ranks = [nccl2.prepare() for _ in range(2)]
+options = ReconfigureOptions()
+options.uuid, options.timeout = 8, timedelta(seconds=60)
+options.handles = [one.handle for one in ranks]
+print(len(set(options.handles)))
+for one in ranks:
+    one.store.there = store
+    try:
+        one.backend.reconfigure(options)
+    except Exception as e:
+        print(type(e).__name__, str(e).splitlines()[0], flush=True)
 os._exit(0)  # without a device they cannot be destroyed
 """
 
@@ -246,4 +332,6 @@ def test_pytorchs_nccl2_behaves_as_torchft_expects(monkeypatch: pytest.MonkeyPat
     assert lines[0] == "[True, True] 2"
     assert lines[1] == "[['nccl2', '0'], ['nccl2', '1']] True"
     assert "must be unique" in lines[2] and "not part of the new communicator" in lines[3]
-    assert lines[-1] == "SUCCESS"
+    assert lines[4:6] == ["SUCCESS", "2"]
+    # Rank 1 has got the id of rank 0's communicator through the store, otherwise it would name a timeout.
+    assert len(lines) == 8 and all("CUDA" in line for line in lines[6:]), lines

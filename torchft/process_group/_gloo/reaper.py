@@ -36,15 +36,19 @@ def _reset_lock() -> None:
 os.register_at_fork(after_in_child=_reset_lock)
 
 
-def reap(box: list[Any]) -> None:
+def reap(box: list[Any]) -> threading.Thread:
     """Drops the only element of `box`, on another thread.
 
     The caller must hold no other reference: the thread that drops the last one waits.
+
+    Returns:
+        The other thread, which ends when the element is dropped.
     """
     thread = DeviceThread(target=_destroy, args=(box,), name="torchft_reaper")
     with _lock:
         _pending.add(thread)
     thread.start()
+    return thread
 
 
 def _destroy(box: list[Any]) -> None:

@@ -428,3 +428,26 @@ def test_handles_of_backends_travel_with_the_quorums_of_a_job(
 
     with Cluster(make_pg=lambda group: ProcessGroupLate(timedelta(seconds=20), "nccl2")) as cluster:
         results(*(cluster.start(run, group) for group in range(3)))
+
+
+@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
+def test_a_pair_connects_for_no_bucket(late: ModuleType, implementation: str) -> None:
+    """It is for the pieces of a heal, and its peers have no handles of their own."""
+    from tests.late.group import ProcessGroupLate
+
+    groups: list[Any] = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(2)]
+    connected(groups, 1)
+    reduced(groups, 100_000)
+    connected(groups, 2)
+    late.algorithms()
+
+    def pair(rank: int) -> Any:
+        torch.accelerator.set_device_index(rank)
+        return groups[rank].pair(1 - rank, "heal", timedelta(seconds=20))
+
+    with ThreadPoolExecutor(2) as pool:
+        pairs = list(pool.map(pair, range(2)))
+    assert "ring" not in dict(late.algorithms())
+    assert reduced(pairs) == [2.0, 2.0]
+    for group in (*pairs, *groups):
+        group.shutdown()

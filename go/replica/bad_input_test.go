@@ -100,7 +100,9 @@ func TestADirectoryThatCannotBeUsedIsLeftAsItIs(t *testing.T) {
 		{"a log of zeros", func(t *testing.T, c *replica.Config) {
 			require.NoError(t, os.WriteFile(filepath.Join(c.Dir, "raft.db"), make([]byte, 65536), 0o600))
 		}, "raft.db: invalid database"},
-		{"a short log", func(t *testing.T, c *replica.Config) { damage(t, c.Dir, func(b []byte) []byte { return b[:len(b)/3] }) }, "damaged"},
+		{"a log of which only the first pages are left", func(t *testing.T, c *replica.Config) {
+			damage(t, c.Dir, func(b []byte) []byte { return b[:2*os.Getpagesize()] })
+		}, "damaged"},
 		{"a log with damaged bytes", func(t *testing.T, c *replica.Config) {
 			damage(t, c.Dir, func(b []byte) []byte {
 				return []byte(strings.ReplaceAll(string(b), "secret state", "wicked state"))

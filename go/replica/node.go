@@ -205,11 +205,11 @@ func (n *Node) leave(why error) {
 	r := n.raft
 	n.publish(Lead{})
 	n.mu.Unlock()
-	if n.layer != nil { // else the node is not prepared
+	if n.layer != nil { // else Open returns the error
 		n.layer.stop()
-	}
-	if !errors.Is(why, errClosed) {
-		n.log.Error("torchft: this lighthouse left the cluster", "reason", why)
+		if !errors.Is(why, errClosed) {
+			n.log.Error("torchft: this lighthouse left the cluster", "reason", why)
+		}
 	}
 	// A goroutine of its own, since Raft may be the caller. A leader that is cut off answers all calls within the lease, a disk within its limit.
 	go func() {

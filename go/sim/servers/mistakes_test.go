@@ -60,7 +60,7 @@ var mistakes = []struct {
 		// The others wait for the heartbeat timeout, unless one of their collectives fails earlier and the check of the suspect finds the
 		// failure.
 		"a stream's end unnoticed", "lighthouse/member.go",
-		"if job.streams.remove(s) && !job.closed {", "if job.streams.remove(s) && job.closed {",
+		"if job.streams.remove(s) && job.ended == nil {", "if job.streams.remove(s) && job.ended != nil {",
 		[]string{"after a failure the others have a quorum"},
 	},
 	{

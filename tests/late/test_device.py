@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 import threading
@@ -53,6 +54,32 @@ def test_an_event_orders_two_streams(late):
     assert event.query()
     with other:
         assert b.sum().item() == 3000
+
+
+def test_a_stream_waits_for_a_word_that_another_stream_or_the_host_writes(late):
+    words = (ctypes.c_uint32 * 2)(2**32 - 1, 0)
+    address = late.C.register_words(ctypes.addressof(words), 8)
+    other, a = torch.Stream("late"), torch.zeros(3, device="late")
+    settle()
+    late.C.wait_value(other.device_index, other.stream_id, address, 1)  # behind the largest number, which it has
+    with other:
+        b = a.clone()
+    with late.held(current()):
+        a.fill_(3)
+        late.C.write_value(current().device_index, current().stream_id, address, 1)
+        assert not other.query() and words[0] == 2**32 - 1
+    other.synchronize()
+    assert b.tolist() == [3, 3, 3]
+    late.C.wait_value(other.device_index, other.stream_id, address + 4, 1)
+    late.host_timeout_ms(50)
+    with pytest.raises(RuntimeError, match="host waited over 50 ms"):
+        other.synchronize()
+    late.host_timeout_ms(60000)
+    words[1] = 7
+    other.synchronize()
+    for wrong in (address + 8, ctypes.addressof(words), address + 2):
+        with pytest.raises(RuntimeError, match="no word of registered memory"):
+            late.C.wait_value(other.device_index, other.stream_id, wrong, 0)
 
 
 def test_without_an_event_another_stream_reads_old_values(late):

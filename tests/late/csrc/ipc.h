@@ -1,4 +1,5 @@
-// What two processes share, as CUDA's IPC does: memory, by the file that it lies in, and events.
+// What two processes share, as CUDA's IPC does: memory, by the file that it lies in, and events. And words of the host's
+// memory that streams of both write and wait for, as with cuStreamWriteValue32 and cuStreamWaitValue32.
 #pragma once
 
 #include "device.h"
@@ -66,5 +67,36 @@ struct IpcEvent {
     return in->done[recorded >> 48] >= int64_t(recorded & ((1ull << 48) - 1));
   }
 };
+
+// Registered memory of the host, by its address on the device, which differs from that of the host.
+constexpr uint64_t kOnDevice = uint64_t(1) << 60;
+inline std::map<uint64_t, size_t>& registered_words = *new std::map<uint64_t, size_t>;
+
+inline uint64_t register_words(uint64_t address, size_t bytes) {
+  check_usable();
+  Lock lock(imported_mutex);
+  registered_words[address | kOnDevice] = bytes;
+  return address | kOnDevice;
+}
+
+inline std::atomic<uint32_t>* word(uint64_t address) {
+  Lock lock(imported_mutex);
+  auto after = registered_words.upper_bound(address);
+  TORCH_CHECK(
+      after != registered_words.begin() && address + 4 <= std::prev(after)->first + std::prev(after)->second && address % 4 == 0,
+      "late: no word of registered memory at ", address);
+  return reinterpret_cast<std::atomic<uint32_t>*>(address & ~kOnDevice);
+}
+
+inline void write_value(Stream* s, uint64_t address, uint32_t value) {
+  push(s, [at = word(address), value] { at->store(value); });
+}
+
+// Until the word is at or behind the value, in cyclic order.
+inline void wait_value(Stream* s, uint64_t address, uint32_t value) {
+  push(s, [at = word(address), value] {
+    while (int32_t(at->load() - value) < 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  });
+}
 
 }  // namespace late

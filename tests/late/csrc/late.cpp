@@ -4,7 +4,7 @@
 //     streams.h   tasks, and the schedule that says when they run      tensors.h   tensors and views of them
 //     memory.h    two mappings of one file, caching allocator          shapes.h    which results an operator has
 //     device.h    current devices and streams, events, hooks           launch.h    the kernel of nearly all operators
-//     ipc.h       memory and events of other processes                 late.cpp    the other kernels, and Python's names
+//     ipc.h       what processes share: memory, events, words          late.cpp    the other kernels, and Python's names
 #include "ipc.h"
 #include "launch.h"
 
@@ -343,6 +343,9 @@ PYBIND11_MODULE(_late, m) {
   m.def("share", [](const Tensor& t) { return std::make_pair(region_name(), share(t.storage())); });
   m.def("unshare", [](size_t place) { allocator.unshare(place); });
   m.def("import_bytes", import_bytes);
+  m.def("register_words", register_words);
+  m.def("write_value", [](int device, int id, uint64_t address, uint32_t value) { write_value(get_stream(device, id), address, value); });
+  m.def("wait_value", [](int device, int id, uint64_t address, uint32_t value) { wait_value(get_stream(device, id), address, value); });
   py::class_<IpcEvent>(m, "IpcEvent")
       .def(py::init([] { return IpcEvent::make(); }))
       .def(py::init([](std::string region, int64_t place) { return IpcEvent{std::move(region), place}; }))

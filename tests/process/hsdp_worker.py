@@ -61,7 +61,8 @@ torch.set_num_threads(1)
 
 def replicas() -> dist.ProcessGroup:
     if args.device == "late":
-        return ProcessGroupLate(timeout=TIMEOUT)
+        isolated = args.kind == "ProcessGroupBabyLate"
+        return ProcessGroupBabyLate(timeout=TIMEOUT) if isolated else ProcessGroupLate(timeout=TIMEOUT)
     if not args.native:
         return getattr(process_group, args.kind)(timeout=TIMEOUT)
     store = dist.PrefixStore(f"shard{rank}", TCPStore("localhost", args.native, wait_for_workers=False))
@@ -79,7 +80,9 @@ if args.device == "late":
     from tests.late import load
 
     load().delays(1000 * args.delays + 10 * args.group + rank, 0, 200)
+    torch.accelerator.set_device_index(rank)
     from tests.late.group import ProcessGroupLate
+    from tests.late.isolated import ProcessGroupBabyLate
 # The timeout below is long, because the other rank may still be importing PyTorch.
 shards_over = {"cpu": "gloo", "cuda": "nccl", "late": "cpu:gloo,late:late"}[args.device]
 if args.wrap == "ddp":

@@ -201,7 +201,7 @@ def page(results: Results, groups: list[Group], head: str, upstream: bool) -> st
     if "released_s" in results["killed"]:
         seconds = results["killed"]["released_s"]
         fate = "does not continue within 20 s" if seconds is None else f"continues after {seconds:.2f} s"
-        lines += ["", f"A stream that waits for an event which a killed worker's device never reached {fate}."]
+        lines += ["", f"A stream that waits for a killed worker {fate}."]
     return "\n".join(lines)
 
 

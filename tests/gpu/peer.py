@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -12,7 +13,7 @@ from torchft.process_group.isolated import cuda
 
 
 def run(connection: Connection) -> None:
-    """Runs commands until it receives None: ("note", bytes) or ("double", seconds, mark, refs)."""
+    """Runs commands until it receives None: ("note", bytes, file or None), or ("double", seconds, mark, refs)."""
     torch.cuda.set_device(0)
     end = cuda.worker()
     connection.send("up")
@@ -21,8 +22,8 @@ def run(connection: Connection) -> None:
         connection.send(_HANDLERS[kind](end, *rest))
 
 
-def _note(end: Any, note: bytes) -> int:
-    end.notified(note, None)
+def _note(end: Any, note: bytes, file: Optional[str]) -> int:
+    end.notified(note, None if file is None else os.open(file, os.O_RDWR))
     return len(end._imports)
 
 

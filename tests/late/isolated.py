@@ -1,8 +1,9 @@
 """Isolated groups on the test device: torchft's code for CUDA memory and events, with this device in place of CUDA.
 
-This module replaces the functions of PyTorch that the code calls for CUDA. Another process can map a storage's memory
-by its name; the memory stays allocated until that process reports that it no longer uses it. Another process can also
-wait for an event. As with CUDA, a stream that waits for an event of a killed process never continues.
+This module replaces the functions of PyTorch and of the driver that the code calls for CUDA. Another process can map a
+storage's memory by its name; the memory stays allocated until that process reports that it no longer uses it. Another
+process can also wait for an event. As with CUDA, a stream that waits for an event of a killed process never continues.
+Streams write values to registered memory of the host, and wait for them there.
 """
 
 from __future__ import annotations
@@ -82,6 +83,19 @@ class _Torch(types.ModuleType):
         return getattr(torch, name)
 
 
+class Driver:
+    """Like `torchft.process_group.isolated.driver.CudaDriver`."""
+
+    def register(self, address: int, size: int) -> int:
+        return _late.C.register_words(address, size)
+
+    def write(self, stream: torch.Stream, address: int, value: int) -> None:
+        _late.C.write_value(stream.device_index, stream.stream_id, address, value)
+
+    def wait(self, stream: torch.Stream, address: int, value: int) -> None:
+        _late.C.wait_value(stream.device_index, stream.stream_id, address, value)
+
+
 def _adapted() -> Any:
     """A second instance of the CUDA module, for this device."""
     assert cuda.__spec__ is not None and cuda.__file__ is not None
@@ -90,6 +104,7 @@ def _adapted() -> Any:
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.torch, module._DEVICE = _Torch(), "late"
+    module.driver = types.SimpleNamespace(driver_of=lambda device: Driver())
     return module
 
 

@@ -59,9 +59,16 @@ def test_two_groups_of_two_ranks_end_as_one_process_with_all_the_data(job_server
 
 
 @pytest.mark.slow
+def test_isolated_groups_end_as_one_process_with_all_the_data(job_server: None) -> None:
+    """FSDP2's stream of reductions waits for the worker, and the host goes on."""
+    train_together(SHARDS, STEPS, device="late", kind="ProcessGroupBabyLate", delays=3)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_group_is_killed_and_comes_back(job_server: None) -> None:
-    kill_and_heal(SHARDS, device="late")
+@pytest.mark.parametrize("kind", ["ProcessGroupLate", "ProcessGroupBabyLate"])
+def test_a_group_is_killed_and_comes_back(job_server: None, kind: str) -> None:
+    kill_and_heal(SHARDS, device="late", kind=kind)
 
 
 @pytest.mark.slow

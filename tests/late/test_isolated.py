@@ -1,6 +1,7 @@
 """Isolated groups on the test device: trainer and worker each wait for the other's device.
 
-There is one rank, whose sums are doubled. Each task of the worker's device is delayed.
+There is one rank, whose sums are doubled. Each task of the worker's device is delayed. The trainer's stream waits for
+the worker's; with the fixture `refused`, the driver refuses that and the host waits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,9 +30,11 @@ from tests.late.workers import (  # noqa: E402
     ProcessGroupBabyFailing,
     ProcessGroupBabyHanging,
     ProcessGroupBabyHasty,
+    ProcessGroupBabyRefused,
     ProcessGroupBabySlow,
     ProcessGroupBabyStuck,
 )
+from torchft.process_group.isolated import channel, protocol, values  # noqa: E402
 
 __all__ = ["fixture"]
 
@@ -60,6 +64,12 @@ def group(late, shared: ProcessGroupBabyLate) -> ProcessGroupBabyLate:
     if shared.errored() is not None:
         configure(shared)
     return shared
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For workers from now on."""
+    monkeypatch.setattr(sharing, "_pages_of", lambda device: values.Pages(lambda: None))
 
 
 def full(value: float) -> torch.Tensor:
@@ -190,14 +200,83 @@ def test_a_synchronous_operation_follows_the_trainer_and_is_followed(group, late
 
 def test_memory_is_returned(group):
     def used() -> int:
+        torch.accelerator.synchronize()
         return torch.accelerator.memory_allocated()
 
     double(group, full(1)).wait()
     before = used()
     for _ in range(10):
         double(group, full(1)).wait()
+        torch.accelerator.synchronize()
     # Freed memory is known to be unmapped after one of the next operations.
     assert used() <= before + 3 * 4 * COUNT
+
+
+# The host does not wait
+
+
+@pytest.mark.parametrize("how", ["wait", "future"])
+def test_the_host_goes_on_while_a_stream_waits(group, late, how: str):
+    """The worker's operation cannot begin before the trainer's device is released."""
+    x = full(1)
+    torch.accelerator.synchronize()
+    with late.held():
+        x.fill_(3)
+        work = double(group, x)
+        if how == "wait":
+            assert work.wait()
+        else:
+            future_wait(work.get_future(), TIMEOUT)
+        y = x * 1
+        x.fill_(5)
+        assert not work.is_completed() and late.pending() >= 3
+    assert y.tolist() == [6] * COUNT and x.tolist() == [5] * COUNT
+    assert work.is_success()
+
+
+def test_the_stream_of_a_call_does_not_wait_for_the_future(group, late):
+    """A hook of DDP asks for the future of each bucket while the stream goes on with the backward pass."""
+    x = full(3)
+    worker = group._worker
+    with late.held(channel._own_stream(x.device)):
+        future = double(group, x).get_future()
+        doubled = future.then(lambda f: f.value()[0] * 1)
+        assert (full(1) + 1).tolist() == [2] * COUNT
+        future_wait(future, TIMEOUT)
+    assert future_wait(doubled, TIMEOUT).tolist() == [6] * COUNT and group._worker is worker
+
+
+def test_the_next_worker_continues_in_the_same_page(late):
+    """A stream may still have to come to a wait for the worker before it."""
+    for group in started(ProcessGroupBabySlow):
+        double(group, full(1)).wait()
+        torch.accelerator.synchronize()
+        pages = len(values._kept)
+        for _ in range(3):
+            end = group._worker.channel.devices._sharings[protocol.DEVICES.index("late")]
+            kill(group)
+            until(partial(lambda end: end._page is None, end))
+            configure(group)
+            x = full(3)
+            with late.held():
+                double(group, x).wait()
+                y = x * 1
+            assert y.tolist() == [6] * COUNT
+        assert len(values._kept) == pages
+
+
+def test_the_host_waits_where_the_driver_refuses(late, refused):
+    for group in started(ProcessGroupBabySlow):
+        x = full(3)
+        work = double(group, x)
+        assert work.wait() and work.is_success()
+        assert future_wait(double(group, x).get_future(), TIMEOUT)[0].tolist() == [12] * COUNT
+
+
+def test_the_host_waits_where_the_worker_is_refused(late):
+    for group in started(ProcessGroupBabyRefused):
+        work = double(group, x := full(3))
+        assert work.wait() and work.is_success() and x.tolist() == [6] * COUNT
 
 
 # The worker's device never finishes
@@ -214,7 +293,98 @@ def stuck(late, hanging: ProcessGroupBabyLate) -> ProcessGroupBabyLate:
     return hanging
 
 
-def test_a_wait_has_a_deadline(stuck):
+def kill(group: ProcessGroupBabyLate) -> None:
+    """As the kernel does when memory runs out."""
+    worker = group._worker
+    worker._server.kill(worker._number)
+
+
+@pytest.mark.parametrize("how", ["wait", "future"])
+def test_a_stream_goes_on_when_the_worker_is_killed(stuck, how: str):
+    """Nobody asks the group meanwhile: the host waits for its device."""
+    x = full(3)
+    work = double(stuck, x)
+    if how == "wait":
+        work.wait()
+    else:
+        future_wait(work.get_future(), TIMEOUT)
+    y = x * 0
+    assert not work.is_completed()
+    kill(stuck)
+    torch.accelerator.synchronize()
+    assert isinstance(stuck.errored(), RuntimeError) and "the worker process has ended" in str(stuck.errored())
+    assert work.is_completed() and not work.is_success() and work.exception() is not None
+    assert y.isfinite().all()
+    with pytest.raises(RuntimeError, match="the worker process has ended"):
+        work.wait()
+
+
+def test_a_stream_that_nobody_frees_is_noticed(stuck, late, monkeypatch):
+    """Nothing of the killed worker lets it continue."""
+    release = values.Awaited.release
+    kept: list[values.Awaited] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(values.Awaited, "release", lambda awaited: kept.append(awaited))
+        double(stuck, full(3)).wait()
+        kill(stuck)
+        until(lambda: bool(kept))
+        late.host_timeout_ms(100)
+        with pytest.raises(RuntimeError, match="host waited over 100 ms"):
+            torch.accelerator.synchronize()
+    late.host_timeout_ms(60000)
+    release(kept[0])
+    torch.accelerator.synchronize()
+
+
+def test_a_stream_waits_until_the_deadline(stuck):
+    opts = dist.AllreduceOptions()
+    opts.timeout = timedelta(seconds=0.2)
+    work = stuck.allreduce([full(1.0)], opts)
+    began = time.monotonic()
+    assert work.wait()
+    torch.accelerator.synchronize()
+    assert 0.2 <= time.monotonic() - began < within(0.2)
+    assert "timed out: it did not complete within 0.2 s" in str(stuck.errored())
+
+
+def test_a_stream_waits_as_long_as_the_caller_says(stuck):
+    work = double(stuck, full(3))
+    assert work.wait(timedelta(seconds=0.1))
+    torch.accelerator.synchronize()
+    assert "timed out: it did not complete within 0.1 s" in str(stuck.errored())
+
+
+def test_a_step_whose_worker_is_killed_is_not_committed(late, fixture: Fixture) -> None:
+    for group in started(ProcessGroupBabyHanging):
+        fixture.client._quorum.return_value = quorum(reconfigure_handles=[group.get_reconfigure_handle()])
+        manager = fixture.manager(pg=group, timeout=TIMEOUT)
+        manager.start_quorum()
+        manager.wait_quorum()
+        x = full(1.0)
+        assert manager.allreduce(x).wait()
+        y = x * 1
+        assert manager.errored() is None
+        kill(group)
+        assert not manager.should_commit()
+        assert "the worker process has ended" in str(manager.errored())
+        assert y.numel() == COUNT
+
+
+def test_a_failure_that_the_workers_backend_handles_itself_is_known_before_the_vote(late) -> None:
+    """Its value is written as if the operation had succeeded."""
+    for kind in (ProcessGroupBabyFailing, ProcessGroupBabyStuck):
+        for group in started(kind):
+            group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
+            assert group.errored() is None
+            assert group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
+            torch.accelerator.synchronize()
+            assert "COMM_ERROR" in str(group.errored())
+
+
+# The host waits for it
+
+
+def test_a_wait_has_a_deadline(refused, stuck):
     work = double(stuck, full(3))
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="timed out"):
@@ -222,22 +392,20 @@ def test_a_wait_has_a_deadline(stuck):
     assert time.monotonic() - began < within(0.05)
 
 
-def test_waits_end_when_the_worker_ends(stuck):
+def test_waits_end_when_the_worker_ends(refused, stuck):
     work = double(stuck, full(3))
     queued(work)
-    worker = stuck._worker
-    threading.Timer(0.05, worker._server.kill, (worker._number,)).start()
+    threading.Timer(0.05, kill, (stuck,)).start()
     with pytest.raises(RuntimeError, match="the worker process has ended"):
         work.wait()
     assert isinstance(stuck.errored(), RuntimeError)
 
 
-def test_a_future_ends_with_the_worker(stuck):
+def test_a_future_ends_with_the_worker(refused, stuck):
     work = double(stuck, full(3))
     future = work.get_future()
     queued(work)
-    worker = stuck._worker
-    worker._server.kill(worker._number)
+    kill(stuck)
     with pytest.raises(RuntimeError, match="the worker process has ended"):
         future_wait(future, TIMEOUT / 2)
 
@@ -254,7 +422,7 @@ def test_an_abort_returns_the_memory(stuck):
 
 
 @pytest.mark.parametrize("how", ["wait", "future", "errored"])
-def test_a_failure_that_the_workers_backend_handles_itself_is_reported(late, how: str) -> None:
+def test_a_failure_that_the_workers_backend_handles_itself_is_reported(late, refused, how: str) -> None:
     """Its event passes as if the operation had succeeded."""
     for group in started(ProcessGroupBabyFailing):
         group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
@@ -268,7 +436,7 @@ def test_a_failure_that_the_workers_backend_handles_itself_is_reported(late, how
                 work.wait() if how == "wait" else future_wait(work.get_future(), TIMEOUT)
 
 
-def test_a_failure_after_which_the_workers_device_hangs_is_reported(late) -> None:
+def test_a_failure_after_which_the_workers_device_hangs_is_reported(late, refused) -> None:
     """The operation's event never passes, so the error is not requested before the deadline."""
     for group in started(ProcessGroupBabyStuck):
         group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
@@ -289,11 +457,14 @@ def test_an_operation_unfinished_on_the_workers_device_is_in_flight(late) -> Non
         assert not work.is_success() and work.exception() is not None
 
 
+@pytest.mark.parametrize("streams", [True, False])
 def test_an_isolated_group_behind_a_manager_ends_a_future_without_a_wait(
-    late, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+    late, fixture: Fixture, request: pytest.FixtureRequest, streams: bool
 ) -> None:
-    """DDP's hooks request a future and wait for it, while the operation's own deadline belongs to `wait`."""
+    """DDP's hooks request a future and wait for it."""
     for group in started(ProcessGroupBabyHanging):
+        if not streams:
+            request.getfixturevalue("refused")
         fixture.client._quorum.return_value = quorum(reconfigure_handles=[group.get_reconfigure_handle()])
         manager = fixture.manager(pg=group, timeout=timedelta(seconds=5))
         manager.start_quorum()
@@ -303,13 +474,14 @@ def test_an_isolated_group_behind_a_manager_ends_a_future_without_a_wait(
         future = manager.allreduce(full(1.0)).get_future()
         began = time.monotonic()
         future_wait(future, TIMEOUT)
-        assert time.monotonic() - began < within(0.3)
-        assert "did not complete within 0.3 s" in str(manager.errored())
-        assert group.errored() is not None, "the worker may still write"
         assert not manager.should_commit()
+        assert time.monotonic() - began < within(0.3)
+        assert "within 0.3 s" in str(manager.errored())
+        assert group.errored() is not None, "the worker may still write"
+        torch.accelerator.synchronize()
 
 
-def test_an_operation_past_its_deadline_ends_the_worker(late) -> None:
+def test_an_operation_past_its_deadline_ends_the_worker(late, refused) -> None:
     """NCCL in the worker only knows the group's timeout."""
     for group in started(ProcessGroupBabyHanging):
         opts = dist.AllreduceOptions()

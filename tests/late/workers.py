@@ -83,6 +83,15 @@ class ProcessGroupBabyHasty(isolated.ProcessGroupBabyLate):
     _sharing: ClassVar[dict[str, str]] = {"late": __name__}
 
 
+class ProcessGroupBabyRefused(isolated.ProcessGroupBabyLate):
+    """The driver lets the trainer's stream wait for a value, but not the worker's write one."""
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
+        isolated.sharing.driver.driver_of = lambda device: None
+        return super()._create_pg(store, rank, world_size)
+
+
 def trainer(notify: Notify) -> Sharing:
     return isolated.trainer(notify)
 

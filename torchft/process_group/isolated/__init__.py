@@ -8,6 +8,7 @@
     worker     runs the operations
     protocol   the messages between trainer and worker
     sharing    the interface to a device type; `host`, `cuda`: its implementations
+    values     memory by which the trainer's stream follows the worker's; `driver`: the calls that write it and wait
 
 When an operation is *done*, that is when its `wait` returns and its future has a value:
 
@@ -15,7 +16,8 @@ When an operation is *done*, that is when its `wait` returns and its future has 
 - on a device the stream that waits, or on which the future's callback runs, sees the result.
 
 If a worker stalls, the trainer does not block longer than the operation's timeout: a worker that does not answer in
-time is killed, and all waits for it fail. A worker ends with its trainer, even if the trainer is killed.
+time is killed, all waits for it fail, and streams that wait for it continue. A worker ends with its trainer, even if
+the trainer is killed.
 """
 
 from __future__ import annotations

@@ -13,16 +13,19 @@ import os
 import threading
 import time
 import weakref
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any, Callable, Optional, Sequence
 
 import torch
 
+from torchft.futures import _TIMEOUT_MANAGER
 from torchft.process_group._errors import copied
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.completer import Completer
 from torchft.process_group.isolated.devices import Devices, MakeSharing
 from torchft.process_group.isolated.leader import Leadership
-from torchft.process_group.isolated.operation import WorkerFailed, _FutureMetadata, _OpMetadata, release
+from torchft.process_group.isolated.operation import WorkerFailed, _FutureMetadata, _OpMetadata, release, timed_out
 from torchft.process_group.isolated.sharing import Registration
 from torchft.process_group.isolated.wire import Wire
 from torchft.utils import poll
@@ -49,6 +52,8 @@ class Channel:
         sharings: makes the sharing of each device.
         on_broken: called once, with no lock held, when the worker can no longer be used. It has to call `devices.close`
             when the worker has ended.
+        on_waiting: called before a stream waits for the worker; it has to call `ended` when the worker has ended, since
+            no thread may be reading the answers.
 
     Attributes:
         wire: socket and pipe between trainer and worker; `wire.theirs` are the worker's ends.
@@ -58,9 +63,12 @@ class Channel:
 
     asks = False
 
-    def __init__(self, name: str, sharings: MakeSharing, on_broken: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, sharings: MakeSharing, on_broken: Callable[[], None], on_waiting: Callable[[], None]
+    ) -> None:
         self._name = name
         self._on_broken = on_broken
+        self._on_waiting = on_waiting
         self.wire = Wire()
         self.devices = Devices(
             sharings,
@@ -75,7 +83,7 @@ class Channel:
         self._broken: Optional[Exception] = None
         self._received_at = 0.0
         self._completer = Completer(
-            name, self.devices, self._lock, self._lead_for_futures, lambda: self._broken is not None, self.check
+            name, self._lock, self._lead_for_futures, lambda: self._broken is not None, self.follow
         )
         self._leadership = Leadership(self._completer.wake)
         _channels.add(self)
@@ -287,6 +295,45 @@ class Channel:
 
     # Devices
 
+    def follow(self, op: _OpMetadata, seconds: Optional[float] = None, began: float = 0.0) -> None:
+        """Makes the current stream wait for an operation that has ended here, but perhaps not on the worker's device.
+        The host waits where a stream cannot (`Sharing.follow`).
+
+        Args:
+            seconds: timeout; None: the operation's. When it has passed the worker is ended, but not if the host waits
+                with a timeout of the caller.
+            began: the begin of the caller's timeout for the host.
+
+        Raises:
+            Exception: the operation's error, as far as it is known now; why the worker cannot be used.
+        """
+        own = seconds is None
+        if seconds is None:
+            # NCCL knows the group's timeout only.
+            seconds, began = op.timeout_sec, op.started
+        self._on_waiting()
+        if self.devices.follow(op):
+            if op.timer is None and not self.devices.reached(op):
+                op.timer = _TIMEOUT_MANAGER.deadlines.add(
+                    timedelta(seconds=seconds), partial(self._expire, op, seconds)
+                )
+                if self.devices.reached(op):  # it may have been released before it had the timer
+                    op.end_timer()
+            if self._broken is not None:
+                raise self._error()
+            return
+        if not self.reach(op, began + seconds):
+            error = timed_out(seconds)
+            if own:
+                self.close(error)
+            raise error
+        # On a device, an operation that has failed ends as if it had succeeded, so the backend is asked.
+        self.check()
+
+    def _expire(self, op: _OpMetadata, seconds: float) -> None:
+        if not self.devices.reached(op):
+            self.close(timed_out(seconds))
+
     def reach(self, op: _OpMetadata, deadline: float) -> bool:
         """Waits until the worker's device has finished an operation; False at the deadline.
 
@@ -343,11 +390,18 @@ class Channel:
     def get_future(
         self, op: _OpMetadata, devices: list[Any], stream: Optional[torch.Stream]
     ) -> torch.futures.Future[object]:
-        """The future of an operation, completed on `stream`."""
+        """The future of an operation.
+
+        Args:
+            devices: the devices of its value.
+            stream: the current stream of the call; None if there are only CPU tensors. Another stream waits for the
+                worker, and the future is completed on that one, so that the caller's does not wait.
+        """
         with self._lock:
             if op.future is not None:
                 return op.future.future
-            op.future = metadata = _FutureMetadata(torch.futures.Future(devices=devices), stream)
+            own = None if stream is None else _own_stream(stream.device)
+            op.future = metadata = _FutureMetadata(torch.futures.Future(devices=devices), own)
             if not op.done:
                 self._completer.begin()
                 return metadata.future
@@ -380,6 +434,11 @@ class Channel:
             # Another thread reads, or the kernel has not closed the worker's descriptors yet.
             time.sleep(0.001)
         return self._worker_failed()
+
+    def ended(self) -> None:
+        """The worker has ended."""
+        if self._broken is None:
+            self.close(self._why_it_failed())
 
     def _error(self) -> Exception:
         assert self._broken is not None
@@ -447,6 +506,12 @@ class Channel:
 def _first_wait(timeout_sec: float, deadline: Optional[float]) -> float:
     """Seconds that a leader waits for the first answer before it begins to ping the worker."""
     return timeout_sec if deadline is None else min(timeout_sec, max(0.0, deadline - time.monotonic()))
+
+
+@cache
+def _own_stream(device: torch.device) -> torch.Stream:
+    """The stream on which futures of tensors on a device are completed."""
+    return torch.Stream(device)
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -6,7 +6,6 @@ import logging
 import threading
 from typing import Callable, ContextManager, Optional
 
-from torchft.process_group.isolated.devices import Devices
 from torchft.process_group.isolated.operation import _OpMetadata
 from torchft.utils import DeviceThread
 
@@ -18,28 +17,25 @@ class Completer:
 
     Args:
         name: name of the group.
-        devices: devices of the group's worker.
         lock: the channel's lock. `begin`, `wake` and `ended` are called with it.
         lead: reads answers until its argument is true; False at once if another thread reads, or no future is open.
         broken: whether the channel is closed, after which no operation ends.
-        check: raises if the worker's backend has failed.
+        follow: makes the current stream, or the host, wait for an operation that has ended; raises its error.
     """
 
     def __init__(
         self,
         name: str,
-        devices: Devices,
         lock: ContextManager[object],
         lead: Callable[[Callable[[], bool]], bool],
         broken: Callable[[], bool],
-        check: Callable[[], None],
+        follow: Callable[[_OpMetadata], None],
     ) -> None:
         self._name = name
-        self._devices = devices
         self._lock = lock
         self._lead = lead
         self._broken = broken
-        self._check = check
+        self._follow = follow
         # Operations that have ended, whose future is still to be completed.
         self._ended: list[_OpMetadata] = []
         self._thread: Optional[threading.Thread] = None
@@ -90,11 +86,9 @@ class Completer:
         error = op.error
         try:
             with metadata.set_stream():
-                if error is None:
+                if error is None and op.marks:
                     try:
-                        self._devices.follow(op)
-                        if op.marks:
-                            self._check()
+                        self._follow(op)
                     except Exception as e:
                         error = e
                 if error is None:

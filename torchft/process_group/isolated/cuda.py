@@ -6,14 +6,13 @@ which a killed worker would never decrement. So the trainer alone counts. When t
 asks the worker to drop it; the worker confirms that with its next mark. Only then, or when the worker has ended, is
 the memory returned to PyTorch, because CUDA forbids to free memory that another process maps.
 
-**Order.** A mark is an interprocess event, recorded on the current stream; both ends send marks. An event is reused
-only after the device has passed it. So an end that reads an old mark may wait for a later recording of the same event:
-longer than necessary, but safe. There is no deadlock, because the work before a mark never waits for that mark.
+**Order.** A mark of the trainer is an interprocess event, recorded on the current stream. An event is reused only after
+the device has passed it. So a worker that reads an old mark may wait for a later recording of the same event: longer
+than necessary, but safe. There is no deadlock, because the work before a mark never waits for that mark.
 
-**Done** means finished on the device, not queued: the trainer's `follow` waits on the host. If a stream of the trainer
-waited for an event of a worker that is then killed, it would never continue, and the trainer would stall, which
-isolated groups are to prevent. `queue=True` makes the stream wait instead, for hosts where a GPU test has shown that
-the driver releases the events of a killed worker (docs/gpu.md).
+A mark of the worker is a value in the trainer's memory (`values`), for which the trainer's stream waits. A stream that
+waits for an event of a killed process never continues (docs/gpu.md). Where the driver refuses such values, the worker's
+marks are events as well, and the trainer's host waits for them.
 
 XPU has such events, but PyTorch cannot share XPU memory: its tensors are refused with an error that says so.
 """
@@ -26,14 +25,15 @@ import os
 import queue
 import struct
 import threading
-import time
 import weakref
 from collections import OrderedDict, deque
 from typing import Any, Optional
 
 import torch
 
+from torchft.process_group.isolated import driver
 from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing
+from torchft.process_group.isolated.values import Awaited, Page, Pages, Written
 from torchft.utils import DeviceThread, use_device
 
 _DEVICE = "cuda"
@@ -44,22 +44,17 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 # export, device, dtype, dimensions; offset in the storage; the storage's size and its offset in the allocation
 _REF = struct.Struct("<QHBBqQQ")
-# event, number of its recordings, number of notes read from the other end
+# event, number of its recordings, number of notes read from the other end; then the event's handle. Or slot, value,
+# number of notes
 _MARK = struct.Struct("<IQQ")
 _ID = struct.Struct("<Q")
 
-# Notes to the worker, by their first byte: the device to work on, storages to drop, nothing.
-_USE, _DROP, _NOTHING = b"U", b"D", b"N"
+# Notes to the worker, by their first byte: the device to work on, perhaps with the file of a page of values; storages
+# to drop.
+_USE, _DROP = b"U", b"D"
 
 # The number of streams that a worker's operations use in turn; PyTorch's pool has as many.
 _STREAMS = 32
-
-# Pauses between two queries of an event by the host: the first one, and the longest.
-_PAUSE_SEC = 20e-6
-_MAX_PAUSE_SEC = 500e-6
-
-# The interval at which a waiting thread checks that the worker is alive.
-_LOOK_SEC = 0.02
 
 # The worker gives PyTorch the name of a counter that does not exist, so that PyTorch counts nothing.
 _NO_COUNTER = b"/torchft-counts-itself"
@@ -203,12 +198,21 @@ def _forget_all() -> None:
         export.forget()
     _exports.clear()
     _freed.clear()
+    _pages.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)
 
 
 # Order
+
+# The pages of values of this process, by device.
+_pages: dict[torch.device, Pages] = {}
+
+
+def _pages_of(device: torch.device) -> Pages:
+    pages = _pages.get(device)
+    return _pages.setdefault(device, Pages(lambda: driver.driver_of(device))) if pages is None else pages
 
 
 class _Marks:
@@ -290,13 +294,14 @@ class TrainerEnd:
 
     Args:
         notify: sends a note to the worker's end.
-        queue: whether `follow` makes the stream wait instead of the host; see the module.
     """
 
-    def __init__(self, notify: Notify, queue: bool = False) -> None:
+    def __init__(self, notify: Notify) -> None:
         self._notify = notify
-        self._queue = queue
         self._marks = _Marks()
+        self._pages: Optional[Pages] = None
+        self._page: Optional[tuple[Page, int]] = None
+        self._awaited: Optional[Awaited] = None
         # The device of the first tensor: a worker uses one device.
         self._device: Optional[torch.device] = None
         self._registrations: set[_Registration] = set()
@@ -314,7 +319,10 @@ class TrainerEnd:
         if self._device is None:
             with self._lock:
                 if self._device is None:
-                    self._send(_USE + _ID.pack(device.index or 0))
+                    self._pages = _pages_of(device)
+                    self._page = page = self._pages.take(torch.cuda.current_stream(device))
+                    self._awaited = None if page is None else Awaited(page[0])
+                    self._send(_USE + _ID.pack(device.index or 0), None if page is None else page[1])
                     self._device = device
         if device != self._device:
             raise ValueError(f"tensor on {device}: the other operations of this group were on {self._device}")
@@ -340,9 +348,9 @@ class TrainerEnd:
             self._announced[self._notes + 1] = freed
             self._send(_DROP + b"".join(_ID.pack(export.id) for export in freed))
 
-    def _send(self, note: bytes) -> None:
+    def _send(self, note: bytes, descriptor: Optional[int] = None) -> None:
         self._notes += 1
-        self._notify(note, None)
+        self._notify(note, descriptor)
 
     def _dropped(self, notes: int) -> None:
         """Called when the worker has read `notes` notes and unmapped the storages that they name."""
@@ -358,47 +366,44 @@ class TrainerEnd:
     def mark(self) -> bytes:
         return self._marks.mark(self._current(), 0)
 
-    def follow(self, mark: bytes) -> None:
-        event = self._received(mark)
-        if event is None:
-            return
-        if self._queue:
-            event.wait(torch.cuda.current_stream(self._current()))
-            return
-        pause = _PAUSE_SEC
-        look_at = time.monotonic() + _LOOK_SEC
-        # No deadline is needed here: at the operation's deadline the worker is ended. A note to an ended worker
-        # fails, which sets `_closed`.
-        while not event.query():
-            if self._closed:
-                raise RuntimeError("the worker of this group ended before its operation did")
-            if time.monotonic() >= look_at:
-                with self._lock:
-                    self._send(_NOTHING)
-                look_at = time.monotonic() + _LOOK_SEC
-            time.sleep(pause)
-            pause = min(2 * pause, _MAX_PAUSE_SEC)
+    def follow(self, mark: bytes) -> bool:
+        slot, value, notes = _MARK.unpack_from(mark)
+        self._dropped(notes)
+        if _is_event(mark):
+            return False
+        assert self._awaited is not None, "the worker writes values into the page that it got"
+        device = self._current()
+        with torch.cuda.device(device):
+            self._awaited.follow(torch.cuda.current_stream(device), slot, value)
+        return True
 
     def reached(self, mark: bytes) -> bool:
-        event = self._received(mark)
-        return event is None or event.query()
-
-    def _received(self, mark: bytes) -> Optional[torch.cuda.Event]:
+        slot, value, notes = _MARK.unpack_from(mark)
+        self._dropped(notes)
+        if self._awaited is not None and not _is_event(mark):
+            return self._awaited.reached(slot, value)
         event = self._marks.event(mark, self._current())
-        self._dropped(_MARK.unpack_from(mark)[2])
-        return event
+        return event is None or event.query()
 
     def _current(self) -> torch.device:
         return self._device or torch.device(_DEVICE, torch.cuda.current_device())
 
+    def free_streams(self) -> None:
+        if self._awaited is not None:
+            self._awaited.release()
+
     def close(self) -> None:
+        self.free_streams()
         with self._lock:
             self._closed = True
+            page, self._page = self._page, None
             held = list(self._held.values())
             self._held.clear()
             self._announced.clear()
             self._freed_exports.clear()
         self._registrations.clear()
+        if page is not None and self._pages is not None:
+            self._pages.give_back(page)
         _unhold(held, self)
         self._marks.clear()
 
@@ -416,6 +421,7 @@ class WorkerEnd:
         self._streams: list[torch.cuda.Stream] = []
         self._turn = 0
         self._idle: Optional[torch.cuda.Stream] = None
+        self._written: Optional[Written] = None  # None: marks are events
         self._notes = 0
         self._lock = threading.Lock()
 
@@ -440,6 +446,8 @@ class WorkerEnd:
             torch.cuda.set_device(numbers[0])
             self._device = torch.device(_DEVICE, numbers[0])
             numbers = []
+            if descriptor is not None:
+                self._write_values(descriptor)
         with self._lock:
             self._notes += 1
             dropped = [self._imports.pop(number, None) for number in numbers]
@@ -450,9 +458,21 @@ class WorkerEnd:
             with torch.cuda.stream(self._idle):
                 dropped.clear()
 
+    def _write_values(self, descriptor: int) -> None:
+        try:
+            of_device = driver.driver_of(self._device)
+            if of_device is not None:
+                self._written = Written(Page(of_device, torch.cuda.current_stream(self._device), descriptor))
+        except RuntimeError:  # the driver refuses
+            pass
+        finally:
+            os.close(descriptor)
+
     def mark(self) -> bytes:
         with self._lock:
             notes = self._notes
+        if self._written is not None:
+            return _MARK.pack(*self._written.mark(torch.cuda.current_stream(self._device)), notes)
         return self._marks.mark(self._device, notes)
 
     def follow(self, mark: bytes) -> None:
@@ -469,6 +489,10 @@ class WorkerEnd:
     def reached(self, mark: bytes) -> bool:
         event = self._marks.event(mark, self._device)
         return event is None or event.query()
+
+
+def _is_event(mark: bytes) -> bool:
+    return len(mark) > _MARK.size
 
 
 def trainer(notify: Notify) -> Sharing:

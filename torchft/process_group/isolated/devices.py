@@ -56,10 +56,12 @@ class Devices:
         marks = [(device, self._sharings[device].mark()) for device in {device for device, _ in registrations}]
         return protocol.marks([item for item in marks if item[1]])
 
-    def follow(self, op: _OpMetadata) -> None:
-        """Makes the current stream or the host wait for the operation on the worker's device: see `Sharing.follow`."""
-        for device, mark in op.marks:
-            self._sharings[device].follow(mark)
+    def follow(self, op: _OpMetadata) -> bool:
+        """Makes the current stream wait for the operation on the worker's device; False if only the host can: see
+        `Sharing.follow`.
+        """
+        followed = [self._sharings[device].follow(mark) for device, mark in op.marks]
+        return all(followed)
 
     def reached(self, op: _OpMetadata) -> bool:
         """Whether the worker's device has finished an operation."""
@@ -92,6 +94,7 @@ class Devices:
             queued, self._queued = self._queued, []
         for op in queued:
             op.registrations = []
+            op.end_timer()
 
     # The end
 
@@ -99,6 +102,11 @@ class Devices:
     def any(self) -> bool:
         """Whether memory of a device is shared, and not only host memory."""
         return any(self._sharings)
+
+    def free_streams(self) -> None:
+        """Lets streams continue that wait for the worker: see `Sharing.free_streams`."""
+        for sharing in list(self._sharings.values()):
+            sharing.free_streams()
 
     def close(self) -> None:
         """Ends the sharing. Call it only after the worker has ended: until then its device may write."""

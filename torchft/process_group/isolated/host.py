@@ -156,12 +156,6 @@ class _Host:
     def mark(self) -> bytes:
         return b""
 
-    def follow(self, mark: bytes) -> None:
-        pass
-
-    def reached(self, mark: bytes) -> bool:
-        return True
-
 
 class _Trainer(_Host):
     def __init__(self, notify: Notify) -> None:
@@ -257,6 +251,15 @@ class _Trainer(_Host):
                 self._notify(_NOTE.pack(_UNMAP, region, 0), None)
         self._sweep_at = max(_SWEEP_AT, 2 * len(self._storages))
 
+    def follow(self, mark: bytes) -> bool:
+        return True
+
+    def reached(self, mark: bytes) -> bool:
+        return True
+
+    def free_streams(self) -> None:
+        pass
+
     def close(self) -> None:
         with self._lock:
             self._free = {}
@@ -277,6 +280,9 @@ class _Worker(_Host):
             self._regions[region] = _map(descriptor, size)
         finally:
             os.close(descriptor)
+
+    def follow(self, mark: bytes) -> None:
+        pass
 
     def borrow(self, ref: bytes) -> torch.Tensor:
         region, offset, dtype_number, contiguous, dimensions = _REF.unpack_from(ref)

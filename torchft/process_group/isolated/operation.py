@@ -45,6 +45,7 @@ class _OpMetadata:
 
     __slots__ = (
         "done", "error", "future", "marks", "op_id", "registrations", "result", "started", "stream", "timeout_sec",
+        "timer",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +67,12 @@ class _OpMetadata:
         # Events on the worker's device that follow the operation; assigned when the worker has answered.
         self.marks: Sequence[protocol.Item] = ()
         self.future: Optional[_FutureMetadata] = None
+        # Ends the worker if a stream waits too long for the operation.
+        self.timer: Any = None
+
+    def end_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
 
     @contextlib.contextmanager
     def set_stream(self) -> Generator[None, None, None]:
@@ -75,7 +82,12 @@ class _OpMetadata:
 
 
 def release(op: _OpMetadata) -> None:
-    """Ends the sharing of the operation's tensors with the worker."""
+    """Ends the sharing of the operation's tensors with the worker, which has finished it."""
+    op.end_timer()
     registrations, op.registrations = op.registrations, []
     for _, registration in registrations:
         registration.release()
+
+
+def timed_out(seconds: Optional[float]) -> Exception:
+    return RuntimeError(f"Operation timed out: it did not complete within {seconds} s")

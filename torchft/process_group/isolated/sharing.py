@@ -14,16 +14,13 @@ worker's. Each device type has a module with these functions:
     trainer   register(tensor) for each tensor; mark(); the operation is sent with the refs of the registrations and
               the mark
     worker    follow(mark); borrow(ref) for each tensor; the collective; mark(), sent with the answer
-    trainer   a waiting thread: fetch() of every registration, follow(mark) on its own current stream;
-              release() of every registration as soon as reached(mark)
+    trainer   a waiting thread: fetch() of every registration, follow(mark) on its own current stream, or if that is
+              False a poll of reached(mark); release() of every registration as soon as reached(mark)
 
-If the operation fails, fetch is left out. If the worker fails, only close() follows, after the worker has been reaped:
-a device may write for a process until that process has ended. Until then, registrations that were not released keep
-their memory, even if nothing refers to them; otherwise a later user of the memory could see it overwritten.
-
-A stream that waits for a killed process may never continue. So the trainer's `follow` may block on the host, and raises
-an error when this end is closed meanwhile. A caller with a deadline polls `reached` until the deadline, and calls
-`follow` then.
+If the operation fails, fetch is left out. If the worker fails, only free_streams() and close() follow, after the worker
+has been reaped: a device may write for a process until that process has ended. Until then, registrations that were not
+released keep their memory, even if nothing refers to them; otherwise a later user of the memory could see it
+overwritten.
 """
 
 from __future__ import annotations
@@ -60,17 +57,6 @@ class End(Protocol):
         """Returns a mark behind the work queued on the current stream so far, for the other end."""
         ...
 
-    def follow(self, mark: bytes) -> None:
-        """Makes the current stream wait for the other end's mark; the host continues if that is safe.
-
-        It has no deadline: a `wait` with a deadline polls `reached` until then.
-
-        Raises:
-            RuntimeError: the worker has ended before its device reached the mark. The operation fails with this
-                error: its `wait` raises it, and its future must end with it, so that a wait for the future ends.
-        """
-        ...
-
 
 class Sharing(End, Protocol):
     """The trainer's end. It is used by several threads."""
@@ -85,16 +71,28 @@ class Sharing(End, Protocol):
         """
         ...
 
+    def follow(self, mark: bytes) -> bool:
+        """Makes the current stream wait for the worker's mark, until `free_streams` at the latest; the host continues.
+        False if this device's streams cannot do that: a stream must not wait for an event of a process that is killed.
+        """
+        ...
+
     def reached(self, mark: bytes) -> bool:
         """Whether the device has passed the worker's mark."""
         ...
 
+    def free_streams(self) -> None:
+        """Lets streams continue that wait for the worker, which has ended, or should have."""
+
     def close(self) -> None:
-        """Releases everything. To be called only after the worker has been reaped; safe to call twice."""
+        """Releases everything, also streams. To be called only after the worker has been reaped; safe to call twice."""
 
 
 class Borrowing(End, Protocol):
     """The worker's end. It is used by the threads that start and end operations, and ends with the worker."""
+
+    def follow(self, mark: bytes) -> None:
+        """Begins an operation, whose stream waits for the trainer's mark."""
 
     def borrow(self, ref: bytes) -> torch.Tensor:
         """Returns the tensor of a registration, given its ref. A storage is imported once and kept."""

@@ -41,7 +41,8 @@ _LINGER = timedelta(seconds=10)
 # How long a server may take to end, usually a few milliseconds, before it is killed.
 _END_SEC = 1.0
 
-# A worker that has not ended after this time hangs in a driver; the memory that it shares then stays allocated forever.
+# A killed worker that has not ended after this time, or twice this time, hangs in a driver; the memory that it shares
+# then stays allocated forever.
 _REAP_SEC = 30.0
 
 # How long an abort waits for the end of the worker, which takes some ten milliseconds.
@@ -231,7 +232,9 @@ class Worker:
     ) -> None:
         self._name = name
         self._number, self._ended = -1, -1
-        self.channel = channel = Channel(name, sharings, self._broken)
+        self._watched = threading.Lock()  # held by the thread that waits for the worker's end, and closes `_ended`
+        self._killed_at: Optional[float] = None
+        self.channel = channel = Channel(name, sharings, self._broken, self._watch)
         requests, answers = channel.wire.theirs
         try:
             try:
@@ -283,21 +286,37 @@ class Worker:
     def _broken(self) -> None:
         if self._number < 0:
             return
+        self._killed_at = time.monotonic()
         self._server.kill(self._number)
         # An abort returns only after the worker has ended, since until then the worker may write into shared memory.
         # With a device that can take long, so a thread waits, and the memory is kept until then.
-        if not self.channel.devices.any and self._poll_end(_STOP_SEC):
-            self._close(ended=True)
-        else:
+        if not self.channel.devices.any and self._watched.acquire(blocking=False):
+            if self._poll_end(_STOP_SEC):
+                self._close(ended=True)
+                return
+            self._watched.release()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Starts the thread that waits for the end of the worker, if there is none."""
+        if self._watched.acquire(blocking=False):
             threading.Thread(target=self._reap, name="torchft_isolated_reaper", daemon=True).start()
 
     def _reap(self) -> None:
-        self._close(self._poll_end(_REAP_SEC))
+        while not (ended := self._poll_end(_REAP_SEC)):
+            if self._killed_at is not None and time.monotonic() >= self._killed_at + _REAP_SEC:
+                break
+        try:
+            self.channel.ended()
+        finally:
+            self._close(ended)
 
     def _close(self, ended: bool) -> None:
         os.close(self._ended)
         if ended:  # else it may still write into the shared memory
             self.channel.devices.close()
+        else:
+            self.channel.devices.free_streams()
 
     def _poll_end(self, seconds: float) -> bool:
         poll = select.poll()

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import Work
 
 from torchft.process_group._errors import copied
+from torchft.process_group.isolated.operation import timed_out
 from torchft.utils import devices_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class _BabyWork(Work):
         """Waits until the operation is done, as the package's docstring defines it.
 
         Raises:
-            RuntimeError: `timeout` has passed. The operation continues.
+            RuntimeError: `timeout` has passed; the operation continues. If only a stream waits, the timeout begins with
+                this call, and the worker is ended when it has passed: `errored` of the group says so.
             Exception: the error of the operation.
         """
         op = self._op
@@ -42,21 +44,11 @@ class _BabyWork(Work):
         if timeout is not None and timeout > timedelta(0):
             seconds, began = timeout.total_seconds(), time.monotonic()
         if not op.done and not self._channel.wait(op, seconds):
-            raise _timed_out(seconds)
+            raise timed_out(seconds)
         if op.error is not None:
             raise copied(op.error)
         if op.marks:
-            # NCCL knows the group's timeout only. A wait without a timeout ends at the operation's deadline, and then
-            # the worker is ended.
-            deadline = op.started + op.timeout_sec if seconds is None else began + seconds
-            if not self._channel.reach(op, deadline):
-                error = _timed_out(op.timeout_sec if seconds is None else seconds)
-                if seconds is None:
-                    self._channel.close(error)
-                raise error
-            self._channel.devices.follow(op)
-            # On a device, an operation that has failed ends as if it had succeeded, so the backend is asked.
-            self._channel.check()
+            self._channel.follow(op, seconds, began)
         return True
 
     def synchronize(self) -> None:
@@ -82,7 +74,3 @@ class _BabyWork(Work):
 
     def result(self) -> list[torch.Tensor]:
         return self._op.result
-
-
-def _timed_out(seconds: Optional[float]) -> Exception:
-    return RuntimeError(f"Operation timed out: it did not complete within {seconds} s")

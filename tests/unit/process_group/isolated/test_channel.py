@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 from typing import Any, Iterator
 
@@ -13,7 +14,7 @@ from tests.unit.waiting import wait_until
 from torchft.futures import future_wait
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
-from torchft.process_group.isolated.operation import WorkerFailed
+from torchft.process_group.isolated.operation import WorkerFailed, _OpMetadata
 
 AGES = timedelta(seconds=30)
 
@@ -24,7 +25,7 @@ def no_sharing(*_: Any) -> Any:
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:
-    channel = Channel("test", no_sharing, lambda: None)
+    channel = Channel("test", no_sharing, lambda: None, lambda: None)
     yield channel
     channel.close(RuntimeError("the test is over"))
     channel.wire.theirs[0].close()
@@ -112,6 +113,85 @@ def test_the_wait_for_the_device_ends_with_the_worker(channel: Channel) -> None:
     os.close(channel.wire.theirs[1])
     assert channel.drain(AGES.total_seconds() / 10)
     assert isinstance(channel.broken, WorkerFailed)
+
+
+class Streams:
+    """The trainer's end for a device whose streams can wait for the worker."""
+
+    def __init__(self, follows: bool = True) -> None:
+        self.follows = follows
+        self.passed = False
+        self.calls: list[str] = []
+
+    def follow(self, mark: bytes) -> bool:
+        self.calls.append("follow")
+        return self.follows
+
+    def reached(self, mark: bytes) -> bool:
+        return self.passed
+
+    def waiting(self) -> None:
+        self.calls.append("waiting")
+
+
+def queued(channel: Channel, streams: Streams, timeout_sec: float = 60.0) -> _OpMetadata:
+    """An operation that the worker has queued on its device."""
+    channel.devices._sharings[1] = streams  # type: ignore[assignment]
+    channel._on_waiting = streams.waiting
+    op = channel.start(protocol.PING, (), [], None, timeout_sec)
+    channel._done(op.op_id, protocol.marks([(1, b"mark")]))
+    return op
+
+
+def test_a_thread_looks_after_the_worker_before_a_stream_waits(channel: Channel) -> None:
+    streams = Streams()
+    op = queued(channel, streams)
+    channel.follow(op)
+    assert streams.calls == ["waiting", "follow"]
+    os.close(channel.wire.theirs[1])
+
+
+def test_the_worker_ends_when_a_stream_waits_past_the_deadline(channel: Channel) -> None:
+    op = queued(channel, Streams(), timeout_sec=0.05)
+    channel.follow(op)
+    channel.follow(op)  # a second wait
+    wait_until(lambda: channel.broken is not None)
+    assert "timed out: it did not complete within 0.05 s" in str(channel.broken)
+    with pytest.raises(RuntimeError, match="timed out"):
+        channel.follow(op)
+    os.close(channel.wire.theirs[1])
+
+
+def test_an_operation_that_ends_in_time_has_no_timer_left(channel: Channel) -> None:
+    streams = Streams()
+    op = queued(channel, streams)
+    channel.follow(op, 0.05)
+    assert not op.timer.cancelled
+    streams.passed = True
+    channel.devices.release_reached()
+    assert op.timer.cancelled and channel.broken is None
+    reached = queued(channel, streams)
+    channel.follow(reached)
+    assert reached.timer is None
+    os.close(channel.wire.theirs[1])
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["operation", "caller"])
+def test_the_host_waits_until_the_deadline_where_a_stream_cannot(channel: Channel, own: bool) -> None:
+    op = queued(channel, Streams(follows=False), timeout_sec=0.05)
+    with pytest.raises(RuntimeError, match=r"timed out: it did not complete within 0.05 s"):
+        channel.follow(op) if own else channel.follow(op, 0.05, time.monotonic())
+    assert (channel.broken is not None) is own, "the operation goes on unless its own deadline has passed"
+    os.close(channel.wire.theirs[1])
+
+
+def test_the_last_words_of_a_worker_that_has_ended_are_read(channel: Channel) -> None:
+    answers = channel.wire.theirs[1]
+    os.write(answers, protocol.answer(protocol.FATAL, 0, protocol.encode_error(RuntimeError("COMM_ERROR"))))
+    os.close(answers)
+    channel.ended()
+    channel.ended()
+    assert "COMM_ERROR" in str(channel.broken)
 
 
 class Interrupted:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 import time
 import weakref
@@ -32,6 +33,7 @@ class Cuda:
         self.stream: object = "default"
         self.streams = 0
         self.devices: list[int] = []
+        self.driver: Optional[Driver] = None  # it refuses
         # Whether the device has finished its queued work.
         self.finished = threading.Event()
         self.finished.set()
@@ -50,6 +52,27 @@ class Cuda:
         self.imported.append(handle)
         memory = (ctypes.c_char * size).from_address(self.addresses[handle])
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+class Driver:
+    """A driver whose streams write a value when a test lets them."""
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[object, int, int]] = []
+        self.waits: list[tuple[object, int]] = []
+
+    def register(self, address: int, size: int) -> int:
+        return address
+
+    def write(self, stream: object, address: int, value: int) -> None:
+        self.writes.append((stream, address, value))
+
+    def wait(self, stream: object, address: int, value: int) -> None:
+        self.waits.append((stream, value))
+
+    def finish(self) -> None:
+        for _, address, value in self.writes:
+            ctypes.c_uint32.from_address(address).value = value
 
 
 class Event:
@@ -125,6 +148,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
         monkeypatch.setattr(torch.cuda, name, value)
     at_once = SimpleNamespace(start=lambda: None, put=lambda export: export.release_now())
     monkeypatch.setattr(cuda, "_returns", at_once)
+    monkeypatch.setattr(cuda, "_pages", {})
+    monkeypatch.setattr(cuda.driver, "driver_of", lambda device: fake.driver)
     yield fake
     gc.collect()
     assert not cuda._freed
@@ -136,11 +161,10 @@ def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, list[bytes]]:
     notes: list[bytes] = []
 
     def notify(note: bytes, descriptor: Optional[int]) -> None:
-        assert descriptor is None
         if note[:1] == cuda._DROP:
             notes.append(note)
         else:
-            worker.notified(note, None)
+            worker.notified(note, None if descriptor is None else os.dup(descriptor))
 
     worker = cuda.WorkerEnd()
 
@@ -383,7 +407,6 @@ def test_both_ends_send_marks(fake: Cuda) -> None:
     for event in fake.events.values():
         event.passed = 1
     assert trainer.reached(answer) and worker.reached(mark)
-    trainer.follow(answer)  # on the host, where there is nothing to wait for
 
 
 def test_operations_take_turns_on_streams(fake: Cuda) -> None:
@@ -407,32 +430,62 @@ def test_an_event_is_reused_once_the_device_has_passed_it(fake: Cuda) -> None:
     assert worker.reached(second)
 
 
-def test_the_trainer_waits_on_the_host_and_not_for_a_killed_worker(fake: Cuda) -> None:
+def test_a_stream_never_waits_for_an_event_of_the_worker(fake: Cuda) -> None:
+    """It would wait for ever if the worker was killed."""
     trainer, worker, _ = ends()
+    registration = trainer.register(torch.ones(2), True, True)
     mark = worker.mark()
-    failed: list[Exception] = []
-
-    def follow() -> None:
-        try:
-            trainer.follow(mark)
-        except RuntimeError as e:
-            failed.append(e)
-
-    waiting = threading.Thread(target=follow, daemon=True)
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive() and not fake.waited
+    assert not trainer.follow(mark) and not trainer.reached(mark)
+    assert not fake.waited
+    registration.release()
     trainer.close()
-    waiting.join(10)
-    assert not waiting.is_alive() and "ended before its operation" in str(failed[0])
 
-    # The end of the worker was not noticed yet; sending it a message fails.
-    def notify(note: bytes, descriptor: Optional[int]) -> None:
-        raise RuntimeError("the worker process has ended")
 
-    with pytest.raises(RuntimeError, match="the worker process has ended"):
-        cuda.TrainerEnd(notify).follow(mark)
+def test_a_stream_waits_for_a_value_that_the_worker_writes(fake: Cuda) -> None:
+    device = fake.driver = Driver()
+    trainer, worker, _ = ends()
+    trainer.register(torch.ones(2), True, True)
+    assert device.waits == [("default", 0)] * 2 and [write[2] for write in device.writes] == [0, 0], "both ends asked"
+    worker.follow(trainer.mark())
+    mark = worker.mark()
+    assert device.writes[-1][::2] == ("stream 1", 1) and not trainer.reached(mark)
+    fake.stream = "the trainer's"
+    assert trainer.follow(mark)
+    assert device.waits[-1] == ("the trainer's", 1)
+    device.finish()
+    assert trainer.reached(mark)
+    assert [event.recorded for event in fake.events.values()] == [["default"]], "the worker has recorded none"
+    trainer.close()
 
-    queueing = cuda.TrainerEnd(lambda note, descriptor: None, queue=True)
-    queueing.follow(mark)
-    assert len(fake.waited) == 1
+
+def test_streams_are_freed_and_the_page_is_used_again_when_the_worker_has_ended(fake: Cuda) -> None:
+    fake.driver = Driver()
+    trainer, worker, _ = ends()
+    trainer.register(torch.ones(2), True, True)
+    mark = worker.mark()
+    trainer.follow(mark)
+    trainer.free_streams()
+    assert trainer.reached(mark)
+    page = trainer._page
+    trainer.close()
+    trainer.close()
+    next_one, next_worker, _ = ends()
+    next_one.register(torch.ones(2), True, True)
+    assert next_one._page is page
+    assert not next_one.reached(next_worker.mark()), "it continues from the value that was written"
+    next_one.close()
+
+
+def test_a_value_confirms_the_notes_too(fake: Cuda) -> None:
+    fake.driver = Driver()
+    trainer, worker, notes = ends()
+    tensor = torch.ones(4)
+    trainer.register(tensor, True, True).release()
+    del tensor
+    other = trainer.register(torch.ones(5), True, True)
+    worker.notified(notes.pop(), None)
+    assert not fake.released
+    trainer.follow(worker.mark())
+    assert fake.released == [(b"counters", 0)]
+    other.release()
+    trainer.close()

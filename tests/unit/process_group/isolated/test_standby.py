@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -325,7 +326,7 @@ def test_the_error_of_a_worker_that_cannot_be_forked_names_the_cause(monkeypatch
     # The real server, with a replaced fork.
     forking = object.__new__(server_module._Server)
     forking._error, forking._workers = "", {}
-    channel = channel_module.Channel("a group", lambda *_: None, lambda: None)  # type: ignore[arg-type,return-value]
+    channel = channel_module.Channel("a group", lambda *_: None, lambda: None, lambda: None)  # type: ignore[arg-type,return-value]
     (requests, answers), (end, ended) = channel.wire.theirs, os.pipe()
     with open(end, "rb", buffering=0) as reading:
         forking._spawn({"spawn": 1}, requests.detach(), answers, ended)
@@ -357,6 +358,40 @@ def test_the_last_error_of_a_worker_is_read_first(store: TCPStore, monkeypatch: 
     wait_until(lambda: not workers(), "and has ended")
     with pytest.raises(RuntimeError, match="<locals>"):
         group.configure(meeting(store), "replica", 0, 1)
+    group.shutdown()
+
+
+def test_the_end_of_a_worker_is_noticed_while_nothing_reads_its_answers(store: TCPStore) -> None:
+    """Only streams wait for it."""
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    group.configure(meeting(store), "replica", 0, 1)
+    worker = group._worker
+    assert worker is not None
+    for _ in range(2):
+        worker.channel._on_waiting()
+    assert [thread.name for thread in threading.enumerate()].count("torchft_isolated_reaper") == 1
+    worker._server.kill(worker._number)
+    wait_until(lambda: worker.channel.broken is not None, "the end is noticed")
+    assert "the worker process has ended" in str(group.errored())
+    group.shutdown()
+
+
+def test_streams_are_freed_from_a_worker_that_does_not_end(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process may hang in a driver."""
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    group.configure(meeting(store), "replica", 0, 1)
+    worker = group._worker
+    assert worker is not None
+    done: list[str] = []
+    monkeypatch.setattr(standby, "_REAP_SEC", 0.01)
+    monkeypatch.setattr(worker, "_poll_end", lambda seconds: bool(time.sleep(0.001)))
+    monkeypatch.setattr(worker.channel.devices, "free_streams", lambda: done.append("streams"))
+    monkeypatch.setattr(worker.channel.devices, "close", lambda: done.append("memory"))
+    worker._watch()
+    assert not done
+    group.abort()
+    wait_until(lambda: bool(done), "the streams are freed")
+    assert done == ["streams"], "the worker may still write to the memory"
     group.shutdown()
 
 

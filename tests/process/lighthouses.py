@@ -1,4 +1,4 @@
-"""A job whose lighthouses are killed with SIGKILL and restarted."""
+"""A job whose lighthouses are killed or stopped, and restarted."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ MAIN = "from torchft._torchft import lighthouse_main; lighthouse_main()"
 
 
 class Cluster:
-    """Groups that request quorums and vote (`member.py`), and lighthouses that can be killed."""
+    """Groups that request quorums and vote (`member.py`), and lighthouses that can be killed. Several of them are a
+    cluster.
+    """
 
     def __init__(self, job: Job, folder: Path, lighthouses: int, groups: int) -> None:
         self.job, self.folder = job, folder
         self.ports = [free_port() for _ in range(lighthouses)]
+        self.addresses = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.lighthouses = [self.start_lighthouse(i) for i in range(lighthouses)]
-        addresses = ",".join(f"http://127.0.0.1:{port}" for port in self.ports)
         self.members = [
             job.python(
                 f"member-{i}",
                 HERE / "member.py",
                 path=ours_path(),
-                env={"TORCHFT_LIGHTHOUSE": addresses, "REPLICA_GROUP_ID": str(i)},
+                env={"TORCHFT_LIGHTHOUSE": ",".join(self.addresses), "REPLICA_GROUP_ID": str(i)},
             )
             for i in range(groups)
         ]
 
     def start_lighthouse(self, i: int) -> Child:
         options = f"--min_replicas 1 --bind 127.0.0.1:{self.ports[i]} --state_dir {self.folder / str(i)}".split()
+        options += ["--cluster", ",".join(self.addresses)] if len(self.ports) > 1 else []
         child = self.job.start(f"lighthouse-{i}", [sys.executable, "-c", MAIN, *options], path=ours_path())
         self.wait(lambda: self.answers(i), f"lighthouse {i} listens", 60)
         return child
@@ -48,9 +51,13 @@ class Cluster:
             return False
         return True
 
-    def healthy(self, i: int) -> int:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[i]}/status", timeout=10) as response:
-            return int(json.load(response)["healthy"])
+    def leader_of(self, i: int) -> int | None:
+        """Which lighthouse leads, as this one says; None if it knows none or does not answer."""
+        try:
+            with urllib.request.urlopen(f"{self.addresses[i]}/cluster", timeout=1) as response:
+                return self.addresses.index(json.load(response)["leader"])
+        except (OSError, ValueError):
+            return None
 
     def wait(self, until: Callable[[], object], what: str, seconds: float = 60) -> float:
         """Wait for a condition, and return the seconds that it took."""

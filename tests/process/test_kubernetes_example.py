@@ -47,6 +47,35 @@ def test_the_addresses_of_groups_and_probes_are_those_of_the_lighthouse() -> Non
     assert values["TORCHFT_LIGHTHOUSE"] == f"http://{service['metadata']['name']}:{port}"
 
 
+def test_three_lighthouses_know_each_other_by_the_names_of_their_pods() -> None:
+    names, service, budget, pods = manifests(MANIFESTS / "lighthouses.yaml")
+    spec = pods["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+    for selector in (spec["selector"]["matchLabels"], names["spec"]["selector"], service["spec"]["selector"]):
+        assert selector == labels
+    assert budget["spec"]["selector"]["matchLabels"] == labels and budget["spec"]["maxUnavailable"] == 1
+    assert names["spec"]["clusterIP"] == "None" and names["spec"]["publishNotReadyAddresses"]
+    assert spec["serviceName"] == names["metadata"]["name"] and spec["podManagementPolicy"] == "Parallel"
+    (container,) = spec["template"]["spec"]["containers"]
+    command = [*container["command"], *container["args"]]
+    check(" ".join(command))
+    (port,) = (each["containerPort"] for each in container["ports"])
+    assert {container[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {port}
+    assert names["spec"]["ports"] == service["spec"]["ports"] == [{"port": port}]
+    domain = f"{names['metadata']['name']}:{port}"
+    own = [f"http://{pods['metadata']['name']}-{number}.{domain}" for number in range(spec["replicas"])]
+    assert spec["replicas"] == 3 and f"--cluster={','.join(own)}" in command
+    assert f"--bind=[::]:{port}" in command and f"--advertise=http://$(POD).{domain}" in command
+    assert [(one["name"], one["valueFrom"]["fieldRef"]["fieldPath"]) for one in container["env"]] == [
+        ("POD", "metadata.name")
+    ]
+    (mount,), (claim,) = container["volumeMounts"], spec["volumeClaimTemplates"]
+    assert mount["name"] == claim["metadata"]["name"] and f"--state_dir={mount['mountPath']}" in command
+    # Groups that name the one lighthouse reach the three by the same name.
+    one = next(each for each in manifests(MANIFESTS / "lighthouse.yaml") if each["kind"] == "Service")
+    assert service["metadata"]["name"] == one["metadata"]["name"]
+
+
 def test_each_pod_is_a_group_with_its_own_number() -> None:
     (job,) = manifests(MANIFESTS / "groups.yaml")
     spec = job["spec"]

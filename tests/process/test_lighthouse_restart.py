@@ -1,7 +1,9 @@
-"""A lighthouse is killed with SIGKILL during a job, which continues with the restarted one."""
+"""A lighthouse is killed or stopped; the job continues with the restarted one, or with the others of a cluster."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -27,3 +29,25 @@ def test_a_lighthouse_is_killed_and_restarted_during_a_job(tmp_path: Path) -> No
             ids = [e["quorum_id"] for e in member.of("step")]
             steps = [e["step"] for e in member.of("step")]
             assert ids == sorted(ids) and steps == sorted(steps)
+
+
+@pytest.mark.timeout(240)
+def test_no_step_is_lost_when_the_leader_of_three_is_stopped_and_wakes(tmp_path: Path) -> None:
+    """test_torchft_run.py kills the leader."""
+    with cluster(tmp_path, lighthouses=3) as c:
+        c.steps(20, members=2)
+        leader = c.leader_of(0)
+        assert leader is not None
+        others = [i for i in range(3) if i != leader]
+        began = [len(member.of("step")) for member in c.members]
+        os.kill(c.lighthouses[leader].pid, signal.SIGSTOP)
+        print(f"the groups go on after {c.steps(3):.2f} s")
+        c.steps(20, members=2)
+        os.kill(c.lighthouses[leader].pid, signal.SIGCONT)
+        c.wait(lambda: c.leader_of(leader) in others, "the stopped one follows another one")
+        c.steps(20, members=2)
+        for member, first in zip(c.members, began, strict=True):
+            steps = member.of("step")[first - 1 :]
+            assert all(step["committed"] and step["members"] == 2 for step in steps)
+            numbers = [step["step"] for step in steps]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))

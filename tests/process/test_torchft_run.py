@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hosts import nameless
@@ -129,6 +133,49 @@ def test_no_rank_outlives_its_agent_and_no_group_the_lighthouse(tmp_path: Path) 
         assert run.process.wait(60) == 1, run.report()
         assert "torchft run: the lighthouse ended with status -9" in run.log.read_text()
         wait_until(lambda: not process_tree.alive(list(commands)))
+
+
+@pytest.mark.timeout(240)
+def test_no_step_is_lost_when_the_leading_lighthouse_is_killed(tmp_path: Path) -> None:
+    run = Command(tmp_path, "--lighthouses", "3", "--replicas", "2", str(MEMBER), FOREVER)
+
+    def steps() -> list[list[dict[str, Any]]]:
+        """The steps of each group, from the first one with both."""
+        logs = [run.folder / "logs" / f"group-{number}.log" for number in range(2)]
+        lines = [log.read_text().rpartition("\n")[0].splitlines() for log in logs]
+        found = [[json.loads(line) for line in each if line.startswith("{")] for each in lines]
+        return [list(dropwhile(lambda step: step["members"] < 2, group)) for group in found]
+
+    def more() -> Callable[[], bool]:
+        counts = [len(group) + 20 for group in steps()]
+        return lambda: all(len(group) >= count for group, count in zip(steps(), counts))
+
+    def cluster() -> dict[str, Any]:
+        command = [sys.executable, "-m", "torchft.cli", "cluster", "--json", "--lighthouse", addresses]
+        return json.loads(
+            subprocess.run(command, env={**os.environ, **run.env}, check=True, capture_output=True, timeout=60).stdout
+        )
+
+    try:
+        run.wait(lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train")
+        (addresses,) = re.findall(r"^lighthouses: (\S+)$", run.log.read_text(), re.M)
+        run.wait(more(), "both train together")
+        leader = cluster()["leader"]
+        bind = f"--bind\0{leader.removeprefix('http://')}\0"
+        (pid,) = (pid for pid, command in run.commands().items() if bind in command)
+        os.kill(pid, signal.SIGKILL)
+        run.wait(more(), "they go on")
+        run.wait(lambda: cluster()["leader"] not in ("", leader), "another one leads")
+        run.wait(lambda: all(one["reached"] for one in cluster()["members"]), "the killed one is restarted")
+        run.wait(more(), "they go on with three")
+        for group in steps():
+            assert all(step["committed"] and step["members"] == 2 for step in group)
+            first = group[0]["step"]
+            assert [step["step"] for step in group] == list(range(first, first + len(group)))
+        end(run, 8)  # the command itself, three lighthouses, two agents and their workers
+        assert list((tmp_path / "logs").glob("lighthouses-*")) == [], "no later job continues their state"
+    finally:
+        process_tree.kill_tree(run.process)
 
 
 @pytest.mark.slow  # the test above starts and restarts groups; tests/unit/launch has the counts

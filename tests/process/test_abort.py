@@ -27,7 +27,9 @@ EXIT_S = within(LEAVE_PYTHON_S)
 
 # The last three wrap the first one, and forward an abort to it.
 KINDS = [
-    *("gloo", "isolated", "native", "managed"),
+    *("gloo", "native", "managed"),
+    # Its workers have this in tests/unit/process_group/isolated, and in the test below.
+    pytest.param("isolated", marks=pytest.mark.slow),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("error_swallowing", "fake", "wrapper")),
 ]
 # In these groups a wait for an allreduce raises no error.

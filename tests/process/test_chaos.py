@@ -125,7 +125,7 @@ def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
         chaos.finish()
 
 
-@pytest.mark.slow  # because test_train_demo kills a group of torchrun, too
+@pytest.mark.slow  # because test_torchft_run kills a group of torchrun, too
 @pytest.mark.timeout(300)
 def test_groups_of_torchrun() -> None:
     """If a worker fails, its agent restarts it. If an agent fails, its workers end."""

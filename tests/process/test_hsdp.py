@@ -20,8 +20,9 @@ SHARDS = 2
 STEPS = 12
 
 
-# Slow with gloo: the test below kills a group of that kind.
-@pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.slow), "native"])
+# The test below kills a group of gloo's kind, and test_native.py has three groups of the other one.
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gloo", "native"])
 def test_two_groups_of_two_ranks(kind: str) -> None:
     options = {}
     if kind == "native":

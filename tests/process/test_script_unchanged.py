@@ -40,7 +40,7 @@ def run_script(first: Path, second: Path) -> list[Event]:
         return [group.of("result")[0] for group in groups]
 
 
-@pytest.mark.slow  # test_mixed_jobs has both packages in one job, and test_train_demo torchrun
+@pytest.mark.slow  # test_mixed_jobs has both packages in one job, and test_train_readme torchrun
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
 def test_script_runs_unchanged_on_upstream_and_on_ours(generation: str) -> None:

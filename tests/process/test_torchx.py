@@ -24,7 +24,7 @@ def torchx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(client_path("torchx"))])
 
 
-@pytest.mark.slow  # test_roles checks the commands that TorchX would run, and test_train_demo restarts a group
+@pytest.mark.slow  # test_roles checks the commands that TorchX would run, and test_torchft_run restarts a group
 def test_groups_of_an_app_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One group fails at first, and torchrun restarts it."""
     from torchx.runner import get_runner

@@ -58,7 +58,7 @@ def last_pid(events: list[Event]) -> int:
     return [event["pid"] for event in events if event["event"] == "start"][-1]
 
 
-@pytest.mark.slow  # test_train_demo kills a group of torchrun, test_hsdp a rank of two
+@pytest.mark.slow  # test_torchft_run kills a group of torchrun, test_hsdp a rank of two
 @pytest.mark.timeout(300)
 def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_same_weights(
     lighthouse: str, new_group: Callable[..., Group], tmp_path: Path

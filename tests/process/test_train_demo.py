@@ -45,6 +45,10 @@ def read_events(folder: Path, group: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+# Forty seconds of processor time: PyTorch starts seven times. test_torchft_run.py kills and restarts groups of
+# torchrun, test_train_readme.py trains with them to the end, and test_hsdp.py heals one; test_chaos.py compares the
+# weights of each step. The tests below have what the demo counts and prints.
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "100", "--kill-at", "30", "--logs", str(tmp_path)]

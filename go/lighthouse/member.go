@@ -30,9 +30,9 @@ type memberService struct {
 const aliveFraction = 3
 
 const (
-	// checkedEvery is the longest interval between the heartbeats of a member that knows several lighthouses. Each is answered: so the
-	// member finds within about a second that this lighthouse has stopped, and asks the others.
-	checkedEvery = time.Second / 3
+	// answeredEvery is the longest interval between the heartbeats of a member, if this lighthouse is one of a cluster. Each is answered: so
+	// the member finds within about a second that this lighthouse has stopped, and asks the others.
+	answeredEvery = time.Second / 3
 	// greetingTimeout is how long a stream may be silent at its beginning.
 	greetingTimeout = 5 * time.Second
 	// mostLists bounds the lists of members that are sent at the same time. Each has its own buffer: when thousands of members
@@ -54,7 +54,6 @@ type stream struct {
 	wire       grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
 	replicaID  string
 	recallable bool          // it can answer a Recall
-	checks     bool          // the member expects answers to its heartbeats
 	latest     quorum.Member // the last record that the member sent; only receive uses it
 	received   atomic.Int64  // number of messages from the member
 	ended      atomic.Bool
@@ -109,7 +108,6 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 		wire:       wire,
 		replicaID:  greeting.GetReplicaId(),
 		recallable: greeting.GetLighthouses() > 0,
-		checks:     greeting.GetLighthouses() > 1,
 		held:       quorum.Revision(greeting.GetRevision()),
 		drained:    make(chan struct{}, 1),
 	}
@@ -189,16 +187,20 @@ func (s *stream) welcome(w quorum.Welcome) {
 	s.job.streams.add(s)
 	timeout := s.job.cfg.HeartbeatTimeout
 	alive := timeout / aliveFraction
-	if s.checks {
-		alive = min(alive, checkedEvery)
+	answers := s.job.answersAlive()
+	if answers {
+		alive = min(alive, answeredEvery)
 	}
 	s.post(outgoing{welcome: &torchftpb.Welcome{
-		AliveIntervalUs: max(1, alive.Microseconds()), HeartbeatTimeoutUs: timeout.Microseconds(), Term: w.Term,
+		AliveIntervalUs: max(1, alive.Microseconds()), HeartbeatTimeoutUs: timeout.Microseconds(), Term: w.Term, AnswersAlive: answers,
 	}})
 	if w.Draining != "" {
 		s.post(outgoing{news: encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining}})})
 	}
 }
+
+// answersAlive reports whether heartbeats on streams are answered: in a cluster, where a member can go to another lighthouse.
+func (j *job) answersAlive() bool { return len(j.cfg.Cluster) > 0 }
 
 // end returns when no goroutine uses the stream: gRPC allows no Send after the handler has returned.
 func (s *stream) end() {
@@ -233,7 +235,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		return s.job.recalled(s.replicaID, m.Past)
 	case *torchftpb.MemberMessage_Alive:
 		s.job.board.Heard()
-		if s.checks {
+		if s.job.answersAlive() {
 			s.post(outgoing{news: heard})
 		}
 		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
@@ -478,20 +480,20 @@ func (s *stream) send(o outgoing) (err error) {
 }
 
 // takeTurn waits until fewer than mostLists lists are being sent, at most for turnWait: a member that does not read must
-// not delay the others. The returned function ends the turn. A waiting member that knows several lighthouses is told that this one is
-// alive: otherwise all members would leave it whenever many of them join.
+// not delay the others. The returned function ends the turn. In a cluster, a waiting member is told that this lighthouse is alive:
+// otherwise all members would leave it whenever many of them join.
 func (s *stream) takeTurn() (end func()) {
 	server := s.job.server
 	timer := time.NewTimer(turnWait)
 	defer timer.Stop()
-	tell := time.NewTicker(checkedEvery)
+	tell := time.NewTicker(answeredEvery)
 	defer tell.Stop()
 	for {
 		select {
 		case server.lists <- struct{}{}:
 			return func() { <-server.lists }
 		case <-tell.C:
-			if s.checks && s.sendAll(heard) != nil {
+			if s.job.answersAlive() && s.sendAll(heard) != nil {
 				return func() {}
 			}
 		case <-timer.C:

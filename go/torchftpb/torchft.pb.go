@@ -2589,8 +2589,8 @@ type MemberMessage_Withdraw struct {
 }
 
 type MemberMessage_Alive struct {
-	// A heartbeat. A member that knows one lighthouse sends it if there was no other message for a while, or after a
-	// probe. A member that knows several sends it at each interval, and the lighthouse answers it.
+	// A heartbeat, sent if there was no other message for a while, or after a probe. To a lighthouse that answers it
+	// (Welcome.answers_alive), it is sent at each interval.
 	Alive bool `protobuf:"varint,4,opt,name=alive,proto3,oneof"`
 }
 
@@ -2656,7 +2656,7 @@ type Greeting struct {
 	// The revision of the list of members that it holds, 0 if none. Afterwards the lighthouse knows the member's
 	// revision from the lists that it has sent.
 	Revision    uint64 `protobuf:"fixed64,2,opt,name=revision,proto3" json:"revision,omitempty"`
-	Lighthouses uint32 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"` // how many addresses of lighthouses the member knows, at least 1
+	Lighthouses uint32 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"` // how many addresses of lighthouses the member was given, at least 1
 	// The highest term that the member received from a lighthouse. The high bits of a quorum_id are the term of the
 	// leader that formed it; a lighthouse without a cluster has term 0.
 	Term          int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
@@ -3197,7 +3197,7 @@ type LighthouseMessage_Released struct {
 }
 
 type LighthouseMessage_Alive struct {
-	Alive bool `protobuf:"varint,82,opt,name=alive,proto3,oneof"` // the answer to a member's heartbeat, if the member knows several lighthouses
+	Alive bool `protobuf:"varint,82,opt,name=alive,proto3,oneof"` // the answer to a heartbeat
 }
 
 func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
@@ -3277,6 +3277,7 @@ type Welcome struct {
 	state              protoimpl.MessageState `protogen:"open.v1"`
 	AliveIntervalUs    int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"`          // the longest time between two messages of the member
 	HeartbeatTimeoutUs int64                  `protobuf:"varint,2,opt,name=heartbeat_timeout_us,json=heartbeatTimeoutUs,proto3" json:"heartbeat_timeout_us,omitempty"` // the silence after which the member counts as failed
+	AnswersAlive       bool                   `protobuf:"varint,3,opt,name=answers_alive,json=answersAlive,proto3" json:"answers_alive,omitempty"`                     // the lighthouse is one of a cluster, and answers each heartbeat
 	Term               int64                  `protobuf:"varint,40,opt,name=term,proto3" json:"term,omitempty"`                                                        // see Greeting
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -3324,6 +3325,13 @@ func (x *Welcome) GetHeartbeatTimeoutUs() int64 {
 		return x.HeartbeatTimeoutUs
 	}
 	return 0
+}
+
+func (x *Welcome) GetAnswersAlive() bool {
+	if x != nil {
+		return x.AnswersAlive
+	}
+	return false
 }
 
 func (x *Welcome) GetTerm() int64 {
@@ -3963,10 +3971,11 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05alive\x18R \x01(\bH\x00R\x05aliveB\t\n" +
 	"\amessage\"#\n" +
 	"\tNotLeader\x12\x16\n" +
-	"\x06leader\x18\x01 \x01(\tR\x06leader\"{\n" +
+	"\x06leader\x18\x01 \x01(\tR\x06leader\"\xa0\x01\n" +
 	"\aWelcome\x12*\n" +
 	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x120\n" +
-	"\x14heartbeat_timeout_us\x18\x02 \x01(\x03R\x12heartbeatTimeoutUs\x12\x12\n" +
+	"\x14heartbeat_timeout_us\x18\x02 \x01(\x03R\x12heartbeatTimeoutUs\x12#\n" +
+	"\ranswers_alive\x18\x03 \x01(\bR\fanswersAlive\x12\x12\n" +
 	"\x04term\x18( \x01(\x03R\x04term\"w\n" +
 	"\n" +
 	"ListChange\x12\x14\n" +

@@ -3,8 +3,10 @@ package lighthouses_test
 import (
 	"context"
 	"fmt"
+	"net"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -16,6 +18,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
@@ -88,7 +91,7 @@ func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
 		return wire.NotLeader(leader, "this lighthouse does not lead")
 	}
 	if err := stream.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{
-		AliveIntervalUs: 333_333, HeartbeatTimeoutUs: 5_000_000, Term: term,
+		AliveIntervalUs: 333_333, HeartbeatTimeoutUs: 5_000_000, Term: term, AnswersAlive: true,
 	}}}); err != nil {
 		return err
 	}
@@ -150,9 +153,11 @@ type member struct {
 	t *testing.T
 }
 
-func (c *cluster) join(addresses string) *member {
+func (c *cluster) join(addresses string) *member { return c.joinOver(c.net.Host("m"), addresses) }
+
+func (c *cluster) joinOver(network rpc.Network, addresses string) *member {
 	c.t.Helper()
-	joined, err := lighthouses.Join(c.t.Context(), addresses, "m", 10*time.Second, lighthouses.WithNetwork(c.net.Host("m")))
+	joined, err := lighthouses.Join(c.t.Context(), addresses, "m", 10*time.Second, lighthouses.WithNetwork(network))
 	require.NoError(c.t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
@@ -190,7 +195,7 @@ func TestAMemberGoesToTheLeaderThatALighthouseNames(t *testing.T) {
 	for addresses, want := range map[string][]string{
 		abc:          {"a of 3", "c of 3"},
 		bca:          {"b of 3", "c of 3"},
-		"http://b:1": {"b of 1", "c of 2"}, // one name stands for all
+		"http://b:1": {"b of 1", "c of 1"}, // one name stands for all
 	} {
 		t.Run(addresses, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -244,6 +249,38 @@ func TestHowLongAMemberIsWithoutALeader(t *testing.T) {
 					assert.False(t, m.Fenced(), "the step is not lost")
 				})
 			}
+		})
+	}
+}
+
+// balanced is a network in which one name stands for all lighthouses: each connection to it goes to the present one.
+type balanced struct {
+	rpc.Network
+	to *atomic.Value
+}
+
+func (b balanced) Dial(ctx context.Context, address string) (net.Conn, error) {
+	if address == "name:1" {
+		address = b.to.Load().(string)
+	}
+	return b.Network.Dial(ctx, address)
+}
+
+// The leader behind the only name of a list stops. The member connects again, and the name stands for another lighthouse by then.
+func TestTheLeaderBehindANameIsLeftIfItStops(t *testing.T) {
+	for _, next := range []string{"b:1", "c:1"} {
+		synctest.Test(t, func(t *testing.T) {
+			c := newCluster(t, "a")
+			var to atomic.Value
+			to.Store("a:1")
+			m := c.joinOver(balanced{c.net.Host("m"), &to}, "http://name:1")
+			before := m.quorum()
+			time.Sleep(3 * time.Second)
+			c.net.Pause("a")
+			time.AfterFunc(800*time.Millisecond, func() { c.elect("c"); to.Store(next) })
+			start := time.Now()
+			assert.Greater(t, m.quorum(), before)
+			assert.Less(t, time.Since(start), 3*time.Second)
 		})
 	}
 }

@@ -39,10 +39,12 @@ type Member struct {
 	silence
 	present atomic.Pointer[memberStream] // the value of stream, for calls that must not wait for opening
 
-	last     atomic.Pointer[quorum.Quorum] // the last quorum of the member: a restarted lighthouse restores its state from it
-	term     atomic.Int64                  // the highest term that a lighthouse has sent
-	ends     atomic.Bool                   // Close was called: no lighthouse is asked any more
-	finished atomic.Bool                   // the training is complete
+	last atomic.Pointer[quorum.Quorum] // the last quorum of the member: a restarted lighthouse restores its state from it
+	term atomic.Int64                  // the highest term that a lighthouse has sent
+	// clustered: the last lighthouse was one of a cluster. Another one may answer when it does not, also if the list has one name for all.
+	clustered atomic.Bool
+	ends      atomic.Bool // Close was called: no lighthouse is asked any more
+	finished  atomic.Bool // the training is complete
 
 	opening chan struct{} // a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
 	choice  choice
@@ -136,7 +138,7 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 		if err == nil {
 			err = stream.attend(ctx, reached)
 			until = time.Now().Add(reconnectTime)
-			if stream.checks && rpc.IsUnavailable(err) && pause(ctx) {
+			if stream.answers && rpc.IsUnavailable(err) && pause(ctx) {
 				until = time.Time{} // the attempt that follows asks the other lighthouses, too
 				continue
 			}
@@ -375,10 +377,10 @@ func (m *Member) unanswered(address string) {
 	}
 }
 
-// several reports whether the member knows another lighthouse than this one.
+// several reports whether another lighthouse than the one at this address may serve.
 func (m *Member) several(address string) bool {
 	list := m.lighthouses.list
-	return len(list) > 1 || list[0] != address
+	return len(list) > 1 || list[0] != address || m.clustered.Load()
 }
 
 // open begins a stream with one lighthouse. If there are several, it must answer within attemptTimeout.
@@ -412,20 +414,15 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 		list:     &m.list,
 		member:   m,
 		client:   client,
-		checks:   several,
 		cancel:   cancel,
 		waiting:  map[uint64]chan asked{},
 		welcomed: make(chan struct{}),
 		ended:    make(chan struct{}),
 		free:     make(chan struct{}),
 	}
-	addresses := len(m.lighthouses.list)
-	if several {
-		addresses = max(2, addresses) // one that a lighthouse has named as the leader counts, too
-	}
 	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 		ReplicaId: m.replicaID, Revision: uint64(m.list.revision),
-		Lighthouses: uint32(addresses), Term: m.seenTerm(), KnownQuorumId: m.known(),
+		Lighthouses: uint32(len(m.lighthouses.list)), Term: m.seenTerm(), KnownQuorumId: m.known(),
 	}}})
 	go stream.receive()
 	if err := stream.begun(ctx); err != nil {

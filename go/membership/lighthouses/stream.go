@@ -76,7 +76,7 @@ type memberStream struct {
 
 	welcomed chan struct{} // closed by the lighthouse's first answer
 	interval time.Duration // the longest time between two messages of the member, valid once welcomed
-	checks   bool          // the lighthouse answers heartbeats, and is left if it does not: the member knows others
+	answers  bool          // the lighthouse answers heartbeats, and is left if it does not; valid once welcomed
 	heard    atomic.Int64  // number of messages from the lighthouse
 	ended    chan struct{} // closed when the stream has broken
 	free     chan struct{} // closed when the group has left and its peers no longer need its data
@@ -167,6 +167,8 @@ func (s *memberStream) takeNext() (err error) {
 		if err := s.member.learnTerm(m.Welcome.GetTerm()); err != nil {
 			return err
 		}
+		s.answers = m.Welcome.GetAnswersAlive()
+		s.member.clustered.Store(s.answers)
 		s.interval = max(time.Millisecond, rpc.Microseconds(m.Welcome.GetAliveIntervalUs()))
 		s.member.expectMessages(rpc.Microseconds(m.Welcome.GetHeartbeatTimeoutUs()), s.interval)
 		close(s.welcomed)
@@ -311,7 +313,7 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	for {
 		select {
 		case <-timer.C:
-			if s.checks && hearing.tick(s.heard.Load()) {
+			if s.answers && hearing.tick(s.heard.Load()) {
 				s.leave(errSilent)
 				return s.err
 			}
@@ -327,7 +329,7 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 // speak sends a heartbeat, and returns when to call it again. If heartbeats are not answered, none is needed when something else was sent
 // within the interval.
 func (s *memberStream) speak() time.Duration {
-	if silent := s.member.silent(); silent < s.interval && !s.checks {
+	if silent := s.member.silent(); silent < s.interval && !s.answers {
 		return s.interval - silent
 	}
 	s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})

@@ -194,8 +194,8 @@ func (m *Machine) disconnected(id string) {
 	m.failed = append(m.failed, m.roster.expire(m.now)...) // the grace may be 0
 }
 
-// adopted resets the state that belongs to the previous quorum, after a quorum that was formed elsewhere, or before this lighthouse
-// started, became the latest.
+// adopted resets the state that belongs to the previous quorum, after a quorum that was formed before this lighthouse started became
+// the latest.
 func (m *Machine) adopted() {
 	m.failed = m.failed[:0] // failures of the previous quorum; the members of this one have heartbeat_timeout_ms to connect
 	m.suspicion.forget()

@@ -179,7 +179,7 @@ func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []s
 	return joined, left
 }
 
-// adopt makes a quorum that was formed elsewhere, or before this lighthouse started, the latest one. Its members are presumed alive
+// adopt makes a quorum that was formed before this lighthouse started the latest one. Its members are presumed alive
 // for heartbeat_timeout_ms: otherwise the first member that asks would continue alone.
 func (m *memory) adopt(p Past) {
 	before := m.members

@@ -131,7 +131,7 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 		return false
 	}
 	if e.From != "" {
-		// Only a member of a quorum may show it: otherwise any process could make up a quorum of itself alone, and outvote all others.
+		// Only a member of a quorum may show it: otherwise any process could make up a quorum of itself alone.
 		if _, in := slices.BinarySearchFunc(p.Members, e.From, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); !in {
 			s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d, and was not in it", p.ID)})
 			return false

@@ -17,8 +17,8 @@ package quorum
 // cases the request is for the next quorum.
 func (m *Machine) lostAnswer(e Asked) bool {
 	latest, r := m.past.latest, m.roster.members[e.Member.ReplicaID]
-	// There is no latest quorum, or it was formed elsewhere: this lighthouse then knows its members, but not the rest of the
-	// answer.
+	// There is no latest quorum, or it was formed before this lighthouse started: then its members are known, but not the rest of
+	// the answer.
 	if latest == nil || latest.Revision == 0 {
 		return false
 	}

@@ -367,7 +367,7 @@ def test_late_peer_does_not_write_into_the_next_step() -> None:
 
 
 def test_job_outlives_its_lighthouse() -> None:
-    """A restart of the lighthouse takes time, but the job continues, and quorum ids keep increasing."""
+    """A restart of the lighthouse takes time, but the job continues in the same quorum."""
     with Cluster(min_replicas=2) as cluster:
         port = int(cluster.lighthouse.address().rsplit(":", 1)[1])
         ids: dict[str, set[int]] = {"before": set(), "after": set()}
@@ -388,7 +388,7 @@ def test_job_outlives_its_lighthouse() -> None:
         a, b = results(*(cluster.start(loop, group=group) for group in range(2)))
     assert a == b
     assert all(committed for log in loop.history.values() for _, committed, _ in log)
-    assert max(ids["before"]) < min(ids["after"])
+    assert ids["before"] == ids["after"], "all members came back, so they need not connect again"
 
 
 def test_ranks_that_disagree_on_the_world_size(cluster: Cluster) -> None:

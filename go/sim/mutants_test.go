@@ -45,7 +45,7 @@ var mutants = []struct {
 	},
 	{
 		"reports of the quorum before not forwarded", "round/failed.go", "	case m.before.is(e.QuorumID):", "	case m.before.is(e.QuorumID) && false:",
-		many(6, CutLighthouse, CutUp, Stall), []string{ruleEvicted}, true,
+		func(s *Setup) { s.Ranks = 2; many(3, CutUp, CutLighthouse, Slow)(s) }, []string{ruleEvicted}, true,
 	},
 	{
 		"votes count in the next attempt", "round/gather.go", "if m.ballot.count > 0 {", "if m.ballot.count > len(m.ranks) {",
@@ -101,7 +101,7 @@ var mutants = []struct {
 		many(6, CutLighthouse, Slow, Pause), []string{ruleMajority}, false,
 	},
 	{
-		"no wait for members ahead", "quorum/memory.go", "case mayCome && (m.behind.IsZero()", "case mayCome && false && (m.behind.IsZero()",
+		"no wait for members ahead", "quorum/memory.go", "case m.mayCome() && (m.behind.IsZero()", "case m.mayCome() && false && (m.behind.IsZero()",
 		func(s *Setup) { s.Policy.MinReplicas = 1; many(6)(s) }, []string{ruleBehind}, true,
 	},
 	{

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -205,6 +206,7 @@ func (n *Node) find(heard map[string]answer) (trouble string) {
 	if shared := n.sharesAddress(heard); shared != "" {
 		return shared
 	}
+	heard = maps.Clone(heard)
 	heard[n.cfg.Self] = answer{Identity: n.Identity()} // it need not reach itself
 	found, from, silent := "", "", []string{}
 	for _, address := range n.cfg.Cluster {

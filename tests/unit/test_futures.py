@@ -200,6 +200,22 @@ def test_deadlines_share_one_timer(timers: _TimeoutManager) -> None:
     assert not called.is_set()
 
 
+def test_steps_of_many_operations_set_one_timer(timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "_TIMEOUT_MANAGER", timers)
+    with patch.object(timers, "push", wraps=timers.push) as push:
+        for step in range(3):
+            buckets: list[Future[int]] = [Future() for _ in range(100)]
+            ended = []
+            for bucket in buckets:
+                with context_timeout(print, LONG):
+                    ended.append(future_timeout(bucket, LONG))
+            for bucket in buckets:
+                bucket.set_result(step)
+            assert {each.wait() for each in ended} == {step}
+    assert push.call_count == 1
+    assert not timers.deadlines.pending
+
+
 def test_each_deadline_passes_once_and_in_order(timers: _TimeoutManager) -> None:
     order: list[int] = []
     done = threading.Event()

@@ -64,11 +64,6 @@ var mistakes = []struct {
 		[]string{"after a failure the others have a quorum"},
 	},
 	{
-		"quorums not shown", "membership/lighthouses/stream.go",
-		"q != nil && q.ID >= m.Recall", "q != nil && q.ID < m.Recall",
-		[]string{"after a failure the others have a quorum"},
-	},
-	{
 		"an absent lighthouse fails the round", "manager/retry.go",
 		"case rpc.IsUnavailable(err):", "case false && rpc.IsUnavailable(err):",
 		[]string{"a call ends before its deadline"},

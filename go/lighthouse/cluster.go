@@ -5,8 +5,10 @@ import (
 	"crypto/tls"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -111,7 +113,8 @@ func (c *cluster) lead(lead replica.Lead) {
 	}
 	c.server.log.Info("torchft: this lighthouse leads its cluster", "term", lead.Term)
 	c.term.Store(lead.Term)
-	for name := range c.node.States() { // before their members come: the page shows them
+	// Before their members come: the page shows them. The default job always exists, as without a cluster.
+	for _, name := range append(slices.Collect(maps.Keys(c.node.States())), rpc.DefaultJob) {
 		if j, err := c.server.enter(name); err == nil {
 			j.done()
 		}

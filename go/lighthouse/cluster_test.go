@@ -88,7 +88,6 @@ func TestPagesAreForwardedToTheLeader(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)
 		at := followers(l)
-		require.NoError(t, (<-ask(dialAt(t, l, "a", l.Leader()), quorum.Member{ReplicaID: "a", Step: 4}, time.Minute)).Err)
 		time.Sleep(3 * time.Second) // until each has asked the others again
 		client := browser(t, &l.Cluster, "far")
 		fetch := func(method, host, path, body string) (int, string) {
@@ -98,6 +97,9 @@ func TestPagesAreForwardedToTheLeader(t *testing.T) {
 			require.NoError(t, err)
 			return read(t, resp)
 		}
+		code, page := fetch("GET", at[0], "/", "")
+		require.Equal(t, http.StatusOK, code, "before the first group: %s", page)
+		require.NoError(t, (<-ask(dialAt(t, l, "a", l.Leader()), quorum.Member{ReplicaID: "a", Step: 4}, time.Minute)).Err)
 		for _, host := range fttest.AgreeingHosts {
 			code, page := fetch("GET", host, "/", "")
 			assert.Equal(t, http.StatusOK, code)
@@ -116,6 +118,7 @@ func TestPagesAreForwardedToTheLeader(t *testing.T) {
 			// Each answers for itself.
 			code, body = fetch("GET", host, "/cluster", "")
 			assert.Equal(t, http.StatusOK, code)
+			readOpenAPI(t).check("GET", "/cluster", code, "application/json", []byte(body))
 			var own replica.Status
 			require.NoError(t, json.Unmarshal([]byte(body), &own))
 			assert.Equal(t, addressOf(host), own.Self)
@@ -133,7 +136,7 @@ func TestPagesAreForwardedToTheLeader(t *testing.T) {
 		}
 		time.Sleep(2 * time.Second)
 		left := l.Running()[0]
-		code, page := fetch("GET", left, "/", "")
+		code, page = fetch("GET", left, "/", "")
 		assert.Equal(t, http.StatusServiceUnavailable, code)
 		assert.Contains(t, page, "No lighthouse leads")
 		code, body := fetch("GET", left, "/api/v1/state", "")
@@ -159,6 +162,7 @@ func TestALighthouseIsReplaced(t *testing.T) {
 		}
 		code, body := onHost("/api/v1/cluster/add", addressOf("four"))
 		require.Equal(t, http.StatusOK, code, body)
+		readOpenAPI(t).check("POST", "/api/v1/cluster/add", code, "application/json", []byte(body))
 		code, body = onHost("/api/v1/cluster/remove", addressOf(gone))
 		require.Equal(t, http.StatusOK, code, body)
 		code, body = onHost("/api/v1/cluster/add", addressOf("nobody"))

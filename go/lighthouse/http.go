@@ -44,6 +44,11 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("/api/v1/kill", ask(s, "kill", s.apiKill))
 	mux.HandleFunc("/api/v1/drain", ask(s, "drain", s.apiDrain))
 	if s.cluster == nil {
+		for _, path := range []string{"GET /cluster", "/api/v1/cluster/"} {
+			mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
+				refusalOf(r)(w, http.StatusNotFound, "this lighthouse is in no cluster: it was started without --cluster")
+			})
+		}
 		return mux
 	}
 	mux.HandleFunc("GET /cluster", s.cluster.serve)

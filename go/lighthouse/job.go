@@ -86,6 +86,9 @@ func newJob(s *Server, name string) *job {
 	}
 	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now(), j.term)
 	j.board = dashboard.NewFeed(name, j.shown)
+	if s.cluster != nil {
+		j.board.InCluster()
+	}
 	j.site = http.NewServeMux()
 	j.board.Register(j.site)
 	switch {

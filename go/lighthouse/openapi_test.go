@@ -21,6 +21,7 @@ import (
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/replica"
 )
 
 // openAPI is the OpenAPI document, with its schemas.
@@ -111,6 +112,9 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 		ask("GET", "/api/v1/openapi.json", "", 200)
 		ask("GET", "/healthz", "", 200)
 		ask("GET", "/readyz", "", 200)
+		ask("GET", "/cluster", "", 404)
+		ask("POST", "/api/v1/cluster/add", `{"address": "http://b:1"}`, 404)
+		ask("POST", "/api/v1/cluster/remove", `{"address": "http://b:1"}`, 404)
 		for _, path := range []string{"/api/v1/drain", "/api/v1/kill"} {
 			ask("POST", path, "", 400)
 			ask("POST", path, `{"replica_id": "b"}`, 404)
@@ -148,6 +152,7 @@ func TestOpenAPINamesEachField(t *testing.T) {
 	o := readOpenAPI(t)
 	for schema, value := range map[string]any{
 		"Status": quorum.Status{}, "Member": quorum.MemberStatus{}, "Event": dashboard.Event{}, "Point": dashboard.Point{},
+		"Cluster": replica.Status{}, "ClusterMember": replica.Member{},
 	} {
 		var fields, named []string
 		for field := range reflect.TypeOf(value).Fields() {

@@ -17,7 +17,10 @@ import pytest
 from dashboard_page import WAIT_S, Member, Page, missing, wait
 from processes import HERE, Child, Job, ours_path
 
+from torchft._lighthouse_http import Lighthouse
 from torchft.coordination import LighthouseServer
+from torchft.launch import process_tree
+from torchft.launch.cluster import watched_cluster
 from torchft.launch.lighthouse import free_port
 from torchft.launch.lighthouse import lighthouse as local_lighthouse
 
@@ -412,6 +415,39 @@ def test_the_lighthouses_of_a_cluster_are_shown(browser: Any, lighthouse: Lighth
     assert page.text("leader").startswith("None has led for 12 min: 2 of them must reach each other.")
     assert page.text("trouble") == "http://a:1: the disk is full"
     assert page.complaints() == []
+
+
+@pytest.mark.timeout(240)
+def test_the_page_follows_the_lighthouses_that_fail(browser: Any, tmp_path: Path) -> None:
+    """Also the last one, which cannot lead alone, says so on a page that is open."""
+    with watched_cluster(tmp_path, ["--min_replicas", "1"], 3) as (addresses, _):
+        each = addresses.split(",")
+        wait(lambda: led(each[0]), "one leads")
+        member = Member(0, addresses, tmp_path)
+        try:
+            page = Page(browser, each[0])
+            wait(lambda: page.states() == ["training"], "the group trains")
+            wait(lambda: page.text("lighthouses").count("follower") == 2, "the lighthouses are shown")
+            assert page.text("leader").startswith(f"{led(each[0])} has led for ")
+            for other in each[1:]:
+                end_lighthouse(other)
+            wait(lambda: page.text("lighthouses").count("not reached") == 2, "the others are not reached")
+            wait(lambda: page.text("leader").startswith("None has led for "), "it cannot lead alone")
+            assert page.was_not_reloaded()
+        finally:
+            member.kill()
+
+
+def led(address: str) -> str:
+    """The leader as a lighthouse knows it; empty if it knows none."""
+    return str(Lighthouse(address).get("/cluster")["leader"])
+
+
+def end_lighthouse(address: str) -> None:
+    bind = f"--bind\0{address.removeprefix('http://')}\0"
+    for pid in process_tree.tree(os.getpid()):
+        if bind in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_page_that_is_open_for_a_day_keeps_only_data_that_it_shows(

@@ -146,12 +146,18 @@ func (c *cluster) notLeading() error {
 	return wire.NotLeader(leader, "this lighthouse does not lead its cluster: "+leader+" does")
 }
 
-// addresses returns the lighthouses of the cluster.
-func (c *cluster) addresses() (all []string) {
+// addresses returns the lighthouses of the cluster; those of the list before the first start of the cluster.
+func (c *cluster) addresses() []string {
+	var voters []string
 	for _, m := range c.node.Status().Members {
-		all = append(all, m.Address)
+		if m.Voter {
+			voters = append(voters, m.Address)
+		}
 	}
-	return all
+	if voters == nil {
+		return c.server.cfg.Cluster
+	}
+	return voters
 }
 
 // toLeader returns the connection to the lighthouse that leads, nil if no other one does.

@@ -412,7 +412,7 @@ def test_the_lighthouses_of_a_cluster_are_shown(browser: Any, lighthouse: Lighth
     ]
     none = [{**member, "leads": False} for member in members]
     browser.execute_async_script(show, {**cluster, "leader": "", "members": none, "trouble": "the disk is full"})
-    assert page.text("leader").startswith("None has led for 12 min: 2 of them must reach each other.")
+    assert page.text("leader").startswith("None has led for 12 min: 2 of 3 must reach each other.")
     assert page.text("trouble") == "http://a:1: the disk is full"
     assert page.complaints() == []
 

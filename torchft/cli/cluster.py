@@ -69,14 +69,14 @@ def table(status: Mapping[str, Any]) -> str:
 
 def summary(status: Mapping[str, Any]) -> str:
     """Formats in one line which lighthouse leads, since when, and which others are not reached."""
-    members = status["members"] or []
-    missing = [member["address"] for member in members if not member["reached"]]
+    voters = [member for member in status["members"] or [] if member["voter"]]
+    missing = [member["address"] for member in voters if not member["reached"]]
     since = _for(status["since_ms"] / 1000)
     if status["leader"]:
-        text = f"cluster: {status['leader']} has led {len(members)} lighthouses for {since}"
+        text = f"cluster: {status['leader']} has led {len(voters)} lighthouses for {since}"
     else:
-        voters = sum(member["voter"] for member in members)
-        text = f"cluster: no leader for {since}; {voters // 2 + 1} of {voters} lighthouses are needed"
+        needed = f"; {len(voters) // 2 + 1} of {len(voters)} lighthouses must reach each other" if voters else ""
+        text = f"cluster: no leader for {since}{needed}"
     return printable(text + (f"; not reached: {', '.join(missing)}" if missing else ""))
 
 

@@ -298,11 +298,11 @@ async function drawCluster() {
   const cluster = await answer.json();
   const members = cluster.members || [];
   const since = ago(Date.now() - cluster.since_ms);
-  const needed = Math.floor(members.filter((one) => one.voter).length / 2) + 1;
+  const voters = members.filter((one) => one.voter).length;
   at("cluster").hidden = false;
   at("leader").textContent = cluster.leader
     ? `${cluster.leader} has led for ${since}.`
-    : `None has led for ${since}: ${needed} of them must reach each other. Until then the groups wait.`;
+    : `None has led for ${since}: ${Math.floor(voters / 2) + 1} of ${voters} must reach each other. Until then the groups wait.`;
   at("leader").className = cluster.leader ? "" : "stuck";
   at("trouble").textContent = cluster.trouble ? `${cluster.self}: ${cluster.trouble}` : "";
   at("lighthouses").replaceChildren(...members.map((one) => {

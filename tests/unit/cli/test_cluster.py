@@ -37,11 +37,12 @@ def test_the_members_the_leader_and_since_when() -> None:
 
 def test_no_leader_and_a_lighthouse_that_takes_no_part() -> None:
     shown = table(status("", trouble="/state: no space left on device")).splitlines()
-    assert shown[0] == f"cluster: no leader for 12 min; 2 of 3 lighthouses are needed; not reached: {C}"
+    assert shown[0] == f"cluster: no leader for 12 min; 2 of 3 lighthouses must reach each other; not reached: {C}"
     assert shown[-1] == f"{A}: /state: no space left on device"
     waits = {"address": A, "leads": False, "voter": False, "reached": True}
     hostile = {**waits, "address": "http://\x1b[J:1"}
-    shown = table(status(members=[waits, hostile])).splitlines()
+    shown = table(status("", members=[waits, hostile])).splitlines()
+    assert shown[0] == "cluster: no leader for 12 min"
     assert shown[-2:] == [f"{A}  not in the cluster", "http://?[J:1    not in the cluster"]
     assert table(status(members=None)).splitlines()[3:4] == ["lighthouse  state"]
 

@@ -33,11 +33,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _followed(lighthouse: Lighthouse) -> Iterator[dict[str, Any]]:
-    """Yields events forever. A broken stream is reopened at the same position."""
-    last = 0
+    """Yields events forever. A broken stream is reopened at the same position.
+
+    Raises:
+        Unanswered: the first stream could not be opened.
+    """
+    last, opened = 0, False
     while True:
         try:
             for name, data in lighthouse.stream(f"/api/v1/events?after={last}"):
+                opened = True
                 if name == "whole" and data["last"] < last:
                     last = 0  # another lighthouse numbers its events from the start
                 for event in data["events"] if name == "whole" else [data] if name == "event" else []:
@@ -45,7 +50,7 @@ def _followed(lighthouse: Lighthouse) -> Iterator[dict[str, Any]]:
                         last = event["id"]
                         yield event
         except Unanswered:
-            if last == 0:
+            if not opened:
                 raise
         time.sleep(_AGAIN_SEC)
 

@@ -16,7 +16,7 @@ from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._manager.signals import grace_from_env
 from torchft.cli.arguments import Parser, duration, lighthouses, nearest, positive, replicas
 from torchft.cli.output import write_no_more
-from torchft.launch.cluster import watched_cluster
+from torchft.launch.cluster import log_name, watched_cluster
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import LocalJob
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, terminate)
     try:
-        args.log_dir = _log_folder(args.log_dir)
+        args.log_dir = _log_folder(args.log_dir, _LIGHTHOUSE_LOG if args.lighthouses == 1 else log_name(1))
     except OSError as e:
         name = str(args.log_dir or _LOGS)
         print(
@@ -115,15 +115,15 @@ def main(arguments: Sequence[str]) -> int:
             write_no_more()
 
 
-def _log_folder(given: Path | None) -> Path:
+def _log_folder(given: Path | None, log: str) -> Path:
     """Makes the folder for the logs: the given one, which may exist, or a new one of this job alone.
 
     Raises:
-        OSError: it cannot be made, or no file can be written in it.
+        OSError: it cannot be made, or the file ``log`` cannot be written in it.
     """
     if given is not None:
         given.mkdir(parents=True, exist_ok=True)
-        (given / _LIGHTHOUSE_LOG).touch()
+        (given / log).touch()
         return given
     usual = folder = Path(_LOGS) / time.strftime("%Y%m%d-%H%M%S")
     usual.parent.mkdir(exist_ok=True)

@@ -18,6 +18,11 @@ _START_SEC = 20.0
 _LISTENS = b"Lighthouse listening on: "
 
 
+def log_name(number: int) -> str:
+    """The file to which a lighthouse writes; the first has number 1."""
+    return f"lighthouse-{number}.log"
+
+
 class _Lighthouse:
     """One process of the cluster, which is restarted with its state when it ends."""
 
@@ -83,12 +88,12 @@ def watched_cluster(folder: Path, options: list[str], count: int) -> Iterator[tu
             for number, port in enumerate(ports, 1):
                 own = ["--cluster", addresses, *options]
                 line = command(f"{_HOST}:{port}", str(Path(state) / str(number)), own)
-                lighthouses.append(_Lighthouse(line, folder / f"lighthouse-{number}.log"))
+                lighthouses.append(_Lighthouse(line, folder / log_name(number)))
             deadline = time.monotonic() + _START_SEC
             while not all(lighthouse.listens() for lighthouse in lighthouses):
                 check()
                 if time.monotonic() > deadline:
-                    logs = [folder / f"lighthouse-{number}.log" for number in range(1, count + 1)]
+                    logs = [folder / log_name(number) for number in range(1, count + 1)]
                     raise LaunchError(f"timed out after {_START_SEC:g} s: the lighthouses did not start", *logs)
                 time.sleep(0.05)
             yield addresses, check

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from torchft import _lighthouse_http
-from torchft.cli import main
+from torchft.cli import events, main
 from torchft.cli.events import words
 from torchft.cli.status import table
 from torchft.coordination import LighthouseClient, LighthouseServer
@@ -89,6 +89,31 @@ def test_followed_events_arrive_at_once(lighthouse: LighthouseServer) -> None:
                 assert any(f"{names[1]} joined" in line for line in follower.stdout)
         finally:
             follower.kill()
+
+
+def test_following_outlasts_a_lighthouse_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the next leader of a cluster has none."""
+
+    def event(number: int) -> dict[str, Any]:
+        return {"id": number, "kind": "quorum", "time": "2026-01-02T03:04:05Z"}
+
+    streams: list[list[tuple[str, Any]]] = [
+        [("whole", {"last": 2, "events": [event(1), event(2)]})],
+        [],  # the lighthouse is away
+        [("whole", {"last": 0, "events": []})],
+        [],
+        [("whole", {"last": 1, "events": [event(1)]})],
+    ]
+
+    class Away:
+        def stream(self, path: str) -> Iterator[tuple[str, Any]]:
+            if not (messages := streams.pop(0)):
+                raise _lighthouse_http.Unanswered("away")
+            yield from messages
+
+    monkeypatch.setattr("torchft.cli.events.time.sleep", lambda _: None)
+    followed = events._followed(Away())  # type: ignore[arg-type]
+    assert [next(followed)["id"] for _ in range(3)] == [1, 2, 1]
 
 
 def test_kill_names_the_known_groups(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:

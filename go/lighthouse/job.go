@@ -253,15 +253,6 @@ func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
 	j.announce(actions, now) // failures are sent before the quorum without the failed members
 	for _, action := range actions {
-		if a, ok := action.(quorum.Keep); ok { // before the quorum is delivered
-			if a.Past.ID == 0 {
-				j.log.Info("torchft: the training is complete, as all of its groups reported; the next quorum begins a new one")
-			}
-			j.kept.Highest, j.kept.Past = a.Highest, a.Past
-			j.keepState()
-		}
-	}
-	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			j.waitLog.served()
@@ -276,6 +267,12 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.greeting.welcome(a)
 		case quorum.RefuseStream:
 			j.greeting.refused = status.Error(codes.Unavailable, a.Reason) // the member asks the other lighthouses
+		case quorum.Keep: // it comes before the Deliver of its quorum
+			if a.Past.ID == 0 {
+				j.log.Info("torchft: the training is complete, as all of its groups reported; the next quorum begins a new one")
+			}
+			j.kept.Highest, j.kept.Past = a.Highest, a.Past
+			j.keepState()
 		case quorum.Recall:
 			j.streams.recall(a.ReplicaID, a.QuorumID)
 		case quorum.Doubted:

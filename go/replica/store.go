@@ -35,7 +35,8 @@ var (
 	errNotFound = errors.New("not found")
 )
 
-// boltStore is a store in a directory. Each value has a checksum: Raft ends the process if it reads a damaged entry.
+// boltStore is a store in a directory. Each value has a checksum: Raft ends the process if it reads a damaged entry. (raft-boltdb has no
+// checksums, and its last release, v2.3.1, does not build with the metrics of raft v1.8.)
 type boltStore struct {
 	db *bbolt.DB
 	*raft.FileSnapshotStore

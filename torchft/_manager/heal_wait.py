@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Callable, Iterator, Optional
 
 from torchft.process_group._attempt import Attempt, running
@@ -46,9 +47,12 @@ class Counter:
         store: the store.
         key: the key of the counter.
         members: the number of those that share it.
+        old: the key of an earlier step, which is deleted: all have asked for a later quorum since; empty: none.
     """
 
-    def __init__(self, store: Store, key: str, members: int) -> None:
+    def __init__(self, store: Store, key: str, members: int, old: str = "") -> None:
+        if old and old != key:
+            store.delete_key(old)
         self._store = store
         self._key = key
         self._members = members
@@ -76,10 +80,11 @@ class Counter:
 class _Wait:
     """The wait of one rank in one step. A thread counts, because a store may not answer."""
 
-    def __init__(self, address: str, key: str, groups: int, group: Optional[Counter]) -> None:
+    def __init__(
+        self, address: str, column: Callable[[Store], Counter], group: Optional[Callable[[], Counter]]
+    ) -> None:
         self._address = address
-        self._key = key
-        self._groups = groups
+        self._column = column
         self._group = group
         self.received = 0  # bytes of this rank's heal
         self.ready = False  # whether this rank has no heal, or has ended it
@@ -89,14 +94,15 @@ class _Wait:
 
     def _count(self) -> None:
         attempt, told = running(), 0
-        column = Counter(create_store_client(self._address, _CONNECT_TIMEOUT), self._key, self._groups)
+        column = self._column(create_store_client(self._address, _CONNECT_TIMEOUT))
+        group = None if self._group is None else self._group()
         pause, longest = _PAUSE_SEC
         while attempt is not None and attempt.abandoned is None:
             received, ready = self.received, self.ready  # read once: other threads set them
             moved, told = column.count(received > told, ready), max(told, received)
-            if self._group is not None:
-                moved = self._group.count(moved, column.all_ready) or moved
-            if (self._group or column).all_ready:
+            if group is not None:
+                moved = group.count(moved, column.all_ready) or moved
+            if (group or column).all_ready:
                 return
             if moved:
                 self.moved_at, pause = time.monotonic(), _PAUSE_SEC[0]
@@ -135,6 +141,7 @@ class HealWait:
         self._group_world_size = group_world_size
         self._logger = logger
         self.waiting = False
+        self._key = ""  # of the latest counters
         self._now: Optional[_Wait] = None
 
     @property
@@ -150,10 +157,13 @@ class HealWait:
         if not store:
             yield
             return
-        key, group = f"heals/{plan.quorum_id}/{plan.max_step}", None
+        old, self._key = self._key, f"heals/{plan.quorum_id}/{plan.max_step}"
+        column, group = partial(Counter, key=self._key, members=plan.replica_world_size, old=old), None
         if self._group_world_size > 1:
-            group = Counter(self._store, f"torchft/{self._name}/{key}", self._group_world_size)
-        self._now = now = _Wait(store, key, plan.replica_world_size, group)
+            own = f"torchft/{self._name}/"
+            members, old = self._group_world_size, own + old if old else ""
+            group = partial(Counter, self._store, own + self._key, members, old)
+        self._now = now = _Wait(store, column, group)
         try:
             yield
         finally:

@@ -80,6 +80,26 @@ def test_a_counter_has_the_progress_of_all_and_how_many_are_ready() -> None:
     assert a.count(False, True) and a.all_ready
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_counters_of_earlier_steps_are_deleted(stack: ExitStack, ranks: int) -> None:
+    """A group that never heals is behind in each step of the job."""
+    job = make(stack, ranks)
+    pool = stack.enter_context(ThreadPoolExecutor(4))
+
+    def step(of: tuple[int, int], number: int) -> None:
+        with job.waits[of].following(job.plan(of[1], step=number)):
+            pass
+        job.waits[of].wait()
+
+    stores = [*job.columns, *(wait._store for wait in list(job.waits.values())[::ranks])]
+    counts = []
+    for number in range(3):
+        for one in [pool.submit(step, of, number) for of in job.waits]:
+            one.result(60)
+        counts.append([cast(Any, store).num_keys() for store in stores])
+    assert counts[1] == counts[2] == counts[0]
+
+
 def test_a_group_waits_until_the_other_one_has_healed(stack: ExitStack) -> None:
     job = make(stack)
     survivor, target = job.waits[0, 0], job.waits[1, 0]

@@ -51,7 +51,6 @@ CANNOT = {
     r"cd go && go test \./sim/servers.*": "takes minutes; `make test` runs the first, `make test-all` the others",
     r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",
     r"torchft_lighthouse .* --cluster .*": "needs three hosts; test_torchft_run.py runs three on one",
-    r"torchft cluster .*": "needs three hosts; tested by tests/unit/cli/test_cluster.py",
     r"torchrun --rdzv-backend torchft .*": "needs a host for each node; test_rendezvous.py runs torchrun with it",
     r"docker .*": "needs Docker, and downloads its images; test_dockerfile.py checks the file and these commands",
     r"kubectl .*": "needs a cluster; test_kubernetes_example.py checks the manifests",

@@ -31,6 +31,7 @@ def test_a_lighthouse_is_killed_and_restarted_during_a_job(tmp_path: Path) -> No
             assert ids == sorted(ids) and steps == sorted(steps)
 
 
+@pytest.mark.slow  # go/manager/raft_test.go stops leaders too
 @pytest.mark.timeout(240)
 def test_no_step_is_lost_when_the_leader_of_three_is_stopped_and_wakes(tmp_path: Path) -> None:
     """test_torchft_run.py kills the leader."""

@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"errors"
 	"log/slog"
 	"sync"
 
@@ -19,10 +20,10 @@ type agreed struct {
 	lost    func(err error)          // called if it does not: this lighthouse does not lead any more
 
 	mu       sync.Mutex
-	pending  *state // the newest state that is not proposed yet, nil if there is none
-	proposes bool
+	pending  *state   // the newest state that is not proposed yet, nil if there is none
+	runs     bool     // run does: a state is proposed, or answers are given
 	owed     []func() // answers that wait for the pending state
-	inFlight []func() // answers that wait for the proposed state
+	inFlight []func() // answers that wait for the proposed state, or for the answers before them
 	failed   bool
 }
 
@@ -34,8 +35,8 @@ func (a *agreed) keep(s state) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.pending = &s
-	if !a.proposes {
-		a.proposes = true
+	if !a.runs {
+		a.runs = true
 		rpc.Go(a.tasks, a.log, "state in the log of the cluster", a.run)
 	}
 }
@@ -53,7 +54,7 @@ func (a *agreed) once(do func()) (later bool) {
 		return true
 	case a.pending != nil:
 		a.owed = append(a.owed, do)
-	case a.proposes:
+	case a.runs:
 		a.inFlight = append(a.inFlight, do)
 	default:
 		return false
@@ -61,50 +62,47 @@ func (a *agreed) once(do func()) (later bool) {
 	return true
 }
 
+var errAnswer = errors.New("an answer failed with an internal error")
+
 func (a *agreed) run() {
-	for {
-		s := a.next()
-		if s == nil {
-			return
-		}
-		text, err := s.encode()
-		if err == nil {
-			err = a.propose(text)
-		}
+	err := errAnswer // if an answer panics
+	defer func() {
 		if err != nil {
 			a.fail()
 			a.lost(err)
-			return
 		}
-		a.answer()
-	}
-}
-
-// next takes the pending state and the answers that wait for it.
-func (a *agreed) next() *state {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	s := a.pending
-	a.pending = nil
-	a.proposes = s != nil
-	a.inFlight, a.owed = a.owed, nil
-	return s
-}
-
-// answer calls the functions that waited for the proposed state. A function that is added meanwhile waits for its turn.
-func (a *agreed) answer() {
+	}()
 	for {
-		a.mu.Lock()
-		due := a.inFlight
-		a.inFlight = nil
-		a.mu.Unlock()
-		if len(due) == 0 {
-			return
-		}
+		due, s := a.next()
 		for _, do := range due {
 			do()
 		}
+		switch {
+		case s == nil && len(due) == 0:
+			err = nil
+			return
+		case s == nil:
+			continue // answers may have been added meanwhile
+		}
+		var text []byte
+		if text, err = s.encode(); err == nil {
+			err = a.propose(text)
+		}
+		if err != nil {
+			return
+		}
+		err = errAnswer
 	}
+}
+
+// next returns the answers for which the log has the state now, and the state that is to be proposed after them.
+func (a *agreed) next() (due []func(), s *state) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	due, s = a.inFlight, a.pending
+	a.inFlight, a.owed, a.pending = a.owed, nil, nil
+	a.runs = s != nil || len(due) > 0
+	return due, s
 }
 
 func (a *agreed) fail() {
@@ -132,6 +130,19 @@ func (j *job) agree(c *cluster) {
 	}
 	j.restore(s)
 	if s.Highest > 0 {
+		j.mu.Lock() // for the timers
+		defer j.mu.Unlock()
 		_ = j.step(quorum.Recalled{Past: s.Past, Highest: s.Highest}) // step has logged an error
+	}
+}
+
+// onceKept calls do, with mu held: in a cluster once the log has the present state, otherwise at once. The caller holds mu.
+func (j *job) onceKept(do func()) {
+	if !j.agreed.once(func() {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		do()
+	}) {
+		do()
 	}
 }

@@ -5,10 +5,8 @@ import (
 	"crypto/tls"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net"
 	"net/http"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -39,9 +37,27 @@ type cluster struct {
 	http   *http.Transport
 	term   atomic.Uint64 // in which this lighthouse leads; 0: it does not
 
+	// Only Server.tick uses these.
+	swept   time.Time // when the states of ended jobs were last removed, or the first look after this lighthouse began to lead
+	sweptIn uint64    // the term of swept
+
 	mu     sync.Mutex
-	leader string           // to which conn leads
-	conn   *grpc.ClientConn // nil while no other lighthouse leads
+	leader *leader // nil while no other lighthouse leads
+}
+
+// leader is the way to the lighthouse that leads.
+type leader struct {
+	address string
+	conn    *grpc.ClientConn
+	ctx     context.Context // ends, with the requests that are forwarded, when another lighthouse leads or none does
+	end     context.CancelFunc
+}
+
+func (l *leader) close() {
+	if l != nil {
+		l.end()
+		_ = l.conn.Close() // ends its calls
+	}
 }
 
 // joinCluster opens the log of the cluster, and begins to take part in it.
@@ -97,7 +113,7 @@ func (c *cluster) follow() {
 		case lead := <-c.node.Leadership():
 			c.lead(lead)
 		case <-look.C:
-			c.toLeader() // ends the calls that wait for a former leader
+			c.toLeader() // ends the calls and requests that wait for a former leader
 		case <-c.server.stop:
 			return
 		}
@@ -113,11 +129,8 @@ func (c *cluster) lead(lead replica.Lead) {
 	}
 	c.server.log.Info("torchft: this lighthouse leads its cluster", "term", lead.Term)
 	c.term.Store(lead.Term)
-	// Before their members come: the page shows them. The default job always exists, as without a cluster.
-	for _, name := range append(slices.Collect(maps.Keys(c.node.States())), rpc.DefaultJob) {
-		if j, err := c.server.enter(name); err == nil {
-			j.done()
-		}
+	if j, err := c.server.enter(rpc.DefaultJob); err == nil { // it always exists, as without a cluster; the others begin when they are used
+		j.done()
 	}
 }
 
@@ -160,40 +173,38 @@ func (c *cluster) addresses() []string {
 	return voters
 }
 
-// toLeader returns the connection to the lighthouse that leads, nil if no other one does.
-func (c *cluster) toLeader() *grpc.ClientConn {
-	leader, _ := c.node.Leader()
-	if leader == c.server.address {
-		leader = ""
+// toLeader returns the way to the lighthouse that leads, nil if no other one does.
+func (c *cluster) toLeader() *leader {
+	address, _ := c.node.Leader()
+	if address == c.server.address {
+		address = ""
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.leader == leader {
-		return c.conn
+	if c.leader != nil && c.leader.address == address {
+		return c.leader
 	}
-	if c.conn != nil {
-		_ = c.conn.Close()
-	}
-	c.leader, c.conn = leader, nil
-	if leader == "" {
+	c.leader.close()
+	c.leader = nil
+	if address == "" {
 		return nil
 	}
-	conn, err := rpc.DialLater(c.server.security(), c.server.cfg.Network, "lighthouse", leader)
+	conn, err := rpc.DialLater(c.server.security(), c.server.cfg.Network, "lighthouse", address)
 	if err != nil {
-		c.server.log.Warn("torchft: calls are not forwarded to the lighthouse that leads", "leader", leader, "error", err)
+		c.server.log.Warn("torchft: calls are not forwarded to the lighthouse that leads", "leader", address, "error", err)
 		return nil
 	}
-	c.conn = conn
-	return conn
+	c.leader = &leader{address: address, conn: conn}
+	c.leader.ctx, c.leader.end = context.WithCancel(context.Background())
+	return c.leader
 }
 
 func (c *cluster) close() {
 	c.node.Close()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.conn != nil {
-		_ = c.conn.Close()
-	}
+	c.leader.close()
+	c.leader = nil
 	c.http.CloseIdleConnections()
 	c.dialer.Close()
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"time"
 
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -28,10 +29,15 @@ type changed struct {
 	Done    string `json:"done"`
 }
 
+// changeTime bounds a change of the cluster's members: a new one has to learn the cluster first. `torchft cluster` waits somewhat longer.
+const changeTime = 10 * time.Second
+
 // change returns what a route that adds or removes a lighthouse does.
 func (c *cluster) change(what string, do func(ctx context.Context, address string) error) func(http.ResponseWriter, *http.Request, one) {
 	return func(w http.ResponseWriter, r *http.Request, body one) {
-		if err := do(r.Context(), body.Address); err != nil {
+		ctx, cancel := context.WithTimeout(r.Context(), changeTime)
+		defer cancel()
+		if err := do(ctx, body.Address); err != nil {
 			dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("lighthouse %s was not %s: %w", body.Address, what, err))
 			return
 		}

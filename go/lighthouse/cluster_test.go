@@ -3,7 +3,10 @@ package lighthouse_test
 import (
 	"context"
 	"encoding/json"
+	"io"
+	"maps"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -17,6 +20,7 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/replica"
@@ -37,9 +41,10 @@ func followers(l *fttest.Agreeing) (hosts []string) {
 }
 
 // dialAt returns a client as upstream's, which only makes calls, and knows one lighthouse.
-func dialAt(t *testing.T, l *fttest.Agreeing, host, at string) *lighthouses.Client {
+func dialAt(t *testing.T, l *fttest.Agreeing, host, at string, options ...lighthouses.DialOption) *lighthouses.Client {
 	t.Helper()
-	client, err := lighthouses.Dial(t.Context(), addressOf(at), 5*time.Second, lighthouses.WithNetwork(l.Net.Host(host)))
+	options = append(options, lighthouses.WithNetwork(l.Net.Host(host)))
+	client, err := lighthouses.Dial(t.Context(), addressOf(at), 5*time.Second, options...)
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = client.Close() })
 	return client
@@ -193,5 +198,120 @@ func TestStrangersOnTheLinksOfACluster(t *testing.T) {
 		assert.Error(t, err)
 		time.Sleep(time.Second)
 		assert.Equal(t, leader, l.Leader())
+	})
+}
+
+// Ended jobs leave their states in the log for a while. They do not count in max_jobs at the next leader, and are removed in the end.
+func TestStatesOfEndedJobs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const month = 31 * 24 * time.Hour
+		l := fttest.NewAgreeing(t, 1, func(cfg *lighthouse.Config) { cfg.MaxJobs = 3 })
+		leader := l.Server(l.Leader())
+		first := map[string]int64{}
+		train := func(job string) int64 {
+			t.Helper()
+			got := <-ask(dialAt(t, l, "a", l.Leader(), lighthouses.WithJob(job)), quorum.Member{ReplicaID: "a"}, 10*time.Second)
+			require.NoError(t, got.Err)
+			return got.Value.ID
+		}
+		for _, job := range []string{"one", "two", "three", "four"} {
+			first[job] = train(job)
+			if job != "four" {
+				time.Sleep(6 * time.Second) // until the group counts as failed
+				leader.ForgetJobs(time.Now().Add(time.Hour))
+			}
+		}
+		leader.Renew()
+		time.Sleep(time.Second)
+		l.Kill(l.Leader())
+		leader = l.Server(l.Leader())
+		require.Len(t, leader.States(), 4)
+		assert.Equal(t, []string{rpc.DefaultJob}, leader.Jobs())
+		assert.Greater(t, train("one"), first["one"])
+
+		leader.RemoveOld(time.Now())
+		require.Len(t, leader.States(), 4)
+		leader.RemoveOld(time.Now().Add(month))
+		assert.Equal(t, []string{"one"}, slices.Collect(maps.Keys(leader.States())), "it is in use")
+		assert.Greater(t, train("two"), first["two"])
+	})
+}
+
+// After a panic of the machine the leader continues from the latest quorum, as a new leader does, also if the first group that comes was
+// not in it.
+func TestALeaderContinuesAfterAPanicOfTheMachine(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 1)
+		clients := map[string]*lighthouses.Client{}
+		for _, id := range []string{"a", "b", "c"} {
+			clients[id] = dialAt(t, l, id, l.Leader())
+			require.NoError(t, clients[id].Heartbeat(t.Context(), id))
+		}
+		a, b := ask(clients["a"], quorum.Member{ReplicaID: "a", Step: 7}, time.Minute), ask(clients["b"], quorum.Member{ReplicaID: "b", Step: 7}, time.Minute)
+		c := ask(clients["c"], quorum.Member{ReplicaID: "c"}, time.Minute)
+		first := <-a
+		require.NoError(t, first.Err)
+		require.Len(t, first.Value.Members, 3)
+		<-b
+		<-c
+		l.Server(l.Leader()).BreakMachine()
+		assert.Error(t, clients["c"].Heartbeat(t.Context(), "c"))
+		c = ask(clients["c"], quorum.Member{ReplicaID: "c"}, time.Minute)
+		time.Sleep(time.Second) // the others are in the middle of a step
+		a, b = ask(clients["a"], quorum.Member{ReplicaID: "a", Step: 8}, time.Minute), ask(clients["b"], quorum.Member{ReplicaID: "b", Step: 8}, time.Minute)
+		for _, answer := range []<-chan result{a, b, c} {
+			got := <-answer
+			require.NoError(t, got.Err)
+			assert.Len(t, got.Value.Members, 3)
+			assert.Greater(t, got.Value.ID, first.Value.ID)
+		}
+	})
+}
+
+// The page's stream of updates through a lighthouse that does not lead ends with the leader, also if that one vanishes without a word.
+func TestAPageIsNotLeftAtAFormerLeader(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 1)
+		leader, at := l.Leader(), followers(l)[0]
+		resp, err := browser(t, &l.Cluster, "far").Get(addressOf(at) + "/api/v1/events")
+		require.NoError(t, err)
+		defer func() { _ = resp.Body.Close() }()
+		require.Equal(t, http.StatusOK, resp.StatusCode)
+		l.Net.Host(leader).Vanish()
+		began := time.Now()
+		_, _ = io.Copy(io.Discard, resp.Body)
+		assert.Less(t, time.Since(began), 3*time.Second)
+	})
+}
+
+// A form that was fetched from any lighthouse may be sent to it: the browser names that lighthouse as the origin. A page of another site
+// is refused.
+func TestAFormIsForwardedToTheLeader(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 1, func(cfg *lighthouse.Config) { cfg.AllowRemoteKill = true })
+		l.Leader()
+		at := followers(l)[0]
+		post := func(client, path, origin, host string) (int, string) {
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, addressOf(at)+path, strings.NewReader(`{"replica_id": "a"}`))
+			require.NoError(t, err)
+			req.Header.Set("Origin", origin)
+			req.Host = host
+			resp, err := browser(t, &l.Cluster, client).Do(req)
+			require.NoError(t, err)
+			return read(t, resp)
+		}
+		own := at + ":29510"
+		for _, path := range []string{"/replica/a/kill", "/api/v1/drain"} {
+			code, body := post("far", path, addressOf(at), own)
+			assert.Equal(t, http.StatusNotFound, code, body)
+			assert.Contains(t, body, "is not known to this lighthouse")
+			for _, origin := range []string{"http://evil:29510", addressOf(l.Leader())} {
+				code, body = post("far", path, origin, own)
+				assert.Equal(t, http.StatusForbidden, code)
+				assert.Contains(t, body, "another site")
+			}
+		}
+		code, body := post("far", "/rendezvous", addressOf(at), own)
+		assert.Equal(t, http.StatusForbidden, code, body)
 	})
 }

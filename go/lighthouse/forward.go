@@ -42,8 +42,8 @@ func (c *cluster) forwardUnary(ctx context.Context, req any, info *grpc.UnarySer
 		} else if rpc.IsForwarded(ctx) {
 			return nil, err
 		}
-		if conn := c.toLeader(); conn != nil {
-			answer, err := rpc.Forward(ctx, conn, info.FullMethod, req)
+		if to := c.toLeader(); to != nil {
+			answer, err := rpc.Forward(ctx, to.conn, info.FullMethod, req)
 			switch {
 			case err == nil:
 				return answer, nil
@@ -72,23 +72,33 @@ func (c *cluster) forwardHTTP(h http.Handler) http.Handler {
 			h.ServeHTTP(w, r)
 			return
 		}
-		leader, _ := c.node.Leader()
-		if leader == "" || leader == c.server.address || r.Header.Get(forwardedBy) != "" {
+		to := c.toLeader()
+		if to == nil || r.Header.Get(forwardedBy) != "" {
 			c.serveLeaderless(w, r)
 			return
 		}
-		to, err := url.Parse(leader)
+		if err := http.NewCrossOriginProtection().Check(r); err != nil { // the leader cannot check it: it gets its own name as the host
+			refusalOf(r)(w, http.StatusForbidden, "the request is refused: it comes from another site ("+err.Error()+")")
+			return
+		}
+		target, err := url.Parse(to.address)
 		if err != nil { // cannot happen: the addresses of a cluster have been parsed
 			plainly(w, http.StatusInternalServerError, err.Error())
 			return
 		}
-		local := auth.IsLoopback(r.RemoteAddr) && !auth.Forwarded(r.Header.Values)
+		local := auth.IsLoopback(r.RemoteAddr) && !auth.Forwarded(r.Header.Values) && auth.IsOwnHost(r.Host, c.server.cfg.Hostname, machineName())
+		ctx, cancel := context.WithCancel(r.Context())
+		defer cancel()
+		defer context.AfterFunc(to.ctx, cancel)()
 		proxy := httputil.ReverseProxy{
 			Transport:     c.http,
 			FlushInterval: -1, // the page's stream of updates
 			ErrorLog:      quiet,
 			Rewrite: func(p *httputil.ProxyRequest) {
-				p.SetURL(to)
+				p.SetURL(target)
+				if p.In.Header.Get("Origin") != "" {
+					p.Out.Header.Set("Origin", to.address)
+				}
 				p.Out.Header.Set(forwardedBy, c.server.address)
 				if !local { // otherwise it is as if this lighthouse, on the same host as its client, made the request
 					p.SetXForwarded()
@@ -96,10 +106,10 @@ func (c *cluster) forwardHTTP(h http.Handler) http.Handler {
 			},
 			ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
 				w.Header().Set("Retry-After", "1")
-				plainly(w, http.StatusServiceUnavailable, "the lighthouse that leads, "+leader+", does not answer: "+err.Error())
+				plainly(w, http.StatusServiceUnavailable, "the lighthouse that leads, "+to.address+", does not answer: "+err.Error())
 			},
 		}
-		proxy.ServeHTTP(w, r)
+		proxy.ServeHTTP(w, r.WithContext(ctx))
 	})
 }
 

@@ -189,7 +189,7 @@ func (j *job) feed(event quorum.Event) error {
 }
 
 // safely calls the machine. After a panic the machine's state is unknown: all pending requests get an error, and a new machine
-// starts, with ids above the old ones, as after a restart. The caller holds mu.
+// starts, which continues after the latest quorum, as after a restart. The caller holds mu.
 func (j *job) safely(use func()) (err error) {
 	sound := false
 	defer func() {
@@ -198,6 +198,11 @@ func (j *job) safely(use func()) (err error) {
 			j.inUse, j.waitLog = quorum.InUse{}, waitLog{}
 			j.waiters.AnswerAll(answer{err: err})
 			j.streams.renew() // the new machine does not know their greetings
+			if j.kept.Highest > 0 {
+				var again error // without the latest quorum, should that be the cause: its members show it
+				defer rpc.Recovered(j.log, "the lighthouse", &again)
+				j.do(quorum.Recalled{Past: j.kept.Past, Highest: j.kept.Highest}, time.Now())
+			}
 		}
 	}()
 	defer rpc.Recovered(j.log, "the lighthouse", &err)
@@ -306,7 +311,9 @@ func (j *job) do(event quorum.Event, now time.Time) {
 
 // keepState keeps the state of the job on disk, or in the log of the cluster.
 func (j *job) keepState() {
-	j.agreed.keep(j.kept)
+	agreed := j.kept
+	agreed.Used = time.Now().UTC()
+	j.agreed.keep(agreed)
 	file := j.kept
 	if file.Highest > 0 {
 		file.Highest += stateAhead
@@ -314,20 +321,13 @@ func (j *job) keepState() {
 	j.keeper.keep(file)
 }
 
-// deliver sends a quorum to its members, in a cluster once the log has it. The caller holds mu.
+// deliver sends a quorum to its members. The caller holds mu.
 func (j *job) deliver(to []quorum.WaiterID, d *delivery) {
-	send := func() {
+	j.onceKept(func() {
 		for _, id := range to {
 			j.waiters.Answer(id, answer{delivered: d})
 		}
-	}
-	if !j.agreed.once(func() {
-		j.mu.Lock()
-		defer j.mu.Unlock()
-		send()
-	}) {
-		send()
-	}
+	})
 }
 
 // recalled handles the quorum that a member remembers: the answer to a recall, or a part of a unary request.

@@ -14,7 +14,7 @@ import (
 )
 
 // forgetAfter is how long a job without members is kept: long enough to restart all of them. After that, its last quorum is still
-// on disk and known to its members.
+// on disk, or in the log of the cluster, and known to its members.
 const forgetAfter = 10 * time.Minute
 
 // forgetNameAfter is how long a job that never had a quorum is kept: an invented name must not count in max_jobs and in the metrics
@@ -50,6 +50,9 @@ func (s *Server) enter(name string) (*job, error) {
 	}
 	j := s.jobs[name]
 	if j == nil {
+		if name == s.reserved {
+			return nil, status.Errorf(codes.Unavailable, "the old state of job %q is being removed", name)
+		}
 		if len(s.jobs) >= s.cfg.MaxJobs {
 			return nil, status.Errorf(codes.ResourceExhausted, "job %q is one too many: this lighthouse serves %d (max_jobs)", name, s.cfg.MaxJobs)
 		}

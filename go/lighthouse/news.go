@@ -94,9 +94,16 @@ func (j *job) sendNews(now time.Time) {
 	j.record(now, dashboard.MemberFailed, failed)
 	j.record(now, dashboard.MemberEnded, ended)
 	j.news.next = now.Add(time.Duration(j.streams.open) * newsPause)
-	for one := range j.streams.all() {
-		one.post(outgoing{news: messages})
-	}
+	j.tell(messages)
+}
+
+// tell sends messages to all members, after the quorums that were formed before: they may be about such a quorum. The caller holds mu.
+func (j *job) tell(messages []rpc.Encoded) {
+	j.onceKept(func() {
+		for one := range j.streams.all() {
+			one.post(outgoing{news: messages})
+		}
+	})
 }
 
 // regresses reports to all members that the weights of later steps are lost, unless their groups come back. The caller holds mu.
@@ -106,9 +113,7 @@ func (j *job) regresses(a quorum.Regressed, now time.Time) {
 	message := encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Regressed{
 		Regressed: &torchftpb.JobRegressed{QuorumId: a.Quorum.ID, Reason: a.Reason},
 	}})
-	for one := range j.streams.all() {
-		one.post(outgoing{news: message})
-	}
+	j.tell(message)
 }
 
 // mostRefused is how many refused members are remembered: a group that is restarted after each refusal has a new name each time.

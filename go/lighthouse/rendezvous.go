@@ -157,14 +157,7 @@ func (j *job) place(event rendezvous.Event) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case rendezvous.Answer:
-			tell := func() { j.nodes.Answer(a.Waiter, placed{View: a.View, Reason: a.Reason}) }
-			if !j.agreed.once(func() {
-				j.mu.Lock()
-				defer j.mu.Unlock()
-				tell()
-			}) {
-				tell()
-			}
+			j.onceKept(func() { j.nodes.Answer(a.Waiter, placed{View: a.View, Reason: a.Reason}) })
 		case rendezvous.Refuse:
 			code := codes.InvalidArgument
 			if a.Conflict {

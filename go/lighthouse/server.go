@@ -34,9 +34,10 @@ type Server struct {
 	lock    *os.File      // of the directory for states, nil without one
 	lists   chan struct{} // a semaphore: bounds the lists that are sent at once
 
-	mu     sync.Mutex
-	jobs   map[string]*job
-	closed bool
+	mu       sync.Mutex
+	jobs     map[string]*job
+	reserved string // a job that must not begin: its state is being removed (reserve)
+	closed   bool
 }
 
 // New starts a lighthouse. It is bound and serving on return; end it with Shutdown.

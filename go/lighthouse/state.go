@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rendezvous"
@@ -34,6 +35,8 @@ type state struct {
 	Past    quorum.Past `json:"past"`    // zero: the last training is complete, and the next one has had no quorum yet
 
 	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
+
+	Used time.Time `json:"used,omitzero"` // in the log of a cluster: when the job was last known to be in use; a file has its own time
 }
 
 func (s state) encode() ([]byte, error) {

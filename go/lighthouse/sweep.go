@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -8,6 +9,7 @@ import (
 	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/replica"
 )
 
 const (
@@ -28,6 +30,9 @@ type sweeper struct {
 
 // sweep starts a sweep if one is due. It runs on a goroutine that nothing waits for, since the disk may hang.
 func (s *Server) sweep(now time.Time) {
+	if s.cluster != nil {
+		s.cluster.sweep(now)
+	}
 	if s.cfg.StateDir == "" || now.Sub(s.sweeper.last) < sweepEvery {
 		return
 	}
@@ -63,6 +68,61 @@ func (s *Server) removeOld(now time.Time) {
 			s.log.Info("torchft: an old file is removed from the state directory", "file", entry.Name(), "age", age.Round(time.Hour))
 		}
 	}
+}
+
+// sweep removes the states of ended jobs from the log of the cluster, once a day. A new leader waits for a day first: the members of all
+// jobs that run have come to it by then.
+func (c *cluster) sweep(now time.Time) {
+	term := c.term.Load()
+	if term != c.sweptIn {
+		c.sweptIn, c.swept = term, now
+	}
+	if now.Sub(c.swept) < sweepEvery {
+		return
+	}
+	c.swept = now
+	for _, j := range c.server.allJobs() {
+		j.renew()
+	}
+	rpc.Go(&c.server.tasks, c.server.log, "states of ended jobs", func() { c.removeOld(term, now) })
+}
+
+// renew proposes the state of a job that is in use with the present time.
+func (j *job) renew() {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.ended == nil && (j.kept.Highest > 0 || len(j.kept.Rendezvous.Groups) > 0) {
+		j.keepState()
+	}
+}
+
+func (c *cluster) removeOld(term uint64, now time.Time) {
+	for name, text := range c.node.States() {
+		s, err := decodeState(text, name)
+		if err != nil || now.Sub(s.Used) <= keepFilesFor || !c.server.reserve(name) { // an error: a later version wrote it
+			continue
+		}
+		err = c.node.Propose(term, name, nil)
+		for errors.Is(err, replica.ErrUnknown) { // until then the job must not begin: its state may still be removed
+			err = c.node.Propose(term, name, nil)
+		}
+		c.server.reserve("")
+		if err != nil {
+			return // this lighthouse does not lead any more
+		}
+		c.server.log.Info("torchft: the state of a job is removed from the log of the cluster: it was not used for long", "job", name, "used", s.Used)
+	}
+}
+
+// reserve keeps a job that is not in use from beginning, until the next call. It returns false if the job is in use.
+func (s *Server) reserve(name string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.reserved = name
+	if s.jobs[name] != nil {
+		s.reserved = ""
+	}
+	return s.reserved != ""
 }
 
 // keepFor returns the age from which a file is removed.

@@ -25,11 +25,12 @@ type Agreeing struct {
 	dirs    map[string]string // of the lighthouses that run or were killed, by host
 	running map[string]*lighthouse.Server
 	min     int
+	set     []func(*lighthouse.Config)
 }
 
-// NewAgreeing starts three lighthouses, and returns when one leads. They are shut down at the end of the test.
-func NewAgreeing(t *testing.T, minReplicas int) *Agreeing {
-	a := &Agreeing{Cluster: Cluster{T: t, Net: NewNetwork(), Log: &Log{}}, dirs: map[string]string{}, running: map[string]*lighthouse.Server{}, min: minReplicas}
+// NewAgreeing starts three lighthouses, and returns when one leads. They are shut down at the end of the test. set changes their settings.
+func NewAgreeing(t *testing.T, minReplicas int, set ...func(*lighthouse.Config)) *Agreeing {
+	a := &Agreeing{Cluster: Cluster{T: t, Net: NewNetwork(), Log: &Log{}}, dirs: map[string]string{}, running: map[string]*lighthouse.Server{}, min: minReplicas, set: set}
 	for _, host := range AgreeingHosts {
 		a.Start(host)
 	}
@@ -54,8 +55,14 @@ func (a *Agreeing) StartAs(host, cluster string) {
 		cfg.Cluster = strings.Split(cluster, ",")
 		cfg.Advertise = "http://" + host + ":29510"
 		cfg.StateDir = a.dirs[host]
+		for _, set := range a.set {
+			set(cfg)
+		}
 	})
 }
+
+// Server returns the lighthouse that runs on a host.
+func (a *Agreeing) Server(host string) *lighthouse.Server { return a.running[host] }
 
 // Running returns the hosts whose lighthouses run.
 func (a *Agreeing) Running() []string { return slices.Sorted(maps.Keys(a.running)) }

@@ -122,10 +122,13 @@ func TestASurvivorRecoversTheCluster(t *testing.T) {
 		require.NoError(t, leader.node.Snapshot())
 		require.NoError(t, leader.node.Propose(term, "job", []byte("last")))
 		w.agree("job", "last")
-		for _, h := range w.hosts {
+		survivor := w.hosts[0]
+		survivor.kill()
+		survivor.network().Revive()
+		require.ErrorContains(t, replica.Recover(survivor.config()), "the cluster is not lost: this lighthouse and http://b:1, http://c:1, which run")
+		for _, h := range w.hosts[1:] {
 			h.kill()
 		}
-		survivor := w.hosts[0]
 		require.ErrorContains(t, replica.Recover(func() replica.Config { c := survivor.config(); c.Dir = t.TempDir(); return c }()), "no cluster that could be recovered")
 		require.NoError(t, replica.Recover(survivor.config()))
 		survivor.start()

@@ -330,7 +330,7 @@ func (n *Node) States() map[string][]byte { return n.machine.copy() }
 
 // Recover makes the lighthouse of cfg the only one of a new cluster with the states of its directory, which no other process may use. The
 // others have to be added with empty state directories. It is for a cluster whose majority is lost for good: what only the lost ones had is
-// lost, and what was proposed but not yet kept may be kept now.
+// lost, and what was proposed but not yet kept may be kept now. It returns an error if a majority answers: two clusters would serve the jobs.
 func Recover(cfg Config) error {
 	n, err := prepare(cfg)
 	if err != nil {
@@ -339,6 +339,19 @@ func Recover(cfg Config) error {
 	defer func() { _ = n.disk.Close() }()
 	if n.identity.Cluster == "" {
 		return fmt.Errorf("--state_dir is %q: it has no cluster that could be recovered", cfg.Dir)
+	}
+	n.ctx, n.cancel = context.WithCancel(context.Background())
+	defer n.cancel()
+	var alive []string
+	for address, a := range n.ask() {
+		if a.err == nil && a.Cluster == n.identity.Cluster && address != cfg.Self {
+			alive = append(alive, address)
+		}
+	}
+	if 2*(1+len(alive)) > len(cfg.Cluster) {
+		slices.Sort(alive)
+		return fmt.Errorf("--recover is set, but the cluster is not lost: this lighthouse and %s, which run, are most of %s: start without --recover",
+			strings.Join(alive, ", "), strings.Join(cfg.Cluster, ","))
 	}
 	self := raft.Configuration{Servers: []raft.Server{{ID: raft.ServerID(n.name), Address: raft.ServerAddress(n.name)}}}
 	_, transport := raft.NewInmemTransport(raft.ServerAddress(n.name))

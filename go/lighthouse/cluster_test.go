@@ -268,6 +268,36 @@ func TestALeaderContinuesAfterAPanicOfTheMachine(t *testing.T) {
 	})
 }
 
+// A member hears of a failure after the quorum that it is about, also if the log does not have that quorum yet: news about a quorum that it
+// does not know would be dropped, and it would wait for the failed member.
+func TestAFailureIsReportedAfterItsQuorum(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 2)
+		leader := l.Leader()
+		join := func(id string) *rawStream {
+			w := openAt(t, &l.Cluster, id, addressOf(leader))
+			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: id, Lighthouses: 3}}})
+			require.NotNil(t, w.receive().GetWelcome())
+			return w
+		}
+		a, b := join("a"), join("b")
+		for _, host := range followers(l) {
+			l.Net.Sever(leader, host)
+		}
+		a.ask(1, time.Minute)
+		b.ask(1, time.Minute)
+		b.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "a rank has ended"}})
+		synctest.Wait()
+		for _, host := range followers(l) {
+			l.Net.Heal(leader, host)
+		}
+		_, q := a.answered()
+		failed := a.receive().GetMemberFailed()
+		assert.Equal(t, q.GetQuorumId(), failed.GetQuorumId())
+		assert.Equal(t, "b", failed.GetReplicaId())
+	})
+}
+
 // The page's stream of updates through a lighthouse that does not lead ends with the leader, also if that one vanishes without a word.
 func TestAPageIsNotLeftAtAFormerLeader(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

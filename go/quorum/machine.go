@@ -115,6 +115,9 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Recalled:
 		if m.search.recalled(e) {
 			m.adopted()
+			if e.From != "" { // neither the disk nor the log of the cluster has it
+				m.past.keep()
+			}
 		}
 		return true // a decision may have been waiting for this quorum (search.pending)
 	case Slept, Woken: // Step has handled them: Woken comes when the grace of a suspect is over, and expire finds that.

@@ -68,6 +68,17 @@ func TestIDsContinueAboveAnOlderLighthouse(t *testing.T) {
 	require.Greater(t, delivered(t, actions).Quorum.ID, last, "ids continue even if no member reports an earlier quorum")
 }
 
+// A quorum that a member shows is kept, since the disk or the log lacks it: the next lighthouse may be asked by another group first.
+func TestAShownQuorumIsKept(t *testing.T) {
+	past := Past{ID: epoch.UnixMilli(), Step: 7, Members: []Voter{{ReplicaID: "a", Address: "http://a"}, {ReplicaID: "b", Address: "http://b"}}}
+	for from, kept := range map[string]bool{"": false, "a": true} {
+		r := newRing(1)
+		actions := r.machine.Step(Recalled{Past: past, From: from}, r.now)
+		require.Equal(t, kept, slices.ContainsFunc(actions, func(a Action) bool { return reflect.DeepEqual(a, Keep{past, r.machine.past.ids()}) }))
+		require.GreaterOrEqual(t, r.machine.past.ids(), past.ID)
+	}
+}
+
 func TestAllWaitersShareOneQuorum(t *testing.T) {
 	r := newRing(3)
 	d := r.round(t, "c", "a", "b")

@@ -119,6 +119,15 @@ func (c *layered) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
+// Read returns io.EOF when this end was closed: Raft logs other errors.
+func (c *layered) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if errors.Is(err, io.ErrClosedPipe) {
+		err = io.EOF
+	}
+	return n, err
+}
+
 func (c *layered) Close() error {
 	c.layer.mu.Lock()
 	delete(c.layer.conns, c)

@@ -2,7 +2,6 @@ package lighthouse
 
 import (
 	"context"
-	"fmt"
 	"net/http"
 	"time"
 
@@ -38,7 +37,7 @@ func (c *cluster) change(what string, do func(ctx context.Context, address strin
 		ctx, cancel := context.WithTimeout(r.Context(), changeTime)
 		defer cancel()
 		if err := do(ctx, body.Address); err != nil {
-			dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("lighthouse %s was not %s: %w", body.Address, what, err))
+			dashboard.Refuse(w, http.StatusConflict, err)
 			return
 		}
 		c.server.log.Warn("torchft: the cluster was changed on request", "lighthouse", body.Address, "done", what, "from", r.RemoteAddr)

@@ -91,8 +91,8 @@ func (s *Server) unreachable(since time.Time, err error) string {
 // setTrouble records why the lighthouse is not reached, as long as the outage lasts. If a rank's deadline passes meanwhile, its
 // error contains this reason.
 func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
-	if failed == 1 {
-		s.log.Warn("torchft: asking the lighthouse again", "error", err)
+	if failed == 1 && !away { // attend logs an outage
+		s.log.Warn("torchft: asking the lighthouse again", "error", rpc.Message(err))
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -107,7 +107,7 @@ func (s *Server) attend() {
 	failed := 0
 	reached := func() {
 		if failed > 0 {
-			s.log.Info("torchft: heartbeats reach the lighthouse again")
+			s.log.Warn("torchft: heartbeats reach the lighthouse again") // as visible as the begin
 		}
 		failed = 0
 		s.lighthouseReached()
@@ -118,7 +118,7 @@ func (s *Server) attend() {
 			return
 		}
 		if failed++; failed == 1 {
-			s.log.Warn("torchft: heartbeats do not reach the lighthouse", "error", err)
+			s.log.Warn("torchft: heartbeats do not reach the lighthouse", "error", rpc.Message(err))
 		}
 		select {
 		case <-s.ctx.Done():

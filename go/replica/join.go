@@ -158,6 +158,7 @@ func (n *Node) askOften() {
 		look, pause := n.find, askFirst
 		if started {
 			look = n.judge
+			n.noteSilent(heard)
 		}
 		trouble := look(heard)
 		n.note(trouble)
@@ -261,6 +262,9 @@ func (n *Node) join(cluster string, members []raft.Server) (trouble string) {
 		n.leave(err)
 		return err.Error()
 	}
+	n.mu.Lock()
+	n.trouble, n.told = "", "" // the next line says that it has ended
+	n.mu.Unlock()
 	n.log.Info("torchft: this lighthouse is in a cluster", "cluster", cluster, "new", members != nil, "self", n.cfg.Self)
 	return ""
 }
@@ -322,6 +326,29 @@ func (n *Node) note(trouble string) {
 		n.log.Info("torchft: this lighthouse takes part in the cluster", "self", n.cfg.Self)
 	default:
 		n.log.Warn("torchft: this lighthouse takes no part in a cluster", "self", n.cfg.Self, "reason", trouble)
+	}
+}
+
+// noteSilent logs once that a lighthouse of the cluster has not answered two rounds of questions, and once that it answers again.
+func (n *Node) noteSilent(heard map[string]answer) {
+	members := n.members()
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	maps.DeleteFunc(n.silent, func(address string, _ int) bool { return !slices.Contains(members, address) })
+	for _, address := range members {
+		a, asked := heard[address]
+		switch {
+		case !asked || address == n.cfg.Self || n.stopped != nil:
+		case a.err != nil:
+			if n.silent[address]++; n.silent[address] == 2 {
+				n.log.Warn("torchft: a lighthouse of the cluster does not answer", "lighthouse", address, "error", rpc.Message(a.err))
+			}
+		default:
+			if n.silent[address] >= 2 {
+				n.log.Info("torchft: a lighthouse of the cluster answers again", "lighthouse", address)
+			}
+			delete(n.silent, address)
+		}
 	}
 }
 
@@ -387,11 +414,11 @@ func (n *Node) Add(ctx context.Context, address string) error {
 			err = ctx.Err()
 		}
 		if err != nil {
-			err = fmt.Errorf("it does not know this cluster yet: its --cluster must name a lighthouse of it, and not others: %w", err)
+			return fmt.Errorf("adding %s: it does not know this cluster yet: its --cluster must name a lighthouse of it, and not others: %s", address, rpc.Message(err))
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("adding %s: its identity is not known: %w", address, err)
+		return fmt.Errorf("adding %s: it does not answer: %s", address, rpc.Message(err))
 	}
 	switch {
 	case id.Self != address:

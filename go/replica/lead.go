@@ -98,12 +98,15 @@ func (n *Node) learn(r *raft.Raft) {
 	n.mu.Lock()
 	leader := addressOf(name)
 	changed := leader != n.leader
+	ending := n.closing || n.stopped != nil
 	if changed {
 		n.leader, n.since = leader, time.Now()
 	}
 	n.mu.Unlock()
 	switch {
 	case !changed:
+	case leader == n.cfg.Self: // Leadership tells, when a barrier has confirmed it
+	case leader == "" && ending: // as it must be
 	case leader == "":
 		n.log.Warn("torchft: the cluster has no leader that this lighthouse knows", "self", n.cfg.Self)
 	default:

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -14,7 +15,8 @@ import (
 // quiet is for how long an error of Raft is not repeated: a failed lighthouse causes several each second.
 const quiet = time.Minute
 
-// raftLogger writes Raft's lines at level debug, since the node logs what matters to people. Errors are warnings, but not each of them.
+// raftLogger writes Raft's lines at level debug, since the node logs what matters to people. Errors are warnings, but not each of them, and
+// not those of connections: the node itself says which lighthouse it does not reach.
 func raftLogger(to *slog.Logger) hclog.Logger {
 	l := hclog.NewInterceptLogger(&hclog.LoggerOptions{Output: io.Discard, Level: hclog.Debug})
 	l.RegisterSink(&sinkLog{to: to, said: map[string]time.Time{}})
@@ -28,9 +30,9 @@ type sinkLog struct {
 	said map[string]time.Time
 }
 
-func (s *sinkLog) Accept(_ string, level hclog.Level, msg string, args ...any) {
+func (s *sinkLog) Accept(name string, level hclog.Level, msg string, args ...any) {
 	to := slog.LevelDebug
-	if level >= hclog.Error && s.isNew(msg) {
+	if level >= hclog.Error && !ofConnection(name, args) && s.isNew(msg) {
 		to = slog.LevelWarn
 	}
 	if s.to.Enabled(context.Background(), to) {
@@ -42,6 +44,14 @@ func (s *sinkLog) Accept(_ string, level hclog.Level, msg string, args ...any) {
 		s.to.Log(context.Background(), to, "torchft: raft: "+msg, args...)
 	}
 }
+
+// ofConnection reports whether a line is about another lighthouse, or a connection to it.
+func ofConnection(name string, args []any) bool {
+	return name == transportName || slices.Contains(args, any("peer")) || slices.Contains(args, any("target"))
+}
+
+// transportName is the name of the logger of Raft's connections.
+const transportName = "connections"
 
 func (s *sinkLog) isNew(msg string) bool {
 	s.mu.Lock()

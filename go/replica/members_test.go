@@ -102,7 +102,7 @@ func TestMembersThatCannotBeAdded(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
 		defer cancel()
 		require.ErrorContains(t, leader.node.Add(ctx, "d:1"), "http://")
-		require.ErrorContains(t, leader.node.Add(ctx, "http://e:1"), "its identity is not known")
+		require.ErrorContains(t, leader.node.Add(ctx, "http://e:1"), "it does not answer: ")
 		require.ErrorContains(t, leader.node.Add(ctx, "http://d:1"), "it does not know this cluster")
 		require.ErrorContains(t, leader.node.Remove(t.Context(), "http://d:1"), "not in the cluster, which has http://a:1, http://b:1, http://c:1")
 		require.ErrorIs(t, follower.node.Remove(t.Context(), leader.address), replica.ErrNotLeading)

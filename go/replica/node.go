@@ -43,6 +43,7 @@ type Node struct {
 	identity Identity
 	raft     *raft.Raft // nil until the cluster is known
 	stopped  error      // why this node takes no part any more
+	closing  bool       // Close was called
 	shut     chan struct{}
 	lead     Lead // the last one published
 	leader   string
@@ -51,6 +52,7 @@ type Node struct {
 	trouble  string // of the last round of questions
 	told     string // the trouble that was logged
 	warned   map[string]string
+	silent   map[string]int // by address: how many rounds of questions a lighthouse of the cluster has not answered
 	leading
 }
 
@@ -91,7 +93,7 @@ func prepare(cfg Config) (*Node, error) {
 		cfg.Logger = slog.Default()
 	}
 	n := &Node{
-		cfg: cfg, log: cfg.Logger, leads: make(chan Lead, 1), since: time.Now(), shut: make(chan struct{}), warned: map[string]string{},
+		cfg: cfg, log: cfg.Logger, leads: make(chan Lead, 1), since: time.Now(), shut: make(chan struct{}), warned: map[string]string{}, silent: map[string]int{},
 		leading: leading{last: clock.Now()},
 	}
 	n.machine = &machine{bad: n.leave, states: map[string][]byte{}}
@@ -123,7 +125,7 @@ func (n *Node) raftConfig() *raft.Config {
 // start starts Raft from the directory.
 func (n *Node) start() error {
 	c := n.raftConfig()
-	transport := raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{Stream: n.layer, MaxPool: 3, Timeout: n.cfg.Timing.Call, Logger: c.Logger})
+	transport := raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{Stream: n.layer, MaxPool: 3, Timeout: n.cfg.Timing.Call, Logger: c.Logger.Named(transportName)})
 	r, err := newRaft(c, n.machine, n.disk, transport)
 	if err != nil {
 		_ = transport.Close()
@@ -249,6 +251,7 @@ var errClosed = errors.New("it is shutting down")
 func (n *Node) Close() {
 	n.mu.Lock()
 	r := n.raft
+	n.closing = true
 	leads := n.stopped == nil && r != nil && r.State() == raft.Leader
 	if leads {
 		n.publish(Lead{}) // Verify and Propose fail from now on

@@ -185,6 +185,32 @@ func TestWhatADeposedLeaderProposedConflictsWithNothing(t *testing.T) {
 	}
 }
 
+// Each event is one line. Raft's own lines about connections, several each second, are for debugging.
+func TestTheLogSaysEachEventOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, "a", "b", "c")
+		leader, _ := w.started()
+		leader.kill()
+		next, _ := w.leads(leader)
+		time.Sleep(5 * time.Minute)
+		leader.start()
+		time.Sleep(5 * time.Second)
+		for _, h := range w.hosts {
+			require.Zero(t, h.log.Count(`level=WARN msg="torchft: raft: `), "%s", h.log)
+			require.LessOrEqual(t, h.log.Count("takes no part in a cluster"), 1, "at the start")
+			if h != leader {
+				require.Equal(t, 1, h.log.Count(`does not answer" lighthouse=`+leader.address), "%s", h.log)
+				require.Equal(t, 1, h.log.Count(`answers again" lighthouse=`+leader.address), "%s", h.log)
+				require.Equal(t, 1, h.log.Count("the cluster has no leader"), "%s", h.log)
+			}
+		}
+		require.Zero(t, next.log.Count(`has a leader" leader=`+next.address), "the server says that it leads")
+		before := next.log.Count("level=WARN")
+		next.close()
+		require.Equal(t, before, next.log.Count("level=WARN"), "an end on request:\n%s", next.log)
+	})
+}
+
 func TestAClusterWithoutAMajorityWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, "a", "b", "c")

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
+	"strings"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -32,9 +34,19 @@ func Message(err error) string {
 		return call.message()
 	}
 	if s, ok := status.FromError(err); ok {
-		return s.Message()
+		return plain(s.Message())
 	}
 	return err.Error()
+}
+
+// plain removes what gRPC writes around the reason why a connection failed: `connection error: desc = "transport: Error while dialing: …"`.
+func plain(message string) string {
+	quoted, is := strings.CutPrefix(message, "connection error: desc = ")
+	reason, err := strconv.Unquote(quoted)
+	if !is || err != nil {
+		return message
+	}
+	return strings.TrimPrefix(strings.TrimPrefix(reason, "transport: "), "Error while dialing: ")
 }
 
 // CallError names the failed call and its server. IsTimeout and status.Code still find the status code in it.

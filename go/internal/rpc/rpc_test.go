@@ -243,3 +243,14 @@ func TestTheErrorOfNestedCallsHasTheCodeOnce(t *testing.T) {
 	assert.True(t, rpc.IsTimeout(outer))
 	assert.EqualError(t, rpc.Wrap("a", "b", rpc.Wrap("c", "d", errors.New("e"))), "a call to b failed: c call to d failed: e (Unknown)")
 }
+
+func TestMessageHasTheReasonOfAFailedConnection(t *testing.T) {
+	for text, want := range map[string]string{
+		`connection error: desc = "transport: Error while dialing: dial tcp 127.0.0.1:1: connect: connection refused"`: "dial tcp 127.0.0.1:1: connect: connection refused",
+		`connection error: desc = "transport: authentication handshake failed: x509: for \"a\""`:                       `authentication handshake failed: x509: for "a"`,
+		`connection error: desc = broken`: `connection error: desc = broken`,
+		`"quoted"`:                        `"quoted"`,
+	} {
+		assert.Equal(t, want, rpc.Message(status.Error(codes.Unavailable, text)))
+	}
+}

@@ -219,7 +219,10 @@ def _parse(arguments: Sequence[str]) -> Any:
     if not args.script.is_file():
         parser.error(f"script {str(args.script)!r} is no file{_alike(args.script)}")
     if args.bind and args.lighthouses > 1:
-        parser.error(f"--bind {args.bind} is not allowed; allowed: --bind with --lighthouses 1 ({args.lighthouses})")
+        parser.error(
+            f"--bind {args.bind} is not allowed with --lighthouses {args.lighthouses}, which take free ports; "
+            "allowed: --lighthouses 1"
+        )
     if args.min_replicas > args.replicas[0]:
         parser.error(
             f"--min-replicas {args.min_replicas} is not allowed; allowed: at most --replicas ({args.replicas[0]})"

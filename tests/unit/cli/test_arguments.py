@@ -75,7 +75,7 @@ def exits(arguments: list[str]) -> int:
         (["run", "--lighthouses", "9", __file__], "argument --lighthouses: '9' is not allowed; allowed: 1, 3, 5 or 7"),
         (
             ["run", "--lighthouses", "3", "--bind", "localhost:1", __file__],
-            "--bind localhost:1 is not allowed; allowed: --bind with --lighthouses 1 (3)",
+            "--bind localhost:1 is not allowed with --lighthouses 3, which take free ports; allowed: --lighthouses 1",
         ),
         (["cluster", "grow", "http://d:1"], "invalid choice: 'grow'"),
         (["cluster", "add"], "the address of the lighthouse to add is missing; see torchft cluster --help"),

@@ -78,6 +78,22 @@ func TestCallsAreForwardedToTheLeader(t *testing.T) {
 	})
 }
 
+// A lighthouse that ends does not wait for the calls that it has forwarded: their clients ask another one.
+func TestAForwardedCallDoesNotDelayTheEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := fttest.NewAgreeing(t, 2)
+		at := followers(l)[0]
+		waiting := ask(dialAt(t, l, "a", at), quorum.Member{ReplicaID: "a"}, time.Minute)
+		time.Sleep(time.Second)
+		began := time.Now()
+		l.Server(at).Shutdown()
+		assert.Less(t, time.Since(began), 100*time.Millisecond)
+		got := <-waiting
+		assert.Equal(t, codes.Unavailable, status.Code(got.Err))
+		assert.ErrorContains(t, got.Err, "the lighthouse is shutting down")
+	})
+}
+
 func TestAStreamIsRefusedWithTheAddressOfTheLeader(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)

@@ -57,6 +57,8 @@ func (c *cluster) forwardUnary(ctx context.Context, req any, info *grpc.UnarySer
 		select {
 		case <-ctx.Done():
 			return nil, c.notLeading()
+		case <-c.server.stop:
+			return nil, errShutdown
 		case <-time.After(leaderPoll):
 		}
 	}

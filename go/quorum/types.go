@@ -155,7 +155,7 @@ type (
 	// Refused reports a member that no quorum of this job may include (Misfit), at each of its requests, for the log and the history.
 	Refused struct{ ReplicaID, Reason string }
 	// Keep makes the shell keep the state of the job that a restarted lighthouse, or the next leader, needs. It comes before the Deliver of
-	// a new quorum.
+	// a new quorum, and when a member has shown one.
 	Keep struct {
 		Past    Past  // zero: the training has ended, and only the ids are to be kept
 		Highest int64 // no id up to this one may be used again

@@ -155,6 +155,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
         )
         for name, package, share in (
             ("soak-servers", "./sim/servers", SERVERS_SHARE),
+            ("soak-lighthouses", "./cmd/torchft_lighthouse", SERVERS_SHARE),
             ("soak", "./sim", SOAK_SHARE),
         )
     ]

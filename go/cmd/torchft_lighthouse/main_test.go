@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"syscall"
 	"testing"
@@ -16,6 +17,11 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	if args := os.Getenv(argsEnv); args != "" { // this process is a lighthouse of processes_test.go
+		os.Args = append(os.Args[:1], strings.Fields(args)...)
+		main()
+		return
+	}
 	// os/signal keeps one goroutine for the life of the process.
 	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("os/signal.signal_recv"), goleak.IgnoreTopFunction("os/signal.loop"))
 }

@@ -84,15 +84,21 @@ class _Torch(types.ModuleType):
 
 
 class Driver:
-    """Like `torchft.process_group.isolated.driver.CudaDriver`."""
+    """Like `torchft.process_group.isolated.driver.CudaDriver`, whose calls make its device the thread's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device.index or 0
 
     def register(self, address: int, size: int) -> int:
+        torch._C._accelerator_exchangeDevice(self._device)
         return _late.C.register_words(address, size)
 
     def write(self, stream: torch.Stream, address: int, value: int) -> None:
+        torch._C._accelerator_exchangeDevice(self._device)
         _late.C.write_value(stream.device_index, stream.stream_id, address, value)
 
     def wait(self, stream: torch.Stream, address: int, value: int) -> None:
+        torch._C._accelerator_exchangeDevice(self._device)
         _late.C.wait_value(stream.device_index, stream.stream_id, address, value)
 
 
@@ -104,7 +110,7 @@ def _adapted() -> Any:
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.torch, module._DEVICE = _Torch(), "late"
-    module.driver = types.SimpleNamespace(driver_of=lambda device: Driver())
+    module.driver = types.SimpleNamespace(driver_of=Driver)
     return module
 
 

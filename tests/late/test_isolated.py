@@ -106,6 +106,33 @@ def test_the_worker_follows_the_trainers_device(group, late):
     assert x.tolist() == [6] * COUNT
 
 
+def test_operations_leave_the_current_device_as_it_is(late):
+    """The driver's calls do not: they set the context of their device."""
+    with torch.late.device(2):  # type: ignore[attr-defined]
+        for group in started(ProcessGroupBabyLate):
+            x = torch.ones(COUNT, device="late")
+            with torch.late.device(0):  # type: ignore[attr-defined]
+                work = double(group, x)
+                assert torch.accelerator.current_device_index() == 0
+                work.wait()
+                assert torch.accelerator.current_device_index() == 0
+            assert x.tolist() == [2] * COUNT
+
+
+def test_operations_after_the_workers_end_keep_nothing(late):
+    """The first operation of a worker takes a page of values."""
+    for group in started(ProcessGroupBabyLate):
+        group._connected().channel.close(RuntimeError("the worker has ended"))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the worker has ended"):
+                double(group, full(1))
+            free = sharing._pages_of(full(1).device)._free.copy()
+        assert free
+        with pytest.raises(RuntimeError, match="the worker has ended"):
+            double(group, full(1))
+        assert sharing._pages_of(full(1).device)._free == free
+
+
 def test_a_worker_that_does_not_follow_is_noticed(late):
     groups = started(ProcessGroupBabyHasty)
     group = next(groups)

@@ -319,11 +319,7 @@ class TrainerEnd:
         if self._device is None:
             with self._lock:
                 if self._device is None:
-                    self._pages = _pages_of(device)
-                    self._page = page = self._pages.take(torch.cuda.current_stream(device))
-                    self._awaited = None if page is None else Awaited(page[0])
-                    self._send(_USE + _ID.pack(device.index or 0), None if page is None else page[1])
-                    self._device = device
+                    self._use(device)
         if device != self._device:
             raise ValueError(f"tensor on {device}: the other operations of this group were on {self._device}")
         export = _hold(tensor.untyped_storage(), self)
@@ -338,6 +334,21 @@ class TrainerEnd:
             _unhold([export], self)
             raise RuntimeError("the worker of this group has ended")
         return _Registration(tensor, _encode(tensor, export), self._registrations)
+
+    def _use(self, device: torch.device) -> None:
+        """Tells the worker its device, and the page of values for it."""
+        pages = _pages_of(device)
+        with torch.cuda.device(device):  # the driver's calls make it the thread's current device
+            page = pages.take(torch.cuda.current_stream(device))
+        try:
+            self._send(_USE + _ID.pack(device.index or 0), None if page is None else page[1])
+        except BaseException:
+            if page is not None:  # `close` may have been called already
+                pages.give_back(page)
+            raise
+        if page is not None:
+            self._pages, self._page, self._awaited = pages, page, Awaited(page[0])
+        self._device = device
 
     def _drop(self) -> None:
         """Asks the worker to drop memory that the user has freed."""
@@ -463,7 +474,7 @@ class WorkerEnd:
             of_device = driver.driver_of(self._device)
             if of_device is not None:
                 self._written = Written(Page(of_device, torch.cuda.current_stream(self._device), descriptor))
-        except RuntimeError:  # the driver refuses
+        except (RuntimeError, OSError):  # the driver, or the system, refuses
             pass
         finally:
             os.close(descriptor)

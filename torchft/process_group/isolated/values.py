@@ -10,6 +10,7 @@ it finds there: a stream may come to a wait for an earlier worker only then, and
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -145,7 +146,7 @@ class Pages:
         self._lock = threading.RLock()
 
     def take(self, stream: Any) -> Optional[tuple[Page, int]]:
-        """A page and the file that it lies in, for the worker; None if the driver refuses.
+        """A page and the file that it lies in, for the worker; None if the driver, or the system, refuses.
 
         Args:
             stream: a stream on which the driver is asked.
@@ -155,16 +156,16 @@ class Pages:
                 return self._free.pop()
             if self._refused:
                 return None
-            descriptor = os.memfd_create("torchft-values", os.MFD_CLOEXEC)
-            try:
+            with contextlib.ExitStack() as unless_taken, contextlib.suppress(RuntimeError, OSError):
+                descriptor = os.memfd_create("torchft-values", os.MFD_CLOEXEC)
+                unless_taken.callback(os.close, descriptor)
                 os.ftruncate(descriptor, _SIZE)
                 self._driver = self._driver or self._make()
                 if self._driver is not None:
-                    return Page(self._driver, stream, descriptor), descriptor
-            except RuntimeError:
-                pass
+                    page = Page(self._driver, stream, descriptor)
+                    unless_taken.pop_all()
+                    return page, descriptor
             self._refused = True
-            os.close(descriptor)
             return None
 
     def give_back(self, page: tuple[Page, int]) -> None:

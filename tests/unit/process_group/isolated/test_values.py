@@ -176,3 +176,24 @@ def test_a_driver_that_refuses_is_asked_once(refuses: str) -> None:
     pages = Pages(driver)
     assert pages.take("s") is None and pages.take("s") is None
     assert len(asked) == 1
+
+
+def test_a_system_without_descriptors_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits then."""
+    made: list[int] = []
+    create = values.os.memfd_create
+
+    def memfd_create(*args: Any) -> int:
+        made.append(create(*args))
+        return made[-1]
+
+    def ftruncate(*_: int) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(values.os, "memfd_create", memfd_create)
+    monkeypatch.setattr(values.os, "ftruncate", ftruncate)
+    pages = Pages(Device)
+    assert pages.take("s") is None and pages.take("s") is None
+    (descriptor,) = made
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        values.os.fstat(descriptor)

@@ -130,8 +130,9 @@ class _Deadlines:
 
     def __init__(self, manager: _TimeoutManager) -> None:
         self._manager = manager
-        # Reentrant: the garbage collector may call `add` at any time.
-        self._lock = threading.RLock()
+        # The manager's lock, since each of both calls the other: with two locks, two threads could wait for each other.
+        # It is reentrant: the garbage collector may call `add` at any time.
+        self._lock = manager._cond
         self.pending: dict[_Pending, None] = {}
         self._timer: Optional[_Timer] = None
         self._fires_at = math.inf

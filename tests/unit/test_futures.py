@@ -235,6 +235,26 @@ def test_each_deadline_passes_once_and_in_order(timers: _TimeoutManager) -> None
     assert last.wait(10)
 
 
+def test_a_deadline_set_by_the_garbage_collector_waits_for_no_other_thread(timers: _TimeoutManager) -> None:
+    """It may run on a thread that sets a timer, while another thread sets a deadline."""
+
+    def add(timeout: timedelta) -> None:
+        timers.deadlines.add(timeout, print)
+
+    def collect() -> None:
+        with timers._cond:
+            other.start()
+            wait_until(lambda: bool(timers.deadlines.pending))
+            add(LONG)
+
+    other = threading.Thread(target=add, args=(2 * LONG,), daemon=True)
+    one = threading.Thread(target=collect, daemon=True)
+    one.start()
+    for thread in (one, other):
+        thread.join(20)
+    assert not one.is_alive() and not other.is_alive()
+
+
 def test_deadlines_are_not_lost_with_their_thread(timers: _TimeoutManager) -> None:
     done = threading.Event()
     timers.deadlines.add(SHORT, print).cancel()

@@ -42,7 +42,7 @@ class Attempt(Generic[T]):
 
     Attributes:
         beside: the argument.
-        prepared: what the call uses up; set before the call is made.
+        prepared: what the call uses up; set before the call is made, None after it.
         error: why there is no result; None before the end of the call, and if it succeeded.
         abandoned: the error passed to the first `abandon`, also if the result had been taken by then; None: there was
             none.
@@ -137,6 +137,7 @@ class Attempt(Generic[T]):
             _forget_frames(e)
             error = e
         del _thread.attempt, call
+        self.prepared = None  # it is a backend of PyTorch, which the call has used, or this thread destroys
         with self._lock:
             self._interrupts = []  # they may refer to what was made
             late = self._ended.is_set()

@@ -451,14 +451,16 @@ class Pairs:
         pg: the process group
         ranks: ranks of the peers
         name: differs from the names of earlier transfers between them
-        timeout: of connecting
+        timeout: of connecting with all of them
     """
 
     def __init__(self, pg: AcceleratorProcessGroup, ranks: List[int], name: str, timeout: timedelta) -> None:
         self._pairs: Dict[int, AcceleratorProcessGroup] = {}
+        deadline = time.monotonic() + timeout.total_seconds()
         try:
             for rank in ranks:
-                self._pairs[rank] = pg.pair(rank, name, timeout)
+                left = max(_EARLY, deadline - time.monotonic())
+                self._pairs[rank] = pg.pair(rank, name, timedelta(seconds=left))
         except BaseException:
             self.shutdown()
             raise

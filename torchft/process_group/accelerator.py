@@ -238,7 +238,8 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
         super().__init__(timeout)  # it never wraps another group
-        self._pairs: weakref.WeakSet[AcceleratorProcessGroup] = weakref.WeakSet()
+        # Replaced, never changed: another thread may abort the group meanwhile.
+        self._pairs: tuple[weakref.ref[AcceleratorProcessGroup], ...] = ()
         self._recorded = Recorded()
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -273,7 +274,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         pair.set_timeout(min(timeout, self._timeout))
         if self._options is not None:  # the peers are torchft's, and use the communicator when they connect
             pair._handed = options_of(self._options.uuid, [], self._options.timeout)
-        self._pairs.add(pair)
+        self._pairs = (*(known for known in self._pairs if known() is not None), weakref.ref(pair))
         pair.configure(f"{self._store_addr}/pair/{low}-{high}/{name}", str(rank), int(rank == high), 2)
         if self._pg is not parent:
             pair.abort()
@@ -281,8 +282,10 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         return pair
 
     def _release(self, error: Exception) -> None:
-        for pair in list(self._pairs):
-            pair.abort()
+        for known in self._pairs:
+            pair = known()
+            if pair is not None:
+                pair.abort()
         super()._release(error)
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:

@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
 import pytest
@@ -272,3 +273,17 @@ def test_the_timeout_of_a_call_wins_when_it_is_shorter(groups: list[Any]) -> Non
         target.recv_checkpoint(2, "", 4, short)
     with pytest.raises(TimeoutError, match=r"timed out after 0\.2 seconds"):
         source.send_checkpoint([2], 4, {"a": torch.ones(1 << 22)}, short)
+
+
+def test_the_connections_of_a_transfer_share_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that does not come costs the others no further timeout."""
+    now, given = [100.0], list[float]()
+    monkeypatch.setattr(pg_transport, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Group:
+        def pair(self, peer: int, name: str, timeout: timedelta) -> None:
+            given.append(timeout.total_seconds())
+            now[0] += 7
+
+    pg_transport.Pairs(Group(), [1, 2, 3], "4", timedelta(seconds=10))  # type: ignore[arg-type]
+    assert given == [10, 3, pg_transport._EARLY]

@@ -77,7 +77,7 @@ def trains_beside(
             ended.set()
             return []
         group, participants = Group(rank, 0), []
-        while not ended.is_set() or len(participants) < 10:
+        while not ended.is_set() or len(participants) < 10 or not participants[-1]:  # the last step may be lost
             participants.append(group.step())
             trains.open()
         return participants

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torchft.utils import DeviceThread, Mark
 
 load()
 from tests.late.group import together  # noqa: E402
-from tests.late.isolated import ProcessGroupBabyLate  # noqa: E402
+from tests.late.isolated import ProcessGroupBabyLate, sharing  # noqa: E402
 from tests.late.test_isolated import started  # noqa: E402
 from tests.late.test_quantization import gloo_group, inputs  # noqa: E402
 from tests.late.test_transports import PAIRS, tensors, transfer  # noqa: E402
@@ -40,9 +41,18 @@ def no_garbage(late: Any) -> Iterator[None]:
     futures._TIMEOUT_MANAGER.shutdown()
     gc.collect()
     gc.disable()
+    memory_is_returned()
     late.reset()
     yield
     gc.enable()
+
+
+def memory_is_returned() -> None:
+    """Waits for the thread that returns shared memory: it uses the device of that memory, here that of other tests."""
+    if sharing._returns._started:
+        returned = threading.Event()
+        sharing._returns.put(SimpleNamespace(device=torch.device("late:0"), release_now=returned.set))
+        assert returned.wait(60)
 
 
 def on_thread(function: Callable[[], object], index: int | None = None) -> None:

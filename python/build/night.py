@@ -35,7 +35,7 @@ FUZZ_OPTIONS = ("-parallel=1", "-fuzzminimizetime=1s")
 # Shares of the time. Go's tests with the race detector always take some four minutes.
 FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 28.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
-SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
+SOAK_SHARE, SERVERS_SHARE, LIGHTHOUSES_SHARE, SOAK_LEAST_S = 0.1, 0.03, 0.02, 10.0
 # Parts that take minutes and cannot be limited run only if the total time is at least this: the tests of the
 # simulations with planted mistakes, and the tests of the test accelerator; at
 # twice this time those with the oldest releases that users may install, too.
@@ -155,7 +155,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
         )
         for name, package, share in (
             ("soak-servers", "./sim/servers", SERVERS_SHARE),
-            ("soak-lighthouses", "./cmd/torchft_lighthouse", SERVERS_SHARE),
+            ("soak-lighthouses", "./cmd/torchft_lighthouse", LIGHTHOUSES_SHARE),
             ("soak", "./sim", SOAK_SHARE),
         )
     ]

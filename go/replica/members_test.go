@@ -131,6 +131,7 @@ func TestASurvivorRecoversTheCluster(t *testing.T) {
 		}
 		require.ErrorContains(t, replica.Recover(func() replica.Config { c := survivor.config(); c.Dir = t.TempDir(); return c }()), "no cluster that could be recovered")
 		require.NoError(t, replica.Recover(survivor.config()))
+		require.Equal(t, 1, survivor.log.Count("the cluster begins anew with this lighthouse alone"))
 		survivor.start()
 		_, newer := w.leads(nil)
 		require.Greater(t, newer, term)

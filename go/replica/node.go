@@ -361,5 +361,10 @@ func Recover(cfg Config) error {
 	if err := raft.RecoverCluster(n.raftConfig(), n.machine, n.disk, n.disk, n.disk, transport, self); err != nil {
 		return fmt.Errorf("--state_dir is %q: %w", cfg.Dir, err)
 	}
-	return n.enter(newID()) // the others must not connect with the logs that they still have
+	if err := n.enter(newID()); err != nil { // the others must not connect with the logs that they still have
+		return err
+	}
+	n.log.Warn("torchft: the cluster begins anew with this lighthouse alone: start the others with empty state directories, and add each with `torchft cluster add`",
+		"self", cfg.Self, "cluster", n.identity.Cluster)
+	return nil
 }

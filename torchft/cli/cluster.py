@@ -73,7 +73,9 @@ def summary(status: Mapping[str, Any]) -> str:
     missing = [member["address"] for member in voters if not member["reached"]]
     since = _for(status["since_ms"] / 1000)
     if status["leader"]:
-        text = f"cluster: {status['leader']} has led {len(voters)} lighthouses for {since}"
+        text = (
+            f"cluster: {status['leader']} has led {len(voters)} lighthouse{'' if len(voters) == 1 else 's'} for {since}"
+        )
     else:
         needed = f"; {len(voters) // 2 + 1} of {len(voters)} lighthouses must reach each other" if voters else ""
         text = f"cluster: no leader for {since}{needed}"

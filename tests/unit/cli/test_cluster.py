@@ -45,6 +45,8 @@ def test_no_leader_and_a_lighthouse_that_takes_no_part() -> None:
     assert shown[0] == "cluster: no leader for 12 min"
     assert shown[-2:] == [f"{A}  not in the cluster", "http://?[J:1    not in the cluster"]
     assert table(status(members=None)).splitlines()[3:4] == ["lighthouse  state"]
+    alone = {"address": B, "leads": True, "voter": True, "reached": True}
+    assert table(status(members=[alone])).splitlines()[0] == f"cluster: {B} has led 1 lighthouse for 12 min"
 
 
 @pytest.mark.parametrize(

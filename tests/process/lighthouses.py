@@ -69,6 +69,18 @@ class Cluster:
             time.sleep(0.01)
         return time.monotonic() - start
 
+    def leader(self) -> int:
+        """Wait until all lighthouses follow one leader, and return it."""
+
+        def one() -> bool:
+            leaders = {self.leader_of(i) for i in range(len(self.ports))}
+            return len(leaders) == 1 and leaders != {None}
+
+        self.wait(one, "all lighthouses follow one leader")
+        leader = self.leader_of(0)
+        assert leader is not None
+        return leader
+
     def steps(self, more: int, members: int | None = None) -> float:
         """Wait until every group has completed some more steps, and return the seconds that it took."""
         counts = [len(m.of("step")) for m in self.members]

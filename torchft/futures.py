@@ -191,9 +191,14 @@ class _TimeoutManager:
         self._thread: Optional[threading.Thread] = None
         self._watchdog_sec = _DEFAULT_WATCHDOG_TIMEOUT_SEC
 
-    def schedule(self, timeout: timedelta, callback: Callable[[], None]) -> _Timer:
-        """Runs callback once on the timer thread after `timeout`, unless cancelled, on this thread's device."""
-        return self.push(time.monotonic() + timeout.total_seconds(), _Timer(callback, current_device()))
+    def schedule(self, timeout: timedelta, callback: Callable[[], None], on_device: bool = True) -> _Timer:
+        """Runs callback once on the timer thread after `timeout`, unless cancelled.
+
+        Args:
+            on_device: whether the callback may use this thread's device.
+        """
+        device = current_device() if on_device else None
+        return self.push(time.monotonic() + timeout.total_seconds(), _Timer(callback, device))
 
     def push(self, due: float, timer: _Timer) -> _Timer:
         """Does the same as `schedule`, with a time by time.monotonic()."""

@@ -21,6 +21,7 @@ from torchft import futures
 from torchft.collectives import allreduce_quantized
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group import ProcessGroup
+from torchft.process_group.isolated import standby
 from torchft.utils import DeviceThread, Mark
 
 load()
@@ -37,10 +38,10 @@ def no_garbage(late: Any) -> Iterator[None]:
     """A timer of an earlier test would run on that test's device; an event that one left in a cycle is destroyed on any
     thread.
     """
-    futures._STREAM_TIMERS.reset()
-    futures._TIMEOUT_MANAGER.shutdown()
     gc.collect()
     gc.disable()
+    futures._STREAM_TIMERS.reset()
+    futures._TIMEOUT_MANAGER.shutdown()  # after the collection, which may end groups
     memory_is_returned()
     late.reset()
     yield
@@ -204,4 +205,22 @@ def test_isolated_groups_and_their_workers(late: Any) -> None:
         groups.close()  # type: ignore[attr-defined]
 
     on_thread(run, 3)
+    assert set(late.contexts()) == {3}, late.contexts().get(0)
+
+
+def test_the_server_of_workers_ends_on_no_device(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last group may end on any thread, also on one that has no device yet."""
+    monkeypatch.setattr(standby, "_LINGER", timedelta(0))
+
+    def expire() -> None:
+        torch.empty(3, device="late")
+        passed = threading.Event()
+        futures._TIMEOUT_MANAGER.schedule(timedelta(0), passed.set)
+        assert passed.wait(60)
+
+    on_thread(expire, 3)  # the thread of the timers is on device 3 then
+    servers = standby._Servers()
+    servers.acquire()
+    on_thread(servers.release)
+    wait_until(lambda: servers._server is None)
     assert set(late.contexts()) == {3}, late.contexts().get(0)

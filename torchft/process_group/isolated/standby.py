@@ -163,7 +163,8 @@ class _Servers:
             self._users -= 1
             # At exit the server is closed before its last users, and no timer may be started then.
             if self._users == 0 and self._server is not None:
-                self._end = _TIMEOUT_MANAGER.schedule(_LINGER, self._expire)
+                # A garbage collection may release on a thread that has no device yet.
+                self._end = _TIMEOUT_MANAGER.schedule(_LINGER, self._expire, on_device=False)
 
     def get(self) -> Server:
         with self._lock:

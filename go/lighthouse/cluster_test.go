@@ -327,6 +327,7 @@ func TestAPageIsNotLeftAtAFormerLeader(t *testing.T) {
 		began := time.Now()
 		_, _ = io.Copy(io.Discard, resp.Body)
 		assert.Less(t, time.Since(began), 3*time.Second)
+		assert.Zero(t, l.Log.Count("internal error"), "a page that ends is no error:\n%s", l.Log)
 	})
 }
 

@@ -67,10 +67,21 @@ func recoverStream(log *slog.Logger) grpc.StreamServerInterceptor {
 func recoverHTTP(log *slog.Logger, h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		var err error
+		aborted := false // a reverse proxy ends so if its client or its server leaves; net/http closes the connection, without a line
 		func() {
 			defer Recovered(log, r.URL.Path, &err)
+			defer func() {
+				if p := recover(); p == http.ErrAbortHandler { //nolint:errorlint // the value itself, as net/http compares it
+					aborted = true
+				} else if p != nil {
+					panic(p)
+				}
+			}()
 			h.ServeHTTP(w, r)
 		}()
+		if aborted {
+			panic(http.ErrAbortHandler)
+		}
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 		}

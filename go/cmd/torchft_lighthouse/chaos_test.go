@@ -3,6 +3,7 @@ package main
 import (
 	"flag"
 	"math/rand/v2"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
@@ -11,6 +12,8 @@ import (
 )
 
 var (
+	failures = flag.Int("failures", 0, "how many failures of each kind TestFailureTimes measures; 0: it does not run")
+
 	soak = flag.Duration("soak", 0, "how long TestSoak runs; 0: it does not run")
 	seed = flag.Uint64("seed", 1, "seed of TestSoak's choices")
 )
@@ -74,4 +77,52 @@ func (c *cluster) fault(random *rand.Rand, hosts *hosts) {
 		c.t.Logf("group %d is restarted", slot)
 		c.restartGroup(slot)
 	}
+}
+
+// TestFailureTimes measures the time from a failure until all groups have the next quorum, also with a single lighthouse that is
+// restarted at once.
+func TestFailureTimes(t *testing.T) {
+	if *failures == 0 {
+		return
+	}
+	onHosts(t, func(t *testing.T, c *cluster, hosts *hosts) {
+		measure := func(what string, c *cluster, fail func(), mend func()) {
+			var all []time.Duration
+			for range *failures {
+				c.steps(5)
+				after := time.Since(c.began)
+				fail()
+				var took time.Duration
+				c.until("the next quorum", func() (has bool) {
+					took, has = c.nextQuorum(after)
+					return has
+				})
+				all = append(all, took)
+				mend()
+			}
+			slices.Sort(all)
+			t.Logf("%s: median %s, of %d from %s to %s", what, all[len(all)/2], len(all), all[0], all[len(all)-1])
+		}
+		for what, fail := range map[string]func(leader *process){
+			"killed":   func(leader *process) { leader.end(syscall.SIGKILL) },
+			"stopped":  func(leader *process) { leader.signal(syscall.SIGSTOP) },
+			"vanished": func(leader *process) { hosts.vanish(c.index(leader)) },
+		} {
+			var leader *process
+			c.settled()
+			leader, _ = c.leader()
+			measure("the leader is "+what, c, func() { fail(leader) }, func() {
+				hosts.heal()
+				leader.start()
+				leader.signal(syscall.SIGCONT)
+				c.settled()
+				leader, _ = c.leader()
+			})
+		}
+		single := start(t, []string{"http://10.29.5.10:29510"}, t.TempDir(), "10.29.5.10", nil)
+		measure("a single lighthouse is killed and restarted", single, func() {
+			single.all[0].end(syscall.SIGKILL)
+			single.all[0].start()
+		}, func() {})
+	})
 }

@@ -1,12 +1,24 @@
 package main
 
 import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"io"
+	"net"
+	"os"
 	"slices"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/replica"
 )
 
 // local starts a cluster and a job on this host.
@@ -97,4 +109,65 @@ func TestARollingRestartCostsNoStep(t *testing.T) {
 	}
 	c.noStepIsLost(since)
 	c.check()
+}
+
+// Unauthenticated connections, and those with the token that are no lighthouse of this cluster, change nothing.
+func TestStrangersOnThePortChangeNothing(t *testing.T) {
+	for name, token := range map[string]string{"without a token": "", "with a token": "secret"} {
+		t.Run(name, func(t *testing.T) {
+			if token != "" {
+				t.Setenv(auth.TokenFileEnv, fttest.File(t, token))
+			}
+			c := local(t)
+			c.settled()
+			leader, _ := c.leader()
+			since, before := c.attempts(), c.status(leader)
+			security := auth.SecurityFromEnv()
+			for _, l := range c.all {
+				for range 20 { // garbage instead of HTTP/2
+					conn, err := net.Dial("tcp", strings.TrimPrefix(l.address, "http://"))
+					require.NoError(t, err)
+					_, _ = conn.Write(bytes.Repeat([]byte("garbage"), 1000))
+					require.NoError(t, conn.Close())
+				}
+				for _, with := range []auth.Security{security, {}} {
+					ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+					dialer := replica.NewDialer(with, nil)
+					identity, err := dialer.Identify(ctx, l.address)
+					if with == security {
+						require.NoError(t, err)
+						assert.Equal(t, l.address, identity.Self)
+					} else {
+						assert.Error(t, err)
+					}
+					hello := `{"cluster":"another","from":"` + l.address + `","to":"` + l.address + `"}`
+					for _, handshake := range [][]byte{
+						bytes.Repeat([]byte("garbage"), 1000), append(binary.BigEndian.AppendUint16(nil, uint16(len(hello))), hello...), //nolint:gosec // short
+					} {
+						link, err := dialer.Dial(ctx, l.address)
+						if err != nil {
+							continue
+						}
+						require.NoError(t, link.SetDeadline(time.Now().Add(5*time.Second)))
+						_, _ = link.Write(handshake)
+						answer, err := io.ReadAll(link) // until the lighthouse ends the link
+						assert.NotErrorIs(t, err, os.ErrDeadlineExceeded)
+						if with == security && bytes.Contains(handshake, []byte(hello)) {
+							assert.Contains(t, string(answer), "the cluster another")
+						}
+						_ = link.Close()
+					}
+					dialer.Close()
+					cancel()
+				}
+			}
+			c.steps(10)
+			after := c.status(leader)
+			assert.Equal(t, before.Term, after.Term)
+			assert.Equal(t, before.Leader, after.Leader)
+			assert.Len(t, after.Members, 3)
+			c.noStepIsLost(since)
+			c.check()
+		})
+	}
 }

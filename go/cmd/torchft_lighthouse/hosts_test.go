@@ -41,7 +41,7 @@ func onHosts(t *testing.T, test func(t *testing.T, c *cluster, hosts *hosts)) {
 	if out, err := exec.CommandContext(t.Context(), "unshare", append(unshare, "ip", "link", "add", "name", "test", "type", "bridge")...).CombinedOutput(); err != nil { //nolint:gosec // constants
 		testmain.Skip(t, "namespaces with a bridge cannot be made here: ", err, ": ", string(out))
 	}
-	inside := exec.CommandContext(t.Context(), "unshare", append(unshare, os.Args[0], "-test.v", fmt.Sprint("-test.timeout=", *soak+5*time.Minute), "-test.run=^"+t.Name()+"$", fmt.Sprint("-soak=", *soak), fmt.Sprint("-seed=", *seed))...) //nolint:gosec // this test
+	inside := exec.CommandContext(t.Context(), "unshare", append(unshare, os.Args[0], "-test.v", fmt.Sprint("-test.timeout=", *soak+5*time.Minute), "-test.run=^"+t.Name()+"$", fmt.Sprint("-soak=", *soak), fmt.Sprint("-seed=", *seed), fmt.Sprint("-failures=", *failures))...) //nolint:gosec // this test
 	inside.Env = append(os.Environ(), insideEnv+"=1")
 	out, err := inside.CombinedOutput()
 	t.Logf("%s", out)

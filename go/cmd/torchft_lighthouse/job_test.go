@@ -15,6 +15,7 @@ import (
 	"github.com/anishathalye/porcupine"
 	"github.com/stretchr/testify/assert"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership"
@@ -118,14 +119,15 @@ func (g *group) run(ctx context.Context) {
 		g.server, err = manager.NewServer(ctx, manager.ServerConfig{
 			ReplicaID: g.name, LighthouseAddr: g.j.addresses, Job: "job", Hostname: g.j.hostname, Bind: g.j.bind, StoreAddr: g.j.hostname + ":1",
 			WorldSize: 1, HeartbeatInterval: 100 * time.Millisecond, ConnectTimeout: 10 * time.Second,
-			Logger: slog.New(slog.NewTextHandler(io.Writer(&g.j.log), nil)),
+			Security: auth.SecurityFromEnv(),
+			Logger:   slog.New(slog.NewTextHandler(io.Writer(&g.j.log), nil)),
 		})
 		if ctx.Err() != nil && err != nil {
 			return
 		}
 	}
 	defer g.server.Shutdown()
-	client, err := rankclient.Dial(ctx, g.server.Address(), 10*time.Second, rankclient.WithoutShortcut())
+	client, err := rankclient.Dial(ctx, g.server.Address(), 10*time.Second, rankclient.WithoutShortcut(), rankclient.WithSecurity(auth.SecurityFromEnv()))
 	if err != nil {
 		return
 	}
@@ -293,6 +295,25 @@ func (j *job) together(than int64) bool {
 		}
 	}
 	return true
+}
+
+// nextQuorum returns how long after a moment every group had the answer to a request that it made after it.
+func (j *job) nextQuorum(after time.Duration) (took time.Duration, all bool) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	first := map[int]time.Duration{}
+	for _, a := range slices.Backward(j.answers) {
+		if time.Duration(a.Return) < after {
+			break
+		}
+		if time.Duration(a.Call) >= after {
+			first[a.ClientId] = time.Duration(a.Return) - after
+		}
+	}
+	for _, one := range first {
+		took = max(took, one)
+	}
+	return took, len(first) == len(j.groups)
 }
 
 // attempts returns how many attempts at steps there were.

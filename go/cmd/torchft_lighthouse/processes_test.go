@@ -91,7 +91,7 @@ func (c *cluster) status(l *process) (status replica.Status) {
 	return status
 }
 
-// cluster is three lighthouses, and groups that train.
+// cluster is three lighthouses, or a single one, and groups that train.
 type cluster struct {
 	t   *testing.T
 	all []*process
@@ -110,7 +110,7 @@ func free(t *testing.T) (list []string) {
 	return list
 }
 
-// start starts three lighthouses at these addresses, and groups, and returns when all groups train together. The command of each
+// start starts lighthouses at these addresses, and groups, and returns when all groups train together. The command of each
 // lighthouse begins with a prefix, if there are any; their state directories are in dir.
 func start(t *testing.T, list []string, dir, hostname string, prefixes [][]string) *cluster {
 	c := &cluster{t: t, web: &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}}}
@@ -119,10 +119,10 @@ func start(t *testing.T, list []string, dir, hostname string, prefixes [][]strin
 		if prefixes != nil {
 			l.prefix = prefixes[i]
 		}
-		l.args = strings.Join([]string{
-			"--min_replicas=1", "--bind=" + strings.TrimPrefix(address, "http://"), "--cluster=" + strings.Join(list, ","),
-			"--advertise=" + address, "--state_dir=" + l.dir,
-		}, " ")
+		l.args = "--min_replicas=1 --bind=" + strings.TrimPrefix(address, "http://") + " --state_dir=" + l.dir
+		if len(list) > 1 {
+			l.args += " --cluster=" + strings.Join(list, ",") + " --advertise=" + address
+		}
 		l.start()
 		c.all = append(c.all, l)
 	}

@@ -162,9 +162,12 @@ func TestStrangersOnThePortChangeNothing(t *testing.T) {
 				}
 			}
 			c.steps(10)
+			// The leader may change without them on a busy machine. In virtual time it does not: TestStrangersOnTheLinksOfACluster.
 			after := c.status(leader)
-			assert.Equal(t, before.Term, after.Term)
-			assert.Equal(t, before.Leader, after.Leader)
+			for i, member := range after.Members {
+				assert.Equal(t, before.Members[i].Address, member.Address)
+				assert.True(t, member.Voter)
+			}
 			assert.Len(t, after.Members, 3)
 			c.noStepIsLost(since)
 			c.check()

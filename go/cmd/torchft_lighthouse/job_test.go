@@ -65,8 +65,9 @@ type group struct {
 	server *manager.Server
 
 	// The job's mu guards these.
-	step   int64
-	states map[int64]string // after each step: a digest of all steps and the quorums in which they were made
+	step     int64
+	failures int64            // attempts since the last commit
+	states   map[int64]string // after each step: a digest of all steps and the quorums in which they were made
 }
 
 func newJob(t *testing.T, addresses, hostname string) *job {
@@ -177,7 +178,7 @@ func (g *group) attempt(ctx context.Context, client *rankclient.Client) error {
 	ctx, cancel := bounded(ctx)
 	defer cancel()
 	asked := time.Since(j.began)
-	res, err := client.Quorum(ctx, rankclient.Request{Step: g.step, CheckpointMetadata: g.name})
+	res, err := client.Quorum(ctx, rankclient.Request{Step: g.step, CheckpointMetadata: g.name, CommitFailures: g.failures})
 	if err != nil {
 		return err
 	}
@@ -190,7 +191,9 @@ func (g *group) attempt(ctx context.Context, client *rankclient.Client) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	r := record{group: g.name, step: g.step + 1, quorumID: res.QuorumID, members: res.ReplicaIDs, committed: committed}
+	g.failures++
 	if committed {
+		g.failures = 0
 		r.state = fmt.Sprintf("%x", sha256.Sum256(fmt.Append(nil, g.states[g.step], r.step, r.quorumID)))
 		g.step = r.step
 		g.states[g.step] = r.state

@@ -178,7 +178,9 @@ func (l *layer) accept(conn net.Conn) {
 		answer := ""
 		if err != nil {
 			answer = err.Error()
-			l.refused(addressOf(h.From), err)
+			if !errors.Is(err, errCut) { // leave has said why
+				l.refused(addressOf(h.From), err)
+			}
 		}
 		err = errors.Join(err, write(conn, answer))
 	}

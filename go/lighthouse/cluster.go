@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/url"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -48,6 +49,7 @@ type cluster struct {
 // leader is the way to the lighthouse that leads.
 type leader struct {
 	address string
+	url     *url.URL
 	conn    *grpc.ClientConn
 	ctx     context.Context // ends, with the requests that are forwarded, when another lighthouse leads or none does
 	end     context.CancelFunc
@@ -189,12 +191,16 @@ func (c *cluster) toLeader() *leader {
 	if address == "" {
 		return nil
 	}
-	conn, err := rpc.DialLater(c.server.security(), c.server.cfg.Network, "lighthouse", address)
+	to, err := url.Parse(address)
+	var conn *grpc.ClientConn
+	if err == nil {
+		conn, err = rpc.DialLater(c.server.security(), c.server.cfg.Network, "lighthouse", address)
+	}
 	if err != nil {
 		c.server.log.Warn("torchft: calls are not forwarded to the lighthouse that leads", "leader", address, "error", err)
 		return nil
 	}
-	c.leader = &leader{address: address, conn: conn}
+	c.leader = &leader{address: address, url: to, conn: conn}
 	c.leader.ctx, c.leader.end = context.WithCancel(context.Background())
 	return c.leader
 }

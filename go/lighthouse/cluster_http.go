@@ -59,10 +59,14 @@ func (c *cluster) status() *replica.Status {
 
 // unready returns why this lighthouse takes no part in its cluster; empty if it does.
 func (c *cluster) unready() string {
-	if c == nil || c.node.Status().Trouble == "" {
+	if c == nil {
 		return ""
 	}
-	return "this lighthouse takes no part in its cluster: " + c.node.Status().Trouble
+	trouble := c.node.Status().Trouble
+	if trouble == "" {
+		return ""
+	}
+	return "this lighthouse takes no part in its cluster: " + trouble
 }
 
 // serveLeaderless answers a request while no lighthouse of the cluster leads.

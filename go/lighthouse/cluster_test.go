@@ -199,7 +199,7 @@ func TestALighthouseIsReplaced(t *testing.T) {
 	})
 }
 
-// What a stranger sends to the service of the cluster changes nothing.
+// Garbage on a link is refused, and the leader stays.
 func TestStrangersOnTheLinksOfACluster(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"net/http"
 	"net/http/httputil"
-	"net/url"
 	"strings"
 	"time"
 
@@ -79,13 +78,8 @@ func (c *cluster) forwardHTTP(h http.Handler) http.Handler {
 			c.serveLeaderless(w, r)
 			return
 		}
-		if err := http.NewCrossOriginProtection().Check(r); err != nil { // the leader cannot check it: it gets its own name as the host
-			refusalOf(r)(w, http.StatusForbidden, "the request is refused: it comes from another site ("+err.Error()+")")
-			return
-		}
-		target, err := url.Parse(to.address)
-		if err != nil { // cannot happen: the addresses of a cluster have been parsed
-			plainly(w, http.StatusInternalServerError, err.Error())
+		if why := fromAnotherSite(r); why != "" { // the leader cannot check it: it gets its own name as the host
+			refusalOf(r)(w, http.StatusForbidden, "the request is refused: "+why)
 			return
 		}
 		local := auth.IsLoopback(r.RemoteAddr) && !auth.Forwarded(r.Header.Values) && auth.IsOwnHost(r.Host, c.server.cfg.Hostname, machineName())
@@ -97,7 +91,7 @@ func (c *cluster) forwardHTTP(h http.Handler) http.Handler {
 			FlushInterval: -1, // the page's stream of updates
 			ErrorLog:      quiet,
 			Rewrite: func(p *httputil.ProxyRequest) {
-				p.SetURL(target)
+				p.SetURL(to.url)
 				if p.In.Header.Get("Origin") != "" {
 					p.Out.Header.Set("Origin", to.address)
 				}

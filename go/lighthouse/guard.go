@@ -25,10 +25,18 @@ func (s *Server) guarded(what string, refuse func(w http.ResponseWriter, code in
 	}
 }
 
+// fromAnotherSite returns why a browser must not make a request for the page that it shows; empty if it may.
+func fromAnotherSite(r *http.Request) (why string) {
+	if err := http.NewCrossOriginProtection().Check(r); err != nil {
+		return "it comes from another site (" + err.Error() + ")"
+	}
+	return ""
+}
+
 // refusal returns the HTTP status and the reason of a refusal; 0 if the request is accepted.
 func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why string) {
-	if err := http.NewCrossOriginProtection().Check(r); err != nil {
-		return http.StatusForbidden, "it comes from another site (" + err.Error() + ")"
+	if why := fromAnotherSite(r); why != "" {
+		return http.StatusForbidden, why
 	}
 	ending := auth.Ending{
 		Token:       s.gate.CheckToken(authorization(w, r)),

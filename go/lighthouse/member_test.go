@@ -215,7 +215,7 @@ func TestAListIsValidAfterARestartOfTheLighthouse(t *testing.T) {
 }
 
 // A member of a cluster leaves a lighthouse that is silent, so it is answered, and often, also if its list has one name for all lighthouses.
-// That must not change the time after which it is fenced: otherwise each killed lighthouse would cost a step.
+// The time after which it is fenced stays that of the heartbeat timeout: otherwise each killed lighthouse would cost a step.
 func TestHeartbeatsAreAnsweredInACluster(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)

@@ -15,6 +15,7 @@ import (
 
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rendezvous"
+	"github.com/torchft/torchft/go/replica"
 )
 
 // A restarted lighthouse learns the latest quorum of a job from the job's members, and from a file on disk. The file is needed if all
@@ -91,22 +92,12 @@ func writeState(path string, s state, wanted func() bool) (err error) {
 			_ = os.Remove(temporary.Name())
 		}
 	}()
-	_, err = temporary.Write(text)
-	err = errors.Join(err, temporary.Sync(), temporary.Close())
-	if err != nil {
-		return err
-	}
-	if !wanted() {
-		return errors.New("the write ended after the lighthouse had released the state directory")
-	}
-	if err := os.Rename(temporary.Name(), path); err != nil {
-		return err
-	}
-	dir, err := os.Open(filepath.Dir(path))
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
+	return replica.ReplaceFile(temporary, path, text, func() error {
+		if !wanted() {
+			return errors.New("the write ended after the lighthouse had released the state directory")
+		}
+		return nil
+	})
 }
 
 // takeState locks the state directory, if one is set. If that fails and the directory is the default, the lighthouse starts without it.

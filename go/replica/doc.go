@@ -3,7 +3,7 @@
 // A state is proposed by the leader and is kept once a majority of the cluster has it on disk. The package does not read states: they
 // are bytes, by job. It decides nothing about quorums.
 //
-// What holds:
+// Invariants:
 //   - At most one lighthouse leads in a term, and terms grow. Verify and Propose name the term of their caller, and fail in another one.
 //   - A leader has all states that were ever kept, before Leadership says that it leads.
 //   - A lighthouse whose disk fails, hangs or is damaged sends nothing from then on. The others elect a new leader.

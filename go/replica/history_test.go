@@ -93,7 +93,7 @@ func (h *history) serve(t *testing.T, client int, n *replica.Node, random *rand.
 	}
 }
 
-// What the leaders of random histories told is one sequence of states, whatever fails.
+// In random histories with failures, the states of a job are linearizable: all leaders report one sequence.
 func TestTheStatesOfAJobAreOneSequence(t *testing.T) {
 	runs := 12
 	switch {

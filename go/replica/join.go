@@ -110,7 +110,11 @@ func (n *Node) write(id Identity) error {
 		if was, err := os.ReadFile(path); err == nil && string(was) == string(text) { //nolint:gosec // the operator's directory
 			return nil
 		}
-		return replaceFile(path, text)
+		temporary, err := os.OpenFile(path+".tmp", os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600) //nolint:gosec // the operator's directory
+		if err != nil {
+			return err
+		}
+		return ReplaceFile(temporary, path, text, nil)
 	})
 	if err != nil {
 		return err
@@ -119,26 +123,6 @@ func (n *Node) write(id Identity) error {
 	defer n.mu.Unlock()
 	n.identity = id
 	return nil
-}
-
-// replaceFile replaces a file at once: after a crash it has the old content or the new one.
-func replaceFile(path string, text []byte) error {
-	f, err := os.OpenFile(path+".tmp", os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600) //nolint:gosec // the operator's directory
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(text)
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(path+".tmp", path); err != nil {
-		return err
-	}
-	dir, err := os.Open(filepath.Dir(path)) //nolint:gosec // the operator's directory
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
 }
 
 // answer is what a lighthouse answered to the last question for its identity.

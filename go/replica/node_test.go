@@ -279,7 +279,7 @@ func TestSnapshotsKeepTheLogShortAndStartNewLighthouses(t *testing.T) {
 	})
 }
 
-// What a leader reads after a pause may have been sent before it. So it asks for something new: an entry of the log.
+// After a pause a leader may read confirmations that were sent before the pause. So it verifies by an entry of the log.
 func TestAfterAPauseALeaderVerifiesByAnEntry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		asleep := clock.Fake()

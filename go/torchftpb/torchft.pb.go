@@ -3654,7 +3654,7 @@ func (*IdentifyRequest) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{44}
 }
 
-// What a lighthouse tells about itself.
+// The identity of a lighthouse in its cluster.
 type IdentifyResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Cluster       string                 `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`   // the id of its cluster; empty before the first start of the cluster

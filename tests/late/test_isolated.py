@@ -328,7 +328,7 @@ def kill(group: ProcessGroupBabyLate) -> None:
 
 @pytest.mark.parametrize("how", ["wait", "future"])
 def test_a_stream_goes_on_when_the_worker_is_killed(stuck, how: str):
-    """Nobody asks the group meanwhile: the host waits for its device."""
+    """The worker ends while the host waits for its own device, and makes no call of the group."""
     x = full(3)
     work = double(stuck, x)
     if how == "wait":

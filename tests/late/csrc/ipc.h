@@ -1,5 +1,5 @@
-// What two processes share, as CUDA's IPC does: memory, by the file that it lies in, and events. And words of the host's
-// memory that streams of both write and wait for, as with cuStreamWriteValue32 and cuStreamWaitValue32.
+// Memory and events that two processes share, as with CUDA's IPC: memory by the file that it lies in. And words of the
+// host's memory that streams of both write and wait for, as with cuStreamWriteValue32 and cuStreamWaitValue32.
 #pragma once
 
 #include "device.h"

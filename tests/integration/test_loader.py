@@ -182,16 +182,22 @@ def ends_of_a_failure_and_a_join(
     training: Training, make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
 ) -> list[Optional[torch.Tensor]]:
     """Returns the weights of three groups, one of which fails in its third step, and of the group that replaces it."""
-    restart = Gate()
+    restart, replaced = Gate(), Gate()
 
     def fail(rank: Rank) -> str:
         rank.crash()
         restart.open()
         return "crashed"
 
+    def begin(rank: Rank, _: ElasticDataLoader) -> None:
+        if rank.group == 2 and training.lives[2] == 2:
+            replaced.open()
+
     def wait_for_three(rank: Rank) -> None:
+        rank.cluster.wait(replaced)  # the one that failed may still count as healthy
         rank.cluster.wait_for_healthy(3)
 
+    training.before = begin
     training.events[2, 0, 2] = fail
     training.events[0, 0, 4] = training.events[1, 0, 4] = wait_for_three
     with Cluster(min_replicas=2, make_pg=make_pg) as cluster:

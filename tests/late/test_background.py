@@ -190,7 +190,12 @@ def test_a_synchronous_quorum_does_not_change_the_training_threads_device(
 def test_the_device_is_that_of_the_step_not_that_of_the_constructor(
     fixture: Fixture, set_on: list[threading.Thread], late: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gc.collect()  # so that no group of an earlier test ends in this block, and asks for a device
+    # So that no group of an earlier test ends in this block, and asks for a device.
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "torchft_reaper":
+            thread.join(10)
+    set_on.clear()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "Stream", None)
         patched.setattr(torch.accelerator, "current_device_index", None)

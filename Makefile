@@ -58,7 +58,7 @@ GO_PURE := ./gossip/agree ./quorum ./recovery ./rendezvous ./round ./sim
 # These read files outside of the module, which Go's cache of results does not notice: they always run.
 GO_READERS := ./internal ./torchftpb
 # Servers and clients, with the race detector. A test in go/internal compares the three lists with the packages.
-GO_RACE := ./cmd/... ./dashboard ./gossip ./heal ./internal/auth ./internal/clock ./internal/fttest ./internal/lobby ./internal/logging ./internal/rpc ./internal/testmain ./internal/tracing ./internal/wire ./lighthouse ./manager ./membership/... ./pyapi/... ./rankclient ./relay ./replica ./sim/servers
+GO_RACE := ./cmd/... ./dashboard ./gossip ./heal ./internal/auth ./internal/clock ./internal/fttest ./internal/lobby ./internal/logging ./internal/rpc ./internal/testmain ./internal/tracing ./internal/wire ./lighthouse ./manager ./membership/... ./pyapi/... ./rankclient ./replica ./sim/servers
 # -trimpath: the compiled packages are those that the library is built from, and those of a clone in another folder.
 GO_TEST = $(GO) test -trimpath -vet=off -timeout 10m
 # A tool of a module of its own, so that its requirements are not those of the library.

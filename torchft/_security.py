@@ -22,13 +22,13 @@ _FILES = {
 }
 
 
-def security(**further: str) -> str:
-    """Returns the files for the Go core, the job that its calls name, and further settings, as JSON.
+def security() -> str:
+    """Returns the files for the Go core, and the job that its calls name, as JSON.
 
     They are passed explicitly, because Go copies the environment when its library is loaded and sees no later change.
     """
     files = {name: os.environ.get(env, "") for name, env in _FILES.items()}
-    return json.dumps({**files, "job": os.environ.get(JOB_ENV) or DEFAULT_JOB, **further})
+    return json.dumps({**files, "job": os.environ.get(JOB_ENV) or DEFAULT_JOB})
 
 
 def tokens() -> list[str]:

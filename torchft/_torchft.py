@@ -184,11 +184,9 @@ class ManagerClient(_Native):
     Args:
         addr (str): ``http://host:port`` of the manager server.
         connect_timeout (timedelta): how long to try to reach it, more than 0.
-        relay (str): address of the relay for this rank's calls; after the relay fails, they go to the server itself.
-        relay_host (str): host under which this rank serves other ranks as their relay.
 
     Raises:
-        TypeError: one of the first two is missing.
+        TypeError: one of them is missing.
         ValueError: an argument that is not allowed.
         RuntimeError: the server is not reached in time, or the address has no scheme.
     """
@@ -196,14 +194,7 @@ class ManagerClient(_Native):
     __slots__ = ("_round", "_votes")
 
     # Both are required. They have defaults only because mocks of the upstream class are made without arguments.
-    def __init__(
-        self,
-        addr: str | None = None,
-        connect_timeout: timedelta | None = None,
-        *,
-        relay: str = "",
-        relay_host: str = "",
-    ) -> None:
+    def __init__(self, addr: str | None = None, connect_timeout: timedelta | None = None) -> None:
         if addr is None or connect_timeout is None:
             given = {"addr": addr, "connect_timeout": connect_timeout}
             raise TypeError(f"ManagerClient: missing {' and '.join(n for n, v in given.items() if v is None)}")
@@ -212,11 +203,7 @@ class ManagerClient(_Native):
         self._round: tuple[QuorumRequest | None, int] = (None, 0)
         self._votes: dict[int, int] = {}
         timeout_us = _micros("connect_timeout", connect_timeout)
-        self._open("pyapi_ManagerClientStart", addr, timeout_us, security(relay=relay, relay_host=relay_host))
-
-    def _relay_address(self) -> str:
-        """The address at which other ranks reach this rank as their relay; empty if this rank cannot be a relay."""
-        return self._go.pyapi_Address(self._handle)
+        self._open("pyapi_ManagerClientStart", addr, timeout_us, security())
 
     def _quorum(
         self,

@@ -247,7 +247,7 @@ class Manager(Stateful, Stepping):
         settings = self._settings
         group = join_group(settings, replica_id, hostname, ManagerServer)
         self._store, self._replica_id, self._manager = group.store, group.replica_id, group.server
-        client = group.connect(settings, hostname, ManagerClient)
+        client = ManagerClient(group.manager_address, connect_timeout=settings.connect_timeout)
         self._server = as_server(client, settings.group_rank)
         self._rounds = self._server.rounds()
         self._peers.set_rank_info(self._replica_id, settings.group_rank, settings.group_world_size)

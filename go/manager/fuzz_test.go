@@ -41,15 +41,3 @@ func FuzzSession(f *testing.F) {
 		{{}, {Call: 1, Request: &torchftpb.RankRequest_ShouldCommit{}}},
 	})
 }
-
-// FuzzRelay sends messages of any kind on a relay's stream.
-func FuzzRelay(f *testing.F) {
-	conn, log := fuzzed(f)
-	hello := &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: -1}}
-	vote := &torchftpb.RankRequest{Call: 1, TimeoutUs: 1000, Request: &torchftpb.RankRequest_ShouldCommit{}}
-	fttest.FuzzStream(f, conn, log, torchftpb.RankService_Relay_FullMethodName, [][]*torchftpb.RelayRequests{
-		{{Requests: []*torchftpb.RelayRequest{{Session: 1, Request: vote}, {Session: 1}, {Session: 1, Request: vote}}}},
-		{{Requests: []*torchftpb.RelayRequest{{Request: vote}, {}, {Session: 1<<64 - 1, Request: vote}}}},
-		{{Requests: []*torchftpb.RelayRequest{{Session: 1, Request: hello}}}, {}},
-	})
-}

@@ -74,12 +74,8 @@ func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
 
 // ways are the paths by which a rank's request reaches its server.
 var ways = map[string]func(c *fttest.Cluster, g *fttest.Group) asker{
-	"unary":  unaryAsker,
-	"stream": func(_ *fttest.Cluster, g *fttest.Group) asker { return askerOf(g.Dial("g/1")) },
-	"relay": func(c *fttest.Cluster, g *fttest.Group) asker {
-		client, _ := dialRelayed(c, g, "g/1", startRelay(c, g, c.Net.Host("relay")).Address())
-		return askerOf(client)
-	},
+	"unary":   unaryAsker,
+	"stream":  func(_ *fttest.Cluster, g *fttest.Group) asker { return askerOf(g.Dial("g/1")) },
 	"process": func(_ *fttest.Cluster, g *fttest.Group) asker { return askerOf(g.Dial("g")) },
 }
 
@@ -150,7 +146,6 @@ func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 				assert.Equal(t, traceparent != "", len(got.spans) > 0, "%v", got.spans)
 				assert.Equal(t, got, all["stream"])
 				assert.Equal(t, got, all["process"])
-				assert.Equal(t, got, all["relay"])
 			})
 		}
 	}
@@ -195,7 +190,7 @@ func outcomeOf(t *testing.T, dial func(*fttest.Cluster, *fttest.Group) asker, ca
 // A server must know how long a rank waits for a quorum. For a vote there is a default.
 func TestAQuorumNeedsADeadline(t *testing.T) {
 	for way, dial := range ways {
-		if way == "stream" || way == "relay" {
+		if way == "stream" {
 			continue // the client sets a deadline; TestInvalidRequestsOfASession uses a stream without one
 		}
 		synctest.Test(t, func(t *testing.T) {

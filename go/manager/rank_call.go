@@ -45,7 +45,6 @@ const (
 	metadataCall
 	leaveCall   // on a session; it waits for the lighthouse, not for the machine
 	unknownCall // on a session
-	cutCall     // no request: its answer reports to a relay that the server has ended a session
 )
 
 // answer is the result of a call.

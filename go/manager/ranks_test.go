@@ -17,37 +17,24 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/metadata"
 
 	"github.com/torchft/torchft/go/internal/fttest"
-	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
-	"github.com/torchft/torchft/go/relay"
-	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // BenchmarkRanks measures the quorum and the vote of a step in a group with many ranks, on real sockets. The server is alone in
 // this process, on one processor as in the process of rank 0 (pyapi/ops); all ranks are in a second process. Both share the
-// processors of this machine, whereas real ranks have their own. So server-ms/step is the processor time of the server's process.
+// processors of this machine, whereas real ranks have their own. So the figures of the server are the processor time of its process,
+// median and, for a vote, the ninth decile of the steps.
 func BenchmarkRanks(b *testing.B) {
-	for _, ranks := range []int{8, 512, 2048, 8000} {
-		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks, 0) })
+	for _, ranks := range []int{8, 512, 800, 2000, 8000} {
+		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks) })
 	}
 }
 
-// BenchmarkRelayedRanks is the same with relays of 64 ranks each, in the process of the ranks. There the ranks share the processors,
-// so the requests of a relay's ranks arrive one after the other. The relay waits for all of them.
-func BenchmarkRelayedRanks(b *testing.B) {
-	for _, ranks := range []int{512, 2048, 8000} {
-		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks, 64) })
-	}
-}
-
-func benchRanks(b *testing.B, ranks, perRelay int) {
+func benchRanks(b *testing.B, ranks int) {
 	b.Cleanup(func() { runtime.GOMAXPROCS(runtime.NumCPU()) })
 	runtime.GOMAXPROCS(1)
 	server, err := manager.NewServer(b.Context(), manager.ServerConfig{
@@ -58,29 +45,39 @@ func benchRanks(b *testing.B, ranks, perRelay int) {
 	defer server.Shutdown()
 
 	before := processorTime()
-	load := startRanks(b, server.Address(), ranks, perRelay)
+	load := startRanks(b, server.Address(), ranks)
 	connected := load.next(b)
 	connecting := processorTime() - before
-	load.step(b) // the first step opens the sessions
-	before = processorTime()
-	var quorums, votes []time.Duration
-	clients := time.Duration(0)
+	load.take(b, "quorum") // the first step opens the sessions
+	load.take(b, "vote")
+	var quorums, votes phase
 	for b.Loop() {
-		did := load.step(b)
-		quorums, votes, clients = append(quorums, did.Quorum), append(votes, did.Vote), clients+did.Processor
+		quorums.add(load.take(b, "quorum"))
+		votes.add(load.take(b, "vote"))
 	}
-	steps := float64(len(quorums))
 	report := func(d time.Duration, unit string) { b.ReportMetric(float64(d)/1e6, unit) }
 	b.ReportMetric(0, "ns/op")
-	report(median(quorums), "quorum-ms")
-	report(median(votes), "vote-ms")
-	report(time.Duration(float64(processorTime()-before)/steps), "server-ms/step")
-	report(time.Duration(float64(clients)/steps), "ranks-ms/step")
-	report(connected.Connect, "connect-ms")
+	report(quantile(quorums.took, 5), "quorum-ms")
+	report(quantile(votes.took, 5), "vote-ms")
+	report(quantile(quorums.server, 5), "server-quorum-ms")
+	report(quantile(votes.server, 5), "server-vote-ms")
+	report(quantile(votes.server, 9), "server-vote-p90-ms")
+	report(quantile(quorums.ranks, 5)+quantile(votes.ranks, 5), "ranks-ms/step")
+	report(connected.Took, "connect-ms")
 	report(connecting, "server-connect-ms")
 }
 
-func median(all []time.Duration) time.Duration { return slices.Sorted(slices.Values(all))[len(all)/2] }
+// phase has what all calls of one kind in a step have cost, step by step.
+type phase struct{ took, server, ranks []time.Duration }
+
+func (p *phase) add(did made) {
+	p.took, p.server, p.ranks = append(p.took, did.Took), append(p.server, did.server), append(p.ranks, did.Processor)
+}
+
+// quantile returns a quantile of durations, in tenths.
+func quantile(all []time.Duration, tenths int) time.Duration {
+	return slices.Sorted(slices.Values(all))[len(all)*tenths/10]
+}
 
 // processorTime returns the processor time that this process has used.
 func processorTime() time.Duration {
@@ -109,26 +106,27 @@ func (tenGroups) Attend(ctx context.Context, _ time.Duration, reached func()) er
 
 func (tenGroups) Close() error { return nil }
 
-// stepTaken is the line that the process of the ranks prints after it has connected, and after each step.
-type stepTaken struct {
-	Connect, Quorum, Vote, Processor time.Duration
-	Err                              string
+// made is the line that the process of the ranks prints after all ranks have connected, and after all have made a call.
+type made struct {
+	Took, Processor time.Duration
+	Err             string
+
+	server time.Duration // processor time of the server
 }
 
-// If ranksEnv is set, this program is the process of the ranks. ranksEnv has the address of the server, ranksOf the number of
-// ranks, ranksPerRelay the number of ranks of each relay.
-const ranksEnv, ranksOf, ranksPerRelay = "TORCHFT_TEST_RANKS_SERVER", "TORCHFT_TEST_RANKS", "TORCHFT_TEST_RANKS_PER_RELAY"
+// If ranksEnv is set, this program is the process of the ranks. ranksEnv has the address of the server, ranksOf the number of ranks.
+const ranksEnv, ranksOf = "TORCHFT_TEST_RANKS_SERVER", "TORCHFT_TEST_RANKS"
 
-// load is the process of the ranks. It takes a step for each line that it reads.
+// load is the process of the ranks. All ranks make the call that a line names.
 type load struct {
 	lines   io.Writer
 	results *json.Decoder
 }
 
-func startRanks(b *testing.B, address string, ranks, perRelay int) *load {
+func startRanks(b *testing.B, address string, ranks int) *load {
 	b.Helper()
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), ranksEnv+"="+address, ranksOf+"="+strconv.Itoa(ranks), ranksPerRelay+"="+strconv.Itoa(perRelay))
+	cmd.Env = append(os.Environ(), ranksEnv+"="+address, ranksOf+"="+strconv.Itoa(ranks))
 	cmd.Stderr = os.Stderr
 	lines, err := cmd.StdinPipe()
 	require.NoError(b, err)
@@ -142,129 +140,61 @@ func startRanks(b *testing.B, address string, ranks, perRelay int) *load {
 	return &load{lines, json.NewDecoder(output)}
 }
 
-func (l *load) next(b *testing.B) (did stepTaken) {
+func (l *load) next(b *testing.B) (did made) {
 	b.Helper()
 	require.NoError(b, l.results.Decode(&did))
 	require.Empty(b, did.Err)
 	return did
 }
 
-func (l *load) step(b *testing.B) stepTaken {
+// take lets all ranks make a call: "quorum" or "vote".
+func (l *load) take(b *testing.B, call string) made {
 	b.Helper()
-	_, err := fmt.Fprintln(l.lines)
+	before := processorTime()
+	_, err := fmt.Fprintln(l.lines, call)
 	require.NoError(b, err)
-	return l.next(b)
-}
-
-// calls are the calls that a rank makes in a step.
-type calls interface {
-	Quorum(ctx context.Context, req rankclient.Request) (recovery.Result, error)
-	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
-}
-
-// mostConnected is the largest number of ranks for which the ranks have real connections to their relays: both ends of each connection
-// are in one process here. If there are more ranks, all of them are simulated: their relays serve their streams without a network. For
-// the server there is no difference.
-const mostConnected = 2048
-
-// played is the stream of a simulated rank at its relay.
-type played struct {
-	grpc.ServerStream
-	requests  chan *torchftpb.RankRequest
-	responses chan *torchftpb.RankResponse
-}
-
-func play(r *relay.Relay) *played {
-	p := &played{requests: make(chan *torchftpb.RankRequest, 1), responses: make(chan *torchftpb.RankResponse, 1)}
-	go func() { _ = r.Session(p) }()
-	return p
-}
-
-func (p *played) SendHeader(metadata.MD) error { return nil }
-
-func (p *played) Recv() (*torchftpb.RankRequest, error) { return <-p.requests, nil }
-
-func (p *played) Send(resp *torchftpb.RankResponse) error {
-	p.responses <- resp
-	return nil
-}
-
-func (p *played) call(req *torchftpb.RankRequest) *torchftpb.RankResponse {
-	req.Call, req.TimeoutUs = 1, time.Minute.Microseconds()
-	p.requests <- req
-	return <-p.responses
-}
-
-func (p *played) Quorum(_ context.Context, req rankclient.Request) (recovery.Result, error) {
-	resp := p.call(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: wire.RequestToProto(req)}})
-	if resp.GetQuorum() == nil {
-		return recovery.Result{}, fmt.Errorf("no quorum: %v", resp)
-	}
-	return wire.ResultFromProto(resp.GetQuorum()), nil
-}
-
-func (p *played) ShouldCommit(_ context.Context, groupRank, step int64, vote bool) (bool, error) {
-	resp := p.call(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{
-		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote},
-	}})
-	if !resp.GetShouldCommit().GetShouldCommit() {
-		return false, fmt.Errorf("no commit: %v", resp)
-	}
-	return true, nil
+	did := l.next(b)
+	did.server = processorTime() - before
+	return did
 }
 
 // simulateRanks is the main function of the process of the ranks.
 func simulateRanks() {
 	results := json.NewEncoder(os.Stdout)
 	n, _ := strconv.Atoi(os.Getenv(ranksOf))
-	perRelay, err := strconv.Atoi(os.Getenv(ranksPerRelay)) // 0: no relays
 	server := os.Getenv(ranksEnv)
-	relays := make([]*relay.Relay, n/max(1, perRelay)+1)
-	start := time.Now()
-	if perRelay > 0 {
-		_, err = ofAll(len(relays), func(i int) (err error) {
-			relays[i], err = relay.Start(context.Background(), relay.Config{
-				Manager: server, Hostname: "127.0.0.1", Bind: "127.0.0.1:0", ConnectTimeout: time.Minute, Hold: time.Minute,
-			})
-			return err
-		})
-	}
-	clients := make([]calls, n)
-	if err == nil {
-		_, err = ofAll(n, func(rank int) (err error) {
-			switch {
-			case perRelay == 0:
-				clients[rank], err = rankclient.Dial(context.Background(), server, time.Minute)
-			case n > mostConnected:
-				clients[rank] = play(relays[rank/perRelay])
-			default:
-				clients[rank], err = rankclient.Dial(context.Background(), server, time.Minute, rankclient.WithRelay(relays[rank/perRelay].Address()))
-			}
-			return err
-		})
-	}
-	did := stepTaken{Connect: time.Since(start)}
+	clients := make([]*rankclient.Client, n)
+	took, err := ofAll(n, func(rank int) (err error) {
+		clients[rank], err = rankclient.Dial(context.Background(), server, time.Minute)
+		return err
+	})
+	did, step := made{Took: took}, int64(1)
 	lines := bufio.NewScanner(os.Stdin)
-	for step := int64(1); err == nil && results.Encode(did) == nil && lines.Scan(); step++ {
+	for err == nil && results.Encode(did) == nil && lines.Scan() {
 		before := processorTime()
-		did = stepTaken{}
-		did.Quorum, err = ofAll(n, func(rank int) error {
-			_, err := atLength(func(ctx context.Context) (any, error) { return clients[rank].Quorum(ctx, requestOf(rank, n, step)) })
+		call := func(ctx context.Context, rank int) error {
+			_, err := clients[rank].Quorum(ctx, requestOf(rank, n, step))
 			return err
-		})
-		if err != nil {
-			break
 		}
-		did.Vote, err = ofAll(n, func(rank int) error {
-			_, err := atLength(func(ctx context.Context) (bool, error) {
-				return clients[rank].ShouldCommit(ctx, int64(rank), step, true)
-			})
-			return err
+		if lines.Text() == "vote" {
+			call = func(ctx context.Context, rank int) error {
+				_, err := clients[rank].ShouldCommit(ctx, int64(rank), step, true)
+				return err
+			}
+		}
+		did = made{}
+		did.Took, err = ofAll(n, func(rank int) error {
+			ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute) // far above every measured time
+			defer cancel()
+			return call(ctx, rank)
 		})
 		did.Processor = processorTime() - before
+		if lines.Text() == "vote" {
+			step++
+		}
 	}
 	if err != nil {
-		_ = results.Encode(stepTaken{Err: err.Error()})
+		_ = results.Encode(made{Err: err.Error()})
 	}
 }
 
@@ -293,11 +223,4 @@ func ofAll(ranks int, do func(rank int) error) (time.Duration, error) {
 	}
 	all.Wait()
 	return time.Since(start), failed
-}
-
-// atLength makes a call with a deadline far above every measured time.
-func atLength[T any](call func(ctx context.Context) (T, error)) (T, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
-	defer cancel()
-	return call(ctx)
 }

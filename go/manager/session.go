@@ -25,150 +25,81 @@ type sessions struct {
 	service service
 }
 
-// Session serves one rank's stream.
+// Session serves one rank's stream until either side ends it. A server that shuts down sends the last answers first.
 func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) error {
-	ctx, out := stream.Context(), newOutbox()
-	return s.service.server.carry(ctx, out, &rankStream{stream, newSession(s.service.server, out, connectionOf(ctx), tracing.Incoming(ctx))})
-}
-
-// carrier is a stream with the session of one rank, or with those of a relay's ranks.
-type carrier interface {
-	// receive handles the requests of the ranks until the stream ends.
-	receive(ctx context.Context) error
-	send(answers []*sessionCall)
-	notify(n *torchftpb.RankResponse)
-	// finish ends the calls in progress. receive may still run.
-	finish()
-}
-
-// carry serves a stream until either side ends it. A server that shuts down sends the last answers first.
-func (s *Server) carry(ctx context.Context, out *outbox, c carrier) error {
-	ctx, cancel := context.WithCancel(ctx)
+	server := s.service.server
+	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
-	notices, stop := s.notices.Listen()
-	defer stop()
-	finish := func() {
-		c.finish()
-		out.leaves.Wait()
-		c.send(out.take())
+	o := &openSession{
+		stream: stream, server: server, conn: connectionOf(ctx), parent: tracing.Incoming(ctx), wake: make(chan struct{}, 1),
 	}
+	notices, stop := server.notices.Listen()
+	defer stop()
 	received := make(chan error, 1)
-	rpc.Go(&s.tasks, s.log, "session", func() {
-		var err error
-		defer func() { received <- err }()
-		defer rpc.Recovered(s.log, "a session", &err)
-		err = c.receive(ctx)
-	})
+	rpc.Go(&server.tasks, server.log, "session", func() { received <- o.receive(ctx) })
 	for {
 		select {
-		case <-out.wake:
-			c.send(out.take())
+		case <-o.wake:
+			o.sendAnswers()
 		case n := <-notices:
-			c.notify(wire.NoticeToRank(n))
+			_ = stream.Send(wire.NoticeToRank(n)) // fails only if the stream has broken: receive returns then
 		case err := <-received:
 			cancel()
-			finish()
+			o.finish()
 			return err
-		case <-s.ctx.Done():
-			finish()
-			return status.Error(codes.Unavailable, "the manager server of "+s.cfg.ReplicaID+" is shutting down")
+		case <-server.ctx.Done():
+			o.finish()
+			return status.Error(codes.Unavailable, "the manager server of "+server.cfg.ReplicaID+" is shutting down")
 		}
 	}
 }
-
-// outbox holds the answers of a stream until they are sent.
-type outbox struct {
-	wake   chan struct{}  // not empty while there are answers
-	leaves sync.WaitGroup // calls that wait for the lighthouse
-
-	mu      sync.Mutex
-	answers []*sessionCall
-}
-
-func newOutbox() *outbox { return &outbox{wake: make(chan struct{}, 1)} }
-
-// add queues an answer. It does not block, since the server's lock may be held.
-func (b *outbox) add(call *sessionCall) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.answers = append(b.answers, call)
-	select {
-	case b.wake <- struct{}{}:
-	default: // the sender has been woken and has not taken the answers yet: it will take this one with them
-	}
-}
-
-func (b *outbox) take() (answers []*sessionCall) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	answers, b.answers = b.answers, nil
-	return answers
-}
-
-// rankStream is the stream of one rank.
-type rankStream struct {
-	wire grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
-	*openSession
-}
-
-func (r *rankStream) receive(ctx context.Context) error {
-	for {
-		req, err := r.wire.Recv()
-		if err != nil {
-			return err
-		}
-		if !r.take(ctx, req) {
-			return nil
-		}
-	}
-}
-
-// Sending fails only if the stream has broken: receive returns then.
-
-func (r *rankStream) send(answers []*sessionCall) {
-	for _, call := range answers {
-		_ = r.wire.Send(call.response())
-		call.sent()
-	}
-}
-
-func (r *rankStream) notify(n *torchftpb.RankResponse) { _ = r.wire.Send(n) }
 
 // mostCalls bounds the open calls of a session: a rank makes one quorum call and one vote at a time, and a few that it has
 // cancelled may still be open.
 const mostCalls = 64
 
-// openSession has one rank's calls in progress. Its stream needs two goroutines for any number of calls: one receives requests and
-// feeds the machine, the other one sends the answers. In a group with thousands of ranks, a goroutine for each call would be half
+// openSession is one rank's stream with its calls in progress. It needs two goroutines for any number of calls: one receives requests
+// and feeds the machine, the other one sends the answers. In a group with thousands of ranks, a goroutine for each call would be half
 // of a step's cost for the server.
 type openSession struct {
-	number uint64 // of the session at its relay
-	out    *outbox
+	stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
 	server *Server
 	conn   *connection
-	parent string // trace context of the stream; empty unless it is traced
+	parent string         // trace context of the stream; empty unless it is traced
+	leaves sync.WaitGroup // calls that wait for the lighthouse
+	wake   chan struct{}  // not empty while there are answers
 
 	// Lock order: this lock may be taken while the server's is held, never the other way round.
 	mu       sync.Mutex
 	finished bool
 	refused  sync.Once
 	open     []*sessionCall // calls whose answers have not been sent, mostly one or two; mostCalls bounds unsent answers, too
-}
-
-func newSession(server *Server, out *outbox, conn *connection, parent string) *openSession {
-	return &openSession{server: server, out: out, conn: conn, parent: parent}
+	answers  []*sessionCall // still to be sent
 }
 
 // sessionCall is a call in progress. The session's lock guards the fields that it adds to rankCall; once its answer is queued, only
 // the sender uses it.
 type sessionCall struct {
 	rankCall
-	session *openSession
-	number  uint64
+	number uint64
 
 	cancel context.CancelFunc // of a leaveCall that has begun
 	done   bool
 	answer answer
+}
+
+// receive handles the requests of the rank until the stream ends.
+func (o *openSession) receive(ctx context.Context) (err error) {
+	defer rpc.Recovered(o.server.log, "a session", &err)
+	for {
+		req, err := o.stream.Recv()
+		if err != nil {
+			return err
+		}
+		if !o.take(ctx, req) {
+			return nil
+		}
+	}
 }
 
 // take handles a request of the rank. It returns false if the session must end.
@@ -207,7 +138,7 @@ func (o *openSession) takeReport(req *torchftpb.RankRequest) bool {
 
 // start begins a call. It returns false if the session must end.
 func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) bool {
-	call := &sessionCall{rankCall: callFromProto(req), session: o, number: req.GetCall()}
+	call := &sessionCall{rankCall: callFromProto(req), number: req.GetCall()}
 	timeout := rpc.Microseconds(req.GetTimeoutUs())
 	call.conn, call.traceparent, call.deadline = o.conn, cmp.Or(call.traceparent, o.parent), time.Now().Add(timeout)
 	if !o.admit(call) {
@@ -270,7 +201,7 @@ func (o *openSession) leave(ctx context.Context, call *sessionCall) {
 	o.mu.Lock()
 	call.cancel = cancel
 	o.mu.Unlock()
-	rpc.Go(&o.out.leaves, o.server.log, "leave", func() {
+	rpc.Go(&o.leaves, o.server.log, "leave", func() {
 		defer cancel()
 		var a answer
 		defer func() { o.answer(call, a) }()
@@ -296,23 +227,34 @@ func (o *openSession) cancelCall(number uint64) {
 	o.server.abandon(&call.rankCall, context.Canceled)
 }
 
-// answer ends a call, and queues its answer. It does not block.
+// answer ends a call, and queues its answer. It does not block, since the server's lock may be held.
 func (o *openSession) answer(call *sessionCall, a answer) {
 	o.mu.Lock()
+	defer o.mu.Unlock()
 	call.done, call.answer = true, a
+	o.answers = append(o.answers, call)
+	select {
+	case o.wake <- struct{}{}:
+	default: // the sender has been woken and has not taken the answers yet: it will take this one with them
+	}
+}
+
+// sendAnswers sends the queued answers. A call whose answer has been sent makes room for another one.
+func (o *openSession) sendAnswers() {
+	o.mu.Lock()
+	answers := o.answers
+	o.answers = nil
 	o.mu.Unlock()
-	o.out.add(call)
+	for _, call := range answers {
+		_ = o.stream.Send(o.response(call)) // fails only if the stream has broken: receive returns then
+		o.mu.Lock()
+		o.open = slices.DeleteFunc(o.open, func(open *sessionCall) bool { return open == call })
+		o.mu.Unlock()
+	}
 }
 
-// sent removes a call whose answer has been sent, so that the session accepts another one.
-func (c *sessionCall) sent() {
-	c.session.mu.Lock()
-	defer c.session.mu.Unlock()
-	c.session.open = slices.DeleteFunc(c.session.open, func(open *sessionCall) bool { return open == c })
-}
-
-func (c *sessionCall) response() *torchftpb.RankResponse {
-	resp, err := c.wrap(c.end(c.answer))
+func (o *openSession) response(c *sessionCall) *torchftpb.RankResponse {
+	resp, err := o.wrap(c, c.end(c.answer))
 	if err != nil {
 		s := status.Convert(err)
 		resp = &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Failure{
@@ -323,8 +265,8 @@ func (c *sessionCall) response() *torchftpb.RankResponse {
 	return resp
 }
 
-func (c *sessionCall) wrap(a answer) (resp *torchftpb.RankResponse, err error) {
-	defer rpc.Recovered(c.session.server.log, "an answer of a session", &err)
+func (o *openSession) wrap(c *sessionCall, a answer) (resp *torchftpb.RankResponse, err error) {
+	defer rpc.Recovered(o.server.log, "an answer of a session", &err)
 	if a.err != nil {
 		return nil, a.err
 	}
@@ -340,7 +282,7 @@ func (c *sessionCall) wrap(a answer) (resp *torchftpb.RankResponse, err error) {
 	}
 }
 
-// finish ends the calls in progress.
+// finish ends the calls in progress, and sends their answers. receive may still run.
 func (o *openSession) finish() {
 	o.mu.Lock()
 	o.finished = true
@@ -352,4 +294,6 @@ func (o *openSession) finish() {
 	for _, number := range open {
 		o.cancelCall(number)
 	}
+	o.leaves.Wait()
+	o.sendAnswers()
 }

@@ -5,9 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"strings"
-	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
@@ -15,7 +13,6 @@ import (
 	"github.com/torchft/torchft/go/pyapi/rank"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
-	"github.com/torchft/torchft/go/relay"
 )
 
 // ManagerServerStart connects to the lighthouse and serves; the result is a handle for Address and ReleaseStart.
@@ -60,35 +57,12 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := connect(ctx, addr, timeout, protected)
-		return client, connectFailed(err)
+		client, err := rankclient.Dial(ctx, addr, timeout, rankclient.WithSecurity(protected.Security))
+		if err != nil {
+			return nil, connectFailed(err)
+		}
+		return rank.New(client), nil
 	}), nil
-}
-
-// connect returns the client of a rank. If the rank is to be a relay, connect starts the relay first, and the client uses it.
-func connect(ctx context.Context, addr string, timeout time.Duration, s settings) (_ *rank.Client, err error) {
-	var own *relay.Relay
-	if s.RelayHost != "" {
-		own, err = relay.Start(ctx, relay.Config{
-			Manager: addr, Hostname: s.RelayHost, Bind: "[::]:0", ConnectTimeout: timeout, Security: s.Security,
-		})
-		switch {
-		case errors.Is(err, relay.ErrNone):
-			slog.Default().Warn("torchft: this rank cannot be a relay: its ranks connect to the manager server themselves", "error", err)
-		case err != nil:
-			return nil, err
-		default:
-			s.Relay = own.Address()
-		}
-	}
-	client, err := rankclient.Dial(ctx, addr, timeout, rankclient.WithSecurity(s.Security), rankclient.WithRelay(s.Relay))
-	if err != nil {
-		if own != nil {
-			_ = own.Close()
-		}
-		return nil, err
-	}
-	return rank.New(client, own), nil
 }
 
 // ManagerQuorumStart waits for the group and for the lighthouse. request is the JSON of rankclient.Request, the result is the JSON

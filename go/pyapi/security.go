@@ -13,10 +13,6 @@ import (
 type settings struct {
 	auth.Security
 	Job string `json:"job"`
-	// Relay is the address of the relay that a rank asks through, empty if it has none. RelayHost is the host in the address of the
-	// rank's own relay, empty if it runs none.
-	Relay     string `json:"relay"`
-	RelayHost string `json:"relay_host"`
 }
 
 // parseSecurity reads settings in JSON, and checks the files that they name.

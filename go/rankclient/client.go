@@ -4,9 +4,6 @@ package rankclient
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"log/slog"
 	"time"
 
 	"google.golang.org/grpc"
@@ -61,7 +58,6 @@ type settings struct {
 	network    rpc.Network
 	security   auth.Security
 	noShortcut bool
-	relay      string
 }
 
 // WithNetwork connects through another network than real TCP.
@@ -75,9 +71,6 @@ func WithSecurity(security auth.Security) DialOption {
 // WithoutShortcut uses the network even for a server in this process.
 func WithoutShortcut() DialOption { return func(s *settings) { s.noShortcut = true } }
 
-// WithRelay connects to the relay at an address (package relay), and to the server itself when the relay has ended.
-func WithRelay(address string) DialOption { return func(s *settings) { s.relay = address } }
-
 // Dial connects to the manager server at addr, and retries until connectTimeout is over.
 func Dial(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*Client, error) {
 	var s settings
@@ -90,38 +83,11 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 			return &Client{peer: peer, Calls: calls}, nil
 		}
 	}
-	if s.relay != "" {
-		relayed, err := dialRelay(ctx, s, addr, connectTimeout/2) // the other half is for the server
-		if err == nil {
-			return &Client{peer: peer, Calls: relayed}, nil
-		}
-		slog.Default().Warn("torchft: a rank connects to the manager server without its relay", "error", err)
-	}
 	conn, err := rpc.DialSecurely(ctx, s.security, s.network, "manager", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}
 	return &Client{peer: peer, Calls: newSession(conn)}, nil
-}
-
-// dialRelay opens a session at a relay, and connects to the server only when that is needed.
-func dialRelay(ctx context.Context, s settings, addr string, timeout time.Duration) (*session, error) {
-	ctx, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
-	relay, err := rpc.DialSecurely(ctx, s.security, s.network, "relay", s.relay, timeout)
-	if err != nil {
-		return nil, err
-	}
-	conn, err := rpc.DialLater(s.security, s.network, "manager", addr)
-	if err != nil {
-		return nil, errors.Join(err, relay.Close())
-	}
-	relayed := newSession(conn)
-	relayed.relay, relayed.manager = relay, addr
-	if _, err := relayed.connect(ctx); err != nil {
-		return nil, errors.Join(fmt.Errorf("relay at %s: %s", s.relay, rpc.Message(err)), relayed.Close())
-	}
-	return relayed, nil
 }
 
 // Quorum waits until every rank of the group has asked and the lighthouse has answered.

@@ -28,9 +28,7 @@ type session struct {
 	ctx       context.Context // ends with Close
 	cancel    context.CancelFunc
 	stub      torchftpb.RankServiceClient
-	relay     *grpc.ClientConn // nil without a relay
-	manager   string           // address of the server; only with a relay
-	unary     atomic.Bool      // the server has no sessions
+	unary     atomic.Bool // the server has no sessions
 	broadcast membership.Broadcast
 	notices   <-chan membership.Notice
 
@@ -127,11 +125,7 @@ func (s *session) Close() error {
 		stream.flush()
 	}
 	s.cancel()
-	err := s.remote.Close()
-	if s.relay != nil {
-		err = errors.Join(err, s.relay.Close())
-	}
-	return err
+	return s.remote.Close()
 }
 
 func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchftpb.RankResponse, error) {
@@ -167,7 +161,7 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	reopened := before != nil
 	streamCtx, cancel := context.WithCancel(s.ctx)
 	inTime := context.AfterFunc(ctx, cancel) // the stream outlives the call that opens it
-	wire, err := s.open(streamCtx, reopened)
+	wire, err := s.stub.Session(streamCtx)
 	if !inTime() {
 		cancel()
 		return nil, status.FromContextError(ctx.Err()).Err()
@@ -191,30 +185,6 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 		s.reopen(stream)
 	}()
 	return stream, nil
-}
-
-// open opens a stream: the first one through the relay, if there is one.
-func (s *session) open(ctx context.Context, again bool) (grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse], error) {
-	if s.relay == nil || again {
-		return s.stub.Session(ctx)
-	}
-	wire, err := torchftpb.NewRankServiceClient(s.relay).Session(ctx)
-	if err != nil {
-		return nil, err
-	}
-	header, err := wire.Header()
-	if err == nil && header == nil { // the relay has refused the session
-		_, err = wire.Recv()
-	}
-	if err != nil {
-		return nil, err
-	}
-	// After a restart of ranks, their store may still name the relay of an earlier server, whose port another group's relay may
-	// have by now. A vote through that relay would count in that group.
-	if manager := rpc.ManagerOf(header); manager != s.manager {
-		return nil, status.Errorf(codes.FailedPrecondition, "it is connected to the manager server at %q, not to %q", manager, s.manager)
-	}
-	return wire, nil
 }
 
 // reopenTime is how long reopen retries. After that, the next call opens a stream.

@@ -1101,198 +1101,6 @@ func (*NotifyFailedResponse) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{14}
 }
 
-type RelayRequests struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Requests      []*RelayRequest        `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *RelayRequests) Reset() {
-	*x = RelayRequests{}
-	mi := &file_torchft_proto_msgTypes[15]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *RelayRequests) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*RelayRequests) ProtoMessage() {}
-
-func (x *RelayRequests) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[15]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use RelayRequests.ProtoReflect.Descriptor instead.
-func (*RelayRequests) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{15}
-}
-
-func (x *RelayRequests) GetRequests() []*RelayRequest {
-	if x != nil {
-		return x.Requests
-	}
-	return nil
-}
-
-type RelayRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Session       uint64                 `protobuf:"varint,1,opt,name=session,proto3" json:"session,omitempty"` // of one rank; chosen by the relay, above 0, unique in the stream
-	Request       *RankRequest           `protobuf:"bytes,2,opt,name=request,proto3" json:"request,omitempty"`  // absent: the connection of the rank has ended
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *RelayRequest) Reset() {
-	*x = RelayRequest{}
-	mi := &file_torchft_proto_msgTypes[16]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *RelayRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*RelayRequest) ProtoMessage() {}
-
-func (x *RelayRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[16]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use RelayRequest.ProtoReflect.Descriptor instead.
-func (*RelayRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{16}
-}
-
-func (x *RelayRequest) GetSession() uint64 {
-	if x != nil {
-		return x.Session
-	}
-	return 0
-}
-
-func (x *RelayRequest) GetRequest() *RankRequest {
-	if x != nil {
-		return x.Request
-	}
-	return nil
-}
-
-type RelayResponses struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Responses     []*RelayResponse       `protobuf:"bytes,1,rep,name=responses,proto3" json:"responses,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *RelayResponses) Reset() {
-	*x = RelayResponses{}
-	mi := &file_torchft_proto_msgTypes[17]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *RelayResponses) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*RelayResponses) ProtoMessage() {}
-
-func (x *RelayResponses) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[17]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use RelayResponses.ProtoReflect.Descriptor instead.
-func (*RelayResponses) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{17}
-}
-
-func (x *RelayResponses) GetResponses() []*RelayResponse {
-	if x != nil {
-		return x.Responses
-	}
-	return nil
-}
-
-type RelayResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Session       uint64                 `protobuf:"varint,1,opt,name=session,proto3" json:"session,omitempty"`  // 0: all sessions of the stream
-	Response      *RankResponse          `protobuf:"bytes,2,opt,name=response,proto3" json:"response,omitempty"` // absent: the server has ended the session
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *RelayResponse) Reset() {
-	*x = RelayResponse{}
-	mi := &file_torchft_proto_msgTypes[18]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *RelayResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*RelayResponse) ProtoMessage() {}
-
-func (x *RelayResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[18]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use RelayResponse.ProtoReflect.Descriptor instead.
-func (*RelayResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{18}
-}
-
-func (x *RelayResponse) GetSession() uint64 {
-	if x != nil {
-		return x.Session
-	}
-	return 0
-}
-
-func (x *RelayResponse) GetResponse() *RankResponse {
-	if x != nil {
-		return x.Response
-	}
-	return nil
-}
-
 type RankRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Call      uint64                 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"`                            // chosen by the rank, unique in the session
@@ -1316,7 +1124,7 @@ type RankRequest struct {
 
 func (x *RankRequest) Reset() {
 	*x = RankRequest{}
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1328,7 +1136,7 @@ func (x *RankRequest) String() string {
 func (*RankRequest) ProtoMessage() {}
 
 func (x *RankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1341,7 +1149,7 @@ func (x *RankRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankRequest.ProtoReflect.Descriptor instead.
 func (*RankRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{19}
+	return file_torchft_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RankRequest) GetCall() uint64 {
@@ -1541,7 +1349,7 @@ type RankResponse struct {
 
 func (x *RankResponse) Reset() {
 	*x = RankResponse{}
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1553,7 +1361,7 @@ func (x *RankResponse) String() string {
 func (*RankResponse) ProtoMessage() {}
 
 func (x *RankResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1566,7 +1374,7 @@ func (x *RankResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankResponse.ProtoReflect.Descriptor instead.
 func (*RankResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{20}
+	return file_torchft_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RankResponse) GetCall() uint64 {
@@ -1720,7 +1528,7 @@ type MemberFailed struct {
 
 func (x *MemberFailed) Reset() {
 	*x = MemberFailed{}
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1732,7 +1540,7 @@ func (x *MemberFailed) String() string {
 func (*MemberFailed) ProtoMessage() {}
 
 func (x *MemberFailed) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1745,7 +1553,7 @@ func (x *MemberFailed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberFailed.ProtoReflect.Descriptor instead.
 func (*MemberFailed) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{21}
+	return file_torchft_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *MemberFailed) GetQuorumId() int64 {
@@ -1781,7 +1589,7 @@ type PeerSuspected struct {
 
 func (x *PeerSuspected) Reset() {
 	*x = PeerSuspected{}
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1793,7 +1601,7 @@ func (x *PeerSuspected) String() string {
 func (*PeerSuspected) ProtoMessage() {}
 
 func (x *PeerSuspected) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1806,7 +1614,7 @@ func (x *PeerSuspected) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeerSuspected.ProtoReflect.Descriptor instead.
 func (*PeerSuspected) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{22}
+	return file_torchft_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PeerSuspected) GetQuorumId() int64 {
@@ -1836,7 +1644,7 @@ type HealProgress struct {
 
 func (x *HealProgress) Reset() {
 	*x = HealProgress{}
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1848,7 +1656,7 @@ func (x *HealProgress) String() string {
 func (*HealProgress) ProtoMessage() {}
 
 func (x *HealProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1861,7 +1669,7 @@ func (x *HealProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealProgress.ProtoReflect.Descriptor instead.
 func (*HealProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{23}
+	return file_torchft_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *HealProgress) GetGroupRank() int64 {
@@ -1897,7 +1705,7 @@ type Counted struct {
 
 func (x *Counted) Reset() {
 	*x = Counted{}
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1909,7 +1717,7 @@ func (x *Counted) String() string {
 func (*Counted) ProtoMessage() {}
 
 func (x *Counted) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1922,7 +1730,7 @@ func (x *Counted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Counted.ProtoReflect.Descriptor instead.
 func (*Counted) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{24}
+	return file_torchft_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Counted) GetGroupRank() int64 {
@@ -1962,7 +1770,7 @@ type Recovered struct {
 
 func (x *Recovered) Reset() {
 	*x = Recovered{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1974,7 +1782,7 @@ func (x *Recovered) String() string {
 func (*Recovered) ProtoMessage() {}
 
 func (x *Recovered) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1987,7 +1795,7 @@ func (x *Recovered) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Recovered.ProtoReflect.Descriptor instead.
 func (*Recovered) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Recovered) GetGroupRank() int64 {
@@ -2049,7 +1857,7 @@ type PhaseTime struct {
 
 func (x *PhaseTime) Reset() {
 	*x = PhaseTime{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2061,7 +1869,7 @@ func (x *PhaseTime) String() string {
 func (*PhaseTime) ProtoMessage() {}
 
 func (x *PhaseTime) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2074,7 +1882,7 @@ func (x *PhaseTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PhaseTime.ProtoReflect.Descriptor instead.
 func (*PhaseTime) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PhaseTime) GetPhase() string {
@@ -2103,7 +1911,7 @@ type RankProgress struct {
 
 func (x *RankProgress) Reset() {
 	*x = RankProgress{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2115,7 +1923,7 @@ func (x *RankProgress) String() string {
 func (*RankProgress) ProtoMessage() {}
 
 func (x *RankProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2128,7 +1936,7 @@ func (x *RankProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankProgress.ProtoReflect.Descriptor instead.
 func (*RankProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *RankProgress) GetGroupRank() int64 {
@@ -2167,7 +1975,7 @@ type GroupProgress struct {
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2179,7 +1987,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2192,7 +2000,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -2242,7 +2050,7 @@ type MemberStalled struct {
 
 func (x *MemberStalled) Reset() {
 	*x = MemberStalled{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2254,7 +2062,7 @@ func (x *MemberStalled) String() string {
 func (*MemberStalled) ProtoMessage() {}
 
 func (x *MemberStalled) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2267,7 +2075,7 @@ func (x *MemberStalled) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberStalled.ProtoReflect.Descriptor instead.
 func (*MemberStalled) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *MemberStalled) GetQuorumId() int64 {
@@ -2302,7 +2110,7 @@ type JobRegressed struct {
 
 func (x *JobRegressed) Reset() {
 	*x = JobRegressed{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2314,7 +2122,7 @@ func (x *JobRegressed) String() string {
 func (*JobRegressed) ProtoMessage() {}
 
 func (x *JobRegressed) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2327,7 +2135,7 @@ func (x *JobRegressed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JobRegressed.ProtoReflect.Descriptor instead.
 func (*JobRegressed) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *JobRegressed) GetQuorumId() int64 {
@@ -2355,7 +2163,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2367,7 +2175,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2380,7 +2188,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2422,7 +2230,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2434,7 +2242,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2447,7 +2255,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *MemberMessage) GetFinished() bool {
@@ -2667,7 +2475,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2679,7 +2487,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2692,7 +2500,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2742,7 +2550,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2754,7 +2562,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2767,7 +2575,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *PastQuorum) GetQuorumId() int64 {
@@ -2801,7 +2609,7 @@ type Voter struct {
 
 func (x *Voter) Reset() {
 	*x = Voter{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2813,7 +2621,7 @@ func (x *Voter) String() string {
 func (*Voter) ProtoMessage() {}
 
 func (x *Voter) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2826,7 +2634,7 @@ func (x *Voter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Voter.ProtoReflect.Descriptor instead.
 func (*Voter) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Voter) GetReplicaId() string {
@@ -2862,7 +2670,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2874,7 +2682,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2887,7 +2695,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2972,7 +2780,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2984,7 +2792,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2997,7 +2805,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3238,7 +3046,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3250,7 +3058,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3263,7 +3071,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3285,7 +3093,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3297,7 +3105,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3310,7 +3118,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3357,7 +3165,7 @@ type ListChange struct {
 
 func (x *ListChange) Reset() {
 	*x = ListChange{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3369,7 +3177,7 @@ func (x *ListChange) String() string {
 func (*ListChange) ProtoMessage() {}
 
 func (x *ListChange) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3382,7 +3190,7 @@ func (x *ListChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
 func (*ListChange) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ListChange) GetWhole() bool {
@@ -3429,7 +3237,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3441,7 +3249,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3454,7 +3262,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{41}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3518,7 +3326,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3530,7 +3338,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3543,7 +3351,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{42}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3583,7 +3391,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[43]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3595,7 +3403,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[43]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3608,7 +3416,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{43}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3626,7 +3434,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[44]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3638,7 +3446,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[44]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3651,7 +3459,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{44}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3667,7 +3475,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[45]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3679,7 +3487,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[45]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3692,7 +3500,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{45}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3816,17 +3624,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
 	"\fKillResponse\"\x16\n" +
-	"\x14NotifyFailedResponse\"B\n" +
-	"\rRelayRequests\x121\n" +
-	"\brequests\x18\x01 \x03(\v2\x15.torchft.RelayRequestR\brequests\"X\n" +
-	"\fRelayRequest\x12\x18\n" +
-	"\asession\x18\x01 \x01(\x04R\asession\x12.\n" +
-	"\arequest\x18\x02 \x01(\v2\x14.torchft.RankRequestR\arequest\"F\n" +
-	"\x0eRelayResponses\x124\n" +
-	"\tresponses\x18\x01 \x03(\v2\x16.torchft.RelayResponseR\tresponses\"\\\n" +
-	"\rRelayResponse\x12\x18\n" +
-	"\asession\x18\x01 \x01(\x04R\asession\x121\n" +
-	"\bresponse\x18\x02 \x01(\v2\x15.torchft.RankResponseR\bresponse\"\x9b\x04\n" +
+	"\x14NotifyFailedResponse\"\x9b\x04\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -4011,10 +3809,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06Quorum\x12\x1d.torchft.ManagerQuorumRequest\x1a\x1e.torchft.ManagerQuorumResponse\x12]\n" +
 	"\x12CheckpointMetadata\x12\".torchft.CheckpointMetadataRequest\x1a#.torchft.CheckpointMetadataResponse\x12K\n" +
 	"\fShouldCommit\x12\x1c.torchft.ShouldCommitRequest\x1a\x1d.torchft.ShouldCommitResponse\x123\n" +
-	"\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponse2\x87\x01\n" +
+	"\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponse2I\n" +
 	"\vRankService\x12:\n" +
-	"\aSession\x12\x14.torchft.RankRequest\x1a\x15.torchft.RankResponse(\x010\x01\x12<\n" +
-	"\x05Relay\x12\x16.torchft.RelayRequests\x1a\x17.torchft.RelayResponses(\x010\x012S\n" +
+	"\aSession\x12\x14.torchft.RankRequest\x1a\x15.torchft.RankResponse(\x010\x012S\n" +
 	"\vPeerService\x12D\n" +
 	"\fNotifyFailed\x12\x15.torchft.MemberFailed\x1a\x1d.torchft.NotifyFailedResponse2Q\n" +
 	"\rMemberService\x12@\n" +
@@ -4035,7 +3832,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -4052,111 +3849,101 @@ var file_torchft_proto_goTypes = []any{
 	(*KillRequest)(nil),                 // 12: torchft.KillRequest
 	(*KillResponse)(nil),                // 13: torchft.KillResponse
 	(*NotifyFailedResponse)(nil),        // 14: torchft.NotifyFailedResponse
-	(*RelayRequests)(nil),               // 15: torchft.RelayRequests
-	(*RelayRequest)(nil),                // 16: torchft.RelayRequest
-	(*RelayResponses)(nil),              // 17: torchft.RelayResponses
-	(*RelayResponse)(nil),               // 18: torchft.RelayResponse
-	(*RankRequest)(nil),                 // 19: torchft.RankRequest
-	(*RankResponse)(nil),                // 20: torchft.RankResponse
-	(*MemberFailed)(nil),                // 21: torchft.MemberFailed
-	(*PeerSuspected)(nil),               // 22: torchft.PeerSuspected
-	(*HealProgress)(nil),                // 23: torchft.HealProgress
-	(*Counted)(nil),                     // 24: torchft.Counted
-	(*Recovered)(nil),                   // 25: torchft.Recovered
-	(*PhaseTime)(nil),                   // 26: torchft.PhaseTime
-	(*RankProgress)(nil),                // 27: torchft.RankProgress
-	(*GroupProgress)(nil),               // 28: torchft.GroupProgress
-	(*MemberStalled)(nil),               // 29: torchft.MemberStalled
-	(*JobRegressed)(nil),                // 30: torchft.JobRegressed
-	(*CallFailure)(nil),                 // 31: torchft.CallFailure
-	(*MemberMessage)(nil),               // 32: torchft.MemberMessage
-	(*Greeting)(nil),                    // 33: torchft.Greeting
-	(*PastQuorum)(nil),                  // 34: torchft.PastQuorum
-	(*Voter)(nil),                       // 35: torchft.Voter
-	(*Ask)(nil),                         // 36: torchft.Ask
-	(*LighthouseMessage)(nil),           // 37: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 38: torchft.NotLeader
-	(*Welcome)(nil),                     // 39: torchft.Welcome
-	(*ListChange)(nil),                  // 40: torchft.ListChange
-	(*QuorumStates)(nil),                // 41: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 42: torchft.PlacedState
-	(*Frame)(nil),                       // 43: torchft.Frame
-	(*IdentifyRequest)(nil),             // 44: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 45: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 46: google.protobuf.Timestamp
+	(*RankRequest)(nil),                 // 15: torchft.RankRequest
+	(*RankResponse)(nil),                // 16: torchft.RankResponse
+	(*MemberFailed)(nil),                // 17: torchft.MemberFailed
+	(*PeerSuspected)(nil),               // 18: torchft.PeerSuspected
+	(*HealProgress)(nil),                // 19: torchft.HealProgress
+	(*Counted)(nil),                     // 20: torchft.Counted
+	(*Recovered)(nil),                   // 21: torchft.Recovered
+	(*PhaseTime)(nil),                   // 22: torchft.PhaseTime
+	(*RankProgress)(nil),                // 23: torchft.RankProgress
+	(*GroupProgress)(nil),               // 24: torchft.GroupProgress
+	(*MemberStalled)(nil),               // 25: torchft.MemberStalled
+	(*JobRegressed)(nil),                // 26: torchft.JobRegressed
+	(*CallFailure)(nil),                 // 27: torchft.CallFailure
+	(*MemberMessage)(nil),               // 28: torchft.MemberMessage
+	(*Greeting)(nil),                    // 29: torchft.Greeting
+	(*PastQuorum)(nil),                  // 30: torchft.PastQuorum
+	(*Voter)(nil),                       // 31: torchft.Voter
+	(*Ask)(nil),                         // 32: torchft.Ask
+	(*LighthouseMessage)(nil),           // 33: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 34: torchft.NotLeader
+	(*Welcome)(nil),                     // 35: torchft.Welcome
+	(*ListChange)(nil),                  // 36: torchft.ListChange
+	(*QuorumStates)(nil),                // 37: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 38: torchft.PlacedState
+	(*Frame)(nil),                       // 39: torchft.Frame
+	(*IdentifyRequest)(nil),             // 40: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 41: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 42: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	46, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	42, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	34, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	30, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
-	16, // 5: torchft.RelayRequests.requests:type_name -> torchft.RelayRequest
-	19, // 6: torchft.RelayRequest.request:type_name -> torchft.RankRequest
-	18, // 7: torchft.RelayResponses.responses:type_name -> torchft.RelayResponse
-	20, // 8: torchft.RelayResponse.response:type_name -> torchft.RankResponse
-	6,  // 9: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
-	10, // 10: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
-	22, // 11: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
-	27, // 12: torchft.RankRequest.progress:type_name -> torchft.RankProgress
-	23, // 13: torchft.RankRequest.healing:type_name -> torchft.HealProgress
-	25, // 14: torchft.RankRequest.recovered:type_name -> torchft.Recovered
-	24, // 15: torchft.RankRequest.counted:type_name -> torchft.Counted
-	7,  // 16: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	11, // 17: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	31, // 18: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	21, // 19: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
-	29, // 20: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
-	30, // 21: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
-	26, // 22: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	33, // 23: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	36, // 24: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	22, // 25: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	28, // 26: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	23, // 27: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	25, // 28: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	34, // 29: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	35, // 30: torchft.PastQuorum.members:type_name -> torchft.Voter
-	0,  // 31: torchft.Ask.member:type_name -> torchft.QuorumMember
-	39, // 32: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	40, // 33: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
-	41, // 34: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
-	31, // 35: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	21, // 36: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	29, // 37: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	30, // 38: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
-	0,  // 39: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	46, // 40: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	42, // 41: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	2,  // 42: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 43: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 44: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 45: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 46: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 47: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	19, // 48: torchft.RankService.Session:input_type -> torchft.RankRequest
-	15, // 49: torchft.RankService.Relay:input_type -> torchft.RelayRequests
-	21, // 50: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
-	32, // 51: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	43, // 52: torchft.ClusterService.Link:input_type -> torchft.Frame
-	44, // 53: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	3,  // 54: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 55: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 56: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 57: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 58: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 59: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	20, // 60: torchft.RankService.Session:output_type -> torchft.RankResponse
-	17, // 61: torchft.RankService.Relay:output_type -> torchft.RelayResponses
-	14, // 62: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
-	37, // 63: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	43, // 64: torchft.ClusterService.Link:output_type -> torchft.Frame
-	45, // 65: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	54, // [54:66] is the sub-list for method output_type
-	42, // [42:54] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	6,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
+	10, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
+	18, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
+	23, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	19, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
+	21, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
+	20, // 11: torchft.RankRequest.counted:type_name -> torchft.Counted
+	7,  // 12: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	11, // 13: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	27, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	17, // 15: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
+	25, // 16: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
+	26, // 17: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
+	22, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	29, // 19: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	32, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	18, // 21: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	24, // 22: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	19, // 23: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	21, // 24: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	30, // 25: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	31, // 26: torchft.PastQuorum.members:type_name -> torchft.Voter
+	0,  // 27: torchft.Ask.member:type_name -> torchft.QuorumMember
+	35, // 28: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	36, // 29: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
+	37, // 30: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
+	27, // 31: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	17, // 32: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	25, // 33: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	26, // 34: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
+	0,  // 35: torchft.ListChange.set:type_name -> torchft.QuorumMember
+	42, // 36: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	38, // 37: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	2,  // 38: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 39: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 40: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 41: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 42: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 43: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	15, // 44: torchft.RankService.Session:input_type -> torchft.RankRequest
+	17, // 45: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
+	28, // 46: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	39, // 47: torchft.ClusterService.Link:input_type -> torchft.Frame
+	40, // 48: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	3,  // 49: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 50: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 51: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 52: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 53: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 54: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	16, // 55: torchft.RankService.Session:output_type -> torchft.RankResponse
+	14, // 56: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
+	33, // 57: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	39, // 58: torchft.ClusterService.Link:output_type -> torchft.Frame
+	41, // 59: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	49, // [49:60] is the sub-list for method output_type
+	38, // [38:49] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -4165,7 +3952,7 @@ func file_torchft_proto_init() {
 		return
 	}
 	file_torchft_proto_msgTypes[7].OneofWrappers = []any{}
-	file_torchft_proto_msgTypes[19].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[15].OneofWrappers = []any{
 		(*RankRequest_Quorum)(nil),
 		(*RankRequest_ShouldCommit)(nil),
 		(*RankRequest_Cancel)(nil),
@@ -4177,7 +3964,7 @@ func file_torchft_proto_init() {
 		(*RankRequest_Recovered)(nil),
 		(*RankRequest_Counted)(nil),
 	}
-	file_torchft_proto_msgTypes[20].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[16].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
 		(*RankResponse_ShouldCommit)(nil),
 		(*RankResponse_Failure)(nil),
@@ -4187,7 +3974,7 @@ func file_torchft_proto_init() {
 		(*RankResponse_Regressed)(nil),
 		(*RankResponse_Left)(nil),
 	}
-	file_torchft_proto_msgTypes[32].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[28].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_Withdraw)(nil),
@@ -4201,7 +3988,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_ShuttingDown)(nil),
 		(*MemberMessage_Past)(nil),
 	}
-	file_torchft_proto_msgTypes[37].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[33].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_ListChange)(nil),
 		(*LighthouseMessage_Quorum)(nil),
@@ -4223,7 +4010,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   46,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   6,
 		},

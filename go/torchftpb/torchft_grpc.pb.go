@@ -392,7 +392,6 @@ var ManagerService_ServiceDesc = grpc.ServiceDesc{
 
 const (
 	RankService_Session_FullMethodName = "/torchft.RankService/Session"
-	RankService_Relay_FullMethodName   = "/torchft.RankService/Relay"
 )
 
 // RankServiceClient is the client API for RankService service.
@@ -404,8 +403,6 @@ const (
 type RankServiceClient interface {
 	// One stream for each rank, instead of one call for each quorum and each vote.
 	Session(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RankRequest, RankResponse], error)
-	// The sessions of several ranks in one stream, opened by their relay. The first response is empty.
-	Relay(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RelayRequests, RelayResponses], error)
 }
 
 type rankServiceClient struct {
@@ -429,19 +426,6 @@ func (c *rankServiceClient) Session(ctx context.Context, opts ...grpc.CallOption
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type RankService_SessionClient = grpc.BidiStreamingClient[RankRequest, RankResponse]
 
-func (c *rankServiceClient) Relay(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RelayRequests, RelayResponses], error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &RankService_ServiceDesc.Streams[1], RankService_Relay_FullMethodName, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	x := &grpc.GenericClientStream[RelayRequests, RelayResponses]{ClientStream: stream}
-	return x, nil
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type RankService_RelayClient = grpc.BidiStreamingClient[RelayRequests, RelayResponses]
-
 // RankServiceServer is the server API for RankService service.
 // All implementations must embed UnimplementedRankServiceServer
 // for forward compatibility.
@@ -451,8 +435,6 @@ type RankService_RelayClient = grpc.BidiStreamingClient[RelayRequests, RelayResp
 type RankServiceServer interface {
 	// One stream for each rank, instead of one call for each quorum and each vote.
 	Session(grpc.BidiStreamingServer[RankRequest, RankResponse]) error
-	// The sessions of several ranks in one stream, opened by their relay. The first response is empty.
-	Relay(grpc.BidiStreamingServer[RelayRequests, RelayResponses]) error
 	mustEmbedUnimplementedRankServiceServer()
 }
 
@@ -465,9 +447,6 @@ type UnimplementedRankServiceServer struct{}
 
 func (UnimplementedRankServiceServer) Session(grpc.BidiStreamingServer[RankRequest, RankResponse]) error {
 	return status.Error(codes.Unimplemented, "method Session not implemented")
-}
-func (UnimplementedRankServiceServer) Relay(grpc.BidiStreamingServer[RelayRequests, RelayResponses]) error {
-	return status.Error(codes.Unimplemented, "method Relay not implemented")
 }
 func (UnimplementedRankServiceServer) mustEmbedUnimplementedRankServiceServer() {}
 func (UnimplementedRankServiceServer) testEmbeddedByValue()                     {}
@@ -497,13 +476,6 @@ func _RankService_Session_Handler(srv interface{}, stream grpc.ServerStream) err
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type RankService_SessionServer = grpc.BidiStreamingServer[RankRequest, RankResponse]
 
-func _RankService_Relay_Handler(srv interface{}, stream grpc.ServerStream) error {
-	return srv.(RankServiceServer).Relay(&grpc.GenericServerStream[RelayRequests, RelayResponses]{ServerStream: stream})
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type RankService_RelayServer = grpc.BidiStreamingServer[RelayRequests, RelayResponses]
-
 // RankService_ServiceDesc is the grpc.ServiceDesc for RankService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -515,12 +487,6 @@ var RankService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "Session",
 			Handler:       _RankService_Session_Handler,
-			ServerStreams: true,
-			ClientStreams: true,
-		},
-		{
-			StreamName:    "Relay",
-			Handler:       _RankService_Relay_Handler,
 			ServerStreams: true,
 			ClientStreams: true,
 		},

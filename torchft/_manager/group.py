@@ -10,8 +10,8 @@ from typing import Callable, NamedTuple, Optional
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from torchft._manager.settings import MANAGER_ADDR_KEY, RANKS_PER_RELAY_ENV, REPLICA_ID_KEY, Settings
-from torchft._torchft import ManagerClient, ManagerServer
+from torchft._manager.settings import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Settings
+from torchft._torchft import ManagerServer
 from torchft._waits import announced
 from torchft.addresses import announced_host, announced_store_host, host_port, store_host
 
@@ -26,31 +26,6 @@ class Group(NamedTuple):
     replica_id: str
     manager_address: str
     server: Optional[ManagerServer]  # on rank 0 only
-    relay: str = ""  # address of the relay that this rank asks through; empty: it asks the manager server itself
-
-    def connect(self, settings: Settings, hostname: str, make_client: Callable[..., ManagerClient]) -> ManagerClient:
-        """Connects with the manager server. If this rank is to be a relay, it then also serves other ranks.
-
-        Args:
-            settings: the settings of this rank.
-            hostname: as in :func:`join_group`.
-            make_client: makes the client.
-        """
-        if settings.relay != settings.group_rank:
-            further = {"relay": self.relay} if self.relay else {}
-            return make_client(self.manager_address, connect_timeout=settings.connect_timeout, **further)
-        host = _announced(hostname, self.manager_address)
-        client = make_client(self.manager_address, connect_timeout=settings.connect_timeout, relay_host=host)
-        self.store.set(_relay_key(settings.group_rank), client._relay_address())
-        return client
-
-
-def _relay_key(relay: Optional[int]) -> str:
-    return f"relay_{relay}"
-
-
-def _announced(hostname: str, towards: str) -> str:
-    return hostname if hostname != socket.gethostname() else announced_host(towards)
 
 
 def join_group(
@@ -72,13 +47,15 @@ def join_group(
     lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""
     store = _open_store(settings)
     if settings.group_rank != 0:
-        address, full_id, *of_relay = _find(store, settings)
-        return Group(store, full_id, address, None, *of_relay)
+        # In one request: when a group starts, all its ranks query the same store, and each round trip adds to the
+        # start.
+        address, full_id = (value.decode("utf-8") for value in store.multi_get([MANAGER_ADDR_KEY, REPLICA_ID_KEY]))
+        return Group(store, full_id, address, None)
     full_id = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
     server = start_server(
         replica_id=full_id,
         lighthouse_addr=lighthouse_addr,
-        hostname=_announced(hostname, lighthouse_addr),
+        hostname=hostname if hostname != socket.gethostname() else announced_host(lighthouse_addr),
         bind=f"[::]:{settings.manager_port}",
         store_addr=announced_store_host(settings.store_addr, settings.store_port, lighthouse_addr),
         world_size=settings.group_world_size,
@@ -94,27 +71,6 @@ def join_group(
         server.shutdown()
         raise
     return Group(store, full_id, address, server)
-
-
-def _find(store: dist.Store, settings: Settings) -> list[str]:
-    """Waits until the store has the manager server's address, the group's name and, if this rank has one, its relay's
-    address.
-    """
-    # In one request: when a group starts, all its ranks query the same store, and each round trip adds to the start.
-    keys = [MANAGER_ADDR_KEY, REPLICA_ID_KEY]
-    relayed = settings.relay not in (None, settings.group_rank)
-    if relayed:
-        keys.append(_relay_key(settings.relay))
-    try:
-        return [value.decode("utf-8") for value in store.multi_get(keys)]
-    except dist.DistStoreError as e:
-        if not relayed or not store.check(keys[:2]):
-            raise
-        raise dist.DistStoreError(
-            f"rank {settings.group_rank} found no relay of rank {settings.relay} in the group's store ({e}): that rank "
-            f"has not started, or not as a relay. {RANKS_PER_RELAY_ENV}={settings.ranks_per_relay} here. All ranks of "
-            f"a group need the same value, 2 or more, or 0 (no relays)"
-        ) from e
 
 
 def _open_store(settings: Settings) -> dist.Store:

@@ -23,16 +23,10 @@ REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
 COMPARE_COMMITS_ENV: str = "TORCHFT_COMPARE_COMMITS"
 ON_DIVERGENCE_ENV: str = "TORCHFT_ON_DIVERGENCE"
 HEAL_ALONG_ENV: str = "TORCHFT_HEAL_ALONG"
-RANKS_PER_RELAY_ENV: str = "TORCHFT_RANKS_PER_RELAY"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 
 # The assigned source, and as many additional ones as a quorum names to a healing group (go/recovery).
 MAX_SOURCES = 4
-
-# A step costs a manager server 80 us of processor time for each connected rank or relay, and a relay as much for each
-# of its ranks. With 64 ranks per relay, both costs are small in a group of thousands. Small groups need no relays.
-RANKS_PER_RELAY = 64
-RELAYS_FROM = 512  # ranks in a group
 
 # Number of restarts of the workers so far. Keys contain it, because torchrun keeps the group's store over a restart.
 RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
@@ -66,14 +60,6 @@ class Settings:
     compares_by_default: bool = False
     on_divergence: OnDivergence = OnDivergence.REPORT
     heal_along: bool = False
-    ranks_per_relay: int = 0  # 0: each rank calls the manager server directly
-
-    @property
-    def relay(self) -> Optional[int]:
-        """The rank whose relay this rank uses, which may be itself; None: it calls the manager server directly."""
-        if not self.ranks_per_relay or self.group_rank == 0:
-            return None
-        return max(1, self.group_rank - self.group_rank % self.ranks_per_relay)
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -131,7 +117,6 @@ def resolve(
         compares_by_default=compare_commits is None and COMPARE_COMMITS_ENV not in os.environ,
         on_divergence=_on_divergence(on_divergence),
         heal_along=switch(heal_along, HEAL_ALONG_ENV, default=False),
-        ranks_per_relay=_ranks_per_relay(_int_setting("world_size", world_size, "WORLD_SIZE")),
     )
     _check(settings)
     return settings
@@ -203,14 +188,6 @@ def heal_sources_from_env() -> int:
     if not 1 <= sources <= MAX_SOURCES:
         raise ValueError(f"{HEAL_SOURCES_ENV}={sources}: allowed are 1 (the assigned one) to {MAX_SOURCES}")
     return sources
-
-
-def _ranks_per_relay(group_world_size: int) -> int:
-    """Returns how many ranks share one relay, 0 for no relays, by the environment or the size of the group."""
-    ranks = int_from_env(RANKS_PER_RELAY_ENV, RANKS_PER_RELAY if group_world_size >= RELAYS_FROM else 0)
-    if ranks < 0 or ranks == 1:
-        raise ValueError(f"{RANKS_PER_RELAY_ENV}={ranks}: allowed are 0 (no relays), 2 and more")
-    return ranks
 
 
 def int_from_env(name: str, default: int) -> int:

@@ -74,12 +74,12 @@ func FuzzMessages(f *testing.F) {
 		&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{Member: member, TimeoutUs: -1}}},
 		&torchftpb.RankRequest{Call: 1, Request: &torchftpb.RankRequest_Cancel{Cancel: true}},
 		&torchftpb.Quorum{Participants: []*torchftpb.QuorumMember{member}},
-		&torchftpb.RelayRequests{Requests: []*torchftpb.RelayRequest{{Session: 1}, {Session: 1, Request: &torchftpb.RankRequest{
+		&torchftpb.RankRequest{
 			Call: 1, TimeoutUs: -1 << 63, Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: -1}},
-		}}}},
-		&torchftpb.RelayResponses{Responses: []*torchftpb.RelayResponse{{}, {Session: 1, Response: &torchftpb.RankResponse{
+		},
+		&torchftpb.RankResponse{
 			Call: 1, Response: &torchftpb.RankResponse_Quorum{Quorum: &torchftpb.ManagerQuorumResponse{Heal: true}},
-		}}}},
+		},
 		&torchftpb.MemberFailed{QuorumId: -1, ReplicaId: "a"},
 	} {
 		encoded, err := proto.Marshal(m)
@@ -93,7 +93,7 @@ func FuzzMessages(f *testing.F) {
 			&torchftpb.ShouldCommitRequest{}, &torchftpb.CheckpointMetadataRequest{}, &torchftpb.KillRequest{},
 			&torchftpb.MemberMessage{}, &torchftpb.LighthouseMessage{}, &torchftpb.RankRequest{}, &torchftpb.RankResponse{},
 			&torchftpb.LighthouseQuorumResponse{}, &torchftpb.ManagerQuorumResponse{},
-			&torchftpb.RelayRequests{}, &torchftpb.RelayResponses{}, &torchftpb.MemberFailed{},
+			&torchftpb.MemberFailed{},
 		} {
 			if codec.Unmarshal(mem.BufferSlice{mem.SliceBuffer(encoded)}, m) != nil {
 				continue
@@ -106,16 +106,8 @@ func FuzzMessages(f *testing.F) {
 				}
 			case *torchftpb.LighthouseQuorumResponse:
 				_ = wire.QuorumFromProto(m.GetQuorum())
-			case *torchftpb.RelayRequests:
-				for _, req := range m.GetRequests() {
-					convertRequest(req.GetRequest())
-				}
 			case *torchftpb.RankRequest:
 				convertRequest(m)
-			case *torchftpb.RelayResponses:
-				for _, resp := range m.GetResponses() {
-					convertResponse(resp.GetResponse())
-				}
 			case *torchftpb.RankResponse:
 				convertResponse(m)
 			case *torchftpb.MemberMessage:

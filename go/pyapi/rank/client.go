@@ -3,14 +3,12 @@ package rank
 
 import (
 	"context"
-	"errors"
 	"sync"
 	"sync/atomic"
 
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
-	"github.com/torchft/torchft/go/relay"
 )
 
 // Client is a rank's client, with its state between quorum rounds.
@@ -24,33 +22,19 @@ type Client struct {
 	// Trace is the trace context of the step, from its quorum on; nil unless the rank traces.
 	Trace atomic.Pointer[string]
 
-	relay *relay.Relay // the relay that this rank runs for others; nil if it runs none
-
 	mu   sync.Mutex
 	last *recovery.Result // result of the last round
 }
 
-// New returns a client that owns its connection and, unless it is nil, its relay.
-func New(client *rankclient.Client, own *relay.Relay) *Client {
-	return &Client{Client: client, relay: own, Closed: make(chan struct{}), Change: make(chan struct{}, 1)}
+// New returns a client that owns its connection.
+func New(client *rankclient.Client) *Client {
+	return &Client{Client: client, Closed: make(chan struct{}), Change: make(chan struct{}, 1)}
 }
 
 // Close ends the calls and the waits for a change. It is called once, by the handle's release.
 func (c *Client) Close() error {
 	close(c.Closed)
-	err := c.Client.Close()
-	if c.relay != nil {
-		err = errors.Join(err, c.relay.Close())
-	}
-	return err
-}
-
-// Address returns the address of this rank's relay; empty if it runs none.
-func (c *Client) Address() string {
-	if c.relay == nil {
-		return ""
-	}
-	return c.relay.Address()
+	return c.Client.Close()
 }
 
 // Notify puts a value into Change, unless there is one.

@@ -18,7 +18,7 @@ func steady() recovery.Result {
 }
 
 func TestANewQuorumIsAChange(t *testing.T) {
-	c := New(nil, nil)
+	c := New(nil)
 	require.True(t, c.Changed(steady()), "the first result")
 	require.False(t, c.Changed(steady()))
 	after := steady()
@@ -28,7 +28,7 @@ func TestANewQuorumIsAChange(t *testing.T) {
 }
 
 func TestAnotherStepIsNoChange(t *testing.T) {
-	c := New(nil, nil)
+	c := New(nil)
 	c.Changed(steady())
 	next := steady()
 	next.MaxStep++
@@ -36,7 +36,7 @@ func TestAnotherStepIsNoChange(t *testing.T) {
 }
 
 func TestAHealIsAChangeEveryTime(t *testing.T) {
-	c := New(nil, nil)
+	c := New(nil)
 	heal := steady()
 	heal.Heal = true
 	require.True(t, c.Changed(heal))

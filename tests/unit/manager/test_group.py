@@ -30,7 +30,7 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def join(rank: int, server: Any, clients: Any = None) -> group.Group:
+def join(rank: int, server: Any) -> group.Group:
     """Starts one rank of a group."""
     settings = resolve(
         rank=rank,
@@ -45,19 +45,16 @@ def join(rank: int, server: Any, clients: Any = None) -> group.Group:
         heartbeat_interval=timedelta(milliseconds=100),
         quorum_retries=0,
     )
-    joined = group.join_group(settings, "g", "host", start_server=lambda **given: server)
-    if clients is not None:
-        joined.connect(settings, "host", lambda *given, **further: clients(rank, *given, **further))
-    return joined
+    return group.join_group(settings, "g", "host", start_server=lambda **given: server)
 
 
-def started(opened: List[CountingStore], server: Any, clients: Any = None) -> dict[int, group.Group]:
-    """Starts all ranks of a group in parallel; with `clients`, a factory, also their clients."""
+def started(opened: List[CountingStore], server: Any) -> dict[int, group.Group]:
+    """Starts all ranks of a group in parallel."""
 
     # Rank 0 starts last, so that the others ask before the store has the answer.
     with ThreadPoolExecutor(RANKS) as pool:
         ranks = list(reversed(range(RANKS)))
-        return dict(zip(ranks, pool.map(lambda rank: join(rank, server, clients), ranks)))
+        return dict(zip(ranks, pool.map(lambda rank: join(rank, server), ranks)))
 
 
 @pytest.fixture
@@ -85,35 +82,6 @@ def test_a_start_costs_a_rank_two_store_operations(opened: List[CountingStore], 
         assert joined[rank].replica_id == joined[0].replica_id
         assert joined[rank].replica_id.startswith("g:")
         assert (joined[rank].server is server) == (rank == 0)
-
-
-def test_a_start_with_relays_costs_a_rank_two_store_operations(
-    opened: List[CountingStore], server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHFT_RANKS_PER_RELAY", "2")
-    made: dict[int, dict[str, Any]] = {}
-
-    def client(rank: int, address: str, **further: Any) -> Any:
-        assert address == "http://host:1"
-        made[rank] = {name: value for name, value in further.items() if name != "connect_timeout"}
-        return MagicMock(_relay_address=lambda: f"http://relay:{rank}")
-
-    started(opened, server, client)
-    assert made == {0: {}, 1: {"relay_host": "host"}, 2: {"relay_host": "host"}, 3: {"relay": "http://relay:2"}}
-    for rank, store in enumerate(opened):
-        assert 1 <= store.operations.total() <= 2, f"rank {rank}: {store.operations}"
-
-
-def test_a_rank_whose_relay_did_not_start_as_one(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    master.set("manager_addr", "http://host:1")
-    master.set("replica_id", "g")
-    store = TCPStore("localhost", master.port, wait_for_workers=False)
-    store.set_timeout(timedelta(milliseconds=100))  # set after connecting, which may take longer on a busy machine
-    monkeypatch.setattr(group, "_open_store", lambda settings: store)
-    monkeypatch.setenv("TORCHFT_RANKS_PER_RELAY", "2")
-    with pytest.raises(RuntimeError, match=r"rank 3 found no relay of rank 2 .*TORCHFT_RANKS_PER_RELAY=2 here"):
-        join(3, server)
 
 
 def test_a_wait_for_the_store_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,26 +204,3 @@ def test_bad_settings_of_healing_along(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="heal_along=True and replay_failed_step=True exclude each other"):
         make(replay_failed_step=True)
     assert make(replay_failed_step=True, heal_along=False).replay_failed_step
-
-
-@pytest.mark.parametrize(
-    ("env", "world_size", "relays"),
-    [
-        (None, 8, {0: None, 7: None}),
-        (None, 511, {64: None, 510: None}),
-        (None, 512, {0: None, 1: 1, 63: 1, 64: 64, 127: 64, 128: 128, 511: 448}),
-        ("0", 8000, {7999: None}),
-        ("2", 5, {0: None, 1: 1, 2: 2, 3: 2, 4: 4}),
-    ],
-)
-def test_ranks_per_relay(env: Any, world_size: int, relays: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    if env is not None:
-        monkeypatch.setenv("TORCHFT_RANKS_PER_RELAY", env)
-    assert {rank: make(rank=rank, world_size=world_size).relay for rank in relays} == relays
-
-
-@pytest.mark.parametrize("value", ["1", "-1"])
-def test_ranks_per_relay_that_are_not_allowed(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHFT_RANKS_PER_RELAY", value)
-    with pytest.raises(ValueError, match=rf"TORCHFT_RANKS_PER_RELAY={value}: allowed are 0 \(no relays\), 2 and more"):
-        make()

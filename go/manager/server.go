@@ -31,6 +31,7 @@ type Server struct {
 	cancel     context.CancelFunc
 	tasks      sync.WaitGroup
 	notices    membership.Broadcast
+	outbox     outbox
 	notifying  chan struct{} // has a value for each member that is being notified
 	unregister func()        // ends the direct calls of ranks in this process (direct.go)
 

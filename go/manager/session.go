@@ -31,7 +31,7 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
 	o := &openSession{
-		stream: stream, server: server, conn: connectionOf(ctx), parent: tracing.Incoming(ctx), wake: make(chan struct{}, 1),
+		stream: stream, server: server, conn: connectionOf(ctx), parent: tracing.Incoming(ctx),
 	}
 	notices, stop := server.notices.Listen()
 	defer stop()
@@ -39,10 +39,8 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 	rpc.Go(&server.tasks, server.log, "session", func() { received <- o.receive(ctx) })
 	for {
 		select {
-		case <-o.wake:
-			o.sendAnswers()
 		case n := <-notices:
-			_ = stream.Send(wire.NoticeToRank(n)) // fails only if the stream has broken: receive returns then
+			o.notify(wire.NoticeToRank(n))
 		case err := <-received:
 			cancel()
 			o.finish()
@@ -58,27 +56,32 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 // cancelled may still be open.
 const mostCalls = 64
 
-// openSession is one rank's stream with its calls in progress. It needs two goroutines for any number of calls: one receives requests
-// and feeds the machine, the other one sends the answers. In a group with thousands of ranks, a goroutine for each call would be half
-// of a step's cost for the server.
+// openSession is one rank's stream with its calls in progress. A goroutine receives the requests and feeds the machine; the server's
+// outbox sends the answers.
 type openSession struct {
 	stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
 	server *Server
 	conn   *connection
 	parent string         // trace context of the stream; empty unless it is traced
 	leaves sync.WaitGroup // calls that wait for the lighthouse
-	wake   chan struct{}  // not empty while there are answers
 
 	// Lock order: this lock may be taken while the server's is held, never the other way round.
 	mu       sync.Mutex
 	finished bool
 	refused  sync.Once
 	open     []*sessionCall // calls whose answers have not been sent, mostly one or two; mostCalls bounds unsent answers, too
-	answers  []*sessionCall // still to be sent
+	out      []outgoing     // still to be sent
+	sent     chan struct{}  // closed when all has been sent; nil while nothing is queued
+}
+
+// outgoing is the answer to a call, or a notice.
+type outgoing struct {
+	call   *sessionCall
+	notice *torchftpb.RankResponse
 }
 
 // sessionCall is a call in progress. The session's lock guards the fields that it adds to rankCall; once its answer is queued, only
-// the sender uses it.
+// the outbox uses it.
 type sessionCall struct {
 	rankCall
 	number uint64
@@ -232,29 +235,68 @@ func (o *openSession) answer(call *sessionCall, a answer) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	call.done, call.answer = true, a
-	o.answers = append(o.answers, call)
-	select {
-	case o.wake <- struct{}{}:
-	default: // the sender has been woken and has not taken the answers yet: it will take this one with them
-	}
+	o.queue(outgoing{call: call})
 }
 
-// sendAnswers sends the queued answers. A call whose answer has been sent makes room for another one.
-func (o *openSession) sendAnswers() {
+// notify queues a notice. It is dropped if the rank does not read: its collectives then end by their timeouts.
+func (o *openSession) notify(n *torchftpb.RankResponse) {
 	o.mu.Lock()
-	answers := o.answers
-	o.answers = nil
-	o.mu.Unlock()
-	for _, call := range answers {
-		_ = o.stream.Send(o.response(call)) // fails only if the stream has broken: receive returns then
-		o.mu.Lock()
-		o.open = slices.DeleteFunc(o.open, func(open *sessionCall) bool { return open == call })
-		o.mu.Unlock()
+	defer o.mu.Unlock()
+	if len(o.out) < 2*mostCalls {
+		o.queue(outgoing{notice: n})
 	}
 }
 
-func (o *openSession) response(c *sessionCall) *torchftpb.RankResponse {
-	resp, err := o.wrap(c, c.end(c.answer))
+// queue passes the session to the outbox, unless it is there already. The caller holds mu.
+func (o *openSession) queue(message outgoing) {
+	o.out = append(o.out, message)
+	if o.sent == nil {
+		o.sent = make(chan struct{})
+		o.server.outbox.put(o.server, o)
+	}
+}
+
+// send sends all that is queued. Only one goroutine sends at a time, since a session is in the outbox once. An answer that has been
+// sent makes room for another call.
+func (o *openSession) send(encoded *encodedVote) {
+	for out := o.next(nil); out != nil; out = o.next(out) {
+		for _, message := range out {
+			o.sendOne(message, encoded)
+		}
+	}
+}
+
+// next returns what is queued, after the last messages have been sent. It returns nil if nothing is.
+func (o *openSession) next(last []outgoing) (out []outgoing) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, message := range last {
+		o.open = slices.DeleteFunc(o.open, func(open *sessionCall) bool { return open == message.call })
+	}
+	if out, o.out = o.out, nil; out == nil {
+		close(o.sent)
+		o.sent = nil
+	}
+	return out
+}
+
+// sendOne fails only if the stream has broken: receive returns then.
+func (o *openSession) sendOne(message outgoing, encoded *encodedVote) {
+	var err error // Recovered has logged it
+	defer rpc.Recovered(o.server.log, "a message of a session", &err)
+	if message.call == nil {
+		_ = o.stream.Send(message.notice)
+	} else {
+		_ = o.stream.SendMsg(o.response(message.call, encoded))
+	}
+}
+
+func (o *openSession) response(c *sessionCall, encoded *encodedVote) any {
+	a := c.end(c.answer)
+	if c.kind == voteCall && a.err == nil {
+		return rpc.Numbered{Number: c.number, Message: encoded.encode(a)}
+	}
+	resp, err := o.wrap(c, a)
 	if err != nil {
 		s := status.Convert(err)
 		resp = &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Failure{
@@ -273,16 +315,13 @@ func (o *openSession) wrap(c *sessionCall, a answer) (resp *torchftpb.RankRespon
 	switch c.kind {
 	case quorumCall:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(*a.result)}}, nil
-	case voteCall:
-		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{
-			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit},
-		}}, nil
 	default:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Left{Left: true}}, nil
 	}
 }
 
-// finish ends the calls in progress, and sends their answers. receive may still run.
+// finish ends the calls in progress, and waits until their answers have been sent: Send fails once the stream has ended. receive may
+// still run.
 func (o *openSession) finish() {
 	o.mu.Lock()
 	o.finished = true
@@ -295,5 +334,10 @@ func (o *openSession) finish() {
 		o.cancelCall(number)
 	}
 	o.leaves.Wait()
-	o.sendAnswers()
+	o.mu.Lock()
+	sent := o.sent
+	o.mu.Unlock()
+	if sent != nil {
+		<-sent
+	}
 }

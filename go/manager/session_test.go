@@ -2,6 +2,7 @@ package manager_test
 
 import (
 	"context"
+	"fmt"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -114,12 +115,7 @@ func TestInvalidRequestsOfASession(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
-		require.NoError(t, err)
-		defer func() { require.NoError(t, conn.Close()) }()
-		stream, err := torchftpb.NewRankServiceClient(conn).Session(t.Context())
-		require.NoError(t, err)
-
+		stream := rawSession(t, c, g)
 		fails := func(call uint64, code codes.Code) {
 			t.Helper()
 			resp, err := stream.Recv()
@@ -137,7 +133,7 @@ func TestInvalidRequestsOfASession(t *testing.T) {
 		}}))
 		fails(3, codes.InvalidArgument)
 		require.NoError(t, stream.CloseSend())
-		_, err = stream.Recv()
+		_, err := stream.Recv()
 		require.Error(t, err)
 	})
 }
@@ -183,11 +179,7 @@ func TestASessionHasABoundOnItsCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) { cfg.WorldSize = 101 }) // no vote is answered
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
-		require.NoError(t, err)
-		defer func() { require.NoError(t, conn.Close()) }()
-		stream, err := torchftpb.NewRankServiceClient(conn).Session(t.Context())
-		require.NoError(t, err)
+		stream := rawSession(t, c, g)
 		for call := range uint64(100) {
 			_ = stream.Send(&torchftpb.RankRequest{Call: call + 1, TimeoutUs: 60e6, Request: &torchftpb.RankRequest_ShouldCommit{
 				ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: int64(call), Step: 1},
@@ -200,4 +192,64 @@ func TestASessionHasABoundOnItsCalls(t *testing.T) {
 		}
 		assert.Positive(t, c.Log.Count("a session is ended"))
 	})
+}
+
+func TestASessionThatReusesTheNumberOfACallIsEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("g", 2)
+		round(t, 0, g)
+		stream := rawSession(t, c, g)
+		for range 2 {
+			require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 7, TimeoutUs: 60e6, Request: &torchftpb.RankRequest_ShouldCommit{
+				ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 1},
+			}}))
+		}
+		var err error
+		for err == nil { // the first call may be answered before the end
+			_, err = stream.Recv()
+		}
+		assert.Positive(t, c.Log.Count("a session is ended"))
+		round(t, 1, g)
+		assert.Zero(t, c.Log.Count("internal error"))
+	})
+}
+
+// The answers to all ranks are sent one after the other. A rank that asks, and does not read, must not delay those to the others for
+// longer than twice stuckTime.
+func TestARankThatDoesNotReadDelaysNoOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		large := &quorum.Quorum{ID: 1, Members: []quorum.Member{{ReplicaID: "g"}}}
+		for i := range 20_000 { // four answers exceed what is sent to a rank that does not read
+			large.Members = append(large.Members, quorum.Member{ReplicaID: fmt.Sprintf("%060d", i)})
+		}
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("g", 3, func(cfg *manager.ServerConfig) {
+			cfg.Membership = &fake{quorum: func(context.Context) (*quorum.Quorum, error) { return large, nil }}
+		})
+		deaf := rawSession(t, c, g)
+		for step := range int64(6) {
+			require.NoError(t, deaf.Send(&torchftpb.RankRequest{Call: uint64(step) + 1, TimeoutUs: 60e6, Request: &torchftpb.RankRequest_Quorum{
+				Quorum: &torchftpb.ManagerQuorumRequest{Step: step},
+			}}))
+			synctest.Wait()
+			asked := answers{g.Quorum(1, step, time.Minute), g.Quorum(2, step, time.Minute)}
+			for _, answer := range asked {
+				got := <-answer
+				require.NoError(t, got.Err)
+				assert.LessOrEqual(t, got.Took, 50*time.Millisecond)
+			}
+		}
+	})
+}
+
+// rawSession opens the stream of a rank without its client, for the test to write to.
+func rawSession(t *testing.T, c *fttest.Cluster, g *fttest.Group) grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse] {
+	t.Helper()
+	conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.Close() })
+	stream, err := torchftpb.NewRankServiceClient(conn).Session(t.Context())
+	require.NoError(t, err)
+	return stream
 }

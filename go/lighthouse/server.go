@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"context"
 	"log/slog"
 	"os"
 	"sync"
@@ -29,13 +30,9 @@ type Server struct {
 
 	cluster *cluster // nil without one
 
-	lock  *os.File      // of the directory for states, nil without one
-	store store         // of the states of the jobs, nil without a directory
-	lists chan struct{} // a semaphore: bounds the lists that are sent at once
-
-	// Only tick uses these.
-	swept   time.Time // when the states of ended jobs were last removed, or the first look after this lighthouse began to serve
-	sweptIn uint64    // the term of swept
+	sweeper sweeper
+	lock    *os.File      // of the directory for states, nil without one
+	lists   chan struct{} // a semaphore: bounds the lists that are sent at once
 
 	mu       sync.Mutex
 	jobs     map[string]*job
@@ -83,15 +80,11 @@ func New(cfg Config) (*Server, error) {
 			_ = lock.Close()
 			return nil, err
 		}
-		s.store = s.cluster.node
 		options = append(options, grpc.ChainUnaryInterceptor(s.cluster.forwardUnary))
 	} else {
-		if cfg.StateDir != "" {
-			s.store = openFiles(cfg.StateDir, s.log, cfg.disk, s.restore)
-		}
-		s.mu.Lock()
 		s.jobs[rpc.DefaultJob] = newJob(s, rpc.DefaultJob)
-		s.mu.Unlock()
+		// The state of the job on disk is read first, but a hanging disk delays the start by at most diskTime.
+		s.jobs[rpc.DefaultJob].keeper.await(context.Background())
 	}
 	g := rpc.NewGRPC(gate, s.log, options...)
 	g.RegisterService(serviceDesc(), service{server: s})
@@ -105,15 +98,6 @@ func New(cfg Config) (*Server, error) {
 	}
 	rpc.Go(&s.tasks, s.log, "quorum tick", s.tick)
 	return s, nil
-}
-
-// restore continues the jobs from states that were read from disk after the jobs had begun.
-func (s *Server) restore(states map[string][]byte) {
-	for _, j := range s.allJobs() {
-		j.mu.Lock()
-		j.restore(states[j.name])
-		j.mu.Unlock()
-	}
 }
 
 // isJoin reports whether a member joins a job by this call.

@@ -8,66 +8,50 @@ import (
 )
 
 const (
-	setupBytes = 4 // the bytes of a schedule before its faults
-	faultBytes = 7
+	jobBytes   = 4 // the bytes of a history before its faults
+	faultBytes = 6
 	mostFaults = 16
 )
 
-// schedule decodes a job from the first bytes, and its faults from the others. Any bytes are valid. A change of a byte after the
-// first three causes only a small change of the schedule, which helps the fuzzer.
-func schedule(b []byte) Setup {
-	var head [setupBytes]byte
+// decoded returns the history of arbitrary bytes: a job, and its faults. A change of a byte after the first three changes the
+// schedule only a little, which helps the fuzzer.
+func decoded(b []byte) setup {
+	var head [jobBytes]byte
 	b = b[copy(head[:], b):]
-	s := Draw(uint64(head[0])|uint64(head[1])<<8, 1+int(head[2]%6), 60)
-	s.Cluster, s.Ranks = head[3]%2 == 1, 1+int(head[3]/2%2)
-	s.Faults = nil
-	for round := 1; len(b) > 0 && len(s.Faults) < mostFaults; {
+	s := draw(uint64(head[0])|uint64(head[1])<<8, 1+int(head[2]%5))
+	s.ranks, s.faults = 1+int(head[3]%2), nil
+	for at := 3 * time.Second; len(b) > 0 && len(s.faults) < mostFaults; {
 		var f [faultBytes]byte
 		b = b[copy(f[:], b):]
-		round = min(round+int(f[0]%16), s.Rounds)
-		fault := Fault{
-			Round: round,
-			Kind:  FaultKind(int(f[1]) % int(faultKinds)),
-			Slots: Slots(f[2]) & (1<<s.Slots - 1),
-			After: time.Duration(f[3]) * 4 * s.Compute / 256,
-			For:   time.Duration(f[4]) * (s.Policy.HeartbeatTimeout + s.Timeout) / 256,
-			N:     int64(f[5]%16) * int64(1+f[6]/16),
+		at += time.Duration(f[0]) * 16 * time.Millisecond
+		next := fault{
+			at:    at,
+			kind:  faultKind(int(f[1]) % int(faultKinds)),
+			slots: max(1, slots(f[2])&(1<<s.slots-1)),
+			lasts: time.Duration(1+int64(f[3])) * (s.policy.HeartbeatTimeout + s.timeout) / 256,
+			n:     int64(f[4]%16) * int64(1+f[5]/16),
 		}
-		if fault.Kind == RankFails {
-			fault.N %= int64(s.Ranks)
+		if next.kind == rankFails || next.kind == signal {
+			next.n %= int64(s.ranks)
 		}
-		switch fault.Kind {
-		case Partition, CutLighthouse, CutUp, CutDown: // without an end, the group would be cut off for good, and form no quorum
-			fault.For = max(fault.For, time.Millisecond)
-		}
-		if fault.Kind.ofLighthouse() {
-			fault.Slots = 0
-		} else if fault.Slots == 0 {
-			fault.Slots = 1
-		}
-		s.Faults = append(s.Faults, fault)
+		s.faults = append(s.faults, next)
 	}
 	return s
 }
 
-// FuzzHistory runs the schedule that arbitrary bytes decode to. The coverage of the machines guides the fuzzer.
+// FuzzHistory plays the history that arbitrary bytes decode to.
 func FuzzHistory(f *testing.F) {
 	f.Add([]byte("\x01\x00\x03\x00"))
-	f.Fuzz(func(t *testing.T, b []byte) {
-		s := schedule(b)
-		r := Run(s, nil)
-		if r.Broken != nil {
-			t.Fatalf("%v\nshrunk:\n%s", r.Broken, History(Shrink(s, r.Broken.Rule, 500), 100))
-		}
-	})
+	f.Add([]byte("\x05\x00\x03\x03\x08\x18\x01\x20\x00\x00\x00\x08\x14\x02\x20\x60\x01\x00\x04\x02\x05\x10\x80\x01\x00\x05\x17\x02\x00\x00\x00\x00"))
+	f.Fuzz(func(t *testing.T, b []byte) { hold(t, decoded(b)) })
 }
 
 func TestEveryKindOfFaultCanBeDecoded(t *testing.T) {
 	for kind := range byte(faultKinds) {
-		s := schedule([]byte{0, 0, 4, 1, 3, kind, 2, 64, 128, 5, 16})
-		require.Len(t, s.Faults, 1)
-		require.Equal(t, FaultKind(kind), s.Faults[0].Kind)
+		s := decoded([]byte{0, 0, 4, 1, 3, kind, 2, 64, 5, 16})
+		require.Len(t, s.faults, 1)
+		require.Equal(t, faultKind(kind), s.faults[0].kind)
 	}
-	require.Empty(t, schedule(nil).Faults)
-	require.Len(t, schedule(make([]byte, 1000)).Faults, mostFaults)
+	require.Empty(t, decoded(nil).faults)
+	require.Len(t, decoded(make([]byte, 1000)).faults, mostFaults)
 }

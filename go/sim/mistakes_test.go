@@ -1,6 +1,14 @@
 package sim
 
 import (
+	"bytes"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -10,274 +18,343 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/testmain"
-	"github.com/torchft/torchft/go/quorum"
-	"github.com/torchft/torchft/go/round"
 )
 
-// Planted mistakes: some were made in other implementations, others would be easy to make. The checker must find each of them.
-var mistakes = []struct {
-	mistake
-	found []string // one of these rules
-}{
-	{mistake{name: "one waiter gets no answer", lighthouse: deliveries(func(d *quorum.Deliver) {
-		if n := len(d.Waiters); n > 1 {
-			d.Waiters = d.Waiters[:n-1]
-		}
-	})}, []string{ruleBroadcast}},
-
-	{mistake{name: "withdrawn requests stay", anySize: true, lighthouse: spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-		if _, ok := e.(quorum.Withdrawn); ok {
-			return nil
-		}
-		return m.Step(e, now)
-	})}, []string{ruleMembers, ruleBroadcast, ruleMajority}},
-
-	{mistake{name: "quorum_id begins at 0 again", start: func(time.Time) time.Time { return time.UnixMilli(0) },
-		lighthouse: requests(func(a *quorum.Asked) { a.KnownQuorumID = 0 })}, []string{ruleIDs, ruleOneSet}},
-
-	{mistake{name: "steps compared as text", group: steps(func(members []quorum.Member) []int64 {
-		order := make([]string, len(members))
-		for i, m := range members {
-			order[i] = strconv.FormatInt(m.Step, 10)
-		}
-		slices.Sort(order)
-		seen := make([]int64, len(members))
-		for i, m := range members {
-			seen[i] = int64(slices.Index(order, strconv.FormatInt(m.Step, 10)))
-		}
-		return seen
-	})}, []string{ruleHeal}},
-
-	{mistake{name: "one step behind counts as up to date", group: steps(func(members []quorum.Member) []int64 {
-		seen := make([]int64, len(members))
-		most := int64(0)
-		for _, m := range members {
-			most = max(most, m.Step)
-		}
-		for i, m := range members {
-			if seen[i] = m.Step; m.Step == most-1 {
-				seen[i] = most
-			}
-		}
-		return seen
-	})}, []string{ruleHeal, ruleEqual}},
-
-	{mistake{name: "heartbeats count only with a request", anySize: true, lighthouse: spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-		if _, ok := e.(quorum.Beat); ok {
-			return nil
-		}
-		return m.Step(e, now)
-	})}, []string{ruleMajority, ruleForms, ruleCause, ruleNewcomer}},
-
-	{mistake{name: "heartbeats kept for ever", lighthouse: keepHeartbeats}, []string{ruleMemory, ruleForms}},
-
-	{mistake{name: "heartbeats kept for ever, memory unchecked", anySize: true, lighthouse: keepHeartbeats}, []string{ruleForms, ruleBroadcast}},
-
-	{mistake{name: "newcomers never accepted", lighthouse: requests(func(a *quorum.Asked) { a.Member.ShrinkOnly = true })},
-		[]string{ruleNewcomer, ruleForms}},
-
-	{mistake{name: "quorum_id stays when members change", lighthouse: func(m *quorum.Machine) lighthouseMachine {
-		first := int64(0)
-		return spoiled{m, func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-			actions := m.Step(e, now)
-			for _, a := range actions {
-				if d, ok := a.(quorum.Deliver); ok {
-					if first == 0 {
-						first = d.Quorum.ID
-					}
-					d.Quorum.ID = first
-				}
-			}
-			return actions
-		}}
-	}}, []string{ruleOneSet, ruleIDs, ruleProgress}},
-
-	{mistake{name: "quorum_id stays after failed commits", lighthouse: requests(func(a *quorum.Asked) { a.Member.CommitFailures = 0 })},
-		[]string{ruleProgress}},
-
-	{mistake{name: "no join_timeout_ms", policy: func(p quorum.Policy) quorum.Policy {
-		p.JoinTimeout = 1
-		return p
-	}}, []string{ruleMajority}},
-
-	{mistake{name: "no min_replicas", policy: func(p quorum.Policy) quorum.Policy {
-		p.MinReplicas = 1
-		return p
-	}}, []string{ruleMajority}},
-
-	{mistake{name: "no timer", anySize: true, lighthouse: spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-		if _, ok := e.(quorum.Tick); ok {
-			return nil
-		}
-		return m.Step(e, now)
-	})}, []string{ruleForms}},
-
-	{mistake{name: "an error sent to one rank only", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
-		actions := m.Step(e, now)
-		if known, ok := e.(round.QuorumKnown); ok && known.Failure != nil && len(actions) > 1 {
-			return actions[:1]
-		}
-		return actions
-	})}, []string{ruleWaiters}},
-
-	{mistake{name: "a killed rank unnoticed", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
-		if _, ok := e.(round.RankDisconnected); ok {
-			return nil
-		}
-		return m.Step(e, now)
-	})}, []string{ruleWaiters}},
-
-	{mistake{name: "a rank's no lost in the vote", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
-		if v, ok := e.(round.Voted); ok {
-			v.ShouldCommit = true
-			e = v
-		}
-		return m.Step(e, now)
-	})}, []string{ruleVote}},
-
-	{mistake{name: "overtaken requests accepted", anySize: true,
-		lighthouse: requests(func(a *quorum.Asked) { a.Number = 0 }),
-		setup:      func(s *Setup) { s.Calls = ^Slots(0) }}, []string{ruleStale}},
-
-	{mistake{name: "a healed group keeps its weights", keepState: true}, []string{ruleEqual}},
-
-	{mistake{name: "a replay reduces sums", replaySums: true}, []string{ruleOwn}},
-
-	{mistake{name: "Slept ignored", lighthouse: ignoring(to[quorum.Slept]),
-		setup: many(10, PauseLighthouse, ClockLighthouse)}, []string{ruleCause, ruleMemory, ruleMajority}},
-
-	{mistake{name: "evicted groups not notified", group: groupIgnoring[round.MemberFailed](), setup: many(6)}, []string{ruleEvicted}},
-
-	{mistake{name: "evicted groups not notified by peers", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
-		return slices.DeleteFunc(m.Step(e, now), func(a round.Action) bool { _, notifies := a.(round.NotifyFailed); return notifies })
-	}), setup: many(6, CutLighthouse, CutUp, Stall)}, []string{ruleEvicted}},
-
-	{mistake{name: "silent groups commit", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
-		if v, ok := e.(round.Voted); ok {
-			v.Fenced = false
-			e = v
-		}
-		return m.Step(e, now)
-	}), setup: many(6, Pause)}, []string{ruleEvicted}},
-
-	{mistake{name: "failed ranks not reported", anySize: true, lighthouse: ignoring(to[quorum.Incomplete]),
-		setup: func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankFails)(s) }}, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}},
-
-	{mistake{name: "broken connections ignored", anySize: true, lighthouse: ignoring(to[quorum.Disconnected])}, []string{ruleForms, ruleMajority}},
-
-	{mistake{name: "leaving groups ignored", anySize: true, lighthouse: ignoring(to[quorum.Leaving]), setup: many(6, Drain)},
-		[]string{ruleForms, ruleMajority, ruleCause}},
-
-	{mistake{name: "groups that left released at once", lighthouse: spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-		actions := m.Step(e, now)
-		if l, ok := e.(quorum.Leaving); ok {
-			actions = append(actions, quorum.Release(l))
-		}
-		return actions
-	}), setup: many(6, Drain)}, []string{ruleRelease}},
-
-	{mistake{name: "answers to checks ignored", lighthouse: spoil(
-		func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-			if c, ok := e.(quorum.Checked); ok {
-				c.Reached = false
-				e = c
-			}
-			return m.Step(e, now)
-		}), setup: many(6, Accuse, Flaky, CutPeers)}, []string{ruleCause}},
-
-	{mistake{name: "waiting members reported as computing", lighthouse: spoil(
-		func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-			if p, ok := e.(quorum.Progressed); ok {
-				p.Progress.Waits = false
-				e = p
-			}
-			return m.Step(e, now)
-		}), setup: many(6, Stall, Slow, CutPeers)}, []string{ruleCause}},
-
-	{mistake{name: "recalled quorums ignored", lighthouse: ignoring(to[quorum.Recalled]),
-		setup: func(s *Setup) { s.Calls = 0; many(10, KillLighthouse)(s) }}, []string{ruleMemory, ruleForms, ruleOneSet, ruleIDs, ruleMajority}},
-
-	{mistake{name: "timed-out ranks not answered", group: groupIgnoring[round.Withdrawn](), setup: many(10)}, []string{ruleWaiters}},
-
-	{mistake{name: "a closing server answers no call", group: groupIgnoring[round.Closed](), setup: many(10, Leave)}, []string{ruleWaiters}},
-
-	{mistake{name: "groups behind do not heal", group: results(func(a *round.AnswerQuorum) { a.Result.Heal = false })},
-		[]string{ruleHeal, ruleEqual}},
-
-	{mistake{name: "heals from a group behind", group: results(func(a *round.AnswerQuorum) {
-		if n := int64(len(a.Result.ReplicaIDs)); a.Result.Heal && n > 2 {
-			s := &a.Result.Sources[0]
-			s.ReplicaRank = (s.ReplicaRank + 1) % n
-		}
-	})}, []string{ruleHeal}},
-
-	{mistake{name: "a group twice in the divisor", group: results(func(a *round.AnswerQuorum) {
-		if a.Result.ReplicaRank == 0 {
-			a.Result.MaxWorldSize++
-		}
-	})}, []string{ruleDivisor, ruleEqual}},
-
-	{mistake{name: "all weights of one quorum", lighthouse: requests(func(a *quorum.Asked) {
-		if a.Member.CommittedQuorumID > 0 {
-			a.Member.CommittedQuorumID = 1
-		}
-	}), setup: func(s *Setup) {
-		s.Policy.MinReplicas = 1
-		many(8, Partition, CutLighthouse, LoseVote)(s)
-	}}, []string{ruleEqual}},
-
-	{mistake{name: "members unordered", lighthouse: deliveries(func(d *quorum.Deliver) {
-		q := *d.Quorum
-		q.Members = slices.Clone(q.Members)
-		slices.Reverse(q.Members)
-		d.Quorum = &q
-	})}, []string{ruleMembers, ruleOneSet}},
-
-	{mistake{name: "a waiter answered twice", lighthouse: deliveries(func(d *quorum.Deliver) {
-		d.Waiters = append(slices.Clone(d.Waiters), d.Waiters[0])
-	})}, []string{ruleBroadcast}},
-
-	{mistake{name: "a replay of a committed step", replayBehind: true}, []string{ruleHeal, ruleEqual, ruleDivisor}},
+// mistake is a planted mistake.
+type mistake struct {
+	name     string
+	file     string // empty: it is in the model of the ranks
+	old, new string
+	setup    func(*setup) // changes the histories that are searched for the mistake
+	found    []string     // one of these rules must find it
 }
 
-// hunt searches for a seed whose history breaks a rule, and shrinks the history.
-func hunt(t *testing.T, seeds, rounds, tries int, change func(*Setup)) (Setup, *Violation) {
+// Planted mistakes in the machines and in the shells: some were made in other implementations, others would be easy to make. A text of
+// the source is replaced, so that production code needs no switches: the compiler reads modified copies (go test -overlay). In the
+// replacement, $ is the condition that this mistake is to be made, so that one binary has all mistakes.
+var mistakes = []mistake{
+	// The lighthouse's machine.
+	{
+		"one waiter gets no answer", "quorum/form.go", "	m.do(answer)\n",
+		"	if n := len(answer.Waiters); $ && n > 1 {\n		answer.Waiters = answer.Waiters[:n-1]\n	}\n	m.do(answer)\n",
+		nil, []string{ruleBroadcast},
+	},
+	{
+		"withdrawn requests stay", "quorum/machine.go", "		m.roster.withdraw(e.Waiter, m.now)\n", "		if !$ {\n			m.roster.withdraw(e.Waiter, m.now)\n		}\n",
+		nil, []string{ruleMembers, ruleStale, ruleMemory, ruleBroadcast},
+	},
+	{
+		"a request counts with the step before", "quorum/roster.go", "	s.waiters[e.Waiter] = r\n", "	s.waiters[e.Waiter] = r\n	if $ && e.Member.Step > 0 {\n		e.Member.Step--\n	}\n",
+		nil, []string{ruleStale},
+	},
+	{
+		"quorum_id stays when members change", "quorum/form.go", "newID(d.changed ||", "newID(d.changed && !($ && before != nil) ||",
+		nil, []string{ruleOneSet},
+	},
+	{
+		"quorum_id stays after failed commits", "quorum/form.go", `failing != "" || m.reconnect`, `failing != "" && !$ || m.reconnect`,
+		only(flaky, accuse), []string{ruleProgress, ruleTogether},
+	},
+	{
+		"ids begin at 0 again", "quorum/machine.go", "floor: firstID(term, start.UnixMilli())", "floor: firstID(term, start.UnixMilli()*map[bool]int64{true: 0, false: 1}[$])",
+		func(s *setup) { s.disk = false; only(killLighthouse, crash)(s) }, []string{ruleIDs, ruleOneSet},
+	},
+	{
+		"newcomers never accepted", "quorum/compute.go", "d.shrink = t.shrinkers > 0 &&", "d.shrink = (t.shrinkers > 0 || $) &&",
+		nil, []string{ruleNewcomer, ruleForms, ruleTogether},
+	},
+	{
+		"no join_timeout_ms", "quorum/compute.go", "case t.joining >= p.JoinTimeout &&", "case (t.joining >= p.JoinTimeout || $) &&",
+		only(crash, leave), []string{ruleMajority},
+	},
+	{
+		"no min_replicas", "quorum/compute.go", "case d.eligible() < p.MinReplicas:", "case d.eligible() < p.MinReplicas && !$:",
+		only(crash, vanish), []string{ruleMajority},
+	},
+	{
+		"half of the healthy suffice", "quorum/compute.go", "case 2*t.candidates <= t.healthy:", "case 2*t.candidates <= t.healthy && !($ && 2*t.candidates == t.healthy):",
+		startsSlowly, []string{ruleMajority},
+	},
+	{
+		"no timer", "quorum/machine.go", "		m.drains.tick()\n		return true", "		m.drains.tick()\n		return !$",
+		func(s *setup) { s.load, s.policy.JoinTimeout = 30*time.Second, 2*time.Second; only(crash)(s) }, []string{ruleForms},
+	},
+	{
+		"heartbeats count only with a request", "quorum/machine.go", "		unknown := e.Call", "		if $ {\n			return false\n		}\n		unknown := e.Call",
+		func(s *setup) { s.compute, s.faults = 8*time.Second, nil; s.timeout += 30 * time.Second }, []string{ruleCause, ruleCalm, ruleProgress},
+	},
+	{
+		"heartbeats kept for ever", "quorum/roster.go", "if now.Sub(r.lastBeat) < s.timeout {", "if now.Sub(r.lastBeat) < s.timeout || $ {",
+		only(vanish), []string{ruleMemory, ruleForms, ruleSoon, ruleReported},
+	},
+	{
+		"broken connections ignored", "quorum/machine.go", "		m.disconnected(e.ReplicaID)\n", "		if !$ {\n			m.disconnected(e.ReplicaID)\n		}\n",
+		only(crash), []string{ruleSoon},
+	},
+	{
+		"failures not reported", "quorum/machine.go", "		m.do(Failed{QuorumID", "		if $ {\n			continue\n		}\n		m.do(Failed{QuorumID",
+		only(vanish), []string{ruleReported, ruleSoon},
+	},
+	{
+		"evicted members stay evicted", "quorum/roster.go", "		r.out = \"\"\n		r.requests = append", "		if !$ {\n			r.out = \"\"\n		}\n		r.requests = append",
+		func(s *setup) {
+			s.policy.StalledAfter, s.policy.EjectStalledAfter = 2*time.Second, 3*time.Second
+			s.timeout += 10 * time.Second
+			only(stall)(s)
+		}, []string{ruleForms, ruleMajority, ruleTogether, ruleNewcomer, ruleProgress},
+	},
+	{
+		"leaving groups ignored", "quorum/machine.go", "		m.drains.leaving(e.ReplicaID)\n", "		if !$ {\n			m.drains.leaving(e.ReplicaID)\n		}\n",
+		only(drain, signal), []string{ruleWaiters, ruleForms},
+	},
+	{
+		"groups that left released at once", "quorum/drain.go", "	if !r.previous { // it is not", "	if !r.previous || $ { // it is not",
+		only(drain, signal), []string{ruleRelease},
+	},
+	{
+		"released at the next tick", "quorum/drain.go", "return r.alive() && !r.waiting() })", "return !$ && r.alive() && !r.waiting() })",
+		func(s *setup) { s.delay *= 10; only(drain, signal)(s) }, []string{ruleRelease},
+	},
+	{
+		"one liar evicts a peer", "quorum/suspicion.go", "if e.Reached || s.past.latest == nil", "if e.Reached && !$ || s.past.latest == nil",
+		func(s *setup) { pairOf(s); only(accuse)(s) }, []string{ruleCause},
+	},
+	{
+		"waiting members evicted as stalled", "quorum/progress.go", "if !r.alive() || r.waiting() || p.Waits {", "if !r.alive() || r.waiting() || p.Waits && !$ {",
+		func(s *setup) {
+			s.policy.StalledAfter, s.policy.EjectStalledAfter = 3*time.Second, 4*time.Second
+			s.timeout += 10 * time.Second
+			only(stall)(s)
+		}, []string{ruleCause},
+	},
+	{
+		"no wait for members ahead", "quorum/memory.go", "case m.mayCome() && (m.behind", "case m.mayCome() && !$ && (m.behind",
+		func(s *setup) {
+			s.policy.MinReplicas, s.policy.JoinTimeout, s.policy.HeartbeatTimeout = 1, 200*time.Millisecond, 5*time.Second
+			s.compute = 2 * time.Second
+			only(crash)(s)
+		}, []string{ruleBehind},
+	},
+	{
+		"endless waits for an unshown quorum", "quorum/recall.go", "now.Sub(s.since) < s.policy.HeartbeatTimeout", "(now.Sub(s.since) < s.policy.HeartbeatTimeout || $)",
+		func(s *setup) { *s = claims(*s) }, []string{ruleUnshown},
+	},
+	{
+		"a finished training is kept", "quorum/machine.go", "if m.past.latest == nil || slices", "if m.past.latest == nil || $ || slices",
+		only(finish), []string{ruleFinished},
+	},
+	{
+		"members unordered", "quorum/form.go", "	if d.changed {\n", "	if d.changed && !$ {\n",
+		nil, []string{ruleMembers, ruleForms, ruleTogether},
+	},
+
+	// The manager server's machine, and the computation of its part in a quorum.
+	{
+		"a rank's no lost in the vote", "round/vote.go", "commit = commit && v.ShouldCommit", "commit = commit && (v.ShouldCommit || $)",
+		nil, []string{ruleVote},
+	},
+	{
+		"a rank's signal ignored", "round/gather.go", "m.draining || e.Drain", "m.draining || e.Drain && !$",
+		only(signal), []string{ruleDrained},
+	},
+	{
+		"one rank learns that it leaves", "round/gather.go", "result.Draining = m.draining", "result.Draining = m.draining && !($ && r > 0)",
+		func(s *setup) { s.ranks = 2; only(drain, signal)(s) }, []string{ruleDrained},
+	},
+	{
+		"one step behind counts as up to date", "recovery/compute.go", "		if m.Step != r.MaxStep ||", "		if m.Step != r.MaxStep && !($ && m.Step == r.MaxStep-1) ||",
+		nil, []string{ruleHeal, ruleEqual},
+	},
+	{
+		"steps compared as text", "recovery/compute.go", "		r.MaxStep = max(r.MaxStep, m.Step)",
+		"		if $ && fmt.Sprint(m.Step) > fmt.Sprint(r.MaxStep) {\n			r.MaxStep = m.Step\n		} else if !$ {\n			r.MaxStep = max(r.MaxStep, m.Step)\n		}",
+		nil, []string{ruleHeal},
+	},
+	{
+		"older weights count as the newest", "recovery/compute.go", "latest = max(latest, m.CommittedQuorumID)",
+		"latest = max(latest, m.CommittedQuorumID)\n			if $ {\n				latest = 0\n			}",
+		func(s *setup) { s.policy.MinReplicas = 1; s.compute *= 6; only(partition, cutLighthouse, loseVote)(s) }, []string{ruleHeal, ruleEqual},
+	},
+	{
+		"no failed step is replayed", "recovery/compute.go", "return r.MaxReplicaRank != nil && !r.Heal", "return r.MaxReplicaRank != nil && !($ && r.CommitFailures > 0) && !r.Heal",
+		func(s *setup) { *s = onlyFailures(s.seed) }, []string{ruleKept},
+	},
+	{
+		"groups behind do not heal", "recovery/compute.go", "		r.Heal = true\n", "		r.Heal = !$\n",
+		nil, []string{ruleHeal, ruleEqual},
+	},
+	{
+		"heals from a group behind", "recovery/compute.go", "ManagerAddress: members[rank].Address}\n",
+		"ManagerAddress: members[rank].Address}\n			if other := (rank + 1) % len(members); $ {\n				r.Sources[j] = Source{ReplicaRank: int64(other), ManagerAddress: members[other].Address}\n			}\n",
+		nil, []string{ruleHeal},
+	},
+	{
+		"a group twice in the divisor", "recovery/compute.go", "	r.MaxWorldSize = int64(len(upToDate))\n",
+		"	r.MaxWorldSize = int64(len(upToDate))\n	if $ && self == 0 {\n		r.MaxWorldSize++\n	}\n",
+		nil, []string{ruleDivisor, ruleEqual},
+	},
+
+	// The shells.
+	{
+		"no greeting on a new stream", "membership/lighthouses/member.go",
+		"	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
+		"	if m.stream != nil && $ {\n		go stream.receive()\n		return stream, client, nil\n	}\n" +
+			"	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
+		nil, []string{ruleEarly},
+	},
+	{
+		"failures not passed on", "membership/lighthouses/stream.go", "		f := m.MemberFailed\n", "		f := m.MemberFailed\n		if $ {\n			return nil\n		}\n",
+		only(vanish), []string{ruleReported},
+	},
+	{
+		"requests outlive their stream", "lighthouse/member.go", "	s.forget()\n	if s.expiry != nil {", "	if !$ {\n		s.forget()\n	}\n	if s.expiry != nil {",
+		nil, []string{ruleMemory, ruleMembers, ruleStale},
+	},
+	{
+		"waiting members silent", "membership/lighthouses/stream.go",
+		"	s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n	return s.interval",
+		"	if !$ {\n		s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n	}\n	return s.interval",
+		nil, []string{ruleTogether, ruleCalm, ruleCause},
+	},
+	{
+		"one number for all requests", "membership/lighthouses/member.go", "client.number.Add(1)", "client.number.Add(map[bool]uint64{true: 0, false: 1}[$])",
+		nil, []string{ruleEarly},
+	},
+	{
+		// The others wait for the heartbeat timeout, unless one of their collectives fails earlier and the check of the suspect finds the
+		// failure.
+		"a stream's end unnoticed", "lighthouse/member.go", "if job.streams.remove(s) && job.ended == nil {", "if job.streams.remove(s) && job.ended == nil && !$ {",
+		only(crash), []string{ruleSoon},
+	},
+	{
+		"an absent lighthouse fails the round", "manager/retry.go", "case rpc.IsUnavailable(err):", "case !$ && rpc.IsUnavailable(err):",
+		only(killLighthouse), []string{ruleEarly},
+	},
+	{
+		"votes of sessions always yes", "manager/session.go", "ShouldCommitResponse{ShouldCommit: a.commit}", "ShouldCommitResponse{ShouldCommit: a.commit || $}",
+		func(s *setup) { s.ranks = 2 }, []string{ruleVote},
+	},
+
+	// The model of the ranks.
+	{"a healed group keeps its weights", "", "", "", nil, []string{ruleEqual}},
+	{"a replay reduces sums", "", "", "", func(s *setup) { *s = onlyFailures(s.seed) }, []string{ruleOwn}},
+	{"a replay of a committed step", "", "", "", func(s *setup) { *s = onlyFailures(s.seed) }, []string{ruleHeal, ruleEqual, ruleDivisor}},
+}
+
+// only replaces the faults of a history by many of these kinds.
+func only(kinds ...faultKind) func(*setup) {
+	return func(s *setup) { s.drawFaults(4*time.Second, kinds...) }
+}
+
+// pairOf changes a job into one of two groups.
+func pairOf(s *setup) { s.slots, s.policy.MinReplicas = 2, 1 }
+
+// startsSlowly is a job of four groups whose steps are much longer than join_timeout_ms.
+func startsSlowly(s *setup) {
+	s.slots, s.policy.MinReplicas, s.policy.JoinTimeout, s.compute = 4, 1, 300*time.Millisecond, 3*time.Second
+	only(crash)(s)
+}
+
+var mistakeFlag = flag.String("mistake", "", "the name of the mistake that a binary with all mistakes makes (what TestMistakesAreFound runs)")
+
+// spoil returns the sources with all mistakes, by file.
+func spoil(t *testing.T) map[string]string {
 	t.Helper()
-	for seed := range uint64(seeds) {
-		s := Draw(seed, 2+int(seed%3), rounds) // few groups make short histories
-		change(&s)
-		if s.mistake.setup != nil {
-			s.mistake.setup(&s)
+	sources := map[string]string{}
+	for _, m := range mistakes {
+		if m.file == "" {
+			continue
 		}
-		if b := Run(s, nil).Broken; b != nil {
-			return Shrink(s, b.Rule, tries), b
+		path, err := filepath.Abs(filepath.Join("..", m.file))
+		require.NoError(t, err)
+		if sources[path] == "" {
+			source, err := os.ReadFile(path)
+			require.NoError(t, err)
+			sources[path] = string(source)
+		}
+		require.Equal(t, 1, strings.Count(sources[path], m.old), "%s has the text of %q once", m.file, m.name)
+		planted := strings.ReplaceAll(m.new, "$", fmt.Sprintf("planted(%q)", m.name))
+		sources[path] = strings.Replace(sources[path], m.old, planted, 1)
+	}
+	return sources
+}
+
+// The sources still contain the texts that the mistakes replace, and the page has the number of mistakes.
+func TestTheMistakesFitTheSources(t *testing.T) {
+	spoil(t)
+	require.GreaterOrEqual(t, len(mistakes), 40)
+	require.Equal(t, []string{strconv.Itoa(len(mistakes))}, testmain.Row(t, "correctness.md", "go/sim/mistakes_test.go", ", "))
+}
+
+// compile compiles this package with all mistakes.
+func compile(t *testing.T) (binary string) {
+	dir, overlay := t.TempDir(), map[string]string{}
+	add := func(path, source string) {
+		overlay[path] = filepath.Join(dir, fmt.Sprint(len(overlay), ".go"))
+		require.NoError(t, os.WriteFile(overlay[path], []byte(source), 0o600))
+	}
+	for path, source := range spoil(t) {
+		add(path, source)
+		name := regexp.MustCompile(`(?m)^package \w+`).FindString(source)
+		if file := filepath.Join(filepath.Dir(path), "planted.go"); overlay[file] == "" {
+			add(file, fmt.Sprintf("%s\n\nimport (\n\t\"os\"\n\t\"slices\"\n)\n\nfunc planted(name string) bool { return slices.Contains(os.Args, \"-mistake=\"+name) }\n", name))
 		}
 	}
-	return Setup{}, nil
+	text, err := json.Marshal(map[string]any{"Replace": overlay})
+	require.NoError(t, err)
+	list := filepath.Join(dir, "overlay.json")
+	require.NoError(t, os.WriteFile(list, text, 0o600))
+	command := "go"
+	if set := os.Getenv("GO"); set != "" {
+		command = set
+	}
+	binary = filepath.Join(dir, "sim.test")
+	out, err := exec.CommandContext(t.Context(), command, "test", "-c", "-trimpath", "-vet=off", "-overlay="+list, "-o", binary, ".").CombinedOutput() //nolint:gosec // the compiler
+	require.NoError(t, err, "%s", out)
+	return binary
 }
 
-func TestKnownMistakesAreFound(t *testing.T) {
+func TestMistakesAreFound(t *testing.T) {
+	if testmain.Race() {
+		return // no mistake is a race
+	}
 	t.Parallel()
+	binary := compile(t)
 	for _, m := range mistakes {
 		t.Run(m.name, func(t *testing.T) {
 			t.Parallel()
-			findMistake(t, m.mistake, m.found)
+			test := exec.CommandContext(t.Context(), binary, "-test.run=^TestAMistakeIsFound$", "-test.v", "-mistake="+m.name) //nolint:gosec // this test
+			out, err := test.CombinedOutput()
+			found := regexp.MustCompile(`found as: .*`).Find(out)
+			require.NoError(t, err, "%s", out)
+			t.Logf("%s", bytes.TrimSpace(found))
 		})
 	}
 }
 
-// findMistake fails the test unless one of the given rules finds the mistake, in a history that can be shrunk.
-func findMistake(t *testing.T, m mistake, rules []string) {
-	t.Helper()
-	s, first := hunt(t, 2000, 400, shrinkTries(), func(s *Setup) { s.mistake = m })
-	require.NotNil(t, first, "nothing was found")
-	require.Contains(t, rules, first.Rule, first.Error())
-	history := History(s, 60)
-	t.Logf("found as: %v\n%s", first, history)
-	require.Contains(t, history, "BROKEN: "+first.Rule)
-	if testmain.Full() && !testmain.Race() && !m.long { // otherwise there is no time to shrink it completely
-		require.LessOrEqual(t, len(s.Faults), 4, "a short history has few faults")
-		require.LessOrEqual(t, strings.Count(history, "\n"), 70, "a short history has few lines")
+// mostHistories bounds the search for a mistake.
+const mostHistories = 200
+
+// TestAMistakeIsFound runs in a binary with all mistakes, and looks for one of them.
+func TestAMistakeIsFound(t *testing.T) {
+	i := slices.IndexFunc(mistakes, func(m mistake) bool { return m.name == *mistakeFlag })
+	if i < 0 {
+		t.Skip("-mistake names none")
 	}
-	require.Equal(t, history, History(s, 60), "the same setup gives the same history")
+	m := mistakes[i]
+	for seed := range uint64(mostHistories) {
+		s := draw(seed, 2+int(seed%3))
+		if m.setup != nil {
+			m.setup(&s)
+		}
+		s.mistake = m.name
+		if b := play(t, s).broken; b != nil {
+			t.Logf("history %d: %v", seed, b)
+			if slices.Contains(m.found, b.rule) { // a mistake may break other rules first, by chance
+				t.Logf("found as: %v in history %d", b, seed)
+				return
+			}
+		}
+	}
+	require.Fail(t, "none of its rules was broken")
 }

@@ -3,8 +3,9 @@ package sim
 import (
 	"flag"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
-	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -14,196 +15,67 @@ import (
 )
 
 var (
-	seedFlag   = flag.Int64("seed", -1, "replay the history of this seed, and print it, shrunk, if a rule is broken")
-	linesFlag  = flag.Int("lines", 0, "with -seed: print so many of the last lines of the history")
-	slotsFlag  = flag.Int("slots", 0, "groups of the cluster; 0: as the seed says")
-	roundsFlag = flag.Int("rounds", 1000, "quorums of one history")
-	soakFlag   = flag.Duration("soak", 0, "simulate for so long (TestSoak)")
+	seedFlag  = flag.Int64("seed", -1, "play the history of this seed only, and print it")
+	linesFlag = flag.Int("lines", 60, "lines of a history that are printed, and of the servers' log")
+	slotsFlag = flag.Int("slots", 0, "groups of the job; 0: as the seed says")
+	seedsFlag = flag.Int("seeds", 0, "histories of TestTheRulesHold; 0: as many as there is time for")
+	soakFlag  = flag.Duration("soak", 0, "play histories for so long (TestSoak)")
 )
 
-// budget returns how many histories a test plays: n with FULL=1, otherwise a sixth of n, but at least underRace; with the race
-// detector, which makes them ten times as slow, underRace.
-func budget(n, underRace int) int {
-	if testmain.Race() {
-		return underRace
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if run := flag.Lookup("test.run"); *seedFlag >= 0 && run.Value.String() == "" {
+		if err := run.Value.Set("^TestSeed$"); err != nil { // -seed selects one history
+			panic(err)
+		}
 	}
-	if testmain.Full() {
-		return n
-	}
-	return max(n/6, underRace)
+	slog.SetDefault(slog.New(slog.DiscardHandler)) // a history has the log of its servers
+	testmain.Run(m)
 }
 
-// shrinkTries bounds the runs that shorten the history of a planted mistake. Only with FULL=1 it has to become as short as possible.
-func shrinkTries() int {
-	if testmain.Full() && !testmain.Race() {
-		return 400
+// budget returns how many histories a test plays: n, with FULL=1 ten times as many, and few with the race detector.
+func budget(n int) int {
+	switch {
+	case testmain.Race():
+		return max(1, n/5)
+	case testmain.Full():
+		return 10 * n
 	}
-	return 6
-}
-
-// hold runs the history of a setup and fails the test if a rule does not hold in it.
-func hold(t *testing.T, s Setup) Result {
-	t.Helper()
-	r := Run(s, nil)
-	if b := r.Broken; b != nil {
-		small := Shrink(s, b.Rule, 2000)
-		t.Fatalf("%v\nreplay it: go test ./sim -seed %d -slots %d -rounds %d\nshrunk:\n%s",
-			b, s.Seed, s.drawn, s.Rounds, History(small, 100))
-	}
-	return r
+	return n
 }
 
 func TestTheRulesHold(t *testing.T) {
 	t.Parallel()
-	var rounds, faults, heals int
-	for seed := range uint64(budget(150, 15)) {
-		r := hold(t, Draw(seed, *slotsFlag, *roundsFlag))
-		rounds, faults, heals = rounds+r.Rounds, faults+r.FaultsHit, heals+int(r.Heals)
+	seeds := *seedsFlag
+	if seeds == 0 {
+		seeds = budget(60)
 	}
-	t.Logf("%d quorums, %d faults, %d heals", rounds, faults, heals)
-}
-
-// A group that claims to know a later quorum, and never shows it, is refused. The others continue without it.
-func TestAGroupThatClaimsAQuorumDoesNotStopTheOthers(t *testing.T) {
-	t.Parallel()
-	for seed := range uint64(budget(60, 2)) {
-		s := Draw(seed, 0, 150)
-		claims(&s)
-		r := hold(t, s)
-		require.Equal(t, len(s.Faults), r.FaultsHit)
-	}
-}
-
-// TestSeed replays one history: go test ./sim -seed N
-func TestSeed(t *testing.T) {
-	if *seedFlag < 0 {
-		t.Skip("-seed names none")
-	}
-	s := Draw(uint64(*seedFlag), *slotsFlag, *roundsFlag)
-	if *linesFlag > 0 {
-		t.Log("\n" + History(s, *linesFlag))
-	}
-	r := hold(t, s)
-	t.Logf("%d quorums, %d faults, %d heals, hash %016x", r.Rounds, r.FaultsHit, r.Heals, r.Hash)
-}
-
-func TestASeedRepeatsItsHistoryToTheByte(t *testing.T) {
-	t.Parallel()
-	for seed := range uint64(budget(6, 2)) {
-		s := Draw(seed, 0, 300)
-		first, text := Run(s, nil), History(s, 1<<20)
-		require.Equal(t, first, Run(s, nil))
-		require.Equal(t, text, History(s, 1<<20))
-		other := Draw(seed+1000, s.Slots, 300)
-		require.NotEqual(t, Run(s, nil).Hash, Run(other, nil).Hash)
-	}
-}
-
-// Each kind of fault alone, for a long time: the groups that can continue do so, and the others come back when it ends.
-func TestEachFaultForLong(t *testing.T) {
-	t.Parallel()
-	for kind := range faultKinds {
-		t.Run(faultWords[kind], func(t *testing.T) {
-			for seed := range uint64(budget(3, 1)) {
-				s := Draw(seed, 5, 120)
-				s.Faults = []Fault{{Round: 20, Kind: kind, Slots: 0b00011, For: 2 * s.bound(), N: 1}}
-				s.Rounds = 2000 // more rounds than the other groups have while the fault lasts
-				if kind.ofLighthouse() {
-					s.Faults[0].Slots = 0
-				}
-				r := hold(t, s)
-				require.Equal(t, 1, r.FaultsHit)
-			}
+	var rounds, faults, heals, elapsed atomic.Int64
+	t.Cleanup(func() {
+		t.Logf("%d histories: %d quorums, %d faults, %d heals, in %s of their own time", seeds, rounds.Load(), faults.Load(), heals.Load(),
+			time.Duration(elapsed.Load()).Round(time.Second))
+	})
+	for seed := range uint64(seeds) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			t.Parallel()
+			st := hold(t, draw(seed, *slotsFlag))
+			rounds.Add(int64(st.rounds))
+			faults.Add(int64(st.faults))
+			heals.Add(int64(st.heals))
+			elapsed.Add(int64(st.elapsed))
 		})
 	}
 }
 
-// The upstream protocol compares steps only. Groups that reached the same step in different quorums then continue together with
-// different weights, unnoticed. That needs no fault: a group that asks late, or first in a job, trains in a quorum alone while the
-// others form the next one.
-func TestTheGapOfTheUpstreamProtocolIsClosed(t *testing.T) {
-	t.Parallel()
-	apart := func(s *Setup) {
-		s.Policy.MinReplicas = 1
-		s.Compute = 300 * time.Millisecond
-		s.Policy.JoinTimeout = min(s.Policy.JoinTimeout, 250*time.Millisecond)
-		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
+// TestSeed plays one history: go test ./sim -seed N
+func TestSeed(t *testing.T) {
+	if *seedFlag < 0 {
+		t.Skip("-seed names none")
 	}
-	upstream, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Upstream = ^Slots(0) })
-	require.NotNil(t, first, "the gap of the upstream protocol was not found")
-	require.Equal(t, ruleEqual, first.Rule)
-	require.Empty(t, upstream.Faults)
-	t.Logf("as upstream does:\n%s", History(upstream, 60))
-
-	upstream.Upstream = 0
-	require.Nil(t, Run(upstream, nil).Broken)
-	for seed := range uint64(budget(200, 20)) {
-		s := Draw(seed, 0, 60)
-		apart(&s)
-		hold(t, s)
-	}
+	t.Log("\n" + hold(t, draw(uint64(*seedFlag), *slotsFlag)).print(*linesFlag))
 }
 
-// The request of a joining group is pending while the others are in a step, which may be longer than join_timeout_ms. The first of the
-// others that asks again must not form a quorum with the joining group alone. If heals take longer than join_timeout_ms as well, the
-// groups would take turns for the rest of the job: one heals, and another one is left out.
-func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
-	t.Parallel()
-	for seed := range uint64(budget(60, 6)) {
-		s := Draw(seed, 3+int(seed%4), 300)
-		s.Faults, s.Loss, s.Duplicate, s.Straggle = nil, 0, 0, 0
-		s.Ranks, s.Calls, s.InitSync = 1, 0, true
-		s.Policy.MinReplicas, s.Policy.JoinTimeout = 1, 60*time.Millisecond
-		s.Compute, s.Heal = 10*time.Millisecond, 300*time.Millisecond
-		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0 // a healing group must not count as stalled
-		r := hold(t, s)
-		require.LessOrEqual(t, r.Heals, uint64(3*s.Slots), "seed %d: %d groups, no fault", seed, s.Slots)
-	}
-}
-
-// Two halves of a job must not take turns to train if join_timeout_ms is shorter than a step. By an earlier rule, the waiting half
-// and the first of the others that asked again were more than half of the healthy groups. Each quorum then aborted the step of the
-// previous one, and some groups never committed.
-func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
-	t.Parallel()
-	for seed := range uint64(budget(300, 10)) {
-		s := Draw(seed, 0, 200)
-		s.Policy.MinReplicas, s.Policy.JoinTimeout = s.Slots/2+1, 60*time.Millisecond
-		s.Compute = 200 * time.Millisecond
-		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
-		hold(t, s)
-	}
-}
-
-// In a job with upstream groups, all groups decide by steps, as the upstream ones do. Different weights at one step may remain
-// undetected, but all groups agree on the participants.
-func TestAMixedJobAgreesOnTheParticipants(t *testing.T) {
-	t.Parallel()
-	missed := 0
-	for seed := range uint64(budget(60, 6)) {
-		s := Draw(seed, 0, 300)
-		s.Upstream = 0b1010101010101010
-		s.Duplicate = 0 // upstream requests have no numbers that would show that one is late
-		s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool { return f.Kind == Noise })
-		if b := Run(s, nil).Broken; b != nil {
-			require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b)
-			missed++
-		}
-	}
-	t.Logf("the gap of the upstream protocol was hit in %d histories", missed)
-}
-
-// A lighthouse without a disk whose clock is behind after a restart may repeat ids if only new members ask: they do not know the
-// earlier ids. As soon as an earlier member asks, new ids are above all used ones.
-func TestWithoutADiskAClockThatIsBehindRepeatsIDs(t *testing.T) {
-	_, first := hunt(t, 200, 400, 0, func(s *Setup) {
-		s.mistake.start = func(time.Time) time.Time { return epoch }
-	})
-	require.NotNil(t, first)
-	require.Contains(t, []string{ruleIDs, ruleOneSet}, first.Rule)
-}
-
-// TestSoak simulates for -soak, from a random seed on.
+// TestSoak plays histories for -soak, from -seed on, or from a random one.
 func TestSoak(t *testing.T) {
 	if *soakFlag == 0 {
 		t.Skip("-soak says how long")
@@ -212,38 +84,215 @@ func TestSoak(t *testing.T) {
 	if *seedFlag >= 0 {
 		first = uint64(*seedFlag)
 	}
-	start, reportedAt := time.Now(), time.Now()
-	var rounds, faults int
-	var heals, seed uint64
-	report := func() {
-		fmt.Printf("%s: seeds %d to %d, %d quorums (%.0f a second), %d faults, %d heals, no rule broken\n",
-			time.Since(start).Round(time.Second), first, first+seed, rounds, float64(rounds)/time.Since(start).Seconds(), faults, heals)
-	}
+	start := time.Now()
+	rounds, faults, seed := 0, 0, uint64(0)
 	for ; time.Since(start) < *soakFlag; seed++ {
-		r := hold(t, Draw(first+seed, *slotsFlag, *roundsFlag))
-		rounds, faults, heals = rounds+r.Rounds, faults+r.FaultsHit, heals+r.Heals
-		if time.Since(reportedAt) > 10*time.Second {
-			reportedAt = time.Now()
-			report()
-		}
+		st := hold(t, draw(first+seed, *slotsFlag))
+		rounds, faults = rounds+st.rounds, faults+st.faults
 	}
-	report()
+	fmt.Printf("%s: seeds %d to %d, %d quorums, %d faults, no rule broken\n",
+		time.Since(start).Round(time.Second), first, first+seed-1, rounds, faults)
 }
 
-// BenchmarkRounds measures a round of 16 groups, including all checks, with a fault in every fiftieth round:
-//
-//	go test ./sim -run - -bench Rounds -benchtime 1000000x -timeout 0
-func BenchmarkRounds(b *testing.B) {
-	b.ReportAllocs()
-	done, faults := 0, 0
-	for seed := uint64(0); done < b.N; seed++ {
-		r := Run(Draw(seed, 16, 1000), nil)
-		if r.Broken != nil {
-			b.Fatal(seed, r.Broken)
-		}
-		done += r.Rounds
-		faults += r.FaultsHit
+// A group that claims to know a later quorum, and never shows it, is refused. The others continue without it.
+func TestAGroupThatClaimsAQuorumDoesNotStopTheOthers(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(budget(6)) {
+		s := claims(draw(seed, 4+int(seed%2)))
+		require.Equal(t, len(s.faults), hold(t, s).faults)
 	}
-	b.ReportMetric(float64(b.Elapsed().Microseconds())/float64(done), "us/round")
-	b.ReportMetric(float64(done)/float64(faults), "rounds/fault")
+}
+
+// claims changes a setup: first one group claims quorums that it cannot show and, after it has had the time to come back, the next one.
+func claims(s setup) setup {
+	s.onlyClaims, s.policy.MinReplicas, s.straggle, s.faults = true, 1, 0, nil
+	for i := range 2 {
+		s.faults = append(s.faults, fault{
+			at: time.Duration(10+60*i) * time.Second, kind: claim, slots: 1 << ((int(s.seed) + i) % s.slots), lasts: 30 * time.Second,
+		})
+	}
+	return s
+}
+
+// Each kind of fault alone, for a long time: the groups that can continue do so, and the others come back when it ends.
+func TestEachFaultForLong(t *testing.T) {
+	t.Parallel()
+	for kind := range faultKinds {
+		t.Run(faultWords[kind], func(t *testing.T) {
+			t.Parallel()
+			for seed := range uint64(budget(1)) {
+				s := draw(seed, 5)
+				s.faults = []fault{{at: 10 * time.Second, kind: kind, slots: 0b00011, lasts: s.bound() + 30*time.Second, n: 1}}
+				require.Equal(t, 1, hold(t, s).faults)
+			}
+		})
+	}
+}
+
+// countLosses returns the setup of a job whose lost steps are counted: no step is replayed, and there are no random faults.
+func countLosses(seed uint64) setup {
+	s := draw(seed, 3+int(seed%3))
+	s.replay, s.countLosses, s.straggle, s.faults = false, true, 0, nil
+	s.policy.MinReplicas = 1 // otherwise a step with a healing group is lost if there are too few others
+	s.policy.StalledAfter, s.policy.EjectStalledAfter = 0, 0
+	return s
+}
+
+// No group loses more steps by a fault than the table of docs/correctness.md allows for its kind, at any moment of a step.
+func TestEachFaultCostsAtMostItsSteps(t *testing.T) {
+	t.Parallel()
+	for kind := range faultKinds {
+		t.Run(faultWords[kind], func(t *testing.T) {
+			t.Parallel()
+			lost := 0
+			for seed := range uint64(budget(3)) {
+				s := countLosses(seed)
+				f := s.drawFault(rand.New(rand.NewPCG(seed, 6)), kind)
+				f.at = 10*time.Second + time.Duration(seed)*77*time.Millisecond
+				if f.slots != 0 {
+					f.slots = 1 << (seed % uint64(s.slots))
+				}
+				s.faults = []fault{f}
+				lost += hold(t, s).lost
+			}
+			if (&fault{kind: kind}).cost(&setup{timeout: 1, ranks: 1}) == 0 {
+				require.Zero(t, lost)
+			}
+		})
+	}
+}
+
+// Faults that are far apart cost together no more than the sum of what each of them may cost alone.
+func TestFaultsFarApartCostNoMoreThanTheirSum(t *testing.T) {
+	t.Parallel()
+	lost := 0
+	for seed := range uint64(budget(4)) {
+		s := countLosses(seed)
+		r := rand.New(rand.NewPCG(seed, 7))
+		for i := range 8 {
+			kind := faultKind(r.IntN(int(drawnKinds)))
+			if kind == noise {
+				kind = crash
+			}
+			f := s.drawFault(r, kind)
+			f.at, f.slots = time.Duration(1+i)*60*time.Second+f.at, f.slots&-f.slots
+			s.faults = append(s.faults, f)
+		}
+		lost += hold(t, s).lost
+	}
+	require.NotZero(t, lost)
+}
+
+// The upstream protocol compares steps only. Groups that reached the same step in different quorums then continue together with
+// different weights, unnoticed. That needs no fault: a group that asks late, or first in a job, trains in a quorum alone while the
+// others form the next one.
+func TestTheGapOfTheUpstreamProtocolIsClosed(t *testing.T) {
+	t.Parallel()
+	apart := func(seed uint64, upstream slots) setup {
+		s := draw(seed, 0)
+		s.policy.MinReplicas, s.policy.JoinTimeout, s.upstream, s.initSync = 1, 100*time.Millisecond, upstream, false
+		s.delay, s.straggle = 2*time.Millisecond, 0
+		s.policy.StalledAfter, s.policy.EjectStalledAfter = 0, 0
+		s.faults = []fault{{at: 3 * time.Second, kind: cutLighthouse, slots: 1, lasts: s.policy.HeartbeatTimeout + 2*time.Second}}
+		s.compute = 3 * time.Second
+		return s
+	}
+	found := ""
+	for seed := uint64(0); seed < 60 && found == ""; seed++ {
+		if b := play(t, apart(seed, ^slots(0))).broken; b != nil {
+			require.Equal(t, ruleEqual, b.rule, b)
+			found = b.String()
+		}
+	}
+	require.NotEmpty(t, found, "the gap of the upstream protocol was not found")
+	t.Logf("as upstream does: %s", found)
+	for seed := range uint64(budget(10)) {
+		hold(t, apart(seed, 0))
+	}
+}
+
+// In a job with upstream groups, all groups decide by steps, as the upstream ones do. Different weights at one step may remain
+// undetected, but all groups agree on the participants.
+func TestAMixedJobAgreesOnTheParticipants(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(budget(6)) {
+		s := draw(seed, 0)
+		s.upstream, s.replay = 0b10101, false
+		if b := play(t, s).broken; b != nil {
+			require.Equal(t, ruleEqual, b.rule, "seed %d: %v", seed, b)
+		}
+	}
+}
+
+// The request of a joining group is pending while the others are in a step, which may be longer than join_timeout_ms. The first of the
+// others that asks again must not form a quorum with the joining group alone. If heals take longer than join_timeout_ms as well, the
+// groups would take turns for the rest of the job: one heals, and another one is left out.
+func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(budget(6)) {
+		s := draw(seed, 3+int(seed%3))
+		s.ranks, s.initSync, s.straggle, s.faults = 1, true, 0, nil
+		s.policy.MinReplicas, s.policy.JoinTimeout = 1, 60*time.Millisecond
+		s.compute, s.heal = 200*time.Millisecond, 2*time.Second
+		s.policy.StalledAfter, s.policy.EjectStalledAfter = 0, 0
+		require.LessOrEqual(t, hold(t, s).heals, 3*s.slots, "seed %d: %d groups, no fault", seed, s.slots)
+	}
+}
+
+// Two halves of a job must not take turns to train if join_timeout_ms is shorter than a step.
+func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(budget(6)) {
+		s := draw(seed, 0)
+		s.policy.MinReplicas, s.policy.JoinTimeout, s.compute = s.slots/2+1, 60*time.Millisecond, 2*time.Second
+		s.delay, s.straggle = 2*time.Millisecond, 0
+		s.policy.StalledAfter, s.policy.EjectStalledAfter = 0, 0
+		hold(t, s)
+	}
+}
+
+// onlyFailures draws a job whose groups fail at any moment, one or several at once, and come back.
+func onlyFailures(seed uint64) setup {
+	s := draw(seed, 2+int(seed%4))
+	s.replay, s.onlyFailures, s.straggle = true, true, 0
+	s.policy.MinReplicas = 1
+	s.policy.StalledAfter, s.policy.EjectStalledAfter = 0, 0
+	s.drawFaults(4*time.Second, crash, crash, vanish, leave)
+	return s
+}
+
+// No step that a live group has computed is lost when groups fail: at any moment, one or several at once, in each phase of a
+// replay, and while others join.
+func TestAFailureCostsNoStep(t *testing.T) {
+	t.Parallel()
+	for p, name := range map[phase]string{
+		idle: "in a step", agreeing: "while its ranks agree", awaiting: "before the quorum", working: "while it connects",
+		voting: "before the decision",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			replays, failures := 0, 0
+			for seed := range uint64(max(2, budget(4))) {
+				s := onlyFailures(seed)
+				s.failIn = p
+				st := hold(t, s)
+				require.Zero(t, st.notReplayed)
+				replays, failures = replays+st.replays, failures+st.failures[p]
+			}
+			t.Logf("%d replays, %d failures in this phase of a replay", replays, failures)
+			require.NotZero(t, replays)
+		})
+	}
+}
+
+// Without replay the same failures cost steps.
+func TestWithoutReplayAFailureCostsSteps(t *testing.T) {
+	t.Parallel()
+	lost := 0
+	for seed := range uint64(3) {
+		s := onlyFailures(seed)
+		s.replay, s.onlyFailures = false, false
+		lost += hold(t, s).lost
+	}
+	require.NotZero(t, lost)
 }

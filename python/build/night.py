@@ -35,7 +35,7 @@ FUZZ_OPTIONS = ("-parallel=1", "-fuzzminimizetime=1s")
 # Shares of the time. Go's tests with the race detector always take some four minutes.
 FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 28.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
-SOAK_SHARE, SERVERS_SHARE, LIGHTHOUSES_SHARE, SOAK_LEAST_S = 0.1, 0.03, 0.02, 10.0
+SOAK_SHARE, LIGHTHOUSES_SHARE, SOAK_LEAST_S = 0.13, 0.02, 10.0
 # Parts that take minutes and cannot be limited run only if the total time is at least this: the tests of the
 # simulations with planted mistakes, and the tests of the test accelerator; at
 # twice this time those with the oldest releases that users may install, too.
@@ -154,15 +154,12 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
             extra_s=10.0,
         )
         for name, package, share in (
-            ("soak-servers", "./sim/servers", SERVERS_SHARE),
             ("soak-lighthouses", "./cmd/torchft_lighthouse", LIGHTHOUSES_SHARE),
             ("soak", "./sim", SOAK_SHARE),
         )
     ]
     planted = [
-        Part("sim-mutants", [*test, "-timeout=20m", "./sim", "-run=Mutant", "-mutants"], go, full, needs_s=90),
         Part("sim-gossip", [*test, "./gossip/agree", "-run=Mistakes", "-agree.mistakes"], go, needs_s=55),
-        Part("sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300),
     ]
     oldest = Part("oldest", [sys.executable, "-u", "python/build/oldest.py"], env={"SEED": str(seed)}, needs_s=600)
     sims = [sim, *(planted if time_s >= LONG_S else [])]

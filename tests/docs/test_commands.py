@@ -48,7 +48,6 @@ CANNOT = {
     r"pip install .*": "downloads and builds for minutes; tested by `make wheel` and test_torchft_toolchain.py",
     r"python python/bench/.*": "takes minutes on an idle machine, and most parts install upstream",
     r"python tests/process/chaos_faults\.py .*": "runs for an hour; test_chaos.py runs the same faults",
-    r"cd go && go test \./sim/servers.*": "takes minutes; `make test` runs the first, `make test-all` the others",
     r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",
     r"torchft_lighthouse .* --cluster .*": "needs three hosts; test_torchft_run.py runs three on one",
     r"torchrun --rdzv-backend torchft .*": "needs a host for each node; test_rendezvous.py runs torchrun with it",

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
 
 # Each process imports PyTorch, because none is forked in the namespace of a host. test_chaos.py stops processes, which
-# only silence shows too, and go/sim/servers cuts machines off.
+# only silence shows too, and go/sim cuts machines off.
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_commits_nothing_and_heals_afterwards() -> None:
     """The check of the job's history would find commits that it makes alone, or steps from its outdated weights."""

@@ -1,4 +1,4 @@
-package servers
+package sim
 
 import (
 	"context"
@@ -13,12 +13,12 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/lighthouse"
-	"github.com/torchft/torchft/go/sim"
+	"github.com/torchft/torchft/go/quorum"
 )
 
 // job is one history: the lighthouse, groups, and the network between them.
 type job struct {
-	setup   sim.Setup
+	setup   setup
 	cluster *fttest.Cluster
 	net     *fttest.Network
 	start   time.Time
@@ -29,10 +29,9 @@ type job struct {
 	lighthouse *lighthouseHost
 
 	mu      sync.Mutex // guards these, the judge, the process groups, and the fields whose comments say so
-	judge   *sim.Judge
+	judge   *judge
 	groups  []*group // by slot, nil while there is none
-	lives   []int
-	comms   map[commKey]*comm
+	comms   map[planeKey]*comm
 	running atomic.Int64 // goroutines of faults, and of their schedule
 	lines   []string
 
@@ -41,29 +40,29 @@ type job struct {
 	slow  map[string]int // by machine: the number of faults that slow it down now
 }
 
-func newJob(t *testing.T, s sim.Setup) *job {
+func newJob(t *testing.T, s setup) *job {
 	j := &job{
-		setup: s, net: fttest.NewNetwork(), start: time.Now(), groups: make([]*group, s.Slots), lives: make([]int, s.Slots),
-		comms: map[commKey]*comm{}, rng: rand.New(rand.NewPCG(s.Seed, 5)), slow: map[string]int{},
+		setup: s, net: fttest.NewNetwork(), start: time.Now(), groups: make([]*group, s.slots),
+		comms: map[planeKey]*comm{}, rng: rand.New(rand.NewPCG(s.seed, 5)), slow: map[string]int{},
 	}
 	j.cluster = &fttest.Cluster{T: t, Net: j.net, Log: &fttest.Log{}}
 	j.ctx, j.stop = context.WithCancel(context.Background())
-	j.judge = sim.NewJudge(s, func(at time.Duration, line string) {
+	j.judge = newJudge(s, func(at time.Duration, line string) {
 		j.lines = append(j.lines, fmt.Sprintf("%9.3fs %s", at.Seconds(), line))
 	})
 	j.net.Delays(j.delay)
 	j.lighthouse = &lighthouseHost{j: j, life: make(lock, 1)}
-	if s.Disk {
+	if s.disk {
 		j.lighthouse.dir = t.TempDir()
 	}
 	return j
 }
 
 // note calls a function with the judge under the lock. The function must not block.
-func (j *job) note(what func(*sim.Judge)) {
+func (j *job) note(what func(*judge)) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.judge.At(time.Since(j.start))
+	j.judge.now = max(j.judge.now, time.Since(j.start))
 	what(j.judge)
 }
 
@@ -78,13 +77,22 @@ func (j *job) after(d time.Duration, do func()) {
 	})
 }
 
+// upTo returns a random duration of at most d.
+func (j *job) upTo(d time.Duration) time.Duration {
+	j.netMu.Lock()
+	defer j.netMu.Unlock()
+	return time.Duration(j.rng.Int64N(int64(d) + 1))
+}
+
 // delay returns how long a message takes.
 func (j *job) delay(from, to string) time.Duration {
 	j.netMu.Lock()
 	defer j.netMu.Unlock()
-	d := j.setup.Delay/2 + time.Duration(j.rng.Int64N(int64(j.setup.Delay)))
+	d := j.setup.delay/2 + time.Duration(j.rng.Int64N(int64(j.setup.delay)))
 	if machine(from) == machine(to) {
 		d /= 4
+	} else if j.setup.straggle > 0 && j.rng.Float64() < j.setup.straggle {
+		d *= 20
 	}
 	if j.slow[machine(from)]+j.slow[machine(to)] > 0 {
 		d *= 15
@@ -124,12 +132,13 @@ func (h *lighthouseHost) begin() {
 		return
 	}
 	s := h.j.setup
-	h.server = h.j.cluster.LighthouseOn(lighthouseName, s.Policy.MinReplicas, func(cfg *lighthouse.Config) {
-		cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = s.Policy.JoinTimeout, s.Policy.HeartbeatTimeout, s.Policy.SuspectGrace
-		cfg.QuorumTick, cfg.StateDir = s.QuorumTick, h.dir
+	h.server = h.j.cluster.LighthouseOn(lighthouseName, s.policy.MinReplicas, func(cfg *lighthouse.Config) {
+		cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = s.policy.JoinTimeout, s.policy.HeartbeatTimeout, s.policy.SuspectGrace
+		cfg.StalledAfter, cfg.EjectStalledAfter = s.policy.StalledAfter, s.policy.EjectStalledAfter
+		cfg.QuorumTick, cfg.StateDir = s.tick, h.dir
 		cfg.Logger = slog.New(slog.NewTextHandler(h.j.cluster.Log, nil))
 	})
-	h.j.note(func(judge *sim.Judge) { judge.Lighthouse(true) })
+	h.j.note(func(judge *judge) { judge.lighthouse(true) })
 }
 
 // crash ends the lighthouse, like SIGKILL or a power cut, and restarts it.
@@ -138,7 +147,7 @@ func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 	server := h.server
 	h.server = nil
 	if server != nil {
-		h.j.note(func(judge *sim.Judge) { judge.Lighthouse(false) })
+		h.j.note(func(judge *judge) { judge.lighthouse(false) })
 		if silent {
 			h.j.net.Host(lighthouseName).Vanish()
 		} else {
@@ -152,6 +161,17 @@ func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 	}
 }
 
+// status returns what the lighthouse knows, nil while it does not run.
+func (h *lighthouseHost) status() *quorum.Status {
+	h.life.Lock()
+	defer h.life.Unlock()
+	if h.server == nil {
+		return nil
+	}
+	s := h.server.Status()
+	return &s
+}
+
 // end shuts the lighthouse down in order, and checks that it does not list ended groups as healthy.
 func (h *lighthouseHost) end() {
 	h.life.Lock()
@@ -160,8 +180,8 @@ func (h *lighthouseHost) end() {
 		return
 	}
 	if s := h.server.Status(); s.Waiters > 0 || s.Healthy > 0 {
-		h.j.note(func(judge *sim.Judge) {
-			judge.Break("the lighthouse remembers %d healthy groups and %d waiters of a job that is over", s.Healthy, s.Waiters)
+		h.j.note(func(judge *judge) {
+			judge.broken(ruleMemory, "the lighthouse remembers %d healthy groups and %d waiters of a job that is over", s.Healthy, s.Waiters)
 		})
 	}
 	h.server.Shutdown()

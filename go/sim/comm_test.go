@@ -1,21 +1,14 @@
-package servers
+package sim
 
 import (
 	"time"
 
 	"github.com/torchft/torchft/go/recovery"
-	"github.com/torchft/torchft/go/sim"
 )
-
-// commKey identifies a process group: there is one for each quorum_id and group rank.
-type commKey struct {
-	quorumID int64
-	plane    int
-}
 
 // comm is a process group, with its present collective. The job's mu guards it.
 type comm struct {
-	key     commKey
+	key     planeKey
 	members []string
 	waiting map[string]*waiter
 	aborted bool
@@ -26,11 +19,12 @@ type waiter struct {
 	r        *rank
 	finished chan bool
 	sum      uint64
+	complete bool // all have contributed, and the last data is on its way to this rank
 }
 
 // joinComm connects a rank to the members of a quorum, if its id is new.
 func (r *rank) joinComm(res *recovery.Result) {
-	key := commKey{res.QuorumID, r.index}
+	key := planeKey{res.QuorumID, r.index}
 	if r.comm != nil && r.comm.key == key {
 		return
 	}
@@ -48,7 +42,7 @@ func (r *rank) leaveComm(silent bool) {
 	if c == nil {
 		return
 	}
-	delete(c.waiting, r.g.id)
+	delete(c.waiting, r.g.life.id)
 	if !silent {
 		c.abort(r)
 	}
@@ -59,17 +53,18 @@ func (r *rank) leaveComm(silent bool) {
 func (r *rank) reduce() (sum uint64, ok bool) {
 	var w *waiter
 	var c *comm
-	flaky := false
-	r.note(func(*sim.Judge) {
-		flaky, r.flaky = r.flaky, false
+	fails := false
+	r.note(func(*judge) {
+		fails, r.flaky = r.flaky, false
 		c = r.comm
-		if c.aborted || r.model.Errored() && !r.model.Heals() {
+		r.model.computed()
+		if c.aborted || r.model.errored && r.model.heal == nil {
 			c.abort(r)
 			return
 		}
 		w = &waiter{r: r, finished: make(chan bool, 1)}
-		c.waiting[r.g.id] = w
-		c.total += r.model.Contribute()
+		c.waiting[r.g.life.id] = w
+		c.total += r.model.contribute()
 		c.complete()
 	})
 	if w == nil {
@@ -78,12 +73,14 @@ func (r *rank) reduce() (sum uint64, ok bool) {
 	select {
 	case ok = <-w.finished:
 	case <-r.ctx.Done():
-	case <-time.After(r.g.j.setup.Timeout):
-		r.note(func(*sim.Judge) { r.model.TimedOut() })
+	case <-time.After(r.g.j.setup.timeout):
+		r.note(func(*judge) { r.model.timedOut() })
 	}
-	r.note(func(*sim.Judge) {
-		delete(c.waiting, r.g.id)
-		if ok = ok && !flaky; !ok {
+	r.note(func(*judge) {
+		if c.waiting[r.g.life.id] == w {
+			delete(c.waiting, r.g.life.id)
+		}
+		if ok = ok && !fails; !ok {
 			c.abort(r)
 		}
 		sum = w.sum
@@ -91,45 +88,50 @@ func (r *rank) reduce() (sum uint64, ok bool) {
 	return sum, ok
 }
 
-// complete ends the collective for all ranks if all have reached it, and no link between them is cut.
+// complete ends the collective if all ranks have reached it, and no link between them is cut: for each rank after a different time.
 func (c *comm) complete() {
 	for i, id := range c.members {
-		if c.waiting[id] == nil {
+		if c.waiting[id] == nil || c.waiting[id].complete {
 			return
 		}
 		for _, other := range c.members[:i] {
-			if !c.waiting[id].r.g.j.judge.Connected(id, other) {
+			if !c.waiting[id].r.g.j.judge.connected(id, other) {
 				return
 			}
 		}
 	}
-	for id, w := range c.waiting {
-		w.sum = c.total
-		c.end(w.r, true)
-		delete(c.waiting, id)
+	for _, id := range c.members {
+		w := c.waiting[id]
+		w.sum, w.complete = c.total, true
+		j := w.r.g.j
+		j.after(j.upTo(j.setup.delay), func() {
+			j.note(func(*judge) { c.end(w, true) })
+		})
 	}
 	c.total = 0
 }
 
-// end ends the collective for a rank that waits in it.
-func (c *comm) end(r *rank, ok bool) {
-	if w := c.waiting[r.g.id]; w != nil {
-		select {
-		case w.finished <- ok:
-		default:
+// end ends the collective for a rank.
+func (c *comm) end(w *waiter, ok bool) {
+	select {
+	case w.finished <- ok:
+		if c.waiting[w.r.g.life.id] == w {
+			delete(c.waiting, w.r.g.life.id)
 		}
+	default:
 	}
 }
 
-// abort ends the process group, and its collective with an error for the ranks that the aborting rank can reach.
+// abort ends the process group, and its collective with an error for the ranks that the aborting rank can reach. Without the data of a
+// failed member, also ranks fail for which the collective was about to complete.
 func (c *comm) abort(by *rank) {
 	if c.aborted {
 		return
 	}
 	c.aborted = true
 	for id, w := range c.waiting {
-		if id != by.g.id && by.g.j.judge.Connected(id, by.g.id) {
-			c.end(w.r, false)
+		if id != by.g.life.id && by.g.j.judge.connected(id, by.g.life.id) && (!w.complete || by.g.life.killed) {
+			c.end(w, false)
 		}
 	}
 }

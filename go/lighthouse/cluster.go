@@ -23,7 +23,7 @@ import (
 )
 
 // cluster is the place of a lighthouse among several that agree by Raft (package replica). Only the one that leads has jobs, and
-// answers; the others forward (forward.go). A new leader continues each job from its state in the log (agreed.go).
+// answers; the others forward (forward.go). A new leader continues each job from its state in the log (keeper.go).
 //
 // Invariants:
 //
@@ -37,10 +37,6 @@ type cluster struct {
 	dialer *replica.Dialer
 	http   *http.Transport
 	term   atomic.Uint64 // in which this lighthouse leads; 0: it does not
-
-	// Only Server.tick uses these.
-	swept   time.Time // when the states of ended jobs were last removed, or the first look after this lighthouse began to lead
-	sweptIn uint64    // the term of swept
 
 	mu     sync.Mutex
 	leader *leader // nil while no other lighthouse leads
@@ -134,6 +130,14 @@ func (c *cluster) lead(lead replica.Lead) {
 	if j, err := c.server.enter(rpc.DefaultJob); err == nil { // it always exists, as without a cluster; the others begin when they are used
 		j.done()
 	}
+}
+
+// term returns the term in which this lighthouse leads; 0: it does not, or there is no cluster.
+func (s *Server) term() uint64 {
+	if s.cluster == nil {
+		return 0
+	}
+	return s.cluster.term.Load()
 }
 
 // check returns an error unless this lighthouse leads at this moment. It waits for Raft's answer if the last one is too old.

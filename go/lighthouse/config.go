@@ -185,7 +185,7 @@ func (c Config) withDefaults() Config {
 		c.Network = rpc.TCP
 	}
 	if c.disk.read == nil {
-		c.disk = disk{os.ReadFile, writeState}
+		c.disk = disk{readStates, writeFile}
 	}
 	return c
 }

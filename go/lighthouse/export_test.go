@@ -41,17 +41,17 @@ func (s *Server) defaultJob() *job {
 // ForgetJobs forgets idle jobs, as the timer does.
 func (s *Server) ForgetJobs(now time.Time) { s.forgetJobs(now) }
 
-// Renew renews the states of the jobs in use, and RemoveOld removes those of other jobs, in the log of the cluster.
+// Renew renews the states of the jobs in use, and RemoveOld removes those of other jobs, in the store.
 func (s *Server) Renew() {
 	for _, j := range s.allJobs() {
 		j.renew()
 	}
 }
 
-func (s *Server) RemoveOld(now time.Time) { s.cluster.removeOld(s.cluster.term.Load(), now) }
+func (s *Server) RemoveOld(now time.Time) { s.removeOld(s.term(), now) }
 
-// States returns the states in the log of the cluster, by job.
-func (s *Server) States() map[string][]byte { return s.cluster.node.States() }
+// States returns the states in the store, by job.
+func (s *Server) States() map[string][]byte { return s.store.States() }
 
 // Attend serves a member's stream. A panic reaches the caller: the interceptor that recovers from it is not called.
 func (s *Server) Attend(wire torchftpb.MemberService_AttendServer) error {

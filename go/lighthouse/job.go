@@ -46,13 +46,12 @@ type job struct {
 	stepped time.Time       // time of the machine's last event
 	asleep  time.Duration   // for how long the host had been suspended at the last tick
 	wake    *time.Timer     // runs when the grace of a suspect is over
-	keeper  *keeper         // of the state on disk, nil if none is kept
+	keeper  *keeper         // of the state, nil if none is kept
 	heals   map[string]heal // by replica_id, as reported
 	refused map[string]bool // members whose refusal is logged and in the history
 	blamed  int64           // id of the last quorum with a failure whose cost was reported
 	ended   error           // why the job has been closed, nil while it is open
 	term    int64           // of the cluster's leader, 0 without a cluster
-	agreed  *agreed         // its state in the log of the cluster, nil without one
 
 	rendezvous *rendezvous.Machine // of torchrun's agents
 	nodes      rpc.Waiters[rendezvous.WaiterID, placed]
@@ -81,9 +80,7 @@ func newJob(s *Server, name string) *job {
 	j.rendezvous = rendezvous.NewMachine(s.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
 	j.bell = rpc.AfterFunc(j.log, "rendezvous", j.ring)
 	j.news.timer = rpc.AfterFunc(j.log, "news", j.sendLater)
-	if s.cluster != nil {
-		j.term = int64(s.cluster.term.Load())
-	}
+	j.term = int64(s.term())
 	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now(), j.term)
 	j.board = dashboard.NewFeed(name, j.shown)
 	if s.cluster != nil {
@@ -91,11 +88,8 @@ func newJob(s *Server, name string) *job {
 	}
 	j.site = http.NewServeMux()
 	j.board.Register(j.site)
-	switch {
-	case s.cluster != nil:
-		j.agree(s.cluster)
-	case s.cfg.StateDir != "":
-		j.keep()
+	if s.store != nil {
+		j.begin(s.store)
 	}
 	rpc.Go(&s.tasks, j.log, "dashboard", func() { j.board.Run(j.stop) }) // last: it reads the keeper, too
 	return j
@@ -116,7 +110,6 @@ func (j *job) close(reason error) {
 	j.waiters.AnswerAll(answer{err: reason})
 	j.nodes.AnswerAll(placed{err: reason})
 	j.streams.close()
-	j.keeper.stop()
 }
 
 // refusals are the status codes of the reasons why a request is refused.
@@ -309,16 +302,14 @@ func (j *job) do(event quorum.Event, now time.Time) {
 	}
 }
 
-// keepState keeps the state of the job on disk, or in the log of the cluster.
+// keepState keeps the state of the job in the store.
 func (j *job) keepState() {
-	agreed := j.kept
-	agreed.Used = time.Now().UTC()
-	j.agreed.keep(agreed)
-	file := j.kept
-	if file.Highest > 0 {
-		file.Highest += stateAhead
+	s := j.kept
+	s.Used = time.Now().UTC()
+	if s.Highest > 0 && j.server.cluster == nil {
+		s.Highest += stateAhead
 	}
-	j.keeper.keep(file)
+	j.keeper.keep(s)
 }
 
 // deliver sends a quorum to its members. The caller holds mu.

@@ -21,22 +21,13 @@ const forgetAfter = 10 * time.Minute
 // for longer than its members count as alive.
 func (c Config) forgetNameAfter() time.Duration { return c.HeartbeatTimeout }
 
-// use returns the job that a call names, and creates it if it is new. The caller must call done when the call ends. A new job
-// begins when its state has been read from disk, or the time for that has passed.
+// use returns the job that a call names, and creates it if it is new. The caller must call done when the call ends.
 func (s *Server) use(ctx context.Context) (*job, error) {
 	name, err := rpc.JobOf(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return s.useNamed(ctx, name)
-}
-
-func (s *Server) useNamed(ctx context.Context, name string) (*job, error) {
-	j, err := s.enter(name)
-	if err == nil {
-		j.keeper.await(ctx)
-	}
-	return j, err
+	return s.enter(name)
 }
 
 func (s *Server) enter(name string) (*job, error) {
@@ -150,7 +141,6 @@ func (j *job) tick(now time.Time) {
 		return
 	}
 	j.logWait(now)
-	j.keeper.look(now)
 	j.mu.Lock()
 	inUse := j.inUse
 	inUse.Alive = inUse.Alive || j.rendezvous.Nodes() > 0

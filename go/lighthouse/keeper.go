@@ -1,14 +1,9 @@
 package lighthouse
 
 import (
-	"context"
 	"errors"
-	"fmt"
 	"log/slog"
-	"os"
-	"path/filepath"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -16,88 +11,204 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-const (
-	// diskTime bounds each wait for the disk: a job's first request waits for the state, and the lighthouse's end for the last write. A system call on a hanging disk cannot be interrupted, so the goroutine of the keeper
-	// is left behind if it has not ended by then.
-	diskTime = 2 * time.Second
-	// writeAgain is the pause before a write is retried.
-	writeAgain = time.Second
-)
+// writeAgain is the pause before a write to disk is retried.
+const writeAgain = time.Second
 
-// disk has the operations of the operating system that a keeper uses.
-type disk struct {
-	read  func(path string) ([]byte, error)
-	write func(path string, s state, wanted func() bool) error
+// store has the latest state of each job: the log of a cluster (replica.Node), or a directory (files).
+type store interface {
+	States() map[string][]byte
+	// Propose replaces the state of a job, or removes it if the state is empty. It returns when the log or the disk has it.
+	Propose(term uint64, job string, state []byte) error
 }
 
-// keeper reads the state of a job from disk, and writes the latest one, on a separate goroutine and without holding a lock: a slow
-// disk blocks only this goroutine.
+// keeper keeps the state of a job in the store, so that the next leader, or the restarted lighthouse, continues from it.
+//
+// Invariant in a cluster: nobody hears of a quorum, or of a round of the rendezvous, before the log has it. The job passes each new state
+// to keep, and then each answer to once. Without a cluster nothing waits for the disk: it may fail or hang.
 type keeper struct {
-	path  string
-	log   *slog.Logger
-	disk  disk
-	read  chan struct{} // closed when the state has been read
-	late  chan struct{} // closed when the job may begin: the state has been read, or diskTime has passed
-	left  atomic.Bool   // nothing waits for the last write any more: it is discarded if it ends later
-	wake  chan struct{} // capacity 1
-	quit  chan struct{}
-	ended chan struct{} // closed when the goroutine has ended
+	log     *slog.Logger
+	tasks   *sync.WaitGroup
+	propose func(state []byte) error
+	lost    func(err error) // called if the log does not get a state: this lighthouse does not lead any more
+	disk    <-chan struct{} // not nil without a cluster: writes are retried until it is closed
 
-	mu      sync.Mutex
-	pending *state    // the state to be written, nil: none
-	since   time.Time // since when a read or write is pending; zero if none is
-	err     error     // of the last read or write
-	logged  bool      // err has been logged
+	mu       sync.Mutex
+	pending  *state   // the newest state that is not proposed yet, nil if there is none
+	runs     bool     // run does: a state is proposed, or answers are given
+	owed     []func() // answers that wait for the pending state
+	inFlight []func() // answers that wait for the proposed state, or for the answers before them
+	failed   bool
+
+	since time.Time // since when the newest state is not on disk; zero if it is
+	err   error     // of the last write to disk
 }
 
-func newKeeper(path string, log *slog.Logger, disk disk) *keeper {
-	return &keeper{
-		path: path, log: log, disk: disk, since: time.Now(),
-		read: make(chan struct{}), late: make(chan struct{}), wake: make(chan struct{}, 1), quit: make(chan struct{}), ended: make(chan struct{}),
+// keep proposes a state. It does not block. States that follow each other quickly are proposed together.
+func (k *keeper) keep(s state) {
+	if k == nil {
+		return
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.pending = &s
+	if k.since.IsZero() {
+		k.since = time.Now()
+	}
+	if !k.runs {
+		k.runs = true
+		rpc.Go(k.tasks, k.log, "the state of a job", k.run)
 	}
 }
 
-// keep starts to read the state of a job from disk, and to write it there from then on.
-func (j *job) keep() {
-	k := newKeeper(filepath.Join(j.cfg.StateDir, j.name+".state"), j.log, j.cfg.disk)
-	j.keeper = k
-	var alone sync.WaitGroup // not the server's tasks: Shutdown must not wait for a hanging disk for longer than waitForLast does
-	rpc.Go(&alone, j.log, "state on disk", func() { k.run(j.recallFrom) })
-	rpc.Go(&j.server.tasks, j.log, "the first state on disk", k.waitForFirst)
-	rpc.Go(&j.server.tasks, j.log, "the last state on disk", k.waitForLast)
+// once calls do, on another goroutine, when the log has all states that were passed to keep, and returns true. If nothing has to wait for
+// the log, it returns false, and does not call do.
+func (k *keeper) once(do func()) (later bool) {
+	if k == nil || k.disk != nil {
+		return false
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	switch {
+	case k.failed: // the job is being closed, which answers all that wait
+		return true
+	case k.pending != nil:
+		k.owed = append(k.owed, do)
+	case k.runs:
+		k.inFlight = append(k.inFlight, do)
+	default:
+		return false
+	}
+	return true
 }
 
-// recallFrom continues the job from the content of its file.
-func (j *job) recallFrom(path string, text []byte, err error) {
-	switch {
-	case errors.Is(err, os.ErrNotExist):
-	case err != nil:
-		j.log.Warn("torchft: the state of the job on disk cannot be read, and is ignored", "file", path, "error", err)
-	default:
-		s, err := decodeState(text, j.name)
+var errAnswer = errors.New("an answer failed with an internal error")
+
+func (k *keeper) run() {
+	err := errAnswer // if an answer panics
+	defer func() {
 		if err != nil {
-			aside, now := path+".corrupt", time.Now()
-			// It is kept for keepFilesFor from now on. Before it has its new name, so that a sweep does not find it with the old time.
-			_ = os.Chtimes(path, now, now)
-			j.log.Warn("torchft: the state of the job on disk is damaged, and is ignored", "file", path, "error", err, "moved_to", aside,
-				"moved", os.Rename(path, aside) == nil)
+			k.fail()
+			k.lost(err)
+		}
+	}()
+	for {
+		due, s := k.next()
+		for _, do := range due {
+			do()
+		}
+		switch {
+		case s == nil && len(due) == 0:
+			err = nil
+			return
+		case s == nil:
+			continue // answers may have been added meanwhile
+		}
+		var text []byte
+		if text, err = s.encode(); err == nil {
+			err = k.propose(text)
+		}
+		if k.disk != nil && !k.wrote(s, err) || k.disk == nil && err != nil {
 			return
 		}
-		if !s.ended() {
-			j.log.Info("torchft: the job continues from its state on disk", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
-		}
-		j.restore(s)
-		if s.Highest > 0 { // the job has had a quorum
-			_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest}) // step has logged an error
-		}
+		err = errAnswer
 	}
 }
 
-// restore restores the parts of a state that do not belong to the quorum machine. If the disk answers late, nodes may have registered
-// already: then their rendezvous is kept.
-func (j *job) restore(s state) {
+// next returns the answers for which the log has the state now, and the state that is to be proposed after them.
+func (k *keeper) next() (due []func(), s *state) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	due, s = k.inFlight, k.pending
+	k.inFlight, k.owed, k.pending = k.owed, nil, nil
+	k.runs = s != nil || len(due) > 0
+	return due, s
+}
+
+func (k *keeper) fail() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.failed, k.owed, k.inFlight = true, nil, nil
+}
+
+// wrote records the result of a write to disk. After a failure it waits for the next attempt. It returns false if there is none: the job
+// has been closed.
+func (k *keeper) wrote(s *state, err error) bool {
+	k.mu.Lock()
+	before := k.err
+	k.err = err
+	switch {
+	case k.pending != nil: // a newer state was kept meanwhile
+	case err != nil:
+		k.pending = s
+	default:
+		k.since = time.Time{}
+	}
+	k.mu.Unlock()
+	if err == nil {
+		if before != nil {
+			k.log.Info("torchft: the state of the job is kept on disk again")
+		}
+		return true
+	}
+	if before == nil {
+		k.log.Warn("torchft: the state of the job is not kept on disk", "error", err)
+	}
+	select {
+	case <-k.disk:
+		k.log.Warn("torchft: the last state of the job is not on disk", "error", err)
+		return false
+	default:
+	}
+	select {
+	case <-k.disk:
+	case <-time.After(writeAgain):
+	}
+	return true
+}
+
+// trouble returns why the latest state is not on disk, and for how long it has not been; empty if the last write did not fail.
+func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
+	if k == nil {
+		return "", 0
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.err == nil {
+		return "", 0
+	}
+	return k.err.Error(), now.Sub(k.since)
+}
+
+// begin keeps the state of a new job in the store from now on, and continues from the state there. The caller holds the server's lock, and
+// nothing else uses the job yet.
+func (j *job) begin(in store) {
+	j.keeper = &keeper{
+		log: j.log, tasks: &j.server.tasks,
+		propose: func(state []byte) error { return in.Propose(uint64(j.term), j.name, state) },
+		lost:    func(err error) { j.server.dropJob(j, err) },
+	}
+	if j.server.cluster == nil {
+		j.keeper.disk = j.stop
+	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
+	j.restore(in.States()[j.name])
+}
+
+// restore continues the job from a state in the store, if there is one. If the disk answers late, the job may have begun without it: then
+// its own rendezvous and newer quorum are kept, but no quorum id of the state is used again. The caller holds mu.
+func (j *job) restore(text []byte) {
+	if text == nil || j.ended != nil {
+		return
+	}
+	s, err := decodeState(text, j.name)
+	if err != nil { // a later version wrote it
+		j.log.Error("torchft: the kept state of the job is not understood, and is ignored", "error", err)
+		return
+	}
+	if j.server.cluster == nil && !s.ended() {
+		j.log.Info("torchft: the job continues from its state on disk", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
+	}
 	if j.kept.Highest == 0 {
 		j.kept.Highest, j.kept.Past = s.Highest, s.Past
 	}
@@ -106,154 +217,18 @@ func (j *job) restore(s state) {
 		j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), s.Rendezvous, time.Now())
 		j.place(rendezvous.Woken{})
 	}
-}
-
-// waitForFirst lets the job begin when the state has been read, or after diskTime without it. The quorum of a state that is read later is
-// still used if the job has had no newer one. The highest id of that state always counts, so that no id is used twice.
-func (k *keeper) waitForFirst() {
-	late := time.NewTimer(diskTime)
-	defer late.Stop()
-	defer close(k.late)
-	select {
-	case <-k.read:
-	case <-k.quit:
-	case <-late.C:
-		k.log.Warn("torchft: the state of the job on disk was not read, since the disk does not answer; the job begins without it", "file", k.path, "waited", diskTime)
+	if s.Highest > 0 { // the job has had a quorum
+		_ = j.step(quorum.Recalled{Past: s.Past, Highest: s.Highest}) // step has logged an error
 	}
 }
 
-// await returns when the job may begin, or when ctx ends.
-func (k *keeper) await(ctx context.Context) {
-	if k == nil {
-		return
-	}
-	select {
-	case <-k.late:
-	case <-ctx.Done():
-	}
-}
-
-// keep queues a state to be written. It does not block.
-func (k *keeper) keep(s state) {
-	if k == nil {
-		return
-	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.pending = &s // replaces an older state that has not been written yet
-	if k.since.IsZero() {
-		k.since = time.Now()
-	}
-	k.nudge()
-}
-
-func (k *keeper) nudge() {
-	select {
-	case k.wake <- struct{}{}:
-	default:
-	}
-}
-
-func (k *keeper) stop() {
-	if k != nil {
-		close(k.quit)
-	}
-}
-
-// waitForLast returns when no write is pending, or diskTime after the keeper was stopped.
-func (k *keeper) waitForLast() {
-	<-k.quit
-	late := time.NewTimer(diskTime)
-	defer late.Stop()
-	select {
-	case <-k.ended:
-	case <-late.C:
-		k.left.Store(true)
-		k.log.Warn("torchft: the last state of the job may not be on disk: the disk does not answer", "file", k.path, "waited", diskTime)
-	}
-}
-
-func (k *keeper) run(recall func(path string, text []byte, err error)) {
-	defer close(k.ended)
-	text, err := k.disk.read(k.path)
-	recall(k.path, text, err)
-	close(k.read)
-	k.done(nil, nil)
-	again := time.NewTimer(writeAgain)
-	defer again.Stop()
-	for last := false; !last; {
-		select {
-		case <-k.wake:
-		case <-again.C:
-		case <-k.quit:
-			last = true
-		}
-		k.mu.Lock()
-		s := k.pending
-		k.mu.Unlock()
-		if s == nil {
-			continue
-		}
-		err := k.disk.write(k.path, *s, func() bool { return !k.left.Load() })
-		k.done(s, err)
-		again.Reset(writeAgain)
-	}
-}
-
-// done records the result of a write, or of the first read if s is nil.
-func (k *keeper) done(s *state, err error) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.err = err
-	switch {
-	case err != nil:
-		if !k.logged {
-			k.log.Warn("torchft: the state of the job is not kept on disk", "file", k.path, "error", err)
-		}
-		k.logged = true
-	case k.pending == s:
-		k.pending, k.since = nil, time.Time{}
-		if k.logged {
-			k.log.Info("torchft: the state of the job is kept on disk again", "file", k.path)
-		}
-		k.logged = false
-	default: // a newer state was queued during the write
-		k.since = time.Now()
-		k.nudge()
-	}
-}
-
-// trouble returns why the latest state is not on disk, and for how long it has not been; empty if it is on disk, or if its write has
-// been pending for less than diskTime and the last one did not fail.
-func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
-	if k == nil {
-		return "", 0
-	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if k.since.IsZero() {
-		return "", 0
-	}
-	unkept = now.Sub(k.since)
-	switch {
-	case k.err != nil:
-		return k.err.Error(), unkept
-	case unkept >= diskTime:
-		return fmt.Sprintf("%s: the disk does not answer", k.path), unkept
-	}
-	return "", 0
-}
-
-// look logs once that the disk does not answer.
-func (k *keeper) look(now time.Time) {
-	why, unkept := k.trouble(now)
-	if why == "" {
-		return
-	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if !k.logged {
-		k.logged = true
-		k.log.Warn("torchft: the state of the job is not kept on disk", "error", why, "for", unkept.Round(time.Second))
+// onceKept calls do, with mu held: in a cluster once the log has the present state, otherwise at once. The caller holds mu.
+func (j *job) onceKept(do func()) {
+	if !j.keeper.once(func() {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		do()
+	}) {
+		do()
 	}
 }

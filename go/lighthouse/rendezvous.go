@@ -67,7 +67,7 @@ func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), min(longestPoll, s.cfg.HeartbeatTimeout/2))
 	defer cancel()
-	j, err := s.useNamed(ctx, name)
+	j, err := s.enter(name)
 	if err != nil {
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
 		return

@@ -1,7 +1,6 @@
 package lighthouse
 
 import (
-	"context"
 	"log/slog"
 	"os"
 	"sync"
@@ -30,9 +29,13 @@ type Server struct {
 
 	cluster *cluster // nil without one
 
-	sweeper sweeper
-	lock    *os.File      // of the directory for states, nil without one
-	lists   chan struct{} // a semaphore: bounds the lists that are sent at once
+	lock  *os.File      // of the directory for states, nil without one
+	store store         // of the states of the jobs, nil without a directory
+	lists chan struct{} // a semaphore: bounds the lists that are sent at once
+
+	// Only tick uses these.
+	swept   time.Time // when the states of ended jobs were last removed, or the first look after this lighthouse began to serve
+	sweptIn uint64    // the term of swept
 
 	mu       sync.Mutex
 	jobs     map[string]*job
@@ -80,11 +83,15 @@ func New(cfg Config) (*Server, error) {
 			_ = lock.Close()
 			return nil, err
 		}
+		s.store = s.cluster.node
 		options = append(options, grpc.ChainUnaryInterceptor(s.cluster.forwardUnary))
 	} else {
+		if cfg.StateDir != "" {
+			s.store = openFiles(cfg.StateDir, s.log, cfg.disk, s.restore)
+		}
+		s.mu.Lock()
 		s.jobs[rpc.DefaultJob] = newJob(s, rpc.DefaultJob)
-		// The state of the job on disk is read first, but a hanging disk delays the start by at most diskTime.
-		s.jobs[rpc.DefaultJob].keeper.await(context.Background())
+		s.mu.Unlock()
 	}
 	g := rpc.NewGRPC(gate, s.log, options...)
 	g.RegisterService(serviceDesc(), service{server: s})
@@ -98,6 +105,15 @@ func New(cfg Config) (*Server, error) {
 	}
 	rpc.Go(&s.tasks, s.log, "quorum tick", s.tick)
 	return s, nil
+}
+
+// restore continues the jobs from states that were read from disk after the jobs had begun.
+func (s *Server) restore(states map[string][]byte) {
+	for _, j := range s.allJobs() {
+		j.mu.Lock()
+		j.restore(states[j.name])
+		j.mu.Unlock()
+	}
 }
 
 // isJoin reports whether a member joins a job by this call.

@@ -15,7 +15,6 @@ import (
 
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rendezvous"
-	"github.com/torchft/torchft/go/replica"
 )
 
 // A restarted lighthouse learns the latest quorum of a job from the job's members, and from a file on disk. The file is needed if all
@@ -37,7 +36,7 @@ type state struct {
 
 	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
 
-	Used time.Time `json:"used,omitzero"` // in the log of a cluster: when the job was last known to be in use; a file has its own time
+	Used time.Time `json:"used,omitzero"` // when the job was last known to be in use
 }
 
 func (s state) encode() ([]byte, error) {
@@ -76,37 +75,10 @@ func (s state) ended() bool {
 	return (s.Highest > 0 || len(s.Rendezvous.Groups) > 0) && s.Past.ID == 0 && len(s.Past.Members) == 0
 }
 
-// writeState replaces a file atomically, unless wanted returns false after the content was written. A write may take so long that
-// this lighthouse has released the directory in the meantime; the file may then belong to another lighthouse.
-func writeState(path string, s state, wanted func() bool) (err error) {
-	text, err := s.encode()
-	if err != nil {
-		return err
-	}
-	temporary, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*.tmp")
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(temporary.Name())
-		}
-	}()
-	return replica.ReplaceFile(temporary, path, text, func() error {
-		if !wanted() {
-			return errors.New("the write ended after the lighthouse had released the state directory")
-		}
-		return nil
-	})
-}
-
 // takeState locks the state directory, if one is set. If that fails and the directory is the default, the lighthouse starts without it.
 func (c *Config) takeState() (*os.File, error) {
 	if c.StateDir == "" {
 		return nil, nil
-	}
-	if c.StateOptional {
-		c.takeFormerState()
 	}
 	lock, err := lockState(c.StateDir)
 	switch {
@@ -135,31 +107,6 @@ func lockState(dir string) (*os.File, error) {
 		return nil, errors.New("another lighthouse uses it")
 	}
 	return lock, nil
-}
-
-// takeFormerState moves the default directory of an earlier release, whose name did not contain that of the host, to the present
-// default. If several hosts share one home directory, the first one takes it, and the others begin without it.
-func (c *Config) takeFormerState() {
-	_, port, err := net.SplitHostPort(c.Bind)
-	if err != nil {
-		return
-	}
-	former := filepath.Join(filepath.Dir(c.StateDir), "lighthouse-"+port)
-	if _, err := os.Stat(c.StateDir); err == nil {
-		return
-	}
-	if _, err := os.Stat(former); err != nil {
-		return
-	}
-	lock, err := lockState(former) // an older lighthouse, on another host, may still use it
-	if err == nil {
-		err = errors.Join(os.Rename(former, c.StateDir), lock.Close())
-	}
-	if err != nil {
-		c.Logger.Warn("torchft: the state of an earlier release is not taken over", "state_dir", c.StateDir, "former", former, "error", err)
-		return
-	}
-	c.Logger.Info("torchft: the state of an earlier release is taken over", "state_dir", c.StateDir, "former", former)
 }
 
 // defaultStateDir returns the directory in which the command keeps its state: one for each host and port, so that lighthouses on

@@ -21,8 +21,10 @@ func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")
 	want := state{Job: "x", Highest: 2000, Past: somePast}
 	for range 2 { // the second write replaces an older file
-		require.NoError(t, writeState(path, want, func() bool { return true }))
-		text, err := os.ReadFile(path)
+		text, err := want.encode()
+		require.NoError(t, err)
+		require.NoError(t, writeFile(t.Context(), path, text))
+		text, err = os.ReadFile(path)
 		require.NoError(t, err)
 		got, err := decodeState(text, "x")
 		require.NoError(t, err)
@@ -143,16 +145,21 @@ func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {
 
 func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
 	dir := t.TempDir()
-	old, recent := time.Now().Add(-keepFilesFor-time.Hour), time.Now().Add(-keepFilesFor+time.Hour)
+	now := time.Now()
+	old, recent := now.Add(-keepFilesFor-time.Hour), now.Add(-keepFilesFor+time.Hour)
+	for name, used := range map[string]time.Time{"ended": old, "paused": recent, "default": old} {
+		text, err := state{Job: name, Highest: 7, Past: somePast, Used: used}.encode()
+		require.NoError(t, err)
+		require.NoError(t, writeFile(t.Context(), filepath.Join(dir, name+".state"), text))
+	}
 	for name, at := range map[string]time.Time{
-		"ended.state": old, "paused.state": recent, "default.state": old, "ended.state.corrupt": old, "notes.txt": old,
-		"my.statements.csv": old, "copy.state.bak": old,
-		"x.state.123.tmp": time.Now().Add(-2 * time.Hour), "x.state.456.tmp": time.Now(),
+		"damaged.state": old, "x.state.corrupt": old, "y.state.corrupt": recent, "notes.txt": old, "my.statements.csv": old, "copy.state.bak": old,
+		"x.state.123.tmp": now,
 	} {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
 		require.NoError(t, os.Chtimes(filepath.Join(dir, name), at, at))
 	}
-	_, log := startOn(t, dir) // moves the damaged default.state aside, which is kept from then on
+	s, log := startOn(t, dir) // moves the damaged state aside, which is kept from then on
 	left := func() (names []string) {
 		entries, err := os.ReadDir(dir)
 		require.NoError(t, err)
@@ -161,23 +168,31 @@ func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
 		}
 		return names
 	}
-	want := []string{"copy.state.bak", "default.state.corrupt", "lock", "my.statements.csv", "notes.txt", "paused.state", "x.state.456.tmp"}
-	require.Eventually(t, func() bool { return slices.Equal(want, left()) }, time.Minute, 10*time.Millisecond, "%v", left())
+	others := []string{"lock", "my.statements.csv", "notes.txt", "paused.state", "y.state.corrupt"}
+	assert.Equal(t, append([]string{"copy.state.bak", "damaged.state.corrupt", "default.state", "ended.state"}, others...), left())
+	s.sweep(now)
+	s.sweep(now.Add(sweepEvery - time.Second))
+	assert.Len(t, s.store.States(), 3, "the members of a job may not have come back yet")
+	s.Renew()
+	s.removeOld(0, now)
+	want := append([]string{"copy.state.bak", "damaged.state.corrupt", "default.state"}, others...)
+	require.Eventually(t, func() bool { return slices.Equal(want, left()) }, time.Minute, time.Millisecond, "%v", left()) // the renewed one is written
 	assert.NotContains(t, log.String(), "error=<nil>")
 }
 
-// A job may train for longer than keepFilesFor without a new quorum. A lighthouse that starts afterwards sweeps before the members are back.
+// A job may train for longer than keepFilesFor without a new quorum.
 func TestTheFileOfAJobInUseDoesNotAge(t *testing.T) {
 	dir := t.TempDir()
-	path := filepath.Join(dir, "default.state")
 	s, _ := startOn(t, dir)
 	s.testAsk(t, "a", 7)
-	require.Eventually(t, func() bool { return os.Chtimes(path, time.Time{}, time.Now().Add(-keepFilesFor)) == nil }, time.Minute, time.Millisecond)
 	now := time.Now()
-	s.removeOld(now)
-	info, err := os.Stat(path)
+	s.Renew()
+	s.Shutdown()
+	text, err := os.ReadFile(filepath.Join(dir, "default.state"))
 	require.NoError(t, err)
-	assert.WithinDuration(t, now, info.ModTime(), time.Second)
+	kept, err := decodeState(text, "default")
+	require.NoError(t, err)
+	assert.False(t, kept.Used.Before(now))
 }
 
 func TestADamagedFileIsLoggedAndIgnored(t *testing.T) {
@@ -193,27 +208,6 @@ func TestADamagedFileIsLoggedAndIgnored(t *testing.T) {
 	require.NoError(t, err)
 	_, err = decodeState(text, "default")
 	require.NoError(t, err)
-}
-
-func TestTheDirectoryOfAnEarlierReleaseIsReadOnce(t *testing.T) {
-	base := t.TempDir()
-	former := filepath.Join(base, "lighthouse-0")
-	old, _ := startOn(t, former)
-	before := old.testAsk(t, "a", 7)
-	byDefault := func(c *Config) { c.StateOptional = true }
-
-	inUse, log := startOn(t, filepath.Join(base, "lighthouse-x-0"), byDefault)
-	assert.Contains(t, log.String(), "another lighthouse uses it")
-	assert.NotEqual(t, before.ID, inUse.Status().QuorumID)
-	old.Shutdown()
-
-	here, log := startOn(t, filepath.Join(base, "lighthouse-here-0"), byDefault)
-	assert.Contains(t, log.String(), "is taken over")
-	assert.Equal(t, before.ID, here.Status().QuorumID)
-	assert.NoDirExists(t, former)
-
-	there, _ := startOn(t, filepath.Join(base, "lighthouse-there-0"), byDefault) // another host with the same home directory
-	assert.NotEqual(t, before.ID, there.Status().QuorumID)
 }
 
 func TestADirectoryThatCannotBeUsed(t *testing.T) {

@@ -105,7 +105,10 @@ func ParseArgs(args []string) (Config, error) {
 		}
 		*setting.to = d
 	}
-	return cfg, cfg.Validate()
+	if err := cfg.Validate(); err != nil {
+		return cfg, err
+	}
+	return cfg, cfg.findSelf()
 }
 
 // maxMilliseconds is the largest number of milliseconds that a time.Duration holds.

@@ -88,7 +88,7 @@ func (s *Server) joinCluster() (*cluster, error) {
 		}
 	}
 	c.http = transport
-	cfg := replica.Config{Cluster: s.cfg.Cluster, Self: s.cfg.self, Dir: s.cfg.StateDir, Links: c.dialer, Logger: s.log}
+	cfg := replica.Config{Cluster: s.cfg.Cluster, Self: s.cfg.Advertise, Dir: s.cfg.StateDir, Links: c.dialer, Logger: s.log}
 	if s.cfg.Recover {
 		err = replica.Recover(cfg)
 	}

@@ -70,8 +70,7 @@ type Config struct {
 	// Network is real TCP if nil.
 	Network rpc.Network
 
-	disk disk   // zero: the operating system's
-	self string // this lighthouse's address in Cluster
+	disk disk // zero: the operating system's
 }
 
 // DefaultConfig returns the defaults of the command. MinReplicas has no default: only the user knows it.
@@ -102,7 +101,8 @@ func (c Config) policy() quorum.Policy {
 	}
 }
 
-// Validate returns an error that names the first invalid setting, its value, and the allowed values.
+// Validate returns an error that names the first invalid setting, its value, and the allowed values. New also checks that this lighthouse
+// is in Cluster, which may need the network.
 func (c Config) Validate() error {
 	if err := rpc.ValidateBind("bind", c.Bind); err != nil {
 		return err
@@ -138,43 +138,38 @@ func (c Config) Validate() error {
 
 // validateCluster returns an error if the settings of a cluster do not fit together.
 func (c Config) validateCluster() error {
-	if len(c.Cluster) > 0 {
-		_, err := c.selfIn()
-		return err
-	}
-	if c.Advertise != "" {
+	switch {
+	case len(c.Cluster) > 0 && c.StateDir == "":
+		return errors.New(`state_dir is "": a lighthouse of a cluster needs a directory`)
+	case len(c.Cluster) == 0 && c.Advertise != "":
 		return fmt.Errorf("advertise is %q: it names this lighthouse among those of cluster, which is not given", c.Advertise)
-	}
-	if c.Recover {
+	case len(c.Cluster) == 0 && c.Recover:
 		return errors.New("recover is set: it needs cluster, with this lighthouse in it")
 	}
 	return nil
 }
 
-// selfIn returns which lighthouse of Cluster this one is.
-func (c Config) selfIn() (string, error) {
-	if c.StateDir == "" {
-		return "", errors.New(`state_dir is "": a lighthouse of a cluster needs a directory`)
+// findSelf sets Advertise to the lighthouse of Cluster that this one is. Without an Advertise it resolves the names in Cluster.
+func (c *Config) findSelf() (err error) {
+	if len(c.Cluster) == 0 {
+		return nil
 	}
-	self, err := replica.Self(c.Cluster, c.Advertise, c.Bind, func(host string) bool {
+	c.Advertise, err = replica.Self(c.Cluster, c.Advertise, c.Bind, func(host string) bool {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 		defer cancel()
 		return rpc.IsThisHost(ctx, host)
 	})
 	if err != nil {
-		return "", err
+		return err
 	}
-	address, err := rpc.ParseAddress("cluster", self)
+	address, err := rpc.ParseAddress("cluster", c.Advertise)
 	if err == nil && address.TLS != c.Security.ServesTLS() {
-		err = fmt.Errorf("cluster has the address %s: it must begin with https:// if tls_cert is set, and with http:// otherwise", self)
+		err = fmt.Errorf("cluster has the address %s: it must begin with https:// if tls_cert is set, and with http:// otherwise", c.Advertise)
 	}
-	return self, err
+	return err
 }
 
 func (c Config) withDefaults() Config {
-	if len(c.Cluster) > 0 {
-		c.self, _ = c.selfIn() // Validate has checked it
-	}
 	if c.Hostname == "" {
 		c.Hostname = ownHostname()
 	}

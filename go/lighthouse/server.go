@@ -48,6 +48,9 @@ func New(cfg Config) (*Server, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
+	if err := cfg.findSelf(); err != nil {
+		return nil, err
+	}
 	cfg = cfg.withDefaults()
 	tracing.Setup(cfg.Logger)
 	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{
@@ -77,7 +80,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	var options []grpc.ServerOption
 	if len(cfg.Cluster) > 0 {
-		s.address = cfg.self
+		s.address = cfg.Advertise
 		if s.cluster, err = s.joinCluster(); err != nil {
 			_ = lis.Close()
 			_ = lock.Close()

@@ -191,3 +191,10 @@ func TestResultsLeaveAsActionsOnly(t *testing.T) {
 		require.False(t, field.IsExported(), field.Name)
 	}
 }
+
+func TestASilenceIsReportedInWholeMilliseconds(t *testing.T) {
+	r := newRing(1)
+	r.round(t, "a", "b")
+	r.now = r.now.Add(5044*time.Millisecond + 407226*time.Nanosecond)
+	require.Contains(t, fmt.Sprintf("%+v", r.machine.Step(Tick{}, r.now)), "no sign of life for 5044 ms")
+}

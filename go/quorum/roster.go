@@ -158,7 +158,7 @@ func (s *roster) expire(now time.Time) (failed []failure) {
 		if reported {
 			continue
 		}
-		failed = append(failed, failure{r, Silent, fmt.Sprintf("no sign of life for %s ms", milliseconds(now.Sub(r.lastBeat)))})
+		failed = append(failed, failure{r, Silent, fmt.Sprintf("no sign of life for %d ms", now.Sub(r.lastBeat).Milliseconds())})
 	}
 	for e := s.suspects.Front(); e != nil; e = s.suspects.Front() {
 		r := e.Value.(*record)

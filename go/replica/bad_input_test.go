@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"io"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -11,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/hashicorp/raft"
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/replica"
@@ -86,17 +88,17 @@ func TestADirectoryThatCannotBeUsedIsLeftAsItIs(t *testing.T) {
 			c.Cluster = []string{"http://a:1", "http://x:1", "http://y:1"}
 		}, "which belongs to the cluster of http://a:1,http://b:1,http://c:1"},
 		{"a damaged identity", func(t *testing.T, c *replica.Config) {
-			require.NoError(t, os.WriteFile(filepath.Join(c.Dir, "cluster.json"), []byte(`{"clus`), 0o600))
-		}, "cluster.json is damaged"},
-		{"an identity of zeros", func(t *testing.T, c *replica.Config) {
-			require.NoError(t, os.WriteFile(filepath.Join(c.Dir, "cluster.json"), []byte(`{}`), 0o600))
-		}, "cluster.json is damaged"},
-		{"a log without identity", func(t *testing.T, c *replica.Config) {
-			require.NoError(t, os.Remove(filepath.Join(c.Dir, "cluster.json")))
-		}, "it has a log, but no cluster.json"},
+			damage(t, c.Dir, func(b []byte) []byte {
+				return []byte(strings.ReplaceAll(string(b), `"self":"http://a:1"`, `"self":"http://b:1"`))
+			})
+		}, "checksum is wrong"},
+		{"snapshots without a log", func(t *testing.T, c *replica.Config) {
+			require.NoError(t, os.Remove(filepath.Join(c.Dir, "raft.db")))
+			require.NoError(t, os.CopyFS(filepath.Join(c.Dir, "snapshots"), os.DirFS(snapshots(t))))
+		}, "it has a log or snapshots, but not the identity"},
 		{"a file instead of a directory", func(t *testing.T, c *replica.Config) {
-			c.Dir = filepath.Join(c.Dir, "cluster.json")
-		}, "cluster.json"},
+			c.Dir = filepath.Join(c.Dir, "raft.db")
+		}, "not a directory"},
 		{"a log of zeros", func(t *testing.T, c *replica.Config) {
 			require.NoError(t, os.WriteFile(filepath.Join(c.Dir, "raft.db"), make([]byte, 65536), 0o600))
 		}, "raft.db: invalid database"},
@@ -138,6 +140,19 @@ func populate(t *testing.T) string {
 		w.agree("job", "secret state")
 	})
 	return dir
+}
+
+// snapshots returns a directory with a snapshot.
+func snapshots(t *testing.T) string {
+	dir := t.TempDir()
+	s, err := replica.OpenStore(replica.Config{Logger: slog.New(slog.DiscardHandler)})(dir)
+	require.NoError(t, err)
+	_, via := raft.NewInmemTransport("a")
+	sink, err := s.Create(1, 1, 1, raft.Configuration{}, 1, via)
+	require.NoError(t, err)
+	require.NoError(t, sink.Close())
+	require.NoError(t, s.Close())
+	return filepath.Join(dir, "snapshots")
 }
 
 func damage(t *testing.T, dir string, how func([]byte) []byte) {
@@ -182,7 +197,8 @@ func TestTheDirectoryOfAnotherClusterWithTheSameAddresses(t *testing.T) {
 		moved.close()
 		from := other.hosts[slicesIndex(w.hosts, moved)]
 		moved.dir, moved.memory = from.dir, from.memory
-		before := files(t, moved.dir)
+		identity, err := moved.memory.Get([]byte("TorchftIdentity"))
+		require.NoError(t, err)
 		moved.start()
 		time.Sleep(10 * time.Second)
 		require.Contains(t, moved.node.Status().Trouble, "most lighthouses of --cluster are in "+leader.node.Identity().Cluster)
@@ -192,7 +208,9 @@ func TestTheDirectoryOfAnotherClusterWithTheSameAddresses(t *testing.T) {
 		require.Empty(t, leader.node.Status().Trouble)
 		require.Empty(t, moved.node.States())
 		moved.close()
-		require.Equal(t, before, files(t, moved.dir))
+		kept, err := moved.memory.Get([]byte("TorchftIdentity"))
+		require.NoError(t, err)
+		require.Equal(t, string(identity), string(kept))
 	})
 }
 

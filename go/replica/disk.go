@@ -46,7 +46,7 @@ func (d *disk) do(what string, operation func() error) error {
 		done <- operation()
 	}()
 	err = d.await(done)
-	if err == nil || errors.Is(err, raft.ErrLogNotFound) || err.Error() == errNotFound.Error() { // Raft, too, reads the text
+	if err == nil || errors.Is(err, raft.ErrLogNotFound) || isNotFound(err) {
 		return err
 	}
 	err = fmt.Errorf("the disk of the state directory failed: %s: %w", what, err)
@@ -61,6 +61,9 @@ func (d *disk) do(what string, operation func() error) error {
 	}
 	return err
 }
+
+// isNotFound reports whether a key has no value. Raft, too, reads the text.
+func isNotFound(err error) bool { return err.Error() == errNotFound.Error() }
 
 // await counts time in parts, so that a process that was stopped does not take its disk for a hanging one.
 func (d *disk) await(done <-chan error) error {
@@ -119,7 +122,7 @@ func (d *disk) DeleteRange(from, to uint64) error {
 }
 
 func (d *disk) Get(key []byte) ([]byte, error) {
-	return get(d, "reading a vote", func() ([]byte, error) { return d.store.Get(key) })
+	return get(d, "reading a vote or the identity", func() ([]byte, error) { return d.store.Get(key) })
 }
 
 func (d *disk) GetUint64(key []byte) (uint64, error) {
@@ -127,7 +130,7 @@ func (d *disk) GetUint64(key []byte) (uint64, error) {
 }
 
 func (d *disk) Set(key, value []byte) error {
-	return d.do("writing a vote", func() error { return d.store.Set(key, value) })
+	return d.do("writing a vote or the identity", func() error { return d.store.Set(key, value) })
 }
 
 func (d *disk) SetUint64(key []byte, value uint64) error {

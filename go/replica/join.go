@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -20,17 +19,18 @@ import (
 )
 
 const (
-	identityFile = "cluster.json"
-	askFirst     = 200 * time.Millisecond // between two rounds of questions, until the node takes part
-	askLater     = time.Second            // from then on
-	leaderless   = 5 * time.Second        // after this time without a leader, that is a trouble
+	askFirst   = 200 * time.Millisecond // between two rounds of questions, until the node takes part
+	askLater   = time.Second            // from then on
+	leaderless = 5 * time.Second        // after this time without a leader, that is a trouble
 )
+
+// identityKey is where the Identity is among the votes of Raft.
+var identityKey = []byte("TorchftIdentity")
 
 func newID() string { return rand.Text()[:12] }
 
-// openDir reads the identity of the node, and opens its disk. A new node gets an instance.
+// openDir opens the disk of the node, and reads its identity there. A new node gets an instance.
 func (n *Node) openDir() error {
-	path := filepath.Join(n.cfg.Dir, identityFile)
 	opened, err := get(n.disk, "opening it", func() (store, error) {
 		if err := os.MkdirAll(n.cfg.Dir, 0o700); err != nil {
 			return nil, err
@@ -44,78 +44,46 @@ func (n *Node) openDir() error {
 		return err
 	}
 	n.disk.store = opened
-	err = n.readIdentity(path)
-	if err != nil {
+	if err = n.readIdentity(); err != nil {
 		_ = n.disk.Close()
 	}
 	return err
 }
 
-func (n *Node) readIdentity(path string) error {
-	text, err := get(n.disk, "reading "+identityFile, func() ([]byte, error) {
-		text, err := os.ReadFile(path) //nolint:gosec // the operator's directory
-		if errors.Is(err, os.ErrNotExist) {
-			return nil, nil
+func (n *Node) readIdentity() error {
+	id := Identity{Self: n.cfg.Self, Instance: newID()}
+	text, err := n.disk.Get(identityKey)
+	switch {
+	case err == nil:
+		err = json.Unmarshal(text, &id)
+	case isNotFound(err):
+		var used bool
+		if used, err = raft.HasExistingState(n.disk, n.disk, n.disk); used {
+			err = errors.New("it has a log or snapshots, but not the identity of this lighthouse: use an empty directory, remove this lighthouse from the cluster, and add it again")
 		}
-		return text, err
-	})
+	}
+	if err == nil && id.Self != n.cfg.Self {
+		err = fmt.Errorf("it belongs to the lighthouse %s, and this one is %s: each needs a directory of its own", id.Self, n.cfg.Self)
+	}
 	if err != nil {
 		return err
-	}
-	var id Identity
-	if text != nil {
-		err := json.Unmarshal(text, &id)
-		if err == nil && id.Instance == "" {
-			err = errors.New("it has no instance")
-		}
-		if err != nil {
-			return fmt.Errorf("%s is damaged: %w: use an empty directory, remove this lighthouse from the cluster, and add it again", path, err)
-		}
-		if id.Self != n.cfg.Self {
-			return fmt.Errorf("it belongs to the lighthouse %s, and this one is %s: each needs a directory of its own", id.Self, n.cfg.Self)
-		}
-	} else {
-		used, err := raft.HasExistingState(n.disk, n.disk, n.disk)
-		if err != nil {
-			return err
-		}
-		if used {
-			return fmt.Errorf("it has a log, but no %s: use an empty directory, remove this lighthouse from the cluster, and add it again", identityFile)
-		}
-		if err := n.write(Identity{Self: n.cfg.Self, Instance: newID(), List: n.cfg.Cluster}); err != nil {
-			return err
-		}
-		id = n.identity
 	}
 	id.List = n.cfg.Cluster
 	n.identity = id
+	if text == nil {
+		return n.enter("") // the instance is on disk before others learn it
+	}
 	return nil
 }
 
-// enter makes the node one of a cluster.
+// enter makes the node one of a cluster, on disk.
 func (n *Node) enter(cluster string) error {
 	id := n.Identity()
 	id.Cluster = cluster
-	return n.write(id)
-}
-
-// write keeps the identity on disk.
-func (n *Node) write(id Identity) error {
 	text, err := json.Marshal(id)
-	if err != nil {
-		return err
+	if err == nil {
+		err = n.disk.Set(identityKey, text)
 	}
-	path := filepath.Join(n.cfg.Dir, identityFile)
-	err = n.disk.do("writing "+identityFile, func() error {
-		if was, err := os.ReadFile(path); err == nil && string(was) == string(text) { //nolint:gosec // the operator's directory
-			return nil
-		}
-		temporary, err := os.OpenFile(path+".tmp", os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600) //nolint:gosec // the operator's directory
-		if err != nil {
-			return err
-		}
-		return ReplaceFile(temporary, path, text, nil)
-	})
 	if err != nil {
 		return err
 	}

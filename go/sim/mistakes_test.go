@@ -231,7 +231,7 @@ var mistakes = []mistake{
 		only(killLighthouse), []string{ruleEarly},
 	},
 	{
-		"votes of sessions always yes", "manager/session.go", "ShouldCommitResponse{ShouldCommit: a.commit}", "ShouldCommitResponse{ShouldCommit: a.commit || $}",
+		"votes of sessions always yes", "manager/outbox.go", "ShouldCommitResponse{ShouldCommit: a.commit}", "ShouldCommitResponse{ShouldCommit: a.commit || $}",
 		func(s *setup) { s.ranks = 2 }, []string{ruleVote},
 	},
 
@@ -257,6 +257,16 @@ func startsSlowly(s *setup) {
 
 var mistakeFlag = flag.String("mistake", "", "the name of the mistake that a binary with all mistakes makes (what TestMistakesAreFound runs)")
 
+// read reads a source, unless it is among those already.
+func read(t *testing.T, sources map[string]string, path string) {
+	t.Helper()
+	if sources[path] == "" {
+		source, err := os.ReadFile(path)
+		require.NoError(t, err)
+		sources[path] = string(source)
+	}
+}
+
 // spoil returns the sources with all mistakes, by file.
 func spoil(t *testing.T) map[string]string {
 	t.Helper()
@@ -267,11 +277,7 @@ func spoil(t *testing.T) map[string]string {
 		}
 		path, err := filepath.Abs(filepath.Join("..", m.file))
 		require.NoError(t, err)
-		if sources[path] == "" {
-			source, err := os.ReadFile(path)
-			require.NoError(t, err)
-			sources[path] = string(source)
-		}
+		read(t, sources, path)
 		require.Equal(t, 1, strings.Count(sources[path], m.old), "%s has the text of %q once", m.file, m.name)
 		planted := strings.ReplaceAll(m.new, "$", fmt.Sprintf("planted(%q)", m.name))
 		sources[path] = strings.Replace(sources[path], m.old, planted, 1)
@@ -286,14 +292,40 @@ func TestTheMistakesFitTheSources(t *testing.T) {
 	require.Equal(t, []string{strconv.Itoa(len(mistakes))}, testmain.Row(t, "correctness.md", "go/sim/mistakes_test.go", ", "))
 }
 
-// compile compiles this package with all mistakes.
+// record changes the machine of a package so that its events can be recorded (testdata/tape.go.txt).
+func record(t *testing.T, sources map[string]string, name string) {
+	t.Helper()
+	folder, err := filepath.Abs(filepath.Join("..", name))
+	require.NoError(t, err)
+	path := filepath.Join(folder, "machine.go")
+	read(t, sources, path)
+	create := regexp.MustCompile(`func NewMachine\((.*)\) \*Machine`).FindStringSubmatch(sources[path])
+	require.NotNil(t, create)
+	step := "func (m *Machine) Step(event Event, now time.Time)"
+	require.Contains(t, sources[path], step)
+	sources[path] = strings.Replace(sources[path], "func NewMachine(", "func newMachine(", 1)
+	sources[path] = strings.Replace(sources[path], step, strings.Replace(step, "Step", "unrecorded", 1), 1)
+	tape, err := os.ReadFile("testdata/tape.go.txt")
+	require.NoError(t, err)
+	var names []string
+	for argument := range strings.SplitSeq(create[1], ", ") {
+		names = append(names, strings.Fields(argument)[0])
+	}
+	sources[filepath.Join(folder, "tape.go")] = strings.NewReplacer(
+		"PACKAGE", name, "ARGUMENTS", create[1], "NAMES", strings.Join(names, ", ")).Replace(string(tape))
+}
+
+// compile compiles this package with all mistakes, and with a recorder of the machines' events.
 func compile(t *testing.T) (binary string) {
 	dir, overlay := t.TempDir(), map[string]string{}
 	add := func(path, source string) {
 		overlay[path] = filepath.Join(dir, fmt.Sprint(len(overlay), ".go"))
 		require.NoError(t, os.WriteFile(overlay[path], []byte(source), 0o600))
 	}
-	for path, source := range spoil(t) {
+	sources := spoil(t)
+	record(t, sources, "quorum")
+	record(t, sources, "round")
+	for path, source := range sources {
 		add(path, source)
 		name := regexp.MustCompile(`(?m)^package \w+`).FindString(source)
 		if file := filepath.Join(filepath.Dir(path), "planted.go"); overlay[file] == "" {
@@ -309,7 +341,7 @@ func compile(t *testing.T) (binary string) {
 		command = set
 	}
 	binary = filepath.Join(dir, "sim.test")
-	out, err := exec.CommandContext(t.Context(), command, "test", "-c", "-trimpath", "-vet=off", "-overlay="+list, "-o", binary, ".").CombinedOutput() //nolint:gosec // the compiler
+	out, err := exec.CommandContext(t.Context(), command, "test", "-c", "-trimpath", "-vet=off", "-tags=tapes", "-overlay="+list, "-o", binary, ".").CombinedOutput() //nolint:gosec // the compiler
 	require.NoError(t, err, "%s", out)
 	return binary
 }
@@ -320,6 +352,13 @@ func TestMistakesAreFound(t *testing.T) {
 	}
 	t.Parallel()
 	binary := compile(t)
+	t.Run("none, and the events of the machines replay", func(t *testing.T) {
+		t.Parallel()
+		test := exec.CommandContext(t.Context(), binary, "-test.run=^TestTheEventsOfAMachineReplay$", "-test.v", fmt.Sprintf("-tape=%d", *tapeFlag)) //nolint:gosec // this test
+		out, err := test.CombinedOutput()
+		require.NoError(t, err, "%s", out)
+		t.Logf("%s", out)
+	})
 	for _, m := range mistakes {
 		t.Run(m.name, func(t *testing.T) {
 			t.Parallel()

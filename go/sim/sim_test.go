@@ -19,6 +19,7 @@ var (
 	linesFlag = flag.Int("lines", 60, "lines of a history that are printed, and of the servers' log")
 	slotsFlag = flag.Int("slots", 0, "groups of the job; 0: as the seed says")
 	seedsFlag = flag.Int("seeds", 0, "histories of TestTheRulesHold; 0: as many as there is time for")
+	tapeFlag  = flag.Int64("tape", -1, "with -run Mistakes/none -v: print the events of all machines in the history of this seed, with their actions")
 	soakFlag  = flag.Duration("soak", 0, "play histories for so long (TestSoak)")
 )
 

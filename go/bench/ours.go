@@ -13,12 +13,11 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/wire"
-	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ours is a group that keeps a stream, like the manager server of this repository. Unlike the manager server, it stores the list of
-// members encoded, and decodes it only in check: thousands of decoded lists would not fit into memory.
+// ours is a group that keeps a stream, like the manager server of this repository. Unlike the manager server, it stores quorums
+// encoded, and decodes them only in check: thousands of decoded ones would not fit into memory.
 type ours struct {
 	conn     *grpc.ClientConn
 	stream   grpc.ClientStream
@@ -32,9 +31,8 @@ type ours struct {
 	tasks   sync.WaitGroup
 	answers chan answer // to the requests, in order
 
-	keeps  atomic.Bool
-	parts  [][]byte // of the list, one message each
-	states []byte
+	keeps         atomic.Bool
+	whole, latest []byte // the first quorum, and the latest one
 }
 
 // answer has the size of the messages received since the previous answer, up to and including a quorum or the end of the stream.
@@ -121,7 +119,7 @@ func (o *ours) listen() {
 		if err == nil {
 			field, err = o.handle(message.bytes)
 		}
-		if err == nil && field != quorumField {
+		if err == nil && field != deliveryField {
 			continue
 		}
 		select {
@@ -148,12 +146,13 @@ func (o *ours) handle(message []byte) (protowire.Number, error) {
 		return 0, err
 	}
 	switch field {
-	case listChangeField:
+	case deliveryField:
 		if o.keeps.Load() {
-			o.parts = append(o.parts, message)
+			if o.whole == nil {
+				o.whole = message
+			}
+			o.latest = message
 		}
-	case quorumField:
-		o.states = message
 	case progressAskedField: // always the same answer: a simulated group computes nothing, it only waits for quorums
 		return field, o.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
 			Progress: &torchftpb.GroupProgress{Phase: "waits for the other groups", Waits: true},
@@ -175,12 +174,11 @@ func (o *ours) send(m *torchftpb.MemberMessage) error {
 // The fields of torchftpb.LighthouseMessage.
 const (
 	numberField       = 1
-	listChangeField   = 3
-	quorumField       = 4
 	memberFailedField = 7
 
 	memberStalledField = 60
 	progressAskedField = 61
+	deliveryField      = 85
 )
 
 // kindOf returns the field number of the message in a LighthouseMessage.
@@ -209,25 +207,14 @@ func text(message []byte) string {
 func (o *ours) keep() { o.keeps.Store(true) }
 
 func (o *ours) check() (members int, steps int64) {
-	var change quorum.Change
-	for _, part := range o.parts {
+	var received wire.Delivered
+	for _, message := range [][]byte{o.whole, o.latest} {
 		var m torchftpb.LighthouseMessage
-		if proto.Unmarshal(part, &m) != nil || wire.AddPart(&change, m.GetListChange()) != nil {
+		if proto.Unmarshal(message, &m) != nil || received.Next(m.GetDelivery()) != nil {
 			return 0, 0
 		}
 	}
-	list, err := change.Apply(nil)
-	if err != nil {
-		return 0, 0
-	}
-	var m torchftpb.LighthouseMessage
-	if proto.Unmarshal(o.states, &m) != nil {
-		return 0, 0
-	}
-	q, err := wire.QuorumFromStates(m.GetQuorum(), list)
-	if err != nil || q.Revision != quorum.RevisionOf(list) {
-		return 0, 0
-	}
+	q := received.Quorum
 	for i := range q.Members {
 		steps += q.Members[i].Step
 	}

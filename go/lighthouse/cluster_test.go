@@ -307,9 +307,9 @@ func TestAFailureIsReportedAfterItsQuorum(t *testing.T) {
 		for _, host := range followers(l) {
 			l.Net.Heal(leader, host)
 		}
-		_, q := a.answered()
+		q := a.answered()
 		failed := a.receive().GetMemberFailed()
-		assert.Equal(t, q.GetQuorumId(), failed.GetQuorumId())
+		assert.Equal(t, q.ID, failed.GetQuorumId())
 		assert.Equal(t, "b", failed.GetReplicaId())
 	})
 }

@@ -14,58 +14,41 @@ import (
 // delivery is a quorum in its encoded forms. Each form is encoded once, when the first member needs it.
 type delivery struct {
 	quorum *quorum.Quorum
-	before quorum.Revision // of the previous quorum, 0 if there is none
+	list   uint64 // the number of its list of members: greater than that of the delivery before if the members are not the same
 
-	answer func() (rpc.Encoded, error)   // the answer to a call
-	states func() (rpc.Encoded, error)   // on a stream, for a member that holds the list
-	change func() ([]rpc.Encoded, error) // for a member that holds the list of the quorum before
-	whole  func() ([]rpc.Encoded, error) // for all other members
+	answer func() (rpc.Encoded, error) // the answer to a call
+	states func() (rpc.Encoded, error) // on a stream whose last delivery had the same list
+	whole  func() (rpc.Encoded, error) // on all other streams
 }
 
-func newDelivery(q, before *quorum.Quorum) *delivery {
-	d := &delivery{quorum: q}
+// newDelivery returns the delivery of a quorum; before is the job's previous one, nil if there is none.
+func newDelivery(q *quorum.Quorum, before *delivery) *delivery {
+	d := &delivery{quorum: q, list: 1}
 	if before != nil {
-		d.before = before.Revision
+		d.list = before.list
+		if !q.SameMembers(before.quorum) {
+			d.list++
+		}
 	}
 	d.answer = sync.OnceValues(func() (rpc.Encoded, error) {
 		return proto.Marshal(&torchftpb.LighthouseQuorumResponse{Quorum: wire.QuorumToProto(q)})
 	})
-	d.states = sync.OnceValues(func() (rpc.Encoded, error) {
-		return proto.Marshal(&torchftpb.LighthouseMessage{
-			Message: &torchftpb.LighthouseMessage_Quorum{Quorum: wire.StatesToProto(q)},
-		})
-	})
-	d.change = sync.OnceValues(func() ([]rpc.Encoded, error) { return encodeChange(q.Since(d.before, before)) })
-	d.whole = sync.OnceValues(func() ([]rpc.Encoded, error) { return encodeChange(q.Since(0, nil)) })
+	d.states = sync.OnceValues(func() (rpc.Encoded, error) { return encodeDelivery(wire.StatesToProto(q, d.list), nil) })
+	d.whole = sync.OnceValues(func() (rpc.Encoded, error) { return encodeDelivery(wire.WholeToProto(q, d.list)) })
 	return d
 }
 
-// lacks returns what is sent before the states to a member that holds the list of a revision: nothing, the change, or the whole list.
-func (d *delivery) lacks(held quorum.Revision) ([]rpc.Encoded, error) {
-	switch {
-	case held == d.quorum.Revision:
-		return nil, nil
-	case held == d.before && held != 0:
-		return d.change()
-	default:
-		return d.whole()
+func encodeDelivery(p *torchftpb.Delivery, err error) (rpc.Encoded, error) {
+	if err != nil {
+		return nil, err
 	}
+	return proto.Marshal(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Delivery{Delivery: p}})
 }
 
-func encodeChange(c quorum.Change) ([]rpc.Encoded, error) {
-	var encoded []rpc.Encoded
-	for _, part := range wire.ChangeToProto(c) {
-		part, err := wire.Pack(part)
-		if err != nil {
-			return nil, err
-		}
-		bytes, err := proto.Marshal(&torchftpb.LighthouseMessage{
-			Message: &torchftpb.LighthouseMessage_ListChange{ListChange: part},
-		})
-		if err != nil {
-			return nil, err
-		}
-		encoded = append(encoded, bytes)
+// after returns the form for a stream; last is the number of the list of its last delivery, 0 if there is none.
+func (d *delivery) after(last uint64) (rpc.Encoded, error) {
+	if last == d.list {
+		return d.states()
 	}
-	return encoded, nil
+	return d.whole()
 }

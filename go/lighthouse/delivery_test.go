@@ -14,17 +14,22 @@ func quorumOf(ids ...string) *quorum.Quorum {
 	for _, id := range ids {
 		q.Members = append(q.Members, quorum.Member{ReplicaID: id})
 	}
-	q.Revision = quorum.RevisionOf(q.Members)
 	return q
 }
 
 func TestAQuorumIsEncodedOnce(t *testing.T) {
 	d := newDelivery(quorumOf("a"), nil)
-	first, err := d.answer()
-	require.NoError(t, err)
-	second, err := d.answer()
-	require.NoError(t, err)
-	assert.Same(t, &first[0], &second[0])
+	for _, form := range []func() ([]byte, error){
+		func() ([]byte, error) { return d.answer() },
+		func() ([]byte, error) { return d.after(0) },
+		func() ([]byte, error) { return d.after(d.list) },
+	} {
+		first, err := form()
+		require.NoError(t, err)
+		second, err := form()
+		require.NoError(t, err)
+		assert.Same(t, &first[0], &second[0])
+	}
 }
 
 func TestAnUnusableMemberIsAnErrorForAll(t *testing.T) {
@@ -32,25 +37,28 @@ func TestAnUnusableMemberIsAnErrorForAll(t *testing.T) {
 	for range 2 {
 		_, err := d.answer()
 		require.Error(t, err)
-		_, err = d.lacks(0)
+		_, err = d.after(0)
 		require.Error(t, err)
 	}
 }
 
-func TestAMemberReceivesTheFactsThatItLacks(t *testing.T) {
-	before, now := quorumOf("a", "b"), quorumOf("a", "b", "c")
-	d := newDelivery(now, before)
-	nothing, err := d.lacks(now.Revision)
-	require.NoError(t, err)
-	assert.Empty(t, nothing)
-	change, err := d.lacks(before.Revision)
-	require.NoError(t, err)
-	whole, err := d.lacks(0)
-	require.NoError(t, err)
-	unknown, err := d.lacks(12345)
-	require.NoError(t, err)
-	require.Len(t, change, 1)
-	require.Len(t, whole, 1)
-	assert.Less(t, len(change[0]), len(whole[0]))
-	assert.Same(t, &whole[0][0], &unknown[0][0], "the whole list is encoded only once")
+func TestAListIsSentAgainOnlyWhenItHasChanged(t *testing.T) {
+	first := newDelivery(quorumOf("a", "b"), nil)
+	same := newDelivery(quorumOf("a", "b"), first)
+	changed := newDelivery(quorumOf("a", "c"), same)
+	form := func(d *delivery, last uint64) string {
+		sent, err := d.after(last)
+		require.NoError(t, err)
+		states, err := d.states()
+		require.NoError(t, err)
+		if &sent[0] == &states[0] {
+			return "states"
+		}
+		return "whole"
+	}
+	assert.Equal(t, "whole", form(first, 0), "a new stream")
+	assert.Equal(t, "whole", form(same, 0))
+	assert.Equal(t, "states", form(same, first.list))
+	assert.Equal(t, "whole", form(changed, same.list))
+	assert.Equal(t, "states", form(changed, changed.list), "delivered again")
 }

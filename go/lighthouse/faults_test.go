@@ -62,9 +62,9 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := fttest.NewCluster(t, 4)
 				called := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Hour)
-				b := attend(t, c, "b", 0)
+				b := attend(t, c, "b")
 				b.ask(1, time.Hour)
-				x := attend(t, c, "x", 0)
+				x := attend(t, c, "x")
 				if name == "a deadline on a stream" {
 					x.ask(1, 10*time.Millisecond)
 				}
@@ -83,7 +83,7 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 				e := ask(dial(t, c, "e"), quorum.Member{ReplicaID: "e"}, time.Minute)
 				called = ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute)
 				synctest.Wait()
-				b = attend(t, c, "b", 0) // the new machine has not received the greeting of b's first stream, and has ended that stream
+				b = attend(t, c, "b") // the new machine has not received the greeting of b's first stream, and has ended that stream
 				b.ask(1, time.Minute)
 				for _, answer := range []<-chan result{d, e, called} {
 					got := <-answer
@@ -155,7 +155,7 @@ func TestAPanicWhileAGreetingIsReadEndsThatStreamOnly(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		assert.Equal(t, codes.Internal, status.Code(c.Lighthouse.Attend(unreadable{})))
 		assert.Equal(t, 1, c.Log.Count("internal error"))
-		a := attend(t, c, "a", 0)
+		a := attend(t, c, "a")
 		a.ask(1, time.Minute)
 		a.answered()
 	})
@@ -166,9 +166,9 @@ func TestAShutdownDoesNotWaitForClients(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 9)
 		called := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Hour)
-		b := attend(t, c, "b", 0)
+		b := attend(t, c, "b")
 		b.ask(1, time.Hour)
-		attend(t, c, "frozen", 0)
+		attend(t, c, "frozen")
 		c.Net.Host("frozen").Freeze()
 		start := time.Now()
 		c.Lighthouse.Shutdown()

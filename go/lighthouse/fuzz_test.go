@@ -69,7 +69,7 @@ func FuzzHTTP(f *testing.F) {
 
 // FuzzMemberStream sends messages of any kind on a member's stream.
 func FuzzMemberStream(f *testing.F) {
-	greeting := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a", Revision: 3}}}
+	greeting := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a"}}}
 	network, _, log := start(f, auth.Security{})
 	conn, err := rpc.Dial(context.Background(), network.Host("x"), "lighthouse", "http://lighthouse:29510", 10*time.Second)
 	require.NoError(f, err)

@@ -39,6 +39,7 @@ type job struct {
 	inUse   quorum.InUse // the machine's last report
 	waiters rpc.Waiters[quorum.WaiterID, answer]
 	streams streams
+	latest  *delivery // the latest quorum; nil before the first
 	news    news
 	waitLog waitLog
 	board   *dashboard.Feed // for the page and the API
@@ -255,10 +256,11 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Deliver:
 			j.waitLog.served()
 			j.board.Round(a.Quorum.ID, maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
-			j.deliver(a.Waiters, newDelivery(a.Quorum, a.Before))
+			j.latest = newDelivery(a.Quorum, j.latest)
+			j.deliver(a.Waiters, j.latest)
 		case quorum.Redeliver:
 			j.log.Info("torchft: a quorum is redelivered, because its answer was lost", "quorum_id", a.Quorum.ID)
-			j.deliver([]quorum.WaiterID{a.Waiter}, newDelivery(a.Quorum, nil))
+			j.deliver([]quorum.WaiterID{a.Waiter}, j.latest)
 		case quorum.Refuse:
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
 		case quorum.Welcome:

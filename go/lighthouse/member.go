@@ -57,7 +57,7 @@ type stream struct {
 	latest     quorum.Member // the last record that the member sent; only receive uses it
 	received   atomic.Int64  // number of messages from the member
 	ended      atomic.Bool
-	held       quorum.Revision // of the list that the member holds after all messages sent so far; only send uses it
+	list       uint64 // the number of the list of its last delivery, 0 before the first; only send uses it
 
 	// The job's lock guards these.
 	waiter   quorum.WaiterID // of the pending request; 0 if there is none
@@ -108,7 +108,6 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 		wire:       wire,
 		replicaID:  greeting.GetReplicaId(),
 		recallable: greeting.GetLighthouses() > 0,
-		held:       quorum.Revision(greeting.GetRevision()),
 		drained:    make(chan struct{}, 1),
 	}
 	if err := s.begin(greeting); err != nil {
@@ -461,22 +460,18 @@ func (s *stream) send(o outgoing) (err error) {
 		return o.answer.err
 	}
 	d := o.answer.delivered
-	states, err := d.states()
+	message, err := d.after(s.list)
 	if err != nil {
 		return err
 	}
-	parts, err := d.lacks(s.held)
-	if err != nil {
-		return err
-	}
-	if len(parts) > 0 {
+	if s.list != d.list {
 		defer s.takeTurn()()
 	}
-	if err := s.sendAll(parts); err != nil {
+	if err := s.wire.SendMsg(rpc.Numbered{Number: o.number, Message: message}); err != nil {
 		return err
 	}
-	s.held = d.quorum.Revision
-	return s.wire.SendMsg(rpc.Numbered{Number: o.number, Message: states})
+	s.list = d.list
+	return nil
 }
 
 // takeTurn waits until fewer than mostLists lists are being sent, at most for turnWait: a member that does not read must

@@ -27,14 +27,16 @@ type rawStream struct {
 	stream torchftpb.MemberService_AttendClient
 	hangUp context.CancelFunc
 	number uint64
+	last   wire.Delivered
+	listed bool // the last delivery had the list of the members
 }
 
-// attend opens a stream and sends a greeting with the revision of the list that the member holds.
-func attend(t *testing.T, c *fttest.Cluster, id string, held uint64) *rawStream {
+// attend opens a stream and sends a greeting.
+func attend(t *testing.T, c *fttest.Cluster, id string) *rawStream {
 	t.Helper()
 	w := open(t, c, id)
 	w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
-		Greeting: &torchftpb.Greeting{ReplicaId: id, Revision: held},
+		Greeting: &torchftpb.Greeting{ReplicaId: id},
 	}})
 	welcome := w.receive().GetWelcome()
 	require.EqualValues(t, 1_666_666, welcome.GetAliveIntervalUs(), "a third of the heartbeat timeout")
@@ -81,23 +83,19 @@ func (w *rawStream) ask(step int64, timeout time.Duration) {
 	synctest.Wait()
 }
 
-// answered receives the answer to the last request: the change of the list, nil if there is none, and the quorum.
-func (w *rawStream) answered() (*quorum.Change, *torchftpb.QuorumStates) {
+// answered receives the answer to the last request.
+func (w *rawStream) answered() *quorum.Quorum {
 	w.t.Helper()
-	var change *quorum.Change
-	for {
-		m := w.receive()
-		if part := m.GetListChange(); part != nil {
-			if change == nil {
-				change = &quorum.Change{}
-			}
-			require.NoError(w.t, wire.AddPart(change, part))
-			continue
-		}
-		require.NotNil(w.t, m.GetQuorum(), "%v", m)
-		require.Equal(w.t, w.number, m.GetNumber(), "%v", m)
-		return change, m.GetQuorum()
-	}
+	return w.delivered(w.receive())
+}
+
+func (w *rawStream) delivered(m *torchftpb.LighthouseMessage) *quorum.Quorum {
+	w.t.Helper()
+	require.NotNil(w.t, m.GetDelivery(), "%v", m)
+	require.Equal(w.t, w.number, m.GetNumber(), "%v", m)
+	require.NoError(w.t, w.last.Next(m.GetDelivery()))
+	w.listed = m.GetDelivery().GetStates() == nil
+	return w.last.Quorum
 }
 
 func (w *rawStream) failed() (codes.Code, string) {
@@ -112,7 +110,7 @@ func (w *rawStream) failed() (codes.Code, string) {
 func TestAReasonIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		a, b := attend(t, c, "a", 0), attend(t, c, "b", 0)
+		a, b := attend(t, c, "a"), attend(t, c, "b")
 		a.ask(1, time.Minute)
 		b.ask(1, time.Minute)
 		a.answered()
@@ -124,42 +122,32 @@ func TestAReasonIsBounded(t *testing.T) {
 	})
 }
 
-func TestOnlyChangesOfTheListAreSent(t *testing.T) {
+func TestAListIsSentOnlyWhenItHasChanged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		a, b := attend(t, c, "a", 0), attend(t, c, "b", 0)
-		a.ask(1, time.Minute)
-		b.ask(1, time.Minute)
-		for _, w := range []*rawStream{a, b} {
-			list, states := w.answered()
-			require.NotNil(t, list)
-			assert.True(t, list.Whole)
-			require.Len(t, list.Set, 2)
-			assert.Equal(t, "http://a", list.Set[0].Address)
-			assert.EqualValues(t, quorum.RevisionOf(list.Set), states.GetRevision())
-			assert.EqualValues(t, 1, states.GetStep())
-		}
-		a.ask(2, time.Minute)
-		b.ask(2, time.Minute)
-		for _, w := range []*rawStream{a, b} {
-			list, states := w.answered()
-			assert.Nil(t, list, "no member has changed")
-			assert.EqualValues(t, 2, states.GetStep())
-			assert.Empty(t, states.GetOthers())
+		a, b := attend(t, c, "a"), attend(t, c, "b")
+		for step := range int64(3) {
+			a.ask(step, time.Minute)
+			b.ask(step, time.Minute)
+			for _, w := range []*rawStream{a, b} {
+				q := w.answered()
+				assert.Equal(t, step == 0, w.listed, "step %d", step)
+				require.Len(t, q.Members, 2)
+				assert.Equal(t, "http://a", q.Members[0].Address)
+				assert.Equal(t, step, q.Members[1].Step)
+			}
 		}
 
-		n := attend(t, c, "n", 0)
+		n := attend(t, c, "n")
 		n.ask(0, time.Minute)
 		a.ask(3, time.Minute)
 		b.ask(3, time.Minute)
 		for _, w := range []*rawStream{a, b, n} {
-			list, states := w.answered()
-			require.NotNil(t, list)
-			assert.Equal(t, w == n, list.Whole)
-			assert.Len(t, list.Set, map[bool]int{true: 3, false: 1}[w == n])
-			assert.EqualValues(t, 3, states.GetStep())
-			require.Len(t, states.GetOthers(), 1)
-			assert.EqualValues(t, 2, states.GetOthers()[0].GetPlace())
+			q := w.answered()
+			assert.True(t, w.listed, "a member has joined")
+			require.Len(t, q.Members, 3)
+			assert.EqualValues(t, 3, q.Members[0].Step)
+			assert.EqualValues(t, 0, q.Members[2].Step)
 		}
 
 		n.hangUp()
@@ -168,49 +156,35 @@ func TestOnlyChangesOfTheListAreSent(t *testing.T) {
 		a.ask(4, time.Minute)
 		b.ask(4, time.Minute)
 		for _, w := range []*rawStream{a, b} {
-			list := leftOf(t, w)
-			assert.Equal(t, []int{2}, list.Left)
-			assert.Empty(t, list.Set)
+			m := w.receive()
+			for m.GetDelivery() == nil { // reports of the failure, and questions before it
+				m = w.receive()
+			}
+			require.Len(t, w.delivered(m).Members, 2)
+			assert.True(t, w.listed, "a member has left")
 		}
 	})
 }
 
-// leftOf receives the change of the list after a member has left, and skips the notice about it.
-func leftOf(t *testing.T, w *rawStream) quorum.Change {
-	t.Helper()
-	var change quorum.Change
-	for {
-		m := w.receive()
-		if m.GetListChange() != nil {
-			require.NoError(t, wire.AddPart(&change, m.GetListChange()))
-		}
-		if m.GetQuorum() != nil {
-			return change
-		}
-	}
-}
-
-func TestAListIsValidAfterARestartOfTheLighthouse(t *testing.T) {
+func TestANewStreamReceivesTheWholeQuorum(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := fttest.NewCluster(t, 1)
-		a := attend(t, c, "a", 0)
+		c := fttest.NewCluster(t, 2)
+		a, b := attend(t, c, "a"), attend(t, c, "b")
 		a.ask(1, time.Minute)
-		_, states := a.answered()
-		c.Net.Host("lighthouse").Kill()
-		c.Lighthouse.Shutdown()
-		c.StartLighthouse(1)
-
-		again := attend(t, c, "a", states.GetRevision())
-		again.ask(2, time.Minute)
-		list, after := again.answered()
-		assert.Nil(t, list)
-		assert.Equal(t, states.GetRevision(), after.GetRevision())
-
-		other := attend(t, c, "b", 4711)
-		other.ask(2, time.Minute)
-		again.ask(3, time.Minute)
-		list, _ = other.answered()
-		assert.True(t, list.Whole, "the lighthouse does not know that revision")
+		b.ask(1, time.Minute)
+		a.answered()
+		b.answered()
+		b.hangUp()
+		b = attend(t, c, "b")
+		a.ask(2, time.Minute)
+		b.number = 7 // above those of the earlier stream
+		b.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{
+			Number: b.number, TimeoutUs: time.Minute.Microseconds(), Step: 2, Member: &torchftpb.QuorumMember{ReplicaId: "b", Address: "http://b"},
+		}}})
+		require.Len(t, a.answered().Members, 2)
+		assert.False(t, a.listed)
+		require.Len(t, b.answered().Members, 2)
+		assert.True(t, b.listed)
 	})
 }
 
@@ -240,7 +214,7 @@ func TestHeartbeatsAreAnsweredInACluster(t *testing.T) {
 func TestHeartbeatsAreNotAnsweredByTheOnlyLighthouse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		only := attend(t, c, "b", 0)
+		only := attend(t, c, "b")
 		only.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 		only.ask(1, time.Minute)
 		only.answered() // nothing was sent before the list
@@ -287,7 +261,7 @@ func TestAMemberThatALaterLeaderServedIsRefused(t *testing.T) {
 func TestARequestOnAStreamHasADeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		a := attend(t, c, "a", 0)
+		a := attend(t, c, "a")
 		for step := range int64(3) { // one timer serves all requests of a stream
 			start := time.Now()
 			a.ask(step, time.Second)
@@ -298,7 +272,7 @@ func TestARequestOnAStreamHasADeadline(t *testing.T) {
 			assert.Greater(t, time.Since(start), 900*time.Millisecond)
 			assert.Zero(t, c.Lighthouse.Status().Waiters)
 		}
-		b := attend(t, c, "b", 0)
+		b := attend(t, c, "b")
 		a.ask(3, time.Minute)
 		b.ask(3, time.Minute)
 		a.answered()
@@ -313,7 +287,7 @@ func TestARequestOnAStreamHasADeadline(t *testing.T) {
 func TestAMemberWithdrawsItsRequest(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		a := attend(t, c, "a", 0)
+		a := attend(t, c, "a")
 		a.ask(1, time.Minute)
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: 17}})
 		synctest.Wait()
@@ -334,7 +308,7 @@ func TestAMemberWithdrawsItsRequest(t *testing.T) {
 func TestAShutdownIsAnnouncedOnEveryStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		waits, idle := attend(t, c, "a", 0), attend(t, c, "b", 0)
+		waits, idle := attend(t, c, "a"), attend(t, c, "b")
 		waits.ask(1, time.Minute)
 		start := time.Now()
 		done := fttest.Start(func() (any, error) {
@@ -356,7 +330,7 @@ func TestAShutdownIsAnnouncedOnEveryStream(t *testing.T) {
 func TestSilenceOnAStreamIsAFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		a := attend(t, c, "a", 0)
+		a := attend(t, c, "a")
 		for range 5 {
 			time.Sleep(4 * time.Second)
 			a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
@@ -375,7 +349,7 @@ func TestALighthouseThatWasSuspendedCountsNobodyAsFailed(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				host := clock.Fake()
 				c := fttest.NewCluster(t, 1)
-				attend(t, c, "a", 0)
+				attend(t, c, "a")
 				time.Sleep(4 * time.Second)
 				host.Add(int64(suspended))
 				time.Sleep(900 * time.Millisecond) // in which messages arrive that were sent before or during the suspend

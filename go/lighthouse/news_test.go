@@ -19,10 +19,10 @@ func TestManyFailuresAreReportedInFewMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const ended = 100
 		c := fttest.NewCluster(t, ended+1)
-		survivor := attend(t, c, "survivor", 0)
+		survivor := attend(t, c, "survivor")
 		all := []*rawStream{survivor}
 		for i := range ended {
-			all = append(all, attend(t, c, fmt.Sprintf("ended-%03d", i), 0))
+			all = append(all, attend(t, c, fmt.Sprintf("ended-%03d", i)))
 		}
 		for _, w := range all {
 			w.ask(1, time.Minute)
@@ -59,10 +59,10 @@ func TestManyStalledMembersAreReportedInFewMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const stalled = 100
 		c := fttest.NewCluster(t, stalled+1, func(cfg *lighthouse.Config) { cfg.StalledAfter = time.Second })
-		waiting := attend(t, c, "waiting", 0)
+		waiting := attend(t, c, "waiting")
 		all := []*rawStream{waiting}
 		for i := range stalled {
-			all = append(all, attend(t, c, fmt.Sprintf("stalled-%03d", i), 0))
+			all = append(all, attend(t, c, fmt.Sprintf("stalled-%03d", i)))
 		}
 		for _, w := range all {
 			w.ask(1, time.Minute)

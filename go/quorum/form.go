@@ -60,9 +60,8 @@ func (m *Machine) deliver(d decision) {
 		}
 	}
 	q.ID = m.past.newID(d.changed || failing != "" || m.reconnect.needed() || !m.past.isKnownTo(d.in))
-	q.Revision = revisionAfter(before, q.Members)
 	m.search.delivers()
-	answer := Deliver{Quorum: q, Before: before, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in))}
+	answer := Deliver{Quorum: q, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in))}
 	for _, r := range d.in {
 		answer.Waiters = m.roster.answer(answer.Waiters, r, m.now)
 	}

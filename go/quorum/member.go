@@ -2,7 +2,6 @@ package quorum
 
 import (
 	"bytes"
-	"encoding/binary"
 	"slices"
 )
 
@@ -52,29 +51,15 @@ func (m *Member) SameButState(o *Member) bool {
 		slices.Equal(m.Handles, o.Handles) && slices.Equal(m.Layouts, o.Layouts) && bytes.Equal(m.Unknown, o.Unknown)
 }
 
-// appendButState appends an encoding of all fields but those of the State. Members that differ in these fields have different
-// encodings, since each field has a fixed size, is a varint, or begins with its length.
-func (m *Member) appendButState(buf []byte) []byte {
-	text := func(s string) { buf = append(binary.AppendUvarint(buf, uint64(len(s))), s...) }
-	text(m.ReplicaID)
-	text(m.Address)
-	text(m.StoreAddress)
-	text(m.Data)
-	text(string(m.Unknown))
-	buf = binary.AppendUvarint(buf, m.WorldSize)
-	flags := byte(0)
-	if m.ShrinkOnly {
-		flags |= 1
+// SameMembers reports whether two quorums have the same members in the same order, apart from their states.
+func (q *Quorum) SameMembers(o *Quorum) bool {
+	if len(q.Members) != len(o.Members) {
+		return false
 	}
-	if m.ReplaysFailedSteps {
-		flags |= 2
-	}
-	buf = append(buf, flags)
-	for _, texts := range [][]string{m.Handles, m.Layouts} {
-		buf = binary.AppendUvarint(buf, uint64(len(texts)))
-		for _, t := range texts {
-			text(t)
+	for i := range q.Members {
+		if !q.Members[i].SameButState(&o.Members[i]) {
+			return false
 		}
 	}
-	return buf
+	return true
 }

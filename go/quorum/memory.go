@@ -146,7 +146,7 @@ func (m *memory) newID(reconnects bool) int64 {
 // isKnownTo reports whether all of these members are in the latest quorum, and in no later one. Of a quorum that was adopted, the members
 // have to say so: the disk of a restarted lighthouse may be older than what its members have received.
 func (m *memory) isKnownTo(in []*record) bool {
-	return m.latest == nil || m.latest.Revision != 0 || !slices.ContainsFunc(in, func(r *record) bool { return r.newest().known != m.latest.ID })
+	return m.latest == nil || !m.latest.Adopted || !slices.ContainsFunc(in, func(r *record) bool { return r.newest().known != m.latest.ID })
 }
 
 // follow makes a quorum that was formed here the latest one.
@@ -183,7 +183,7 @@ func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []s
 // for heartbeat_timeout_ms: otherwise the first member that asks would continue alone.
 func (m *memory) adopt(p Past) {
 	before := m.members
-	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Created: m.now}
+	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Created: m.now, Adopted: true}
 	m.members = make([]*record, len(p.Members))
 	for i, v := range p.Members {
 		q.Members[i] = Member{ReplicaID: v.ReplicaID, Address: v.Address, Step: p.Step}

@@ -76,9 +76,9 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		same = same && previous[member.ReplicaID]
 		failures = failures || member.CommitFailures > 0
 		// The members of an adopted quorum must say that they are in it.
-		unsure = unsure || m.latest != nil && m.latest.Revision == 0 && m.newest(member.ReplicaID).KnownQuorumID != m.latest.ID
+		unsure = unsure || m.latest != nil && m.latest.Adopted && m.newest(member.ReplicaID).KnownQuorumID != m.latest.ID
 	}
-	q := &Quorum{Members: in, Created: now, Revision: RevisionOf(in)}
+	q := &Quorum{Members: in, Created: now}
 	if same && !failures && !m.broken && !m.rejoined && !unsure && m.highest <= m.latest.ID {
 		q.ID = m.latest.ID
 	} else {

@@ -169,7 +169,7 @@ func (m *model) asked(e Asked, now time.Time) bool {
 func (m *model) lostAnswer(e Asked, now time.Time) bool {
 	id := e.Member.ReplicaID
 	f := m.facts[id]
-	if m.latest == nil || m.latest.Revision == 0 || m.latest.ID != m.highest || m.reported || m.rejoined || len(m.leavers) > 0 || !m.member(id) {
+	if m.latest == nil || m.latest.Adopted || m.latest.ID != m.highest || m.reported || m.rejoined || len(m.leavers) > 0 || !m.member(id) {
 		return false
 	}
 	if f == nil || !f.returned || f.draining || !m.healthy(id, now) {
@@ -260,7 +260,7 @@ func (m *model) recalled(e Recalled, now time.Time) {
 	if m.latest != nil && p.ID <= m.latest.ID {
 		return
 	}
-	m.latest = &Quorum{ID: p.ID, Created: now}
+	m.latest = &Quorum{ID: p.ID, Created: now, Adopted: true}
 	for _, v := range p.Members {
 		m.latest.Members = append(m.latest.Members, Member{ReplicaID: v.ReplicaID, Step: p.Step})
 		if !m.healthy(v.ReplicaID, now) {

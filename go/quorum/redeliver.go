@@ -19,7 +19,7 @@ func (m *Machine) lostAnswer(e Asked) bool {
 	latest, r := m.past.latest, m.roster.members[e.Member.ReplicaID]
 	// There is no latest quorum, or it was formed before this lighthouse started: then its members are known, but not the rest of
 	// the answer.
-	if latest == nil || latest.Revision == 0 {
+	if latest == nil || latest.Adopted {
 		return false
 	}
 	// Only a member on a new stream can have lost the answer: on the old stream, it received it. If the member counts as failed,

@@ -9,10 +9,10 @@ import "time"
 
 // Quorum is the set of groups that train a step together. It is immutable once delivered.
 type Quorum struct {
-	ID       int64
-	Members  []Member // ordered by ReplicaID
-	Created  time.Time
-	Revision Revision // of Members; 0 if unknown: in the answer to a call, and in a quorum that was adopted (memory.adopt)
+	ID      int64
+	Members []Member // ordered by ReplicaID
+	Created time.Time
+	Adopted bool // only id, addresses and one step of the members are known: it was formed before this lighthouse started (memory.adopt)
 }
 
 // WaiterID identifies one pending request; the shell chooses it and never uses it twice.
@@ -120,7 +120,6 @@ type (
 	Deliver struct {
 		Waiters []WaiterID
 		Quorum  *Quorum
-		Before  *Quorum       // the previously delivered quorum, whose list many members hold; nil if there is none
 		Waited  time.Duration // since the first of them asked, without stops of the lighthouse
 	}
 	// Redeliver answers a waiter with the latest quorum: its member is in it, and the first answer was lost (redeliver.go).

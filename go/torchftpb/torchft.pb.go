@@ -2459,12 +2459,9 @@ func (*MemberMessage_ShuttingDown) isMemberMessage_Message() {}
 func (*MemberMessage_Past) isMemberMessage_Message() {}
 
 type Greeting struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	// The revision of the list of members that it holds, 0 if none. Afterwards the lighthouse knows the member's
-	// revision from the lists that it has sent.
-	Revision    uint64 `protobuf:"fixed64,2,opt,name=revision,proto3" json:"revision,omitempty"`
-	Lighthouses uint32 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"` // how many addresses of lighthouses the member was given, at least 1
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	ReplicaId   string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
+	Lighthouses uint32                 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"` // how many addresses of lighthouses the member was given, at least 1
 	// The highest term that the member received from a lighthouse. The high bits of a quorum_id are the term of the
 	// leader that formed it; a lighthouse without a cluster has term 0.
 	Term          int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
@@ -2508,13 +2505,6 @@ func (x *Greeting) GetReplicaId() string {
 		return x.ReplicaId
 	}
 	return ""
-}
-
-func (x *Greeting) GetRevision() uint64 {
-	if x != nil {
-		return x.Revision
-	}
-	return 0
 }
 
 func (x *Greeting) GetLighthouses() uint32 {
@@ -2760,8 +2750,6 @@ type LighthouseMessage struct {
 	// Types that are valid to be assigned to Message:
 	//
 	//	*LighthouseMessage_Welcome
-	//	*LighthouseMessage_ListChange
-	//	*LighthouseMessage_Quorum
 	//	*LighthouseMessage_Failure
 	//	*LighthouseMessage_Closing
 	//	*LighthouseMessage_MemberFailed
@@ -2773,6 +2761,7 @@ type LighthouseMessage struct {
 	//	*LighthouseMessage_Drain
 	//	*LighthouseMessage_Released
 	//	*LighthouseMessage_Alive
+	//	*LighthouseMessage_Delivery
 	Message       isLighthouseMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2826,24 +2815,6 @@ func (x *LighthouseMessage) GetWelcome() *Welcome {
 	if x != nil {
 		if x, ok := x.Message.(*LighthouseMessage_Welcome); ok {
 			return x.Welcome
-		}
-	}
-	return nil
-}
-
-func (x *LighthouseMessage) GetListChange() *ListChange {
-	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_ListChange); ok {
-			return x.ListChange
-		}
-	}
-	return nil
-}
-
-func (x *LighthouseMessage) GetQuorum() *QuorumStates {
-	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_Quorum); ok {
-			return x.Quorum
 		}
 	}
 	return nil
@@ -2948,20 +2919,21 @@ func (x *LighthouseMessage) GetAlive() bool {
 	return false
 }
 
+func (x *LighthouseMessage) GetDelivery() *Delivery {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Delivery); ok {
+			return x.Delivery
+		}
+	}
+	return nil
+}
+
 type isLighthouseMessage_Message interface {
 	isLighthouseMessage_Message()
 }
 
 type LighthouseMessage_Welcome struct {
 	Welcome *Welcome `protobuf:"bytes,2,opt,name=welcome,proto3,oneof"` // the answer to the greeting
-}
-
-type LighthouseMessage_ListChange struct {
-	ListChange *ListChange `protobuf:"bytes,3,opt,name=list_change,json=listChange,proto3,oneof"`
-}
-
-type LighthouseMessage_Quorum struct {
-	Quorum *QuorumStates `protobuf:"bytes,4,opt,name=quorum,proto3,oneof"`
 }
 
 type LighthouseMessage_Failure struct {
@@ -3008,11 +2980,11 @@ type LighthouseMessage_Alive struct {
 	Alive bool `protobuf:"varint,82,opt,name=alive,proto3,oneof"` // the answer to a heartbeat
 }
 
+type LighthouseMessage_Delivery struct {
+	Delivery *Delivery `protobuf:"bytes,85,opt,name=delivery,proto3,oneof"`
+}
+
 func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
-
-func (*LighthouseMessage_ListChange) isLighthouseMessage_Message() {}
-
-func (*LighthouseMessage_Quorum) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Failure) isLighthouseMessage_Message() {}
 
@@ -3035,6 +3007,8 @@ func (*LighthouseMessage_Drain) isLighthouseMessage_Message() {}
 func (*LighthouseMessage_Released) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Alive) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_Delivery) isLighthouseMessage_Message() {}
 
 // The detail of the status UNAVAILABLE with which a lighthouse of a cluster that does not lead answers a member's stream.
 type NotLeader struct {
@@ -3149,34 +3123,34 @@ func (x *Welcome) GetTerm() int64 {
 	return 0
 }
 
-// A part of a change to the list of members that the member holds. The next QuorumStates refers to the list to
-// which all earlier parts have been applied.
-type ListChange struct {
+// A quorum for its members. The list of the members is sent once on a stream, and again when it has changed.
+type Delivery struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Whole bool                   `protobuf:"varint,1,opt,name=whole,proto3" json:"whole,omitempty"`      // the whole list: it replaces the one held
-	Left  []uint32               `protobuf:"varint,2,rep,packed,name=left,proto3" json:"left,omitempty"` // indexes in the list held, ascending
-	Set   []*QuorumMember        `protobuf:"bytes,3,rep,name=set,proto3" json:"set,omitempty"`           // members that joined or changed, ordered by replica_id
-	// Instead of the fields above: a ListChange with them, encoded and compressed (DEFLATE). The records of
-	// members differ little.
-	Packed        []byte `protobuf:"bytes,4,opt,name=packed,proto3" json:"packed,omitempty"`
+	List  uint64                 `protobuf:"varint,1,opt,name=list,proto3" json:"list,omitempty"` // the number of the list of members, chosen by the lighthouse; lists that differ have different ones
+	// Types that are valid to be assigned to Form:
+	//
+	//	*Delivery_Whole
+	//	*Delivery_Packed
+	//	*Delivery_States
+	Form          isDelivery_Form `protobuf_oneof:"form"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *ListChange) Reset() {
-	*x = ListChange{}
+func (x *Delivery) Reset() {
+	*x = Delivery{}
 	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *ListChange) String() string {
+func (x *Delivery) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*ListChange) ProtoMessage() {}
+func (*Delivery) ProtoMessage() {}
 
-func (x *ListChange) ProtoReflect() protoreflect.Message {
+func (x *Delivery) ProtoReflect() protoreflect.Message {
 	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -3188,45 +3162,79 @@ func (x *ListChange) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
-func (*ListChange) Descriptor() ([]byte, []int) {
+// Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
+func (*Delivery) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
-func (x *ListChange) GetWhole() bool {
+func (x *Delivery) GetList() uint64 {
 	if x != nil {
-		return x.Whole
+		return x.List
 	}
-	return false
+	return 0
 }
 
-func (x *ListChange) GetLeft() []uint32 {
+func (x *Delivery) GetForm() isDelivery_Form {
 	if x != nil {
-		return x.Left
-	}
-	return nil
-}
-
-func (x *ListChange) GetSet() []*QuorumMember {
-	if x != nil {
-		return x.Set
+		return x.Form
 	}
 	return nil
 }
 
-func (x *ListChange) GetPacked() []byte {
+func (x *Delivery) GetWhole() []byte {
 	if x != nil {
-		return x.Packed
+		if x, ok := x.Form.(*Delivery_Whole); ok {
+			return x.Whole
+		}
 	}
 	return nil
 }
 
-// A quorum of the members in the list. All members have the state below, except those in `others`.
+func (x *Delivery) GetPacked() []byte {
+	if x != nil {
+		if x, ok := x.Form.(*Delivery_Packed); ok {
+			return x.Packed
+		}
+	}
+	return nil
+}
+
+func (x *Delivery) GetStates() *QuorumStates {
+	if x != nil {
+		if x, ok := x.Form.(*Delivery_States); ok {
+			return x.States
+		}
+	}
+	return nil
+}
+
+type isDelivery_Form interface {
+	isDelivery_Form()
+}
+
+type Delivery_Whole struct {
+	Whole []byte `protobuf:"bytes,2,opt,name=whole,proto3,oneof"` // a Quorum, encoded
+}
+
+type Delivery_Packed struct {
+	Packed []byte `protobuf:"bytes,3,opt,name=packed,proto3,oneof"` // a Quorum, encoded and compressed (DEFLATE): the records of members differ little
+}
+
+type Delivery_States struct {
+	States *QuorumStates `protobuf:"bytes,4,opt,name=states,proto3,oneof"` // the list is that of the last delivery on this stream
+}
+
+func (*Delivery_Whole) isDelivery_Form() {}
+
+func (*Delivery_Packed) isDelivery_Form() {}
+
+func (*Delivery_States) isDelivery_Form() {}
+
+// A quorum without the list of its members. All members have the state below, except those in `others`.
 type QuorumStates struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId          int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
 	Created           *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=created,proto3" json:"created,omitempty"`
-	Revision          uint64                 `protobuf:"fixed64,3,opt,name=revision,proto3" json:"revision,omitempty"` // a digest of the list: a member that holds another list opens a new stream, on which it receives the whole list
 	Step              int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`
 	CommittedQuorumId int64                  `protobuf:"varint,5,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
@@ -3277,13 +3285,6 @@ func (x *QuorumStates) GetCreated() *timestamppb.Timestamp {
 		return x.Created
 	}
 	return nil
-}
-
-func (x *QuorumStates) GetRevision() uint64 {
-	if x != nil {
-		return x.Revision
-	}
-	return 0
 }
 
 func (x *QuorumStates) GetStep() int64 {
@@ -3723,11 +3724,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12%\n" +
 	"\rshutting_down\x18S \x01(\bH\x00R\fshuttingDown\x12)\n" +
 	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04pastB\t\n" +
-	"\amessage\"\xa3\x01\n" +
+	"\amessage\"\x87\x01\n" +
 	"\bGreeting\x12\x1d\n" +
 	"\n" +
-	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x1a\n" +
-	"\brevision\x18\x02 \x01(\x06R\brevision\x12 \n" +
+	"replica_id\x18\x01 \x01(\tR\treplicaId\x12 \n" +
 	"\vlighthouses\x18) \x01(\rR\vlighthouses\x12\x12\n" +
 	"\x04term\x18* \x01(\x03R\x04term\x12&\n" +
 	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\"g\n" +
@@ -3749,13 +3749,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04step\x18\x05 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\x12 \n" +
-	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xfa\x04\n" +
+	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xc2\x04\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12,\n" +
-	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x126\n" +
-	"\vlist_change\x18\x03 \x01(\v2\x13.torchft.ListChangeH\x00R\n" +
-	"listChange\x12/\n" +
-	"\x06quorum\x18\x04 \x01(\v2\x15.torchft.QuorumStatesH\x00R\x06quorum\x120\n" +
+	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x120\n" +
 	"\afailure\x18\x05 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12\x1a\n" +
 	"\aclosing\x18\x06 \x01(\bH\x00R\aclosing\x12<\n" +
 	"\rmember_failed\x18\a \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12?\n" +
@@ -3766,7 +3763,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06recall\x18( \x01(\x03H\x00R\x06recall\x12\x16\n" +
 	"\x05drain\x18P \x01(\tH\x00R\x05drain\x12\x1c\n" +
 	"\breleased\x18Q \x01(\bH\x00R\breleased\x12\x16\n" +
-	"\x05alive\x18R \x01(\bH\x00R\x05aliveB\t\n" +
+	"\x05alive\x18R \x01(\bH\x00R\x05alive\x12/\n" +
+	"\bdelivery\x18U \x01(\v2\x11.torchft.DeliveryH\x00R\bdeliveryB\t\n" +
 	"\amessage\"#\n" +
 	"\tNotLeader\x12\x16\n" +
 	"\x06leader\x18\x01 \x01(\tR\x06leader\"\xa0\x01\n" +
@@ -3774,17 +3772,16 @@ const file_torchft_proto_rawDesc = "" +
 	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x120\n" +
 	"\x14heartbeat_timeout_us\x18\x02 \x01(\x03R\x12heartbeatTimeoutUs\x12#\n" +
 	"\ranswers_alive\x18\x03 \x01(\bR\fanswersAlive\x12\x12\n" +
-	"\x04term\x18( \x01(\x03R\x04term\"w\n" +
-	"\n" +
-	"ListChange\x12\x14\n" +
-	"\x05whole\x18\x01 \x01(\bR\x05whole\x12\x12\n" +
-	"\x04left\x18\x02 \x03(\rR\x04left\x12'\n" +
-	"\x03set\x18\x03 \x03(\v2\x15.torchft.QuorumMemberR\x03set\x12\x16\n" +
-	"\x06packed\x18\x04 \x01(\fR\x06packed\"\x98\x02\n" +
+	"\x04term\x18( \x01(\x03R\x04term\"\x89\x01\n" +
+	"\bDelivery\x12\x12\n" +
+	"\x04list\x18\x01 \x01(\x04R\x04list\x12\x16\n" +
+	"\x05whole\x18\x02 \x01(\fH\x00R\x05whole\x12\x18\n" +
+	"\x06packed\x18\x03 \x01(\fH\x00R\x06packed\x12/\n" +
+	"\x06states\x18\x04 \x01(\v2\x15.torchft.QuorumStatesH\x00R\x06statesB\x06\n" +
+	"\x04form\"\xfc\x01\n" +
 	"\fQuorumStates\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x124\n" +
-	"\acreated\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x1a\n" +
-	"\brevision\x18\x03 \x01(\x06R\brevision\x12\x12\n" +
+	"\acreated\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x12\n" +
 	"\x04step\x18\x04 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x05 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12,\n" +
@@ -3870,7 +3867,7 @@ var file_torchft_proto_goTypes = []any{
 	(*LighthouseMessage)(nil),           // 33: torchft.LighthouseMessage
 	(*NotLeader)(nil),                   // 34: torchft.NotLeader
 	(*Welcome)(nil),                     // 35: torchft.Welcome
-	(*ListChange)(nil),                  // 36: torchft.ListChange
+	(*Delivery)(nil),                    // 36: torchft.Delivery
 	(*QuorumStates)(nil),                // 37: torchft.QuorumStates
 	(*PlacedState)(nil),                 // 38: torchft.PlacedState
 	(*Frame)(nil),                       // 39: torchft.Frame
@@ -3908,42 +3905,41 @@ var file_torchft_proto_depIdxs = []int32{
 	31, // 26: torchft.PastQuorum.members:type_name -> torchft.Voter
 	0,  // 27: torchft.Ask.member:type_name -> torchft.QuorumMember
 	35, // 28: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	36, // 29: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
-	37, // 30: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
-	27, // 31: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	17, // 32: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	25, // 33: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	26, // 34: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
-	0,  // 35: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	42, // 36: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	38, // 37: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	2,  // 38: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 39: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 40: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 41: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 42: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 43: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	15, // 44: torchft.RankService.Session:input_type -> torchft.RankRequest
-	17, // 45: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
-	28, // 46: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	39, // 47: torchft.ClusterService.Link:input_type -> torchft.Frame
-	40, // 48: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	3,  // 49: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 50: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 51: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 52: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 53: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 54: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	16, // 55: torchft.RankService.Session:output_type -> torchft.RankResponse
-	14, // 56: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
-	33, // 57: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	39, // 58: torchft.ClusterService.Link:output_type -> torchft.Frame
-	41, // 59: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	49, // [49:60] is the sub-list for method output_type
-	38, // [38:49] is the sub-list for method input_type
-	38, // [38:38] is the sub-list for extension type_name
-	38, // [38:38] is the sub-list for extension extendee
-	0,  // [0:38] is the sub-list for field type_name
+	27, // 29: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	17, // 30: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	25, // 31: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	26, // 32: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
+	36, // 33: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	37, // 34: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	42, // 35: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	38, // 36: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	2,  // 37: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 38: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 39: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 40: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 41: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 42: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	15, // 43: torchft.RankService.Session:input_type -> torchft.RankRequest
+	17, // 44: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
+	28, // 45: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	39, // 46: torchft.ClusterService.Link:input_type -> torchft.Frame
+	40, // 47: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	3,  // 48: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 49: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 50: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 51: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 52: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 53: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	16, // 54: torchft.RankService.Session:output_type -> torchft.RankResponse
+	14, // 55: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
+	33, // 56: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	39, // 57: torchft.ClusterService.Link:output_type -> torchft.Frame
+	41, // 58: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	48, // [48:59] is the sub-list for method output_type
+	37, // [37:48] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -3990,8 +3986,6 @@ func file_torchft_proto_init() {
 	}
 	file_torchft_proto_msgTypes[33].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
-		(*LighthouseMessage_ListChange)(nil),
-		(*LighthouseMessage_Quorum)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
 		(*LighthouseMessage_MemberFailed)(nil),
@@ -4003,6 +3997,12 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Drain)(nil),
 		(*LighthouseMessage_Released)(nil),
 		(*LighthouseMessage_Alive)(nil),
+		(*LighthouseMessage_Delivery)(nil),
+	}
+	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
+		(*Delivery_Whole)(nil),
+		(*Delivery_Packed)(nil),
+		(*Delivery_States)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{

@@ -1,5 +1,5 @@
 // Package wire converts between the messages of package torchftpb and the types of the machines and servers: members, quorums,
-// changes of a list, requests, results, failures. The two directions of a conversion are in the same file.
+// requests, results, failures. The two directions of a conversion are in the same file.
 package wire
 
 import (
@@ -107,20 +107,28 @@ func AskToProto(s quorum.State) *torchftpb.Ask {
 	return &torchftpb.Ask{Step: s.Step, CommittedQuorumId: s.CommittedQuorumID, CommitFailures: s.CommitFailures}
 }
 
-// statesToProto returns the wire form of the states of a list: the most common one, and those of members that differ from it.
-func statesToProto(s quorum.States) *torchftpb.QuorumStates {
-	p := &torchftpb.QuorumStates{
-		Step: s.Common.Step, CommittedQuorumId: s.Common.CommittedQuorumID, CommitFailures: s.Common.CommitFailures,
-	}
-	for _, other := range s.Others {
-		p.Others = append(p.Others, &torchftpb.PlacedState{
-			Place:             uint32(other.Place),
-			Step:              other.State.Step,
-			CommittedQuorumId: other.State.CommittedQuorumID,
-			CommitFailures:    other.State.CommitFailures,
-		})
+// PastToProto returns the wire form of a past quorum.
+func PastToProto(p quorum.Past) *torchftpb.PastQuorum {
+	return &torchftpb.PastQuorum{QuorumId: p.ID, Step: p.Step, Members: votersToProto(p.Members)}
+}
+
+// PastFromProto is the inverse of PastToProto.
+func PastFromProto(p *torchftpb.PastQuorum) quorum.Past {
+	return quorum.Past{ID: p.GetQuorumId(), Step: p.GetStep(), Members: votersFromProto(p.GetMembers())}
+}
+
+func votersToProto(voters []quorum.Voter) (p []*torchftpb.Voter) {
+	for _, v := range voters {
+		p = append(p, &torchftpb.Voter{ReplicaId: v.ReplicaID, Address: v.Address})
 	}
 	return p
+}
+
+func votersFromProto(p []*torchftpb.Voter) (voters []quorum.Voter) {
+	for _, v := range p {
+		voters = append(voters, quorum.Voter{ReplicaID: v.GetReplicaId(), Address: v.GetAddress()})
+	}
+	return voters
 }
 
 // RequestToProto returns the wire form of a rank's request.

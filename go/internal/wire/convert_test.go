@@ -83,15 +83,18 @@ func TestStatesArriveAsTheyAre(t *testing.T) {
 	state := full[quorum.State](t)
 	assert.Equal(t, state, wire.StateFromProto(sent(t, wire.AskToProto(state), &torchftpb.Ask{})))
 	list := []quorum.Member{{ReplicaID: "a"}, {ReplicaID: "b"}, {ReplicaID: "c"}}
-	want := &quorum.Quorum{ID: 9, Members: append([]quorum.Member(nil), list...), Created: time.Unix(7, 8).UTC(), Revision: 5}
+	want := &quorum.Quorum{ID: 9, Members: append([]quorum.Member(nil), list...), Created: time.Unix(7, 8).UTC()}
 	common := state
 	common.Step++
 	want.Members[0].SetState(common)
 	want.Members[1].SetState(state)
 	want.Members[2].SetState(common)
-	got, err := wire.QuorumFromStates(sent(t, wire.StatesToProto(want), &torchftpb.QuorumStates{}), list)
+	var got wire.Delivered
+	first, err := wire.WholeToProto(&quorum.Quorum{ID: 8, Members: list}, 4)
 	require.NoError(t, err)
-	assert.Equal(t, want, got)
+	require.NoError(t, got.Next(sent(t, first, &torchftpb.Delivery{})))
+	require.NoError(t, got.Next(sent(t, wire.StatesToProto(want, 4), &torchftpb.Delivery{})))
+	assert.Equal(t, want, got.Quorum)
 }
 
 func TestARequestArrivesAsItIs(t *testing.T) {

@@ -1,7 +1,6 @@
 package wire_test
 
 import (
-	"bytes"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -11,58 +10,11 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/wire"
-	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // Bytes from another process must be decoded, or refused with an error, without a panic. `go test` runs the seeds;
-// `go test ./internal/wire -fuzz FuzzListChange` continues with mutations of them.
-
-// FuzzListChange decodes one part of a change, compressed or not, applies it to a list, and decodes a quorum that refers to the result.
-func FuzzListChange(f *testing.F) {
-	var members []quorum.Member
-	for _, id := range []string{"a", "b", "c"} {
-		members = append(members, quorum.Member{ReplicaID: id, Address: "http://" + id, Data: string(bytes.Repeat([]byte(id), 1000))})
-	}
-	q := &quorum.Quorum{ID: 7, Members: members, Revision: quorum.RevisionOf(members)}
-	states, err := proto.Marshal(wire.StatesToProto(q))
-	require.NoError(f, err)
-	for _, part := range wire.ChangeToProto(q.Since(0, nil)) {
-		for _, pack := range []func(*torchftpb.ListChange) (*torchftpb.ListChange, error){
-			wire.Pack, func(p *torchftpb.ListChange) (*torchftpb.ListChange, error) { return p, nil },
-		} {
-			packed, err := pack(part)
-			require.NoError(f, err)
-			encoded, err := proto.Marshal(packed)
-			require.NoError(f, err)
-			f.Add(encoded, states)
-			f.Add(encoded[:len(encoded)/2], states[:len(states)/2])
-		}
-	}
-	f.Fuzz(func(t *testing.T, encoded, states []byte) {
-		var part torchftpb.ListChange
-		if proto.Unmarshal(encoded, &part) != nil {
-			return
-		}
-		var change quorum.Change
-		if wire.AddPart(&change, &part) != nil {
-			return
-		}
-		list, err := change.Apply(members)
-		if err != nil {
-			return
-		}
-		var decoded torchftpb.QuorumStates
-		if proto.Unmarshal(states, &decoded) != nil {
-			return
-		}
-		if q, err := wire.QuorumFromStates(&decoded, list); err == nil {
-			require.Len(t, q.Members, len(list))
-			_, err := proto.Marshal(wire.QuorumToProto(q))
-			_ = err // an error is allowed, as for a replica id that is not UTF-8; only a panic would be a bug
-		}
-	})
-}
+// `go test ./internal/wire -fuzz FuzzMessages` continues with mutations of them.
 
 // FuzzMessages decodes the input as each kind of message that other processes send. Where lighthouses, managers and ranks convert the
 // content, so does this.

@@ -125,13 +125,14 @@ func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
 			c.mu.Lock()
 			c.ids++
 			c.asked = append(c.asked, s.host)
-			q := &quorum.Quorum{ID: term<<42 + c.ids, Members: []quorum.Member{member}, Revision: quorum.RevisionOf([]quorum.Member{member})}
+			q := &quorum.Quorum{ID: term<<42 + c.ids, Members: []quorum.Member{member}}
 			c.mu.Unlock()
-			for _, part := range wire.ChangeToProto(quorum.Change{Whole: true, Set: q.Members}) {
-				answers = append(answers, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ListChange{ListChange: part}})
+			delivery, err := wire.WholeToProto(q, 1)
+			if err != nil {
+				return err
 			}
 			answers = append(answers, &torchftpb.LighthouseMessage{
-				Number: m.Ask.GetNumber(), Message: &torchftpb.LighthouseMessage_Quorum{Quorum: wire.StatesToProto(q)},
+				Number: m.Ask.GetNumber(), Message: &torchftpb.LighthouseMessage_Delivery{Delivery: delivery},
 			})
 		}
 		for _, answer := range answers {

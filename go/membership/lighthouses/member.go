@@ -50,9 +50,6 @@ type Member struct {
 	choice  choice
 	unary   map[string]bool // which lighthouses have no streams, by address
 	stream  *memberStream   // nil before the first
-
-	// Only the open stream uses list: the next stream begins after this one has ended.
-	list heldList
 }
 
 var (
@@ -411,7 +408,6 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 	}
 	stream := &memberStream{
 		wire:     attend,
-		list:     &m.list,
 		member:   m,
 		client:   client,
 		cancel:   cancel,
@@ -421,8 +417,7 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 		free:     make(chan struct{}),
 	}
 	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
-		ReplicaId: m.replicaID, Revision: uint64(m.list.revision),
-		Lighthouses: uint32(len(m.lighthouses.list)), Term: m.seenTerm(), KnownQuorumId: m.known(),
+		ReplicaId: m.replicaID, Lighthouses: uint32(len(m.lighthouses.list)), Term: m.seenTerm(), KnownQuorumId: m.known(),
 	}}})
 	go stream.receive()
 	if err := stream.begun(ctx); err != nil {

@@ -3,7 +3,6 @@ package lighthouses
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"log/slog"
 	"sync"
@@ -21,37 +20,6 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// heldList has the list of members that the lighthouse sent last, and the changes to it that have arrived since.
-type heldList struct {
-	members  []quorum.Member
-	revision quorum.Revision
-	pending  quorum.Change
-}
-
-func (l *heldList) add(part *torchftpb.ListChange) error { return wire.AddPart(&l.pending, part) }
-
-// quorum applies the changes to the list, and rebuilds a quorum from it. After an error the list is empty.
-func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error) {
-	members, err := l.pending.Apply(l.members)
-	revision := l.revision
-	if err == nil && !l.pending.Empty() {
-		revision = quorum.RevisionOf(members)
-	}
-	*l = heldList{}
-	if err != nil {
-		return nil, err
-	}
-	if want := quorum.Revision(states.GetRevision()); revision != want {
-		return nil, fmt.Errorf("the list of members has revision %x, the lighthouse's has %x", revision, want)
-	}
-	q, err := wire.QuorumFromStates(states, members)
-	if err != nil {
-		return nil, err
-	}
-	l.members, l.revision = q.Members, revision
-	return q, nil
-}
-
 var (
 	errMoved  = status.Error(codes.Unavailable, "the member has moved to another lighthouse")
 	errMute   = status.Error(codes.Unavailable, "the lighthouse does not answer")
@@ -67,7 +35,7 @@ type asked struct {
 // memberStream is a stream with a lighthouse, until its connection breaks.
 type memberStream struct {
 	wire torchftpb.MemberService_AttendClient
-	list *heldList // only receive uses it
+	last wire.Delivered // only receive uses it
 
 	member *Member
 	client *Client // of the lighthouse
@@ -176,17 +144,11 @@ func (s *memberStream) takeNext() (err error) {
 		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
 			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: wire.PastToProto(q.Past())}})
 		}
-	case *torchftpb.LighthouseMessage_ListChange:
-		if err := s.list.add(m.ListChange); err != nil {
-			*s.list = heldList{}
-			return status.Error(codes.Unavailable, err.Error())
+	case *torchftpb.LighthouseMessage_Delivery:
+		if err := s.last.Next(m.Delivery); err != nil {
+			return status.Error(codes.Unavailable, err.Error()) // the next stream begins with the whole quorum
 		}
-	case *torchftpb.LighthouseMessage_Quorum:
-		q, err := s.list.quorum(m.Quorum)
-		if err != nil {
-			// The greeting of the next stream has no revision, and the lighthouse sends the whole list.
-			return status.Error(codes.Unavailable, err.Error())
-		}
+		q := s.last.Quorum
 		if known := s.member.known(); q.ID < known {
 			return status.Errorf(codes.Unavailable, "the lighthouse has sent quorum %d, and this member was in quorum %d, which is later", q.ID, known)
 		}

@@ -77,7 +77,10 @@ var mistakes = []mistake{
 	},
 	{
 		"no timer", "quorum/machine.go", "		m.drains.tick()\n		return true", "		m.drains.tick()\n		return !$",
-		func(s *setup) { s.load, s.policy.JoinTimeout = 30*time.Second, 2*time.Second; only(crash)(s) }, []string{ruleForms},
+		func(s *setup) {
+			s.slots, s.load, s.policy.MinReplicas, s.policy.JoinTimeout = 4, 40*time.Second, 1, 2*time.Second
+			s.drawFaults(20*time.Second, crash)
+		}, []string{ruleForms},
 	},
 	{
 		"heartbeats count only with a request", "quorum/machine.go", "		unknown := e.Call", "		if $ {\n			return false\n		}\n		unknown := e.Call",
@@ -168,7 +171,7 @@ var mistakes = []mistake{
 	{
 		"steps compared as text", "recovery/compute.go", "		r.MaxStep = max(r.MaxStep, m.Step)",
 		"		if $ && fmt.Sprint(m.Step) > fmt.Sprint(r.MaxStep) {\n			r.MaxStep = m.Step\n		} else if !$ {\n			r.MaxStep = max(r.MaxStep, m.Step)\n		}",
-		nil, []string{ruleHeal},
+		func(s *setup) { s.policy.MinReplicas = 1; only(partition, cutLighthouse)(s) }, []string{ruleHeal},
 	},
 	{
 		"older weights count as the newest", "recovery/compute.go", "latest = max(latest, m.CommittedQuorumID)",
@@ -238,7 +241,7 @@ var mistakes = []mistake{
 	// The model of the ranks.
 	{"a healed group keeps its weights", "", "", "", nil, []string{ruleEqual}},
 	{"a replay reduces sums", "", "", "", func(s *setup) { *s = onlyFailures(s.seed) }, []string{ruleOwn}},
-	{"a replay of a committed step", "", "", "", func(s *setup) { *s = onlyFailures(s.seed) }, []string{ruleHeal, ruleEqual, ruleDivisor}},
+	{"a replay of a committed step", "", "", "", func(s *setup) { s.replay = true; only(partition, cutLighthouse, loseVote)(s) }, []string{ruleHeal, ruleEqual, ruleDivisor}},
 }
 
 // only replaces the faults of a history by many of these kinds.

@@ -115,9 +115,10 @@ type life struct {
 		attempt int
 		last    bool
 	} // whether a rank learned that the quorum of an attempt is the last of the group
-	leaving  bool
-	finished bool // its training is complete
-	claimed  bool // it has claimed a quorum
+	leaving   bool
+	finished  bool // its training is complete
+	announced bool // the lighthouse was told so
+	claimed   bool // it has claimed a quorum
 }
 
 func newJudge(s setup, log func(time.Duration, string)) *judge {
@@ -255,6 +256,7 @@ func (j *judge) fails(l *life, why string, silent bool) {
 		return
 	}
 	calm := j.calmed
+	l.announced = l.finished && j.clear() && j.attached(l.slot)
 	l.killed, l.ended = true, j.now
 	j.unsettle()
 	if calm && j.upstream == 0 { // a group of upstream has no stream, whose end would show its failure

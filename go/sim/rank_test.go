@@ -172,8 +172,8 @@ func (r *rank) leaves() bool {
 	r.note(func(judge *judge) {
 		if r.g.left++; err == nil {
 			judge.released(r.g.life)
-		} else if judge.clear() && judge.rough == 0 && judge.changed < began {
-			judge.waits("%s has left, and is not released: %v", r.model, err)
+		} else if judge.changed < began {
+			judge.unreleased(r.g.life, err)
 		}
 		all = r.g.left == len(r.g.ranks)
 	})

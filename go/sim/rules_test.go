@@ -51,7 +51,14 @@ const slack = time.Second
 func (j *judge) quiet() time.Duration { return j.policy.HeartbeatTimeout + 2*time.Second }
 
 func (j *judge) clear() bool {
-	return j.unclear == 0 && j.now-max(j.blurred, j.restarted) > j.quiet()
+	return j.up && j.unclear == 0 && j.now-max(j.blurred, j.restarted) > j.quiet()
+}
+
+// arrived reports whether a pending request has reached the lighthouse. One that was sent while the lighthouse could not be reached may be on a
+// connection whose end its client notices only after 20 s.
+func (j *judge) arrived(l *life) bool {
+	reachable := max(j.blurred, j.restarted)
+	return l.pending && j.now-l.askedAt > slack && (l.askedAt > reachable || j.now-reachable > 25*time.Second)
 }
 
 // doubt is a breach of a rule that a report may explain which is on its way still: it is confirmed a moment later.
@@ -136,7 +143,7 @@ func (j *judge) due(q *quorum.Quorum, ids []string) {
 		if slices.Contains(j.last, l.id) {
 			ahead = append(ahead, l)
 		}
-		if l.pending && now-l.askedAt > slack {
+		if j.arrived(l) {
 			if l.missed++; l.missed >= 2 {
 				j.doubt(func() {
 					j.broken(ruleNewcomer, "%s waits since %s, and quorum %d of %s is the second without it", l.id, l.askedAt, q.ID, now)
@@ -283,11 +290,22 @@ func (j *judge) released(l *life) {
 	}
 }
 
+// unreleased checks, when a group that left was not told in time that it may end, that another one is in its last step.
+func (j *judge) unreleased(l *life, err error) {
+	if !j.clear() || slices.ContainsFunc(j.last, func(id string) bool {
+		o := j.byID[id]
+		return o != l && !o.killed && !o.leaving && !j.arrived(o)
+	}) {
+		return
+	}
+	j.waits("%s has left, and is not released: %v", l.id, err)
+}
+
 // regressed checks a warning of the lighthouse that the job regresses: not after all members of the previous quorum have completed their
 // training.
 func (j *judge) regressed(quorumID int64) {
 	j.logf("quorum %d is reported to regress", quorumID)
-	if len(j.before) == 0 || !j.clear() || slices.ContainsFunc(j.before, func(id string) bool { return !j.byID[id].finished }) {
+	if len(j.before) == 0 || !j.clear() || slices.ContainsFunc(j.before, func(id string) bool { return !j.byID[id].announced }) {
 		return
 	}
 	j.broken(ruleFinished, "quorum %d is reported to regress behind a job of which nothing is left", quorumID)
@@ -327,7 +345,7 @@ func (j *judge) remembers(s *quorum.Status) {
 
 // overdue checks that the groups that ask are not kept waiting if they are enough.
 func (j *judge) overdue() {
-	if !j.clear() || !j.up || j.upstream != 0 {
+	if !j.clear() || j.upstream != 0 {
 		return
 	}
 	asking, healthy, waited := 0, 0, time.Duration(0)
@@ -338,7 +356,7 @@ func (j *judge) overdue() {
 			healthy++ // perhaps still
 		case l.asked.ShrinkOnly || l.claimed:
 			return
-		case l.pending && j.attached(l.slot):
+		case j.arrived(l) && j.attached(l.slot):
 			if since := j.now - l.askedAt; asking == 0 || slices.Contains(j.last, l.id) {
 				waited = max(waited, since)
 			}

@@ -1,3 +1,5 @@
+//go:build linux
+
 package main
 
 import (
@@ -16,18 +18,19 @@ var (
 	seed = flag.Uint64("seed", 1, "seed of TestSoak's choices")
 )
 
-// TestSoak kills and stops lighthouses and groups, and cuts lighthouses off, at random. The job has one history, and trains on when all
-// is well again.
+// TestSoak kills and stops lighthouses and groups, cuts lighthouses off, and moves their clocks, at random. The job has one history, and
+// trains on when all is well again.
 func TestSoak(t *testing.T) {
 	if *soak == 0 {
 		t.Skip("-soak says how long")
 	}
 	onHosts(t, func(t *testing.T, c *cluster, hosts *hosts) {
 		t.Logf("-soak=%s -seed=%d", *soak, *seed)
+		clocks := c.withClocks()
 		random := rand.New(rand.NewPCG(*seed, 0)) //nolint:gosec // for a test
 		for began := time.Now(); time.Since(began) < *soak; {
 			for range 2 + random.IntN(6) {
-				c.fault(random, hosts)
+				c.fault(random, hosts, clocks)
 				time.Sleep(time.Duration(random.IntN(1500)) * time.Millisecond)
 			}
 			hosts.heal()
@@ -46,9 +49,9 @@ func TestSoak(t *testing.T) {
 }
 
 // fault makes one fault at random.
-func (c *cluster) fault(random *rand.Rand, hosts *hosts) {
+func (c *cluster) fault(random *rand.Rand, hosts *hosts, clocks clocks) {
 	i, j := random.IntN(3), random.IntN(3)
-	switch what := random.IntN(12); {
+	switch what := random.IntN(14); {
 	case what < 2:
 		c.t.Logf("lighthouse %d is killed", i)
 		c.all[i].end(syscall.SIGKILL)
@@ -67,6 +70,10 @@ func (c *cluster) fault(random *rand.Rand, hosts *hosts) {
 	case what < 9:
 		c.t.Logf("the host of lighthouse %d vanishes", i)
 		hosts.vanish(i)
+	case what < 11:
+		by := time.Duration(random.IntN(5)-2) * time.Hour
+		c.t.Logf("the clock of lighthouse %d jumps by %s", i, by)
+		clocks.jump(c.all[i], by)
 	default:
 		slot := random.IntN(4)
 		c.t.Logf("group %d is restarted", slot)

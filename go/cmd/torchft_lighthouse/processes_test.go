@@ -32,6 +32,7 @@ type process struct {
 	dir     string
 	command *exec.Cmd // nil while it does not run
 	stopped bool
+	launch  func(*exec.Cmd) error
 }
 
 // start starts the process with the state directory that it had before.
@@ -46,7 +47,7 @@ func (l *process) start() {
 	require.NoError(l.t, err)
 	defer func() { require.NoError(l.t, log.Close()) }()
 	l.command.Stdout, l.command.Stderr = log, log
-	require.NoError(l.t, l.command.Start())
+	require.NoError(l.t, l.launch(l.command))
 }
 
 func (l *process) logFile() string { return l.dir + ".log" }
@@ -115,7 +116,7 @@ func free(t *testing.T) (list []string) {
 func start(t *testing.T, list []string, dir, hostname string, prefixes [][]string) *cluster {
 	c := &cluster{t: t, web: &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}}}
 	for i, address := range list {
-		l := &process{t: t, address: address, dir: filepath.Join(dir, fmt.Sprint(i))}
+		l := &process{t: t, address: address, dir: filepath.Join(dir, fmt.Sprint(i)), launch: (*exec.Cmd).Start}
 		if prefixes != nil {
 			l.prefix = prefixes[i]
 		}

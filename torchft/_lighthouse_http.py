@@ -9,9 +9,9 @@ import ssl
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from torchft._security import DEFAULT_JOB, JOB_ENV, TLS_CERT_ENV, tokens
@@ -22,6 +22,7 @@ DEFAULT_PORT = 29510
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 _TIMEOUT_SEC = 5.0
 _SILENT_SEC = 2.0  # a request that takes longer is announced
+_Answer = TypeVar("_Answer")
 _ELSEWHERE = (502, 503, 504)  # no leader is reached from this lighthouse; another one of the cluster may reach it
 
 
@@ -66,7 +67,7 @@ class Lighthouse:
         Raises:
             Unanswered: no lighthouse answers, or the server at the address is not a lighthouse.
         """
-        with self._open(path, "GET", {}) as response:
+        with self._open(path, "GET", {"Accept": "application/json"}) as response:
             try:
                 answer = json.loads(_body(response))
             except ValueError:
@@ -126,9 +127,8 @@ class Lighthouse:
     def _open(self, path: str, method: str, headers: dict[str, str], body: bytes | None = None) -> Any:
         if self.job != DEFAULT_JOB:
             path += f"{'&' if '?' in path else '?'}{urlencode({'job': self.job})}"
-        tried: list[str] = []
-        code: int | None = None
-        for address in self.addresses:
+
+        def ask(address: str) -> Any:
             request = urllib.request.Request(address + path, data=body, method=method, headers=headers)
             try:
                 waiting = f"waiting for the lighthouse at {address}, at most {self._timeout:g} s"
@@ -136,21 +136,21 @@ class Lighthouse:
                     return direct(address).open(request, timeout=self._timeout)
             except urllib.error.HTTPError as e:
                 with e:
-                    tried.append(f"{address} answered {e.code}: {_reason(_body(e))}")
-                code = e.code
-                if code not in _ELSEWHERE:
-                    raise Unanswered(tried[-1], code) from None
+                    raise _refusal(address, e.code, _body(e)) from None
             # HTTPException: the server does not speak HTTP; UnicodeError: the host cannot be a name in the DNS
             except (OSError, http.client.HTTPException, UnicodeError) as e:
                 reason = getattr(e, "reason", e)
                 late = isinstance(reason, TimeoutError)
-                tried.append(f"{address}: {f'no answer within {self._timeout:g} s' if late else reason}")
-        if code is not None:
-            raise Unanswered("; ".join(tried), code)
-        raise Unanswered(
-            f"no lighthouse answered ({'; '.join(tried)}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} "
-            f"its address?"
-        )
+                raise Unanswered(f"{address}: {f'no answer within {self._timeout:g} s' if late else reason}") from None
+
+        try:
+            return _first_that_serves(self.addresses, ask)
+        except Unanswered as e:
+            if e.code is not None:
+                raise
+            raise Unanswered(
+                f"no lighthouse answered ({e}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} its address?"
+            ) from None
 
 
 class Connection:
@@ -177,19 +177,15 @@ class Connection:
             headers = _headers()
         except ValueError as error:  # the token's file cannot be read
             raise Unanswered(str(error), 401) from None
-        tried: list[Unanswered] = []
-        while True:
-            try:
-                return self._post(path, json.dumps(value), headers)
-            except Unanswered as error:
-                tried.append(error)
-                if error.code is not None and error.code not in _ELSEWHERE:
-                    raise
-            self.close()
-            self._addresses.append(self._addresses.pop(0))  # the next one, first also for the next call
-            self._connection = self._to(self._addresses[0])
-            if len(tried) == len(self._addresses):
-                raise Unanswered("; ".join(str(error) for error in tried), tried[-1].code)
+
+        def ask(address: str) -> Any:
+            if address != self._addresses[0]:
+                self.close()
+                self._addresses.sort(key=lambda other: other != address)  # first also for the next call
+                self._connection = self._to(address)
+            return self._post(path, json.dumps(value), headers)
+
+        return _first_that_serves(list(self._addresses), ask)
 
     def _post(self, path: str, body: str, headers: dict[str, str]) -> Any:
         address = self._addresses[0]
@@ -201,7 +197,7 @@ class Connection:
             self.close()
             raise Unanswered(f"{address} does not answer: {error or type(error).__name__}") from None
         if response.status != http.client.OK:
-            raise Unanswered(f"{address} answered {response.status}: {_reason(answer)}", response.status)
+            raise _refusal(address, response.status, answer)
         try:
             return json.loads(answer)
         except ValueError:
@@ -270,18 +266,32 @@ def _broken(error: Exception) -> Unanswered:
     return Unanswered(f"the connection to the lighthouse broke: {error}")
 
 
+def _first_that_serves(addresses: list[str], ask: Callable[[str], _Answer]) -> _Answer:
+    """Asks the lighthouses of a cluster one after another, until one serves or refuses."""
+    tried: list[Unanswered] = []
+    for address in addresses:
+        try:
+            return ask(address)
+        except Unanswered as e:
+            if e.code is not None and e.code not in _ELSEWHERE:
+                raise
+            tried.append(e)
+    codes = [e.code for e in tried if e.code is not None]
+    raise Unanswered("; ".join(map(str, tried)), codes[-1] if codes else None)
+
+
 def _headers() -> dict[str, str]:
     """The headers of a request with JSON, with the token of TORCHFT_TOKEN_FILE if there is one."""
     token = next(iter(tokens()), None)
     return {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
 
 
-def _reason(body: bytes) -> str:
-    """The reason of a refusal: the `error` of the API's JSON, else the text of the answer."""
+def _refusal(address: str, code: int, body: bytes) -> Unanswered:
+    """The error for a refusal: with the `error` of the API's JSON, else with the text of the answer."""
     try:
-        return str(json.loads(body)["error"])
+        return Unanswered(f"{address}: {json.loads(body)['error']}", code)
     except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace").strip()
+        return Unanswered(f"{address} answered {code}: {body.decode(errors='replace').strip()}", code)
 
 
 def _checked(address: str) -> str:

@@ -57,7 +57,7 @@ func TestTheAPIRefusesBadRequests(t *testing.T) {
 			{"another method", "DELETE", "/drain", "", 405, "allowed: POST"},
 			{"another path", "POST", "/nothing", "", 404, "there is no POST /api/v1/nothing"},
 			{"POST of a route that reads", "POST", "/status", "", 404, "there is no POST /api/v1/status"},
-			{"another job", "GET", "/status?job=x", "", 404, `job "x" is not known`},
+			{"another job", "GET", "/status?job=x", "", 404, `no group of job "x" has joined`},
 		} {
 			code, answer := call(t, c, tc.method, "/api/v1"+tc.path, tc.body, nil)
 			assert.Equal(t, tc.code, code, tc.name)

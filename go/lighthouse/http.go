@@ -115,9 +115,13 @@ func (s *Server) jobFor(w http.ResponseWriter, r *http.Request) *job {
 	name := cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)
 	j := s.find(name)
 	if j == nil {
-		refusalOf(r)(w, http.StatusNotFound, fmt.Sprintf("job %q is not known to this lighthouse; see /jobs", name))
+		refusalOf(r)(w, http.StatusNotFound, unknownJob(name).Error())
 	}
 	return j
+}
+
+func unknownJob(name string) error {
+	return fmt.Errorf("no group of job %q has joined at this lighthouse; GET /jobs lists the jobs that it has", name)
 }
 
 func (s *Server) serveKillForm(w http.ResponseWriter, r *http.Request) {
@@ -135,9 +139,9 @@ func (s *Server) render(w http.ResponseWriter, code int, page string, data any) 
 	}
 }
 
-// refusalOf returns how an error is answered: in JSON for the API.
+// refusalOf returns how an error is answered: in JSON for the API, and for the command torchft.
 func refusalOf(r *http.Request) func(w http.ResponseWriter, code int, why string) {
-	if strings.HasPrefix(r.URL.Path, "/api/") {
+	if strings.HasPrefix(r.URL.Path, "/api/") || r.Header.Get("Accept") == "application/json" {
 		return func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 	}
 	return plainly
@@ -164,7 +168,7 @@ func (s *Server) killFor(r *http.Request, id string) (code int, err error) {
 func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job, code int, err error) {
 	name := r.URL.Query().Get("job")
 	if name != "" && s.find(name) == nil {
-		return nil, http.StatusNotFound, fmt.Errorf("job %q is not known to this lighthouse; see /jobs", name)
+		return nil, http.StatusNotFound, unknownJob(name)
 	}
 	var names []string
 	for _, one := range s.allJobs() {

@@ -73,7 +73,7 @@ func TestJobsAreIsolated(t *testing.T) {
 		assert.Contains(t, body, `"events":[]`)
 		code, body = get(t, client, "/status?job=green")
 		assert.Equal(t, http.StatusNotFound, code)
-		assert.Contains(t, body, `job "green" is not known`)
+		assert.Contains(t, body, `no group of job "green" has joined`)
 		code, _ = get(t, client, "/?job=green")
 		assert.Equal(t, http.StatusNotFound, code)
 
@@ -103,7 +103,7 @@ func TestAGroupIsEndedInTheJobThatWasNamed(t *testing.T) {
 			assert.Equal(t, `member "a" is in the jobs blue, green and red: name one, /api/v1/`+what+`?job=ID`, answer["error"])
 			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=yellow", body, nil)
 			assert.Equal(t, http.StatusNotFound, code)
-			assert.Contains(t, answer["error"], `job "yellow" is not known`)
+			assert.Contains(t, answer["error"], `no group of job "yellow" has joined`)
 			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=default", body, nil)
 			assert.Equal(t, http.StatusNotFound, code)
 			assert.Contains(t, answer["error"], `member "a" is not known`)

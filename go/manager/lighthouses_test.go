@@ -2,6 +2,7 @@ package manager_test
 
 import (
 	"context"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -14,6 +15,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -80,6 +82,7 @@ func TestAListWithoutAClusterEndsTheStart(t *testing.T) {
 		_, err := manager.NewServer(t.Context(), cfg)
 		assert.Equal(t, codes.FailedPrecondition, status.Code(err))
 		assert.ErrorContains(t, err, "TORCHFT_LIGHTHOUSE names 3 lighthouses, and this one, http://lighthouse:29510, is in no cluster")
+		assert.True(t, strings.HasPrefix(rpc.Message(err), "attend call to lighthouse at http://lighthouse:29510 failed: TORCHFT_LIGHTHOUSE names"), rpc.Message(err))
 		assert.Less(t, time.Since(began), time.Second)
 
 		conn, err := grpc.NewClient("passthrough:///lighthouse:29510", grpc.WithTransportCredentials(insecure.NewCredentials()),

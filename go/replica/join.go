@@ -22,6 +22,7 @@ const (
 	askFirst   = 200 * time.Millisecond // between two rounds of questions, until the node takes part
 	askLater   = time.Second            // from then on
 	leaderless = 5 * time.Second        // after this time without a leader, that is a trouble
+	starting   = 5 * time.Second        // the lighthouses of a cluster start within this time: no trouble is logged before
 )
 
 // identityKey is where the Identity is among the votes of Raft.
@@ -263,10 +264,10 @@ func (n *Node) lacksLeader(heard map[string]answer) (trouble string) {
 	return "no leader is known; these lighthouses do not answer: " + strings.Join(silent, ", ")
 }
 
-// note keeps the trouble of a round, and logs it when two rounds have found it.
+// note keeps the trouble of a round, and logs it when two rounds have found it and the node no longer starts.
 func (n *Node) note(trouble string) {
 	n.mu.Lock()
-	same := trouble == n.trouble && trouble != n.told && n.stopped == nil
+	same := trouble == n.trouble && trouble != n.told && n.stopped == nil && time.Since(n.began) >= starting
 	n.trouble = trouble
 	if same {
 		n.told = trouble

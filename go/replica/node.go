@@ -47,6 +47,7 @@ type Node struct {
 	shut     chan struct{}
 	lead     Lead // the last one published
 	leader   string
+	began    time.Time // when the node was made
 	since    time.Time // since when leader is the leader
 	heard    map[string]answer
 	trouble  string // of the last round of questions
@@ -93,7 +94,7 @@ func prepare(cfg Config) (*Node, error) {
 		cfg.Logger = slog.Default()
 	}
 	n := &Node{
-		cfg: cfg, log: cfg.Logger, leads: make(chan Lead, 1), since: time.Now(), shut: make(chan struct{}), warned: map[string]string{}, silent: map[string]int{},
+		cfg: cfg, log: cfg.Logger, leads: make(chan Lead, 1), began: time.Now(), since: time.Now(), shut: make(chan struct{}), warned: map[string]string{}, silent: map[string]int{},
 		leading: leading{last: clock.Now()},
 	}
 	n.machine = &machine{bad: n.leave, states: map[string][]byte{}}

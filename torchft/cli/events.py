@@ -17,7 +17,10 @@ _AGAIN_SEC = 1.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="torchft events", description="Changes of the quorum, failures and kills, the oldest first.")
+    parser = Parser(
+        prog="torchft events",
+        description="Changes of the quorum, failures and kills, the oldest first; in a cluster since its leader leads.",
+    )
     ask_of(parser)
     parser.add_argument("--follow", action="store_true", help="continue with new events as they happen")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
@@ -45,6 +48,7 @@ def _followed(lighthouse: Lighthouse) -> Iterator[dict[str, Any]]:
                 opened = True
                 if name == "whole" and data["last"] < last:
                     last = 0  # another lighthouse numbers its events from the start
+                    print("torchft events: another lighthouse leads; its events follow", file=sys.stderr)
                 for event in data["events"] if name == "whole" else [data] if name == "event" else []:
                     if event["id"] > last:
                         last = event["id"]

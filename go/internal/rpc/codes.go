@@ -33,6 +33,13 @@ func Message(err error) string {
 	if call, ok := err.(*CallError); ok { //nolint:errorlint // a wrapping error has its own text, which must be kept
 		return call.message()
 	}
+	if joined, ok := err.(interface{ Unwrap() []error }); ok { //nolint:errorlint // as above
+		var texts []string
+		for _, one := range joined.Unwrap() {
+			texts = append(texts, Message(one))
+		}
+		return strings.Join(texts, "; ")
+	}
 	if s, ok := status.FromError(err); ok {
 		return plain(s.Message())
 	}

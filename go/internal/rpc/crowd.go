@@ -117,8 +117,8 @@ func (c *counted) show(what shown) bool {
 	}
 	if !c.crowd.enter() {
 		_ = c.Conn.Close()
-		c.crowd.refused.log("torchft: a connection was refused", "from", c.address.String(),
-			"reason", fmt.Sprintf("%d are open (max_connections)", c.crowd.most))
+		c.crowd.refused.log("torchft: a connection was refused", c.address.String(),
+			fmt.Sprintf("%d are open (max_connections)", c.crowd.most))
 		return false
 	}
 	c.is, c.guest = member, nil

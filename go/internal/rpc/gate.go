@@ -76,7 +76,7 @@ func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, er
 		}
 	}()
 	if check := g.CheckToken(call.Header.Get("authorization")); check == auth.TokenMissing || check == auth.TokenWrong {
-		g.refused.log("torchft: a call was refused", "from", addressOf(ctx), "call", call.FullMethodName, "reason", check)
+		g.refused.log("torchft: a call was refused", addressOf(ctx), check, "call", call.FullMethodName)
 		return ctx, status.Error(codes.Unauthenticated, check.String())
 	}
 	if g.limits.IsJoin != nil && g.limits.IsJoin(call.FullMethodName) {
@@ -96,7 +96,7 @@ func (g *Gate) Join(ctx context.Context) error {
 	if g.limits.MaxJoins <= 0 || g.joins.allow(address, time.Now()) {
 		return nil
 	}
-	g.refused.log("torchft: a call was refused", "from", address, "reason", "too many joins")
+	g.refused.log("torchft: a call was refused", address, "too many joins")
 	// Not RESOURCE_EXHAUSTED: clients retry UNAVAILABLE after a moment.
 	return status.Errorf(codes.Unavailable, "too many joins: %d in one second from %s (max_joins_per_second)", g.limits.MaxJoins, address)
 }

@@ -252,5 +252,6 @@ func TestMessageHasTheReasonOfAFailedConnection(t *testing.T) {
 		`"quoted"`:                        `"quoted"`,
 	} {
 		assert.Equal(t, want, rpc.Message(status.Error(codes.Unavailable, text)))
+		assert.Equal(t, want, rpc.Message(errors.Join(status.Error(codes.Unavailable, text), nil)))
 	}
 }

@@ -13,12 +13,14 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/auth"
@@ -217,6 +219,30 @@ func TestJoinsOfOneAddress(t *testing.T) {
 	}, time.Minute, time.Millisecond, "refused, and then accepted again")
 	_, err = stub.Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{})
 	assert.NoError(t, err, "a heartbeat is no join, and is not limited")
+}
+
+// A client that is refused retries, for hours if nobody looks.
+func TestTheSameRefusalIsLoggedOnceAMinute(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		log := &fttest.Log{}
+		gate, err := rpc.NewGate(auth.Security{}, rpc.Limits{MaxJoins: 1}, slog.New(slog.NewTextHandler(log, nil)))
+		require.NoError(t, err)
+		from := func(ip string) context.Context {
+			return peer.NewContext(t.Context(), &peer.Peer{Addr: &net.TCPAddr{IP: net.ParseIP(ip), Port: 1}})
+		}
+		for second := range 125 {
+			for range 2 {
+				_ = gate.Join(from("10.0.0.1"))
+			}
+			if second == 100 {
+				time.Sleep(time.Second)
+				_, _ = gate.Join(from("10.0.0.2")), gate.Join(from("10.0.0.2"))
+			}
+			time.Sleep(time.Second)
+		}
+		assert.Equal(t, 3, log.Count("from=10.0.0.1 "))
+		assert.Equal(t, 1, log.Count("from=10.0.0.2 "))
+	})
 }
 
 func TestConnectionsAreLimited(t *testing.T) {

@@ -3,6 +3,7 @@ package rpc
 import (
 	"crypto/tls"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -56,7 +57,7 @@ func (c *secureConn) complain(err error) {
 			_, _ = io.WriteString(plain.Conn, "HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\nThis port speaks TLS: use https://\n")
 		}
 	}
-	c.refused.log("torchft: a connection was refused", "from", c.RemoteAddr().String(), "reason", err)
+	c.refused.log("torchft: a connection was refused", c.RemoteAddr().String(), err)
 	if !isPlain {
 		c.linger()
 	}
@@ -70,19 +71,25 @@ func (c *secureConn) linger() {
 	_, _ = io.CopyN(io.Discard, raw, maxHeader)
 }
 
-// refusals logs at most one refusal a second: refused clients retry.
+// refusals logs at most one refusal a second, and one a minute of the same host with the same reason: refused clients retry.
 type refusals struct {
 	logger *slog.Logger
 
-	mu   sync.Mutex
-	last time.Time
+	mu     sync.Mutex
+	last   time.Time
+	logged map[string]time.Time // by host and reason
 }
 
-func (r *refusals) log(message string, args ...any) {
+func (r *refusals) log(message, from string, reason any, args ...any) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if now := time.Now(); now.Sub(r.last) >= time.Second {
-		r.last = now
-		r.logger.Warn(message, args...)
+	now, key := time.Now(), fmt.Sprint(auth.HostOf(from), " ", reason)
+	if now.Sub(r.last) < time.Second || now.Sub(r.logged[key]) < time.Minute {
+		return
 	}
+	if r.logged == nil || len(r.logged) >= 100 {
+		r.logged = map[string]time.Time{}
+	}
+	r.last, r.logged[key] = now, now
+	r.logger.Warn(message, append([]any{"from", from, "reason", reason}, args...)...)
 }

@@ -91,7 +91,9 @@ def test_followed_events_arrive_at_once(lighthouse: LighthouseServer) -> None:
             follower.kill()
 
 
-def test_following_outlasts_a_lighthouse_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_outlasts_a_lighthouse_without_events(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As the next leader of a cluster has none."""
 
     def event(number: int) -> dict[str, Any]:
@@ -114,6 +116,7 @@ def test_following_outlasts_a_lighthouse_without_events(monkeypatch: pytest.Monk
     monkeypatch.setattr("torchft.cli.events.time.sleep", lambda _: None)
     followed = events._followed(Away())  # type: ignore[arg-type]
     assert [next(followed)["id"] for _ in range(3)] == [1, 2, 1]
+    assert capsys.readouterr().err == "torchft events: another lighthouse leads; its events follow\n"
 
 
 def test_kill_names_the_known_groups(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +127,9 @@ def test_kill_names_the_known_groups(lighthouse: LighthouseServer, capsys: pytes
     assert "'' is no group; there are: group_1:abc" in capsys.readouterr().err
     # The group is known, but the lighthouse cannot end it, and reports the reason.
     assert main(["kill", "group_1"]) == 1
-    assert "answered 404: member 'group_1" in capsys.readouterr().err.replace('"', "'"), "as the lighthouse's JSON says"
+    assert ": member 'group_1" in capsys.readouterr().err.replace('"', "'"), "as the lighthouse's JSON says"
     assert main(["drain", "group_1"]) == 1
-    assert "answered 409: " in (errors := capsys.readouterr().err) and "it has no stream to this lighthouse" in errors
+    assert "it has no stream to this lighthouse" in capsys.readouterr().err
 
 
 def test_kill_and_drain_remove_control_characters_from_names(
@@ -232,9 +235,11 @@ def test_the_named_job_is_shown(
     assert main(["status", "--job=other.job"]) == 0
     assert "mine" in capsys.readouterr().out
     assert main(["drain", "--job=other.job", "mine"]) == 1
-    assert "answered 409: " in capsys.readouterr().err, "the lighthouse looked for it in that job"
-    assert main(["events", "--job=nobody"]) == 1
-    assert 'answered 404: job "nobody" is not known to this lighthouse' in capsys.readouterr().err
+    assert "it has no stream" in capsys.readouterr().err, "the lighthouse looked for it in that job"
+    unknown = f'{lighthouse.address()}: no group of job "nobody" has joined at this lighthouse; GET /jobs lists the'
+    for command in ("events", "status"):
+        assert main([command, "--job=nobody"]) == 1
+        assert capsys.readouterr().err.startswith(f"torchft {command}: {unknown} jobs that it has\n")
 
 
 def test_a_failed_member_and_a_waiting_one() -> None:

@@ -116,9 +116,9 @@ func (c *counted) show(what shown) bool {
 		return true
 	}
 	if !c.crowd.enter() {
-		_ = c.Conn.Close()
 		c.crowd.refused.log("torchft: a connection was refused", c.address.String(),
 			fmt.Sprintf("%d are open (max_connections)", c.crowd.most))
+		_ = c.Conn.Close()
 		return false
 	}
 	c.is, c.guest = member, nil

@@ -184,14 +184,13 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 // welcome adds the stream to the job's streams. Actions that the machine returned before the welcome are not sent on it.
 func (s *stream) welcome(w quorum.Welcome) {
 	s.job.streams.add(s)
-	timeout := s.job.cfg.HeartbeatTimeout
-	alive := timeout / aliveFraction
+	alive := s.job.cfg.HeartbeatTimeout / aliveFraction
 	answers := s.job.answersAlive()
 	if answers {
 		alive = min(alive, answeredEvery)
 	}
 	s.post(outgoing{welcome: &torchftpb.Welcome{
-		AliveIntervalUs: max(1, alive.Microseconds()), HeartbeatTimeoutUs: timeout.Microseconds(), Term: w.Term, AnswersAlive: answers,
+		AliveIntervalUs: max(1, alive.Microseconds()), Term: w.Term, AnswersAlive: answers,
 	}})
 	if w.Draining != "" {
 		s.post(outgoing{news: encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining}})})

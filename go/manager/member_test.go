@@ -2,7 +2,6 @@ package manager_test
 
 import (
 	"context"
-	"fmt"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -12,7 +11,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 
-	"github.com/torchft/torchft/go/internal/clock"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/internal/wire"
@@ -90,70 +88,6 @@ func TestAGroupCommitsAfterAChangeFromAStreamToCalls(t *testing.T) {
 			assert.True(t, vote.Value)
 		}
 	})
-}
-
-// The others may have continued without a group that was silent for longer than the heartbeat timeout, for example because its process
-// was stopped. So it does not commit the step that it was in, although it has a new stream by then.
-func TestANewStreamDoesNotUnfenceASilentGroup(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := fttest.NewCluster(t, 1)
-		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
-		round(t, 0, a, b)
-		c.Net.Block("a", "lighthouse")
-		time.Sleep(10 * time.Second)
-		c.Net.Unblock("a", "lighthouse")
-		for c.Lighthouse.Status().Healthy < 2 {
-			time.Sleep(100 * time.Millisecond)
-		}
-		time.Sleep(time.Second) // in this time a sends messages on the new stream
-		commits := func(g *fttest.Group, step int64) bool {
-			vote := <-g.Vote(0, step, true, time.Second)
-			require.NoError(t, vote.Err)
-			return vote.Value
-		}
-		assert.False(t, commits(a, 0))
-		assert.True(t, commits(b, 0), "b was never silent")
-		round(t, 1, a, b)
-		assert.True(t, commits(a, 1), "a is in a quorum again")
-	})
-}
-
-// The monotonic clock stands still while a host is suspended, so that no timer of the group runs. The others may have continued.
-func TestAGroupThatWasSuspendedDoesNotCommitItsStep(t *testing.T) {
-	for _, test := range []struct {
-		suspended, awake time.Duration // after the quorum
-		commits          bool
-	}{
-		{0, 10 * time.Second, true},
-		{2 * time.Second, 0, true}, // less than the heartbeat timeout, 5 s
-		{2 * time.Second, 10 * time.Second, true},
-		{5 * time.Second, 0, false},
-		{5 * time.Second, 10 * time.Second, false}, // the heartbeats after the wake-up do not unfence it
-		{time.Hour, 0, false},
-	} {
-		t.Run(fmt.Sprintf("for %s, and awake for %s", test.suspended, test.awake), func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				host := clock.Fake()
-				host.Store(int64(24 * time.Hour)) // suspends before the group's start do not count
-				c := fttest.NewCluster(t, 2)
-				a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
-				before := round(t, 0, a, b)
-				host.Add(int64(test.suspended))
-				time.Sleep(test.awake)
-				commit := func(step int64, want bool) {
-					for _, g := range []*fttest.Group{a, b} {
-						vote := <-g.Vote(0, step, true, time.Second)
-						require.NoError(t, vote.Err)
-						assert.Equal(t, want, vote.Value)
-					}
-				}
-				commit(0, test.commits)
-				after := round(t, 1, a, b)
-				assert.Equal(t, before[0].QuorumID, after[0].QuorumID, "the lighthouse was suspended as well, and counts nobody as failed")
-				commit(1, true)
-			})
-		})
-	}
 }
 
 func TestAGroupOpensAnotherStreamWhenItsConnectionBreaks(t *testing.T) {

@@ -30,10 +30,6 @@ func (s *Server) handleNotices(source membership.NoticeSource) {
 func (s *Server) handleNotice(notice membership.Notice) {
 	switch notice.Kind {
 	case membership.MemberFailed:
-		own := notice.ReplicaID == s.cfg.ReplicaID
-		if own && s.evictedIn.Swap(notice.QuorumID) == notice.QuorumID {
-			return // a repeated notice: the lighthouse and several peers send it
-		}
 		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
 		s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID, Reason: notice.Reason})
 	case membership.Stalled:

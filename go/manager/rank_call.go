@@ -12,7 +12,6 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
@@ -136,10 +135,7 @@ func (s *Server) eventOf(c *rankCall) round.Event {
 	case quorumCall:
 		return round.QuorumAsked{Request: c.Request, Waiter: c.id, Deadline: c.deadline}
 	case voteCall:
-		witness, ok := s.membership.(membership.Witness)
-		return round.Voted{
-			Waiter: c.id, GroupRank: c.GroupRank, Step: c.Step, ShouldCommit: c.vote, Fenced: ok && witness.Fenced(),
-		}
+		return round.Voted{Waiter: c.id, GroupRank: c.GroupRank, Step: c.Step, ShouldCommit: c.vote}
 	default:
 		return round.MetadataAsked{Waiter: c.id, GroupRank: c.GroupRank}
 	}

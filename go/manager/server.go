@@ -5,7 +5,6 @@ import (
 	"errors"
 	"log/slog"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -32,18 +31,16 @@ type Server struct {
 	tasks      sync.WaitGroup
 	notices    membership.Broadcast
 	outbox     outbox
-	notifying  chan struct{} // has a value for each member that is being notified
-	unregister func()        // ends the direct calls of ranks in this process (direct.go)
+	unregister func() // ends the direct calls of ranks in this process (direct.go)
 
-	mu        sync.Mutex
-	machine   *round.Machine
-	waiters   rpc.Waiters[round.WaiterID, answer]
-	asking    map[uint64]context.CancelFunc // requests to the lighthouse, by round
-	presence  presence
-	meters    *meters
-	parent    string // trace context of the rank that was the last one to ask for the quorum; empty if no rank traces
-	heals     groupHeal
-	evictedIn atomic.Int64 // quorum_id of the last quorum in which this group counts as failed
+	mu       sync.Mutex
+	machine  *round.Machine
+	waiters  rpc.Waiters[round.WaiterID, answer]
+	asking   map[uint64]context.CancelFunc // requests to the lighthouse, by round
+	presence presence
+	meters   *meters
+	parent   string // trace context of the rank that was the last one to ask for the quorum; empty if no rank traces
+	heals    groupHeal
 
 	badCount sync.Once // logs only the first refused rankclient.Counted, whichever rank sent it
 	trouble  string    // why the lighthouse is not reached; empty if it is
@@ -87,7 +84,6 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		address:    rpc.Announce(cfg.Hostname, lis.Addr(), cfg.Security),
 		membership: joined,
 		asking:     map[uint64]context.CancelFunc{},
-		notifying:  make(chan struct{}, mostNotified),
 		presence:   presence{},
 		meters:     newMeters(cfg.job(), cfg.ReplicaID),
 	}
@@ -95,7 +91,6 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	g := rpc.NewGRPC(gate, s.log, grpc.StatsHandler(connectionTracker{s}))
 	torchftpb.RegisterManagerServiceServer(g, service{server: s})
-	torchftpb.RegisterPeerServiceServer(g, peers{server: s})
 	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
 	s.rpc = rpc.Serve(lis, gate, g, s.handler(gate), s.log)
 	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
@@ -214,10 +209,6 @@ func (s *Server) step(event round.Event) {
 			if witness, ok := s.membership.(membership.Witness); ok {
 				witness.Incomplete(a.Reason)
 			}
-		case round.NotifyFailed:
-			s.notifyFailed(a)
-		case round.Discarded:
-			s.log.Warn("torchft: a step is not committed: the other groups may have continued without this one", "step", a.Step, "reason", a.Reason)
 		case round.Fail:
 			s.waiters.Answer(a.Waiter, answer{err: s.failed(event, a.Failure)})
 		}

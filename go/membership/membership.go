@@ -35,8 +35,6 @@ type Witness interface {
 	Incomplete(reason string)
 	// ReportProgress answers ProgressAsked.
 	ReportProgress(p round.Progress)
-	// Fenced reports whether the group has sent nothing for so long that it may count as failed.
-	Fenced() bool
 }
 
 // Leaver is a Membership to which a group can announce that it leaves, so that its end is no failure.

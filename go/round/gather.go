@@ -118,7 +118,6 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 		return m.endGathering(Failure{KindInternal, "the lighthouse answered without a quorum"})
 	}
 	m.knownQuorumID = max(m.knownQuorumID, e.Quorum.ID)
-	m.follow(e.Quorum)
 
 	view, err := recovery.NewView(m.group.ReplicaID, e.Quorum)
 	if err != nil {

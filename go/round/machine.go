@@ -38,10 +38,6 @@ type Machine struct {
 
 	ballot ballot
 
-	latest  given         // the last quorum that was sent to the ranks
-	before  given         // the previous one, with another id
-	evicted *MemberFailed // the last quorum in which the group counts as failed
-
 	draining bool // the group was asked to leave, and its ranks learn it with the next quorum
 
 	now    time.Time // of the last event
@@ -77,8 +73,6 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		return m.quorumKnown(e)
 	case Voted:
 		return m.voted(e)
-	case MemberFailed:
-		return m.memberFailed(e)
 	case Drained:
 		m.draining = true
 	case ProgressAsked:

@@ -18,21 +18,18 @@ import (
 
 // model is a slow and obvious version of the machine: it keeps the pending requests and votes in two lists.
 type model struct {
-	size      int64
-	asks      []QuorumAsked
-	votes     []modelVote
-	metadata  map[int64]string
-	absent    map[int64]Kind
-	answered  map[int64]uint64
-	rounds    uint64
-	inFlight  uint64
-	known     int64
-	closed    bool
-	evictedOf int64 // quorum_id
-	latest    int64 // quorum_id of the last answer, also if no rank has received it
-	before    int64 // the previous quorum_id, if it differs
-	draining  bool
-	does      map[int64]*modelRank
+	size     int64
+	asks     []QuorumAsked
+	votes    []modelVote
+	metadata map[int64]string
+	absent   map[int64]Kind
+	answered map[int64]uint64
+	rounds   uint64
+	inFlight uint64
+	known    int64
+	closed   bool
+	draining bool
+	does     map[int64]*modelRank
 
 	out outcome // of the current event
 }
@@ -92,13 +89,6 @@ func (m *model) step(e Event) outcome {
 			m.answer(e.Waiter, "metadata "+text)
 		default:
 			m.fail(e.Waiter, KindInvalid)
-		}
-	case MemberFailed:
-		switch {
-		case e.ReplicaID == "g" && e.QuorumID >= m.latest:
-			m.evictedOf = e.QuorumID
-		case e.ReplicaID == "z" && (e.QuorumID == m.latest || e.QuorumID == m.before):
-			m.out["z"] = fmt.Sprint("failed in quorum ", e.QuorumID)
 		}
 	case Drained:
 		m.draining = true
@@ -237,10 +227,6 @@ func (m *model) quorumKnown(e QuorumKnown) {
 		return
 	}
 	m.known = max(m.known, e.Quorum.ID)
-	if e.Quorum.ID != m.latest {
-		m.before = m.latest
-	}
-	m.latest = e.Quorum.ID
 	silent := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return a.CommittedQuorumID == 0 })
 	differ := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool {
 		return a.Step != m.asks[0].Step || !silent && a.CommittedQuorumID != m.asks[0].CommittedQuorumID
@@ -295,11 +281,6 @@ func (m *model) voted(e Voted) {
 	}
 	if int64(len(m.votes)) == m.size {
 		commit := !slices.ContainsFunc(m.votes, func(o modelVote) bool { return !o.ShouldCommit })
-		fenced := slices.ContainsFunc(m.votes, func(o modelVote) bool { return o.Fenced })
-		if commit && (fenced || m.evictedOf != 0 && m.evictedOf == m.latest) {
-			commit = false
-			m.out["discarded"] = fmt.Sprint("step ", e.Step)
-		}
 		for _, o := range m.votes {
 			*m.rank(o.GroupRank) = modelRank{phase: afterVote}
 			m.answer(o.Waiter, fmt.Sprint("commit ", commit))
@@ -395,7 +376,7 @@ func (h *history) event() Event {
 		e.Drain = h.rng.IntN(400) == 0
 		return e
 	case p < 65:
-		e := Voted{Waiter: h.next(), GroupRank: rank, Step: 3, ShouldCommit: h.rng.IntN(10) > 0, Fenced: h.rng.IntN(40) == 0}
+		e := Voted{Waiter: h.next(), GroupRank: rank, Step: 3, ShouldCommit: h.rng.IntN(10) > 0}
 		if h.rng.IntN(12) == 0 {
 			e.Step = h.rng.Int64N(5)
 		}
@@ -490,12 +471,6 @@ func (h *history) take(action Action, got outcome, decided map[int64]Voted) {
 	case ReportIncomplete:
 		require.NotEmpty(h.t, a.Reason)
 		got["incomplete"] = "reported"
-	case NotifyFailed:
-		require.Equal(h.t, "http://"+a.Failed.ReplicaID, a.Address)
-		got[a.Failed.ReplicaID] = fmt.Sprint("failed in quorum ", a.Failed.QuorumID)
-	case Discarded:
-		require.NotEmpty(h.t, a.Reason)
-		got["discarded"] = fmt.Sprint("step ", a.Step)
 	case AnswerVote:
 		done(a.Waiter, fmt.Sprint("commit ", a.ShouldCommit))
 	case AnswerMetadata:

@@ -89,7 +89,6 @@ func (r *scribe) run(words []string) []string {
 	case "vote":
 		return r.step(Voted{
 			Waiter: r.waiter(args), GroupRank: r.number(args[0]), Step: r.number(transcript.Option(args, "step")), ShouldCommit: args[1] == "yes",
-			Fenced: slices.Contains(args, "fenced"),
 		})
 	case "metadata":
 		return r.step(MetadataAsked{Waiter: r.waiter(args), GroupRank: r.number(args[0])})
@@ -179,10 +178,6 @@ func describeAction(action Action) string {
 		return fmt.Sprintf("waiter %d: metadata %q", a.Waiter, a.Metadata)
 	case ReportIncomplete:
 		return "report to the lighthouse: " + a.Reason
-	case NotifyFailed:
-		return fmt.Sprintf("%s at %s is notified: it counts as failed in quorum %d: %s", a.Failed.ReplicaID, a.Address, a.Failed.QuorumID, a.Failed.Reason)
-	case Discarded:
-		return fmt.Sprintf("step %d is discarded: %s", a.Step, a.Reason)
 	case Fail:
 		return fmt.Sprintf("waiter %d fails (%s): %s", a.Waiter, a.Failure.Kind, a.Failure.Reason)
 	}

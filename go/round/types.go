@@ -44,11 +44,8 @@ type (
 		GroupRank    int64
 		Step         int64
 		ShouldCommit bool
-		// Fenced: the group has sent nothing for so long that the others may have continued without it.
-		Fenced bool
 	}
-	// MemberFailed: a member counts as failed in a quorum, and the others continue without it. If the member is this group, it must
-	// not commit a step of that quorum. Another member may be alive, and not know that it counts as failed (NotifyFailed).
+	// MemberFailed: a member, which may be this group, counts as failed in a quorum, and the others continue without it.
 	MemberFailed struct {
 		QuorumID  int64
 		ReplicaID string
@@ -131,16 +128,6 @@ type (
 	}
 	// ReportIncomplete reports to the lighthouse that a rank has failed, so that the group counts as failed until it asks again.
 	ReportIncomplete struct{ Reason string }
-	// NotifyFailed forwards the lighthouse's report of a failure to the failed member, which the lighthouse may not reach.
-	NotifyFailed struct {
-		Address string // of its manager server
-		Failed  MemberFailed
-	}
-	// Discarded reports why a step is not committed although all ranks voted for it, for the log.
-	Discarded struct {
-		Step   int64
-		Reason string
-	}
 	// Fail answers one waiter with an error.
 	Fail struct {
 		Waiter  WaiterID
@@ -154,8 +141,6 @@ func (AnswerQuorum) isAction()     {}
 func (AnswerVote) isAction()       {}
 func (AnswerMetadata) isAction()   {}
 func (ReportIncomplete) isAction() {}
-func (NotifyFailed) isAction()     {}
-func (Discarded) isAction()        {}
 func (Fail) isAction()             {}
 
 // Kind classifies a failure; internal/wire maps each to one gRPC status code.

@@ -58,14 +58,9 @@ func (m *Machine) voted(e Voted) []Action {
 		return actions
 	}
 
-	commit, fenced := true, false
+	commit := true
 	for _, v := range b.votes {
 		commit = commit && v.ShouldCommit
-		fenced = fenced || v.Fenced
-	}
-	if why := m.mayNotCommit(fenced); commit && why != "" {
-		commit = false
-		actions = append(actions, Discarded{b.step, why})
 	}
 	actions = slices.Grow(actions, len(b.votes))
 	for r, v := range b.votes {
@@ -76,20 +71,6 @@ func (m *Machine) voted(e Voted) []Action {
 	}
 	b.count = 0
 	return actions
-}
-
-// mayNotCommit returns the reason why a step must not be committed although all ranks voted for it; empty if it may. If the group
-// was evicted, or has been silent for so long that it may have been, the other groups may have committed this step without it, with
-// other gradients. If this group committed it as well, there would be two different states of one step. Without a commit, it heals
-// from the others.
-func (m *Machine) mayNotCommit(fenced bool) string {
-	switch {
-	case m.evicted != nil && m.latest.is(m.evicted.QuorumID):
-		return fmt.Sprintf("this group counts as failed in quorum %d: %s", m.evicted.QuorumID, m.evicted.Reason)
-	case fenced:
-		return "this group was silent for so long that it may count as failed"
-	}
-	return ""
 }
 
 // abandonedBy returns the failure of a ballot when a rank asks for the next quorum: that rank has abandoned the attempt, and will not

@@ -97,15 +97,13 @@ type life struct {
 	owed    time.Duration // since when it is in a quorum that it has not received; 0: it is in none
 	missed  int           // quorums without it while its request was pending
 
-	quorum    *quorum.Quorum // that it received last
-	learned   time.Duration
-	attempt   int   // quorums that it received
-	maxStep   int64 // largest step in its quorum
-	behind    bool  // it has to heal in its quorum
-	out       int   // number of requests when it was reported as failed last, -1 before
-	evicted   int64 // the latest quorum in which it was notified that it counts as failed
-	evictedAt time.Duration
-	erred     time.Duration // when it lost a step, or a call of a rank failed last
+	quorum  *quorum.Quorum // that it received last
+	learned time.Duration
+	attempt int           // quorums that it received
+	maxStep int64         // largest step in its quorum
+	behind  bool          // it has to heal in its quorum
+	out     int           // number of requests when it was reported as failed last, -1 before
+	erred   time.Duration // when it lost a step, or a call of a rank failed last
 
 	in       int64 // the quorum in which rank 0 committed last, 0 if none
 	steps    int   // how many steps it has committed there since the last change
@@ -336,9 +334,6 @@ func (j *judge) noticed(l *life, quorumID int64, replicaID, reason string) {
 	}
 	j.hasCause(o, reason)
 	o.out = o.asks
-	if o == l {
-		l.evicted, l.evictedAt = max(l.evicted, quorumID), j.now
-	}
 }
 
 // wants reports that a group was asked to leave, by its rank or by the lighthouse.

@@ -297,9 +297,6 @@ func (r *model) decided(commit bool) (agree bool) {
 		}
 	}
 	if r.index == 0 { // rank 0 receives the decision at once
-		if l.evicted == r.plan.QuorumID && j.now > l.evictedAt {
-			j.broken(ruleEvicted, "%s commits step %d of quorum %d, after it was notified that it counts as failed in it", r, r.step, l.evicted)
-		}
 		if l.in != r.plan.QuorumID {
 			l.in, l.steps = r.plan.QuorumID, 0
 		}

@@ -24,7 +24,6 @@ const (
 	ruleDivisor   = "all contributors to an average divide by the same number"
 	ruleVote      = "a group commits only what all its ranks voted for in the same attempt"
 	ruleForms     = "enough connected members form a quorum within a bounded time"
-	ruleEvicted   = "a group that was evicted commits nothing of that quorum"
 	ruleCause     = "a group counts as failed for a true cause, never by the report of one other"
 	ruleRelease   = "a group that left is kept until no other is in its last step"
 	ruleLoses     = "a fault costs at most the documented number of steps"

@@ -1065,42 +1065,6 @@ func (*KillResponse) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{13}
 }
 
-type NotifyFailedResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *NotifyFailedResponse) Reset() {
-	*x = NotifyFailedResponse{}
-	mi := &file_torchft_proto_msgTypes[14]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *NotifyFailedResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*NotifyFailedResponse) ProtoMessage() {}
-
-func (x *NotifyFailedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[14]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use NotifyFailedResponse.ProtoReflect.Descriptor instead.
-func (*NotifyFailedResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{14}
-}
-
 type RankRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Call      uint64                 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"`                            // chosen by the rank, unique in the session
@@ -1124,7 +1088,7 @@ type RankRequest struct {
 
 func (x *RankRequest) Reset() {
 	*x = RankRequest{}
-	mi := &file_torchft_proto_msgTypes[15]
+	mi := &file_torchft_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1136,7 +1100,7 @@ func (x *RankRequest) String() string {
 func (*RankRequest) ProtoMessage() {}
 
 func (x *RankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[15]
+	mi := &file_torchft_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1149,7 +1113,7 @@ func (x *RankRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankRequest.ProtoReflect.Descriptor instead.
 func (*RankRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{15}
+	return file_torchft_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RankRequest) GetCall() uint64 {
@@ -1349,7 +1313,7 @@ type RankResponse struct {
 
 func (x *RankResponse) Reset() {
 	*x = RankResponse{}
-	mi := &file_torchft_proto_msgTypes[16]
+	mi := &file_torchft_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1361,7 +1325,7 @@ func (x *RankResponse) String() string {
 func (*RankResponse) ProtoMessage() {}
 
 func (x *RankResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[16]
+	mi := &file_torchft_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1374,7 +1338,7 @@ func (x *RankResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankResponse.ProtoReflect.Descriptor instead.
 func (*RankResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{16}
+	return file_torchft_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RankResponse) GetCall() uint64 {
@@ -1528,7 +1492,7 @@ type MemberFailed struct {
 
 func (x *MemberFailed) Reset() {
 	*x = MemberFailed{}
-	mi := &file_torchft_proto_msgTypes[17]
+	mi := &file_torchft_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1540,7 +1504,7 @@ func (x *MemberFailed) String() string {
 func (*MemberFailed) ProtoMessage() {}
 
 func (x *MemberFailed) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[17]
+	mi := &file_torchft_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1553,7 +1517,7 @@ func (x *MemberFailed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberFailed.ProtoReflect.Descriptor instead.
 func (*MemberFailed) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{17}
+	return file_torchft_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *MemberFailed) GetQuorumId() int64 {
@@ -1589,7 +1553,7 @@ type PeerSuspected struct {
 
 func (x *PeerSuspected) Reset() {
 	*x = PeerSuspected{}
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1601,7 +1565,7 @@ func (x *PeerSuspected) String() string {
 func (*PeerSuspected) ProtoMessage() {}
 
 func (x *PeerSuspected) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1614,7 +1578,7 @@ func (x *PeerSuspected) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeerSuspected.ProtoReflect.Descriptor instead.
 func (*PeerSuspected) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{18}
+	return file_torchft_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PeerSuspected) GetQuorumId() int64 {
@@ -1644,7 +1608,7 @@ type HealProgress struct {
 
 func (x *HealProgress) Reset() {
 	*x = HealProgress{}
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1656,7 +1620,7 @@ func (x *HealProgress) String() string {
 func (*HealProgress) ProtoMessage() {}
 
 func (x *HealProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1669,7 +1633,7 @@ func (x *HealProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealProgress.ProtoReflect.Descriptor instead.
 func (*HealProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{19}
+	return file_torchft_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *HealProgress) GetGroupRank() int64 {
@@ -1705,7 +1669,7 @@ type Counted struct {
 
 func (x *Counted) Reset() {
 	*x = Counted{}
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1717,7 +1681,7 @@ func (x *Counted) String() string {
 func (*Counted) ProtoMessage() {}
 
 func (x *Counted) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1730,7 +1694,7 @@ func (x *Counted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Counted.ProtoReflect.Descriptor instead.
 func (*Counted) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{20}
+	return file_torchft_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Counted) GetGroupRank() int64 {
@@ -1770,7 +1734,7 @@ type Recovered struct {
 
 func (x *Recovered) Reset() {
 	*x = Recovered{}
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1782,7 +1746,7 @@ func (x *Recovered) String() string {
 func (*Recovered) ProtoMessage() {}
 
 func (x *Recovered) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1795,7 +1759,7 @@ func (x *Recovered) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Recovered.ProtoReflect.Descriptor instead.
 func (*Recovered) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{21}
+	return file_torchft_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Recovered) GetGroupRank() int64 {
@@ -1857,7 +1821,7 @@ type PhaseTime struct {
 
 func (x *PhaseTime) Reset() {
 	*x = PhaseTime{}
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1869,7 +1833,7 @@ func (x *PhaseTime) String() string {
 func (*PhaseTime) ProtoMessage() {}
 
 func (x *PhaseTime) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1882,7 +1846,7 @@ func (x *PhaseTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PhaseTime.ProtoReflect.Descriptor instead.
 func (*PhaseTime) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{22}
+	return file_torchft_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PhaseTime) GetPhase() string {
@@ -1911,7 +1875,7 @@ type RankProgress struct {
 
 func (x *RankProgress) Reset() {
 	*x = RankProgress{}
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1923,7 +1887,7 @@ func (x *RankProgress) String() string {
 func (*RankProgress) ProtoMessage() {}
 
 func (x *RankProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1936,7 +1900,7 @@ func (x *RankProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankProgress.ProtoReflect.Descriptor instead.
 func (*RankProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{23}
+	return file_torchft_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *RankProgress) GetGroupRank() int64 {
@@ -1975,7 +1939,7 @@ type GroupProgress struct {
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1987,7 +1951,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2000,7 +1964,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{24}
+	return file_torchft_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -2050,7 +2014,7 @@ type MemberStalled struct {
 
 func (x *MemberStalled) Reset() {
 	*x = MemberStalled{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2062,7 +2026,7 @@ func (x *MemberStalled) String() string {
 func (*MemberStalled) ProtoMessage() {}
 
 func (x *MemberStalled) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2075,7 +2039,7 @@ func (x *MemberStalled) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberStalled.ProtoReflect.Descriptor instead.
 func (*MemberStalled) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *MemberStalled) GetQuorumId() int64 {
@@ -2110,7 +2074,7 @@ type JobRegressed struct {
 
 func (x *JobRegressed) Reset() {
 	*x = JobRegressed{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2122,7 +2086,7 @@ func (x *JobRegressed) String() string {
 func (*JobRegressed) ProtoMessage() {}
 
 func (x *JobRegressed) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2135,7 +2099,7 @@ func (x *JobRegressed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JobRegressed.ProtoReflect.Descriptor instead.
 func (*JobRegressed) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *JobRegressed) GetQuorumId() int64 {
@@ -2163,7 +2127,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2175,7 +2139,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2188,7 +2152,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2230,7 +2194,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2242,7 +2206,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2255,7 +2219,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *MemberMessage) GetFinished() bool {
@@ -2472,7 +2436,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2484,7 +2448,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2497,7 +2461,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2540,7 +2504,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2552,7 +2516,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2565,7 +2529,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *PastQuorum) GetQuorumId() int64 {
@@ -2599,7 +2563,7 @@ type Voter struct {
 
 func (x *Voter) Reset() {
 	*x = Voter{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2611,7 +2575,7 @@ func (x *Voter) String() string {
 func (*Voter) ProtoMessage() {}
 
 func (x *Voter) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2624,7 +2588,7 @@ func (x *Voter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Voter.ProtoReflect.Descriptor instead.
 func (*Voter) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Voter) GetReplicaId() string {
@@ -2660,7 +2624,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2672,7 +2636,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2685,7 +2649,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2769,7 +2733,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2781,7 +2745,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2794,7 +2758,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3020,7 +2984,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3032,7 +2996,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3045,7 +3009,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3056,18 +3020,17 @@ func (x *NotLeader) GetLeader() string {
 }
 
 type Welcome struct {
-	state              protoimpl.MessageState `protogen:"open.v1"`
-	AliveIntervalUs    int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"`          // the longest time between two messages of the member
-	HeartbeatTimeoutUs int64                  `protobuf:"varint,2,opt,name=heartbeat_timeout_us,json=heartbeatTimeoutUs,proto3" json:"heartbeat_timeout_us,omitempty"` // the silence after which the member counts as failed
-	AnswersAlive       bool                   `protobuf:"varint,3,opt,name=answers_alive,json=answersAlive,proto3" json:"answers_alive,omitempty"`                     // the lighthouse is one of a cluster, and answers each heartbeat
-	Term               int64                  `protobuf:"varint,40,opt,name=term,proto3" json:"term,omitempty"`                                                        // see Greeting
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the longest time between two messages of the member
+	AnswersAlive    bool                   `protobuf:"varint,3,opt,name=answers_alive,json=answersAlive,proto3" json:"answers_alive,omitempty"`            // the lighthouse is one of a cluster, and answers each heartbeat
+	Term            int64                  `protobuf:"varint,40,opt,name=term,proto3" json:"term,omitempty"`                                               // see Greeting
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3079,7 +3042,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3092,19 +3055,12 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
 	if x != nil {
 		return x.AliveIntervalUs
-	}
-	return 0
-}
-
-func (x *Welcome) GetHeartbeatTimeoutUs() int64 {
-	if x != nil {
-		return x.HeartbeatTimeoutUs
 	}
 	return 0
 }
@@ -3139,7 +3095,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3151,7 +3107,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3164,7 +3120,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3245,7 +3201,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3257,7 +3213,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3270,7 +3226,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3327,7 +3283,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3339,7 +3295,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3352,7 +3308,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3392,7 +3348,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3404,7 +3360,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3417,7 +3373,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3435,7 +3391,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3447,7 +3403,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3460,7 +3416,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3476,7 +3432,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3488,7 +3444,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3501,7 +3457,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{41}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3624,8 +3580,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\rshould_commit\x18\x01 \x01(\bR\fshouldCommit\"\x1f\n" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
-	"\fKillResponse\"\x16\n" +
-	"\x14NotifyFailedResponse\"\x9b\x04\n" +
+	"\fKillResponse\"\x9b\x04\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -3767,10 +3722,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\bdelivery\x18U \x01(\v2\x11.torchft.DeliveryH\x00R\bdeliveryB\t\n" +
 	"\amessage\"#\n" +
 	"\tNotLeader\x12\x16\n" +
-	"\x06leader\x18\x01 \x01(\tR\x06leader\"\xa0\x01\n" +
+	"\x06leader\x18\x01 \x01(\tR\x06leader\"n\n" +
 	"\aWelcome\x12*\n" +
-	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x120\n" +
-	"\x14heartbeat_timeout_us\x18\x02 \x01(\x03R\x12heartbeatTimeoutUs\x12#\n" +
+	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x12#\n" +
 	"\ranswers_alive\x18\x03 \x01(\bR\fanswersAlive\x12\x12\n" +
 	"\x04term\x18( \x01(\x03R\x04term\"\x89\x01\n" +
 	"\bDelivery\x12\x12\n" +
@@ -3808,9 +3762,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\fShouldCommit\x12\x1c.torchft.ShouldCommitRequest\x1a\x1d.torchft.ShouldCommitResponse\x123\n" +
 	"\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponse2I\n" +
 	"\vRankService\x12:\n" +
-	"\aSession\x12\x14.torchft.RankRequest\x1a\x15.torchft.RankResponse(\x010\x012S\n" +
-	"\vPeerService\x12D\n" +
-	"\fNotifyFailed\x12\x15.torchft.MemberFailed\x1a\x1d.torchft.NotifyFailedResponse2Q\n" +
+	"\aSession\x12\x14.torchft.RankRequest\x1a\x15.torchft.RankResponse(\x010\x012Q\n" +
 	"\rMemberService\x12@\n" +
 	"\x06Attend\x12\x16.torchft.MemberMessage\x1a\x1a.torchft.LighthouseMessage(\x010\x012}\n" +
 	"\x0eClusterService\x12*\n" +
@@ -3829,7 +3781,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -3845,98 +3797,95 @@ var file_torchft_proto_goTypes = []any{
 	(*ShouldCommitResponse)(nil),        // 11: torchft.ShouldCommitResponse
 	(*KillRequest)(nil),                 // 12: torchft.KillRequest
 	(*KillResponse)(nil),                // 13: torchft.KillResponse
-	(*NotifyFailedResponse)(nil),        // 14: torchft.NotifyFailedResponse
-	(*RankRequest)(nil),                 // 15: torchft.RankRequest
-	(*RankResponse)(nil),                // 16: torchft.RankResponse
-	(*MemberFailed)(nil),                // 17: torchft.MemberFailed
-	(*PeerSuspected)(nil),               // 18: torchft.PeerSuspected
-	(*HealProgress)(nil),                // 19: torchft.HealProgress
-	(*Counted)(nil),                     // 20: torchft.Counted
-	(*Recovered)(nil),                   // 21: torchft.Recovered
-	(*PhaseTime)(nil),                   // 22: torchft.PhaseTime
-	(*RankProgress)(nil),                // 23: torchft.RankProgress
-	(*GroupProgress)(nil),               // 24: torchft.GroupProgress
-	(*MemberStalled)(nil),               // 25: torchft.MemberStalled
-	(*JobRegressed)(nil),                // 26: torchft.JobRegressed
-	(*CallFailure)(nil),                 // 27: torchft.CallFailure
-	(*MemberMessage)(nil),               // 28: torchft.MemberMessage
-	(*Greeting)(nil),                    // 29: torchft.Greeting
-	(*PastQuorum)(nil),                  // 30: torchft.PastQuorum
-	(*Voter)(nil),                       // 31: torchft.Voter
-	(*Ask)(nil),                         // 32: torchft.Ask
-	(*LighthouseMessage)(nil),           // 33: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 34: torchft.NotLeader
-	(*Welcome)(nil),                     // 35: torchft.Welcome
-	(*Delivery)(nil),                    // 36: torchft.Delivery
-	(*QuorumStates)(nil),                // 37: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 38: torchft.PlacedState
-	(*Frame)(nil),                       // 39: torchft.Frame
-	(*IdentifyRequest)(nil),             // 40: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 41: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 42: google.protobuf.Timestamp
+	(*RankRequest)(nil),                 // 14: torchft.RankRequest
+	(*RankResponse)(nil),                // 15: torchft.RankResponse
+	(*MemberFailed)(nil),                // 16: torchft.MemberFailed
+	(*PeerSuspected)(nil),               // 17: torchft.PeerSuspected
+	(*HealProgress)(nil),                // 18: torchft.HealProgress
+	(*Counted)(nil),                     // 19: torchft.Counted
+	(*Recovered)(nil),                   // 20: torchft.Recovered
+	(*PhaseTime)(nil),                   // 21: torchft.PhaseTime
+	(*RankProgress)(nil),                // 22: torchft.RankProgress
+	(*GroupProgress)(nil),               // 23: torchft.GroupProgress
+	(*MemberStalled)(nil),               // 24: torchft.MemberStalled
+	(*JobRegressed)(nil),                // 25: torchft.JobRegressed
+	(*CallFailure)(nil),                 // 26: torchft.CallFailure
+	(*MemberMessage)(nil),               // 27: torchft.MemberMessage
+	(*Greeting)(nil),                    // 28: torchft.Greeting
+	(*PastQuorum)(nil),                  // 29: torchft.PastQuorum
+	(*Voter)(nil),                       // 30: torchft.Voter
+	(*Ask)(nil),                         // 31: torchft.Ask
+	(*LighthouseMessage)(nil),           // 32: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 33: torchft.NotLeader
+	(*Welcome)(nil),                     // 34: torchft.Welcome
+	(*Delivery)(nil),                    // 35: torchft.Delivery
+	(*QuorumStates)(nil),                // 36: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 37: torchft.PlacedState
+	(*Frame)(nil),                       // 38: torchft.Frame
+	(*IdentifyRequest)(nil),             // 39: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 40: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 41: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	42, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	41, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	30, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	29, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	6,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
 	10, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
-	18, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
-	23, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
-	19, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
-	21, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
-	20, // 11: torchft.RankRequest.counted:type_name -> torchft.Counted
+	17, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
+	22, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	18, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
+	20, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
+	19, // 11: torchft.RankRequest.counted:type_name -> torchft.Counted
 	7,  // 12: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
 	11, // 13: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	27, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	17, // 15: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
-	25, // 16: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
-	26, // 17: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
-	22, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	29, // 19: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	32, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	18, // 21: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	24, // 22: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	19, // 23: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	21, // 24: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	30, // 25: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	31, // 26: torchft.PastQuorum.members:type_name -> torchft.Voter
+	26, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	16, // 15: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
+	24, // 16: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
+	25, // 17: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
+	21, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	28, // 19: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	31, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	17, // 21: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	23, // 22: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	18, // 23: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	20, // 24: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	29, // 25: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	30, // 26: torchft.PastQuorum.members:type_name -> torchft.Voter
 	0,  // 27: torchft.Ask.member:type_name -> torchft.QuorumMember
-	35, // 28: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	27, // 29: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	17, // 30: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	25, // 31: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	26, // 32: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
-	36, // 33: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	37, // 34: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	42, // 35: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	38, // 36: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	34, // 28: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	26, // 29: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	16, // 30: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	24, // 31: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	25, // 32: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
+	35, // 33: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	36, // 34: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	41, // 35: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	37, // 36: torchft.QuorumStates.others:type_name -> torchft.PlacedState
 	2,  // 37: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
 	4,  // 38: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
 	6,  // 39: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
 	8,  // 40: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
 	10, // 41: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
 	12, // 42: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	15, // 43: torchft.RankService.Session:input_type -> torchft.RankRequest
-	17, // 44: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
-	28, // 45: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	39, // 46: torchft.ClusterService.Link:input_type -> torchft.Frame
-	40, // 47: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	3,  // 48: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 49: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 50: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 51: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 52: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 53: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	16, // 54: torchft.RankService.Session:output_type -> torchft.RankResponse
-	14, // 55: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
-	33, // 56: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	39, // 57: torchft.ClusterService.Link:output_type -> torchft.Frame
-	41, // 58: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	48, // [48:59] is the sub-list for method output_type
-	37, // [37:48] is the sub-list for method input_type
+	14, // 43: torchft.RankService.Session:input_type -> torchft.RankRequest
+	27, // 44: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	38, // 45: torchft.ClusterService.Link:input_type -> torchft.Frame
+	39, // 46: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	3,  // 47: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 48: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 49: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 50: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 51: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 52: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	15, // 53: torchft.RankService.Session:output_type -> torchft.RankResponse
+	32, // 54: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	38, // 55: torchft.ClusterService.Link:output_type -> torchft.Frame
+	40, // 56: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	47, // [47:57] is the sub-list for method output_type
+	37, // [37:47] is the sub-list for method input_type
 	37, // [37:37] is the sub-list for extension type_name
 	37, // [37:37] is the sub-list for extension extendee
 	0,  // [0:37] is the sub-list for field type_name
@@ -3948,7 +3897,7 @@ func file_torchft_proto_init() {
 		return
 	}
 	file_torchft_proto_msgTypes[7].OneofWrappers = []any{}
-	file_torchft_proto_msgTypes[15].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[14].OneofWrappers = []any{
 		(*RankRequest_Quorum)(nil),
 		(*RankRequest_ShouldCommit)(nil),
 		(*RankRequest_Cancel)(nil),
@@ -3960,7 +3909,7 @@ func file_torchft_proto_init() {
 		(*RankRequest_Recovered)(nil),
 		(*RankRequest_Counted)(nil),
 	}
-	file_torchft_proto_msgTypes[16].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[15].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
 		(*RankResponse_ShouldCommit)(nil),
 		(*RankResponse_Failure)(nil),
@@ -3970,7 +3919,7 @@ func file_torchft_proto_init() {
 		(*RankResponse_Regressed)(nil),
 		(*RankResponse_Left)(nil),
 	}
-	file_torchft_proto_msgTypes[28].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[27].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_Withdraw)(nil),
@@ -3984,7 +3933,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_ShuttingDown)(nil),
 		(*MemberMessage_Past)(nil),
 	}
-	file_torchft_proto_msgTypes[33].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[32].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
@@ -3999,7 +3948,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Alive)(nil),
 		(*LighthouseMessage_Delivery)(nil),
 	}
-	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[35].OneofWrappers = []any{
 		(*Delivery_Whole)(nil),
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
@@ -4010,9 +3959,9 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   42,
+			NumMessages:   41,
 			NumExtensions: 0,
-			NumServices:   6,
+			NumServices:   5,
 		},
 		GoTypes:           file_torchft_proto_goTypes,
 		DependencyIndexes: file_torchft_proto_depIdxs,

@@ -91,7 +91,7 @@ func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
 		return wire.NotLeader(leader, "this lighthouse does not lead")
 	}
 	if err := stream.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{
-		AliveIntervalUs: 333_333, HeartbeatTimeoutUs: 5_000_000, Term: term, AnswersAlive: true,
+		AliveIntervalUs: 333_333, Term: term, AnswersAlive: true,
 	}}}); err != nil {
 		return err
 	}
@@ -247,7 +247,6 @@ func TestHowLongAMemberIsWithoutALeader(t *testing.T) {
 					after := m.quorum()
 					assert.LessOrEqual(t, time.Since(start), test.most)
 					assert.Greater(t, after, before)
-					assert.False(t, m.Fenced(), "the step is not lost")
 				})
 			}
 		})

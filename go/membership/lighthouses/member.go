@@ -12,7 +12,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"github.com/torchft/torchft/go/internal/clock"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/membership"
@@ -36,8 +35,7 @@ type Member struct {
 	cancel      context.CancelFunc
 	broadcast   membership.Broadcast
 	notices     <-chan membership.Notice
-	silence
-	present atomic.Pointer[memberStream] // the value of stream, for calls that must not wait for opening
+	present     atomic.Pointer[memberStream] // the value of stream, for calls that must not wait for opening
 
 	last atomic.Pointer[quorum.Quorum] // the last quorum of the member: a restarted lighthouse restores its state from it
 	term atomic.Int64                  // the highest term that a lighthouse has sent
@@ -70,7 +68,7 @@ func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 	}
 	m := &Member{
 		lighthouses: l, replicaID: replicaID, opening: make(chan struct{}, 1),
-		choice: choice{list: l.list, at: at}, unary: map[string]bool{}, silence: silence{since: clock.Now()},
+		choice: choice{list: l.list, at: at}, unary: map[string]bool{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.notices, _ = m.broadcast.Listen()
@@ -93,8 +91,7 @@ func (m *Member) Quorum(ctx context.Context, member quorum.Member, knownQuorumID
 	if err == nil {
 		q, err = stream.ask(ctx, client.number.Add(1), member, knownQuorumID)
 	}
-	switch status.Code(err) {
-	case codes.Unimplemented:
+	if status.Code(err) == codes.Unimplemented {
 		q, err := client.Quorum(ctx, member, knownQuorumID)
 		if last := m.last.Load(); last != nil && status.Code(err) == codes.InvalidArgument {
 			// The id of the known quorum is ahead of the lighthouse's clock. The lighthouse accepts such an id only with the list
@@ -104,12 +101,8 @@ func (m *Member) Quorum(ctx context.Context, member quorum.Member, knownQuorumID
 		m.mayBeAnother(ctx, client, err)
 		if q != nil {
 			m.last.Store(q)
-			m.fenced.Store(false)
 		}
 		return q, err
-	case codes.OK:
-		m.fenced.Store(false)
-	default:
 	}
 	if client == nil {
 		return q, err
@@ -217,13 +210,6 @@ func (m *Member) report(message *torchftpb.MemberMessage) {
 	if stream := m.present.Load(); stream != nil && !stream.broken() {
 		stream.post(message)
 	}
-}
-
-// Fenced reports whether the group was silent for so long that the lighthouse may have counted it as failed: its process was stopped,
-// or its host was suspended. It stays fenced until the next quorum.
-func (m *Member) Fenced() bool {
-	m.noteSilence()
-	return m.fenced.Load()
 }
 
 func (m *Member) Close() error {
@@ -347,7 +333,6 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, error) {
 				m.present.Store(stream)
 			} else {
 				m.unary[address] = true
-				m.expectMessages(0, 0)
 			}
 			return stream, client, err
 		}

@@ -138,7 +138,6 @@ func (s *memberStream) takeNext() (err error) {
 		s.answers = m.Welcome.GetAnswersAlive()
 		s.member.clustered.Store(s.answers)
 		s.interval = max(time.Millisecond, rpc.Microseconds(m.Welcome.GetAliveIntervalUs()))
-		s.member.expectMessages(rpc.Microseconds(m.Welcome.GetHeartbeatTimeoutUs()), s.interval)
 		close(s.welcomed)
 	case *torchftpb.LighthouseMessage_Recall:
 		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
@@ -254,12 +253,11 @@ func (s *memberStream) post(message *torchftpb.MemberMessage) bool {
 		if s.broken() {
 			return
 		}
-		s.member.speaks()
 		_ = s.wire.Send(message) // fails only if the stream has broken: receive returns the error
 	})
 }
 
-// attend calls reached after the welcome, and then sends at least one message in each interval until the stream breaks or ctx ends.
+// attend calls reached after the welcome, and then sends a heartbeat in each interval until the stream breaks or ctx ends.
 func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	select {
 	case <-s.welcomed:
@@ -269,31 +267,21 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	timer := time.NewTimer(s.interval)
-	defer timer.Stop()
+	ticker := time.NewTicker(s.interval)
+	defer ticker.Stop()
 	var hearing hearing
 	for {
 		select {
-		case <-timer.C:
+		case <-ticker.C:
 			if s.answers && hearing.tick(s.heard.Load()) {
 				s.leave(errSilent)
 				return s.err
 			}
-			timer.Reset(s.speak())
+			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 		case <-s.ended:
 			return s.err
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	}
-}
-
-// speak sends a heartbeat, and returns when to call it again. If heartbeats are not answered, none is needed when something else was sent
-// within the interval.
-func (s *memberStream) speak() time.Duration {
-	if silent := s.member.silent(); silent < s.interval && !s.answers {
-		return s.interval - silent
-	}
-	s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
-	return s.interval
 }

@@ -30,7 +30,7 @@ func (s stuck) Send(message *torchftpb.MemberMessage) error {
 
 func stuckStream() (*Member, *memberStream, stuck) {
 	wire := stuck{released: make(chan struct{}), sent: make(chan *torchftpb.MemberMessage, 1000)}
-	m := &Member{silence: silence{since: time.Now()}}
+	m := &Member{}
 	stream := &memberStream{wire: wire, member: m, ended: make(chan struct{}), free: make(chan struct{}), waiting: map[uint64]chan asked{}}
 	m.present.Store(stream)
 	return m, stream, wire

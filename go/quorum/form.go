@@ -59,6 +59,7 @@ func (m *Machine) deliver(d decision) {
 			failing = r.id
 		}
 	}
+	m.past.lowerSteps(q.Members, d.in)
 	q.ID = m.past.newID(d.changed || failing != "" || m.reconnect.needed() || !m.past.isKnownTo(d.in))
 	m.search.delivers()
 	answer := Deliver{Quorum: q, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in))}

@@ -101,6 +101,7 @@ func (h *history) event(members int) Event {
 func (h *history) ask(id string) Asked {
 	h.waiter++
 	a := Asked{Waiter: h.waiter, Member: Member{ReplicaID: id, Step: max(0, int64(h.waiter)-h.rng.Int64N(20))}}
+	a.Member.CommittedQuorumID = max(0, int64(h.waiter)%11-7) // mostly 0, as of upstream's members
 	if h.rng.IntN(20) == 0 {
 		a.Member.ShrinkOnly = true
 	}
@@ -111,6 +112,9 @@ func (h *history) ask(id string) Asked {
 		for _, member := range q.Members {
 			if member.ReplicaID == id {
 				a.Member = member
+				if h.model.lowered[id] {
+					a.Member.Step++
+				}
 			}
 		}
 	}

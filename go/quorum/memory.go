@@ -192,6 +192,7 @@ func (m *memory) adopt(p Past) {
 			r.address = v.Address
 		}
 		m.roster.setPrevious(r, true, m.now)
+		r.behind = false
 		m.members[i] = r
 	}
 	for _, r := range before { // after the loop above: the record of a member of both quorums, with its request number, must not be dropped in between

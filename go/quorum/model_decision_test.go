@@ -70,6 +70,7 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 	}
 	m.behind = time.Time{}
 
+	m.lowerSteps(in)
 	same := len(in) == len(previous)
 	failures, unsure := false, false
 	for _, member := range in {
@@ -103,6 +104,36 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 	m.joined = map[string]time.Time{}
 	m.look(now)
 	return q, answered
+}
+
+// lowerSteps lowers the steps of members that may have other weights than the latest quorum's members at their step.
+func (m *model) lowerSteps(in []Member) {
+	largest, silent := int64(0), false
+	for _, member := range in {
+		if silent = silent || member.CommittedQuorumID == 0; m.knowsWeights(member) {
+			largest = max(largest, member.Step)
+		}
+	}
+	lowered := map[string]bool{}
+	for i, member := range in {
+		if silent && largest > 0 && member.Step == largest && !m.knowsWeights(member) {
+			in[i].Step = largest - 1
+			lowered[member.ReplicaID] = true
+		}
+	}
+	m.lowered = lowered
+}
+
+func (m *model) knowsWeights(member Member) bool {
+	if m.latest == nil {
+		return false
+	}
+	for _, before := range m.latest.Members {
+		if before.ReplicaID == member.ReplicaID {
+			return !m.lowered[member.ReplicaID] || member.CommittedQuorumID == 0 || member.CommittedQuorumID != before.CommittedQuorumID
+		}
+	}
+	return false
 }
 
 // mustWaitForTheStep reports whether the job had reached a larger step than all members of the quorum, and a live member may have it.

@@ -21,11 +21,12 @@ type model struct {
 	waiting   []Asked              // pending requests, in their order
 	joined    map[string]time.Time // since when each candidate is one
 	latest    *Quorum
-	floor     int64     // new ids are above it
-	highest   int64     // the largest id that was used, or that a member knows
-	shrunk    bool      // the latest quorum left candidates out
-	behind    time.Time // since when a quorum is delayed because it would be below the latest one's step
-	leavers   []string  // of the latest quorum
+	floor     int64           // new ids are above it
+	highest   int64           // the largest id that was used, or that a member knows
+	shrunk    bool            // the latest quorum left candidates out
+	behind    time.Time       // since when a quorum is delayed because it would be below the latest one's step
+	leavers   []string        // of the latest quorum
+	lowered   map[string]bool // members of the latest quorum that were sent with a smaller step than their own
 
 	reports map[string]string // in the latest quorum: the suspect of each reporting member
 	checked map[string]bool
@@ -178,7 +179,11 @@ func (m *model) lostAnswer(e Asked, now time.Time) bool {
 	if slices.ContainsFunc(m.members(), func(id string) bool { return m.waits(id) && m.healthy(id, now) }) {
 		return false
 	}
-	return !m.waits(id) && fmt.Sprint(m.latest.Members[slices.Index(m.members(), id)]) == fmt.Sprint(e.Member)
+	then := m.latest.Members[slices.Index(m.members(), id)]
+	if m.lowered[id] {
+		then.Step++
+	}
+	return !m.waits(id) && fmt.Sprint(then) == fmt.Sprint(e.Member)
 }
 
 func (m *model) beat(id string, now time.Time) {
@@ -260,7 +265,7 @@ func (m *model) recalled(e Recalled, now time.Time) {
 	if m.latest != nil && p.ID <= m.latest.ID {
 		return
 	}
-	m.latest = &Quorum{ID: p.ID, Created: now, Adopted: true}
+	m.latest, m.lowered = &Quorum{ID: p.ID, Created: now, Adopted: true}, nil
 	for _, v := range p.Members {
 		m.latest.Members = append(m.latest.Members, Member{ReplicaID: v.ReplicaID, Step: p.Step})
 		if !m.healthy(v.ReplicaID, now) {

@@ -40,6 +40,9 @@ func (m *Machine) lostAnswer(e Asked) bool {
 	if !in {
 		return false
 	}
-	then := &latest.Members[i] // invariant 3
+	then := latest.Members[i] // invariant 3
+	if r.behind {
+		then.Step++
+	}
 	return then.State() == e.Member.State() && then.SameButState(&e.Member)
 }

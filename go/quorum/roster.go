@@ -30,6 +30,7 @@ type record struct {
 
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since its last answer, and has not asked yet
+	behind   bool // it was in the latest quorum with a smaller step than its own (behind.go)
 
 	unshown bool // it claimed to know a later quorum, and did not show it in time: no decision waits for it again
 

@@ -17,6 +17,7 @@ import (
 //
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid] [term=1]   a new machine, at 1000 ms, so that its first quorum is 1001
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [layout=L,...] [recallable]
+//	ask … [committed=1001]  likewise
 //	greet a [term=1] [known=1005]   a member begins a stream
 //	recalled 1005 step=3 a b c [from=a] [highest=2000]   a shows quorum 1005; without from, the disk or the log does
 //	withdrawn 1      the request is withdrawn
@@ -78,13 +79,14 @@ func (r *scribe) run(words []string) []string {
 			Number:        uint64(transcript.Number(r.t, transcript.Option(args, "number"))),
 			Recallable:    slices.Contains(args, "recallable"),
 			Member: Member{
-				ReplicaID:      args[0],
-				Address:        cmp.Or(transcript.Option(args, "at"), "http://"+args[0]),
-				Step:           transcript.Number(r.t, transcript.Option(args, "step")),
-				WorldSize:      uint64(transcript.Number(r.t, transcript.Option(args, "world"))),
-				Layouts:        strings.FieldsFunc(transcript.Option(args, "layout"), func(c rune) bool { return c == ',' }),
-				CommitFailures: transcript.Number(r.t, transcript.Option(args, "failures")),
-				ShrinkOnly:     slices.Contains(args, "shrink"),
+				CommittedQuorumID: transcript.Number(r.t, transcript.Option(args, "committed")),
+				ReplicaID:         args[0],
+				Address:           cmp.Or(transcript.Option(args, "at"), "http://"+args[0]),
+				Step:              transcript.Number(r.t, transcript.Option(args, "step")),
+				WorldSize:         uint64(transcript.Number(r.t, transcript.Option(args, "world"))),
+				Layouts:           strings.FieldsFunc(transcript.Option(args, "layout"), func(c rune) bool { return c == ',' }),
+				CommitFailures:    transcript.Number(r.t, transcript.Option(args, "failures")),
+				ShrinkOnly:        slices.Contains(args, "shrink"),
 			},
 		})
 	case "greet":

@@ -40,6 +40,10 @@ var mistakes = []mistake{
 		nil, []string{ruleBroadcast},
 	},
 	{
+		"upstream members of older quorums are not behind", "quorum/behind.go", "behind := reached > 0 &&", "behind := !$ && reached > 0 &&",
+		func(s *setup) { apart(s); s.upstream = ^slots(0) }, []string{ruleEqual},
+	},
+	{
 		"withdrawn requests stay", "quorum/machine.go", "		m.roster.withdraw(e.Waiter, m.now)\n", "		if !$ {\n			m.roster.withdraw(e.Waiter, m.now)\n		}\n",
 		nil, []string{ruleMembers, ruleStale, ruleMemory, ruleBroadcast},
 	},

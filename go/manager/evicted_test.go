@@ -18,15 +18,19 @@ type trainer struct {
 	step, committed, quorum, failures int64
 }
 
-// ask requests a quorum for all of these groups, and lets them heal. It returns the ids of those that healed.
-func ask(t *testing.T, groups ...*trainer) (healed []string) {
-	t.Helper()
-	var pending answers
+// asks requests a quorum for all of these groups, and returns the pending answers.
+func asks(groups ...*trainer) (pending answers) {
 	for _, g := range groups {
 		pending = append(pending, g.QuorumWith(rankclient.Request{
 			Step: g.step, CommittedQuorumID: g.committed, CommitFailures: g.failures,
 		}, time.Minute))
 	}
+	return pending
+}
+
+// follow waits for the answers to asks, and lets the groups heal. It returns the ids of those that healed.
+func follow(t *testing.T, pending answers, groups ...*trainer) (healed []string) {
+	t.Helper()
 	for i, r := range pending.results(t) {
 		g := groups[i]
 		g.quorum = r.QuorumID
@@ -37,6 +41,11 @@ func ask(t *testing.T, groups ...*trainer) (healed []string) {
 		require.Equal(t, r.MaxStep, g.step)
 	}
 	return healed
+}
+
+func ask(t *testing.T, groups ...*trainer) (healed []string) {
+	t.Helper()
+	return follow(t, asks(groups...), groups...)
 }
 
 // vote decides on the step of a group whose only rank votes for its commit, or against it.
@@ -160,9 +169,8 @@ func TestAnEvictedGroupMayCommitTheStepInFlight(t *testing.T) {
 // askFirst lets a ask, then the others end their step and ask.
 func askFirst(t *testing.T, a *trainer, others []*trainer, end func()) []string {
 	t.Helper()
-	healed := make(chan []string, 1)
-	go func() { healed <- ask(t, a) }()
+	pending := asks(a)
 	synctest.Wait()
 	end()
-	return append(ask(t, others...), <-healed...)
+	return append(ask(t, others...), follow(t, pending, a)...)
 }

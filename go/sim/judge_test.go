@@ -30,6 +30,7 @@ type judge struct {
 	blurred time.Duration // when the last fault with fault.unclear ended
 
 	restarted time.Duration // when the lighthouse started or ended last
+	excused   time.Duration // when a request kept newcomers out last, or a claim was examined
 	mayLose   int           // steps that the faults so far may cost each rank
 	changed   time.Duration // when a fault began or ended last
 	moved     time.Duration // when the network or the lighthouse changed last

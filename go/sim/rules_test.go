@@ -92,7 +92,7 @@ func (j *judge) formed(q *quorum.Quorum) {
 		if l.quorum != nil && l.quorum.ID != q.ID {
 			after = max(after, l.quorum.ID)
 		}
-		if l.owed == 0 && l.pending {
+		if l.owed == 0 && l.pending && j.clear() {
 			l.owed = j.now
 		}
 		ids = append(ids, l.id)
@@ -321,7 +321,7 @@ func (j *judge) ticked(remembered *quorum.Status) {
 		return true
 	})
 	for _, l := range j.lives {
-		if l.owed > 0 && !l.killed && l.pending && j.now-l.owed > 2*slack && j.unclear == 0 && max(j.blurred, j.restarted) < l.owed {
+		if l.owed > 0 && !l.killed && l.pending && j.now-l.owed > 2*slack && j.clear() {
 			j.broken(ruleBroadcast, "%s is in a quorum of %s and gets no answer", l.id, l.owed)
 		}
 	}
@@ -355,9 +355,10 @@ func (j *judge) overdue() {
 		case l.killed:
 			healthy++ // perhaps still
 		case l.asked.ShrinkOnly || l.claimed:
+			j.excused = j.now
 			return
 		case j.arrived(l) && j.attached(l.slot):
-			if since := j.now - l.askedAt; asking == 0 || slices.Contains(j.last, l.id) {
+			if since := j.now - max(l.askedAt, j.excused); asking == 0 || slices.Contains(j.last, l.id) {
 				waited = max(waited, since)
 			}
 			asking++

@@ -127,7 +127,7 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
         for end in child.of("ended"):
             # PyTorch's own groups keep a port until their pending operations have timed out.
             assert not end["listens"] or end["kind"] == "native", (
-                f"{child.name} still listens on the ports {end['listens']}"
+                f"{child.name} still listens on the ports {end['listens']}: it has {end['holders']}"
             )
             # The timer thread for futures belongs to the process and remains.
             threads = [name for name in end["left"] if name.startswith("torchft") and name != "torchft_timeouts"]

@@ -72,7 +72,7 @@ func TestALighthouseWithoutStreams(t *testing.T) {
 	})
 }
 
-// The lighthouse is replaced by an upstream one. A group that makes unary calls has no stream whose silence could fence it.
+// The lighthouse is replaced by an upstream one, and the group makes calls from then on.
 func TestAGroupCommitsAfterAChangeFromAStreamToCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

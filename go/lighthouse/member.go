@@ -35,11 +35,6 @@ const (
 	answeredEvery = time.Second / 3
 	// greetingTimeout is how long a stream may be silent at its beginning.
 	greetingTimeout = 5 * time.Second
-	// mostLists bounds the lists of members that are sent at the same time. Each has its own buffer: when thousands of members
-	// join, these buffers together would take most of the lighthouse's memory.
-	mostLists = 256
-	// turnWait bounds how long a list waits until fewer others are being sent.
-	turnWait = 2 * time.Second
 	// mostOutgoing bounds the messages that are queued for a member that does not read.
 	mostOutgoing = 64
 	// longestText is the length in bytes to which texts of members are shortened, such as the reason of a failure.
@@ -463,39 +458,11 @@ func (s *stream) send(o outgoing) (err error) {
 	if err != nil {
 		return err
 	}
-	if s.list != d.list {
-		defer s.takeTurn()()
-	}
 	if err := s.wire.SendMsg(rpc.Numbered{Number: o.number, Message: message}); err != nil {
 		return err
 	}
 	s.list = d.list
 	return nil
-}
-
-// takeTurn waits until fewer than mostLists lists are being sent, at most for turnWait: a member that does not read must
-// not delay the others. The returned function ends the turn. In a cluster, a waiting member is told that this lighthouse is alive:
-// otherwise all members would leave it whenever many of them join.
-func (s *stream) takeTurn() (end func()) {
-	server := s.job.server
-	timer := time.NewTimer(turnWait)
-	defer timer.Stop()
-	tell := time.NewTicker(answeredEvery)
-	defer tell.Stop()
-	for {
-		select {
-		case server.lists <- struct{}{}:
-			return func() { <-server.lists }
-		case <-tell.C:
-			if s.job.answersAlive() && s.sendAll(heard) != nil {
-				return func() {}
-			}
-		case <-timer.C:
-			return func() {}
-		case <-server.stop:
-			return func() {}
-		}
-	}
 }
 
 func (s *stream) sendAll(messages []rpc.Encoded) error {

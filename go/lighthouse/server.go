@@ -29,9 +29,8 @@ type Server struct {
 
 	cluster *cluster // nil without one
 
-	lock  *os.File      // of the directory for states, nil without one
-	store store         // of the states of the jobs, nil without a directory
-	lists chan struct{} // a semaphore: bounds the lists that are sent at once
+	lock  *os.File // of the directory for states, nil without one
+	store store    // of the states of the jobs, nil without a directory
 
 	// Only tick uses these.
 	swept   time.Time // when the states of ended jobs were last removed, or the first look after this lighthouse began to serve
@@ -75,7 +74,6 @@ func New(cfg Config) (*Server, error) {
 		gate:    gate,
 		stop:    make(chan struct{}),
 		lock:    lock,
-		lists:   make(chan struct{}, mostLists),
 		jobs:    map[string]*job{},
 	}
 	var options []grpc.ServerOption

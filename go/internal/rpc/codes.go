@@ -33,7 +33,7 @@ func Message(err error) string {
 	if call, ok := err.(*CallError); ok { //nolint:errorlint // a wrapping error has its own text, which must be kept
 		return call.message()
 	}
-	if joined, ok := err.(interface{ Unwrap() []error }); ok { //nolint:errorlint // as above
+	if joined, ok := err.(interface{ Unwrap() []error }); ok {
 		var texts []string
 		for _, one := range joined.Unwrap() {
 			texts = append(texts, Message(one))

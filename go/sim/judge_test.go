@@ -145,7 +145,7 @@ func (j *judge) waits(format string, args ...any) { j.broken(ruleWaiters, format
 
 // change records a change of the network or of the lighthouse.
 func (j *judge) change() {
-	j.changed, j.moved = j.now, j.now
+	j.changed, j.moved = max(j.changed, j.now), j.now
 	j.unsettle()
 }
 
@@ -170,13 +170,15 @@ func (j *judge) begins(f *fault) {
 	j.mayLose += f.cost(&j.setup)
 	j.logf("FAULT %s", *f)
 	j.count(f, 1)
-	j.changed = j.now
+	j.changed = max(j.changed, j.now)
 	switch f.kind {
 	case crash, vanish, leave, finish, killLighthouse, vanishLighthouse:
 		return
 	case rankFails:
 		j.unsettle()
 		return
+	case shrinkOnly: // a group that is in no quorum asks so many times in vain
+		j.changed = max(j.changed, j.now+time.Duration(f.n)*j.quorumTimeout)
 	case pauseLighthouse:
 		j.paused, j.held = j.now, max(j.held, j.now+f.lasts)
 	}
@@ -190,7 +192,7 @@ func (j *judge) begins(f *fault) {
 
 // ends reports that a fault ends.
 func (j *judge) ends(f *fault) {
-	j.changed = j.now
+	j.changed = max(j.changed, j.now)
 	if f.ofNetwork() || f.rough() {
 		j.change()
 	}

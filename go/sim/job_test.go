@@ -50,6 +50,7 @@ func newJob(t *testing.T, s setup) *job {
 	j.judge = newJudge(s, func(at time.Duration, line string) {
 		j.lines = append(j.lines, fmt.Sprintf("%9.3fs %s", at.Seconds(), line))
 	})
+	j.judge.start = j.start
 	j.net.Delays(j.delay)
 	j.lighthouse = &lighthouseHost{j: j, life: make(lock, 1)}
 	if s.disk {

@@ -37,10 +37,12 @@ type judge struct {
 	paused    time.Duration // when the lighthouse was paused last
 	held      time.Duration // until when it holds its messages back
 
-	latest   time.Time // when the lighthouse formed the latest quorum
-	last     []string  // its members
-	before   []string  // those of the previous one
-	reached  int64     // largest step of its members
+	start    time.Time   // of the history
+	created  []time.Time // when the lighthouse formed each quorum
+	latest   time.Time   // when it formed the latest one
+	last     []string    // its members
+	before   []string    // those of the previous one
+	reached  int64       // largest step of its members
 	lastTime time.Duration
 
 	calmed bool          // all groups have trained together since the last change
@@ -297,6 +299,7 @@ func (j *judge) learns(l *life, q *quorum.Quorum) {
 		return
 	}
 	if q.Created.After(j.latest) {
+		j.created = append(j.created, q.Created)
 		j.latest, j.result.lastID = q.Created, q.ID
 		j.result.rounds++
 		j.logf("quorum %d: %s", q.ID, describe(q))

@@ -219,8 +219,8 @@ var mistakes = []mistake{
 	},
 	{
 		"waiting members silent", "membership/lighthouses/stream.go",
-		"	s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n	return s.interval",
-		"	if !$ {\n		s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n	}\n	return s.interval",
+		"			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n		case <-s.ended:",
+		"			if !$ {\n				s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n			}\n		case <-s.ended:",
 		nil, []string{ruleTogether, ruleCalm, ruleCause},
 	},
 	{

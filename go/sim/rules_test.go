@@ -53,11 +53,11 @@ func (j *judge) clear() bool {
 	return j.up && j.unclear == 0 && j.now-max(j.blurred, j.restarted) > j.quiet()
 }
 
-// arrived reports whether a pending request has reached the lighthouse. One that was sent while the lighthouse could not be reached may be on a
-// connection whose end its client notices only after 20 s.
+// arrived reports whether a pending request has reached the lighthouse. One that was sent while the lighthouse could not be reached, or
+// soon afterwards, may be on a connection whose end its client notices only after 20 s.
 func (j *judge) arrived(l *life) bool {
 	reachable := max(j.blurred, j.restarted)
-	return l.pending && j.now-l.askedAt > slack && (l.askedAt > reachable || j.now-reachable > 25*time.Second)
+	return l.pending && j.now-l.askedAt > slack && (l.askedAt > reachable+j.quiet() || j.now-reachable > 25*time.Second)
 }
 
 // doubt is a breach of a rule that a report may explain which is on its way still: it is confirmed a moment later.
@@ -276,17 +276,20 @@ func (j *judge) hasCause(l *life, reason string) {
 	}
 }
 
-// released checks, when a group that left may end, that no live group is in its last step.
+// released checks, when a group that left may end, that no live group is in its last step, unless the lighthouse has formed the next quorum
+// without that one.
 func (j *judge) released(l *life) {
-	last := l.ranks[0].step - 1
+	now := j.start.Add(j.now)
 	for _, id := range j.last {
 		o := j.byID[id]
-		if o == l || o.killed || o.leaving || o.pending || o.quorum != l.quorum && (o.quorum == nil || o.quorum.ID != l.quorum.ID) || !j.clear() || o.out == o.asks {
+		if o == l || o.killed || o.leaving || o.pending || o.quorum == nil || !j.clear() || o.out == o.asks || !o.quorum.Created.Equal(l.quorum.Created) {
 			continue
 		}
-		if o.quorum.Created.Equal(l.quorum.Created) { // it has not asked since
-			j.broken(ruleRelease, "%s left after step %d and may end, and %s is still in that step", l.id, last, o.id)
-		}
+		j.doubt(func() {
+			if !slices.ContainsFunc(j.created, func(c time.Time) bool { return c.After(l.quorum.Created) && !c.After(now) }) {
+				j.broken(ruleRelease, "%s left at %s and may end, and %s is still in its last step", l.id, now.Sub(j.start), id)
+			}
+		})
 	}
 }
 

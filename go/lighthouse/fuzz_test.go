@@ -17,7 +17,9 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/lighthouse"
+	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -74,13 +76,15 @@ func FuzzMemberStream(f *testing.F) {
 	conn, err := rpc.Dial(context.Background(), network.Host("x"), "lighthouse", "http://lighthouse:29510", 10*time.Second)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = conn.Close() })
+	past, err := wire.PastToProto(&quorum.Quorum{ID: 1 << 62})
+	require.NoError(f, err)
 	fttest.FuzzStream(f, conn, log, torchftpb.MemberService_Attend_FullMethodName, [][]*torchftpb.MemberMessage{
 		{greeting},
 		{greeting, {Message: &torchftpb.MemberMessage_Alive{Alive: true}}, {Message: &torchftpb.MemberMessage_Withdraw{Withdraw: 1}}},
 		{greeting, {Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{
 			Number: 1, TimeoutUs: 1, KnownQuorumId: -1, Member: &torchftpb.QuorumMember{ReplicaId: "a", Step: -1, WorldSize: 1 << 63},
 		}}}},
-		{greeting, {Message: &torchftpb.MemberMessage_Past{Past: &torchftpb.PastQuorum{QuorumId: 1 << 62}}}},
+		{greeting, {Message: &torchftpb.MemberMessage_Past{Past: past}}},
 		{{}, greeting, greeting},
 	})
 }

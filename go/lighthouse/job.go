@@ -325,11 +325,14 @@ func (j *job) deliver(to []quorum.WaiterID, d *delivery) {
 
 // recalled handles the quorum that a member remembers: the answer to a recall, or a part of a unary request.
 func (j *job) recalled(from string, p *torchftpb.PastQuorum) error {
-	past := wire.PastFromProto(p)
-	if err := past.Validate(); err != nil {
+	q, err := wire.PastFromProto(p)
+	if err == nil {
+		err = q.Past().Validate()
+	}
+	if err != nil {
 		return status.Errorf(codes.InvalidArgument, "the quorum that the member remembers: %s", err)
 	}
-	return j.feed(quorum.Recalled{Past: past, From: from})
+	return j.feed(quorum.Recalled{Quorum: q, From: from})
 }
 
 func maxStep(q *quorum.Quorum) int64 {

@@ -165,7 +165,7 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 		return job.ended
 	}
 	job.greeting = s
-	err := job.step(quorum.Greeted{ReplicaID: s.replicaID, Term: greeting.GetTerm(), KnownQuorumID: greeting.GetKnownQuorumId()})
+	err := job.step(quorum.Greeted{ReplicaID: s.replicaID, Term: greeting.GetTerm(), Known: quorum.Claim{QuorumID: greeting.GetKnownQuorumId(), Step: greeting.GetKnownStep()}})
 	job.greeting = nil
 	if err != nil && job.streams.has(s) { // the machine panicked after the welcome
 		job.streams.remove(s)

@@ -9,7 +9,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/recovery"
 )
 
 // agreeing returns three lighthouses that form a cluster, and groups that know all of them.
@@ -121,4 +123,101 @@ func TestARollingRestartCostsNoStep(t *testing.T) {
 			time.Sleep(2 * time.Second)
 		}
 	})
+}
+
+// answeredInPart lets groups ask for a step, and the lighthouse on a host answer only the first one. The channels receive the answers of the
+// others.
+func answeredInPart(t *testing.T, net *fttest.Network, host string, step int64, groups []*fttest.Group, names ...string) (first recovery.Result, others answers) {
+	for _, g := range groups[1:] {
+		others = append(others, g.QuorumOfAll(step, 20*time.Second)...)
+	}
+	synctest.Wait()
+	for _, name := range names[1:] {
+		net.Hold(host, name)
+	}
+	got := <-groups[0].Quorum(0, step, time.Minute)
+	require.NoError(t, got.Err)
+	for _, other := range others {
+		require.Empty(t, other)
+	}
+	return got.Value, others
+}
+
+// The groups whose answer of a round was lost receive that round from the next leader, or from the restarted lighthouse. The first group waits
+// for them in its collective, and asks nothing.
+func redelivered(t *testing.T, first recovery.Result, others answers, step int64, groups []*fttest.Group) {
+	for _, got := range others.results(t) {
+		assert.Equal(t, first.QuorumID, got.QuorumID)
+		assert.Equal(t, first.ReplicaIDs, got.ReplicaIDs)
+		assert.Equal(t, step, got.MaxStep)
+		assert.False(t, got.Heal)
+	}
+	for _, g := range groups {
+		vote := <-g.Vote(0, step, true, time.Minute)
+		require.NoError(t, vote.Err)
+		assert.True(t, vote.Value)
+	}
+	for range 2 {
+		step++
+		assert.Equal(t, first.QuorumID, round(t, step, groups...)[0].QuorumID)
+	}
+}
+
+func TestALeaderThatEndsWhileItAnswersCostsNoStep(t *testing.T) {
+	for name, late := range map[string]bool{"the group with the answer greets at once": false, "it greets after the others have asked": true} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				l, groups := agreeing(t, "a", "b", "d")
+				round(t, 1, groups...)
+				leader := l.Leader()
+				first, others := answeredInPart(t, l.Net, leader, 2, groups, "a", "b", "d")
+				if late {
+					for _, host := range fttest.AgreeingHosts {
+						l.Net.Block("a", host)
+					}
+				}
+				l.Kill(leader)
+				if late {
+					l.Leader()
+					time.Sleep(2 * time.Second)
+					for _, other := range others {
+						require.Empty(t, other, "a may still show the round")
+					}
+					for _, host := range fttest.AgreeingHosts {
+						l.Net.Unblock("a", host)
+					}
+				}
+				start := time.Now()
+				redelivered(t, first, others, 2, groups)
+				assert.Less(t, time.Since(start), 3*time.Second)
+			})
+		})
+	}
+}
+
+func TestALighthouseThatIsKilledWhileItAnswersCostsNoStep(t *testing.T) {
+	for name, state := range map[string]bool{"without a disk": false, "with its state": true} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				keep := func(*lighthouse.Config) {}
+				if state {
+					dir := t.TempDir()
+					keep = func(cfg *lighthouse.Config) { cfg.StateDir = dir }
+				}
+				c := fttest.NewCluster(t, 1, keep)
+				var groups []*fttest.Group
+				for _, name := range []string{"a", "b", "d"} {
+					groups = append(groups, c.StartGroup(name, 1))
+				}
+				round(t, 1, groups...)
+				first, others := answeredInPart(t, c.Net, "lighthouse", 2, groups, "a", "b", "d")
+				c.Net.Host("lighthouse").Kill()
+				c.Lighthouse.Shutdown()
+				c.StartLighthouse(1, keep)
+				start := time.Now()
+				redelivered(t, first, others, 2, groups)
+				assert.Less(t, time.Since(start), 3*time.Second)
+			})
+		})
+	}
 }

@@ -31,7 +31,7 @@ const (
 	tooFew               // fewer than min_replicas may be in it
 	noMajority           // it could be the smaller half of a split
 	awaitingOthers       // possible, but a healthy member may still ask
-	pastUnknown          // possible, but a member knows a later quorum, which the lighthouse has to learn first
+	pastUnknown          // possible, but a member knows a later round, which the lighthouse has to learn first
 	behindJob            // possible, but below the step that the job had reached, and a member with that step may come
 	forbidden            // below the step that the job had reached, and the policy forbids that
 	fastPath             // every previous member asked
@@ -57,9 +57,9 @@ type decision struct {
 // ready reports whether there is a quorum.
 func (d decision) ready() bool { return d.cause >= fastPath }
 
-// unknown returns the decision to wait, because a member knows a later quorum.
-func (d decision) unknown(id int64) decision {
-	d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of a later quorum, %d, and is asked for that quorum's members", id)
+// unknown returns the decision to wait, because a member knows a later round.
+func (d decision) unknown(round Claim) decision {
+	d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of a later round, of quorum %d, and is asked for it", round.QuorumID)
 	return d
 }
 

@@ -44,7 +44,7 @@ func (m *memory) misfit(e Asked) string {
 // that member asks. A lighthouse that adopted this quorum, after a restart, knew neither size nor layouts of
 // its members when the new ones asked.
 func (m *memory) outfit(e Asked) {
-	if m.latest == nil || !m.latest.Adopted || !e.Recallable || !m.roster.members[e.Member.ReplicaID].previous {
+	if m.latest == nil || !m.adopted || !e.Recallable || !m.roster.members[e.Member.ReplicaID].previous {
 		return
 	}
 	for element := m.roster.queue.Front(); element != nil; {

@@ -36,7 +36,7 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 	// A member knows a later quorum. If the decision did not wait for it to be shown, the job would continue from an older quorum,
 	// with an id that was used already.
 	if m.search.pending(now) {
-		return d.unknown(m.search.id)
+		return d.unknown(m.search.round)
 	}
 	d.in, d.changed = m.past.pick(d)
 	if d.cause == fastPath { // all members of the latest quorum ask, also those with the largest step: no step can be lost

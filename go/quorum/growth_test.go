@@ -105,10 +105,10 @@ func each() (all []burst) {
 			return Asked{Waiter: WaiterID(1_000_000 + i), Member: Member{ReplicaID: c.ids[i], Address: "http://another", Step: 1}}
 		},
 		"Greeted": func(c *crowd, i int) Event {
-			return Greeted{ReplicaID: c.ids[i], KnownQuorumID: c.machine.past.latestID()}
+			return Greeted{ReplicaID: c.ids[i], Known: Claim{QuorumID: c.machine.past.latestID()}}
 		},
 		"Recalled": func(c *crowd, i int) Event {
-			return Recalled{Past: Past{ID: 1, Members: []Voter{{ReplicaID: c.ids[i]}}}, From: c.ids[i]}
+			return Recalled{Quorum: &Quorum{ID: 1, Members: []Member{{ReplicaID: c.ids[i]}}}, From: c.ids[i]}
 		},
 		"Withdrawn":    func(_ *crowd, i int) Event { return Withdrawn{Waiter: WaiterID(i)} },
 		"Beat":         func(c *crowd, i int) Event { return Beat{ReplicaID: c.ids[i]} },

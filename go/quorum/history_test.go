@@ -74,7 +74,7 @@ func (h *history) event(members int) Event {
 	case p < 140:
 		return Incomplete{ReplicaID: id, Reason: "a rank has failed"}
 	case p < 146:
-		return Greeted{ReplicaID: id, Term: h.rng.Int64N(20) / 19, KnownQuorumID: h.lastID}
+		return Greeted{ReplicaID: id, Term: h.rng.Int64N(20) / 19, Known: h.claim()}
 	case p < 150:
 		return h.recall(members)
 	case p < 161:
@@ -100,7 +100,7 @@ func (h *history) event(members int) Event {
 
 func (h *history) ask(id string) Asked {
 	h.waiter++
-	a := Asked{Waiter: h.waiter, Member: Member{ReplicaID: id, Step: max(0, int64(h.waiter)-h.rng.Int64N(20))}}
+	a := Asked{Waiter: h.waiter, Recallable: h.rng.IntN(2) == 0, Member: Member{ReplicaID: id, Step: max(0, int64(h.waiter)-h.rng.Int64N(20))}}
 	a.Member.CommittedQuorumID = max(0, int64(h.waiter)%11-7) // mostly 0, as of upstream's members
 	if h.rng.IntN(20) == 0 {
 		a.Member.ShrinkOnly = true
@@ -134,13 +134,33 @@ func (h *history) ask(id string) Asked {
 
 // recall returns a quorum of this lighthouse, or one that an earlier lighthouse of the job has formed.
 func (h *history) recall(members int) Recalled {
-	p := Past{ID: h.lastID + h.rng.Int64N(6) - 2, Step: int64(h.waiter) - h.rng.Int64N(20)}
+	q := &Quorum{ID: h.lastID + h.rng.Int64N(6) - 2, Created: h.now}
+	step := max(0, int64(h.waiter)-h.rng.Int64N(20))
 	for i := range members {
 		if h.rng.IntN(2) == 0 {
-			p.Members = append(p.Members, Voter{ReplicaID: fmt.Sprintf("r%d", i)})
+			q.Members = append(q.Members, Member{ReplicaID: fmt.Sprintf("r%d", i), Step: step})
 		}
 	}
-	return Recalled{Past: p, Highest: p.ID + h.rng.Int64N(3), From: []string{"", fmt.Sprintf("r%d", h.rng.IntN(members))}[h.rng.IntN(2)]}
+	if latest := h.model.latest; latest != nil && h.rng.IntN(2) == 0 { // another round of the same quorum
+		q.ID, q.Members = latest.ID, slices.Clone(latest.Members)
+		for i := range q.Members {
+			q.Members[i].Step = step
+		}
+	}
+	e := Recalled{Past: q.Past(), Highest: q.ID + h.rng.Int64N(3)}
+	if h.rng.IntN(2) == 0 {
+		e.Past, e.Quorum, e.From = Past{}, q, fmt.Sprintf("r%d", h.rng.IntN(members))
+	}
+	return e
+}
+
+// claim returns a round that a member may know, and sometimes one that nobody knows.
+func (h *history) claim() Claim {
+	c := Claim{h.lastID, max(0, int64(h.waiter)-h.rng.Int64N(20))}
+	if h.rng.IntN(20) == 0 {
+		c.QuorumID += h.rng.Int64N(5)
+	}
+	return c
 }
 
 // step feeds one event to the machine and to the model, compares their actions, and checks the invariants.
@@ -268,7 +288,7 @@ func (h *history) settle(members int) {
 	}
 	members = max(members, h.policy.MinReplicas)
 	for i := range members {
-		h.step(Beat{ReplicaID: fmt.Sprintf("r%d", i)})
+		h.step(Greeted{ReplicaID: fmt.Sprintf("r%d", i)}) // it claims no quorum any more
 	}
 	for range 3 {
 		waiting := map[string]WaiterID{}

@@ -119,10 +119,12 @@ func (m *Machine) take(event Event) (decide bool) {
 				m.past.keep()
 			}
 		}
+		m.redeliverPending()
 		return true // a decision may have been waiting for this quorum (search.pending)
 	case Slept, Woken: // Step has handled them: Woken comes when the grace of a suspect is over, and expire finds that.
 	case Tick: // All conditions that depend on time alone are checked here, so they take effect at most one tick late.
 		m.search.tick()
+		m.redeliverPending()
 		m.watch.tick()
 		m.drains.tick()
 		return true
@@ -168,10 +170,7 @@ func (m *Machine) asked(e Asked) bool {
 		m.past.behind = time.Time{} // this member has the job's step: the wait for such a member is over
 	}
 	if e.Recallable {
-		m.search.claimed(m.roster.members[id], e.KnownQuorumID)
-	}
-	if m.policy.ForbidRegression && m.past.least && e.Recallable && m.roster.members[id].previous && e.KnownQuorumID == m.past.latestID() {
-		m.do(Recall{id, e.KnownQuorumID}) // it knows how far the quorum has come (mayRegress)
+		m.search.claimed(m.roster.members[id], Claim{e.KnownQuorumID, math.MinInt64}) // its greeting names the step
 	}
 	return true
 }
@@ -186,7 +185,7 @@ func (m *Machine) greeted(e Greeted) {
 	r := m.roster.beat(e.ReplicaID, m.now)
 	r.returned, r.ending, r.finished = true, false, false
 	m.do(Welcome{ReplicaID: r.id, Term: m.term, Draining: r.draining})
-	m.search.claimed(r, e.KnownQuorumID)
+	m.search.claimed(r, e.Known)
 }
 
 // disconnected makes a member a suspect. It counts as alive until its grace is over, so that a short interruption of the network costs

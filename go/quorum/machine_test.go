@@ -73,7 +73,8 @@ func TestAShownQuorumIsKept(t *testing.T) {
 	past := Past{ID: epoch.UnixMilli(), Step: 7, Members: []Voter{{ReplicaID: "a", Address: "http://a"}, {ReplicaID: "b", Address: "http://b"}}}
 	for from, kept := range map[string]bool{"": false, "a": true} {
 		r := newRing(1)
-		actions := r.machine.Step(Recalled{Past: past, From: from}, r.now)
+		shown := past.remembered(r.now)
+		actions := r.machine.Step(Recalled{Past: past, Quorum: shown, From: from}, r.now)
 		require.Equal(t, kept, slices.ContainsFunc(actions, func(a Action) bool { return reflect.DeepEqual(a, Keep{past, r.machine.past.ids()}) }))
 		require.GreaterOrEqual(t, r.machine.past.ids(), past.ID)
 	}

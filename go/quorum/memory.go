@@ -2,6 +2,7 @@ package quorum
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -11,8 +12,8 @@ import (
 //
 // A new leader of a cluster learns the latest quorum from the log. A lighthouse without a cluster that starts learns it from its disk, or from
 // its members, which know the last quorum that they were in: each request carries the id of that quorum. The first member whose id is later
-// than that of the lighthouse's latest quorum is asked for the list of the members (recall.go). The lighthouse continues as if it had formed
-// that quorum itself.
+// than that of the lighthouse's latest quorum is asked for that quorum (recall.go). The lighthouse continues as if it had formed that quorum
+// itself.
 //
 // Invariants:
 //
@@ -26,9 +27,12 @@ type memory struct {
 	// latest is the newest quorum, members the records of its members in order. Both are nil before the first.
 	latest  *Quorum
 	members []*record
-	step    int64     // largest of the latest quorum's members, or less (least)
-	least   bool      // the latest quorum was read from disk, and none of its members has shown it since: step is from the time when it was formed
-	behind  time.Time // since when a quorum is delayed because it would be below step; zero if no quorum is delayed
+	adopted bool // another lighthouse, or an earlier start of this one, formed the latest quorum: a member may know a later round of it
+	// bare: the latest quorum was read from disk or from the log, and none of its members has shown it since. Only their ids and addresses are
+	// known, and step is from the time when it was formed.
+	bare   bool
+	step   int64     // largest of the latest quorum's members, or less (bare)
+	behind time.Time // since when a quorum is delayed because it would be below step; zero if no quorum is delayed
 
 	floor   int64 // new ids are above it: firstID, or what an earlier start has reserved
 	highest int64 // the largest quorum_id that was used here, or that a member knows
@@ -41,14 +45,31 @@ type Voter struct {
 	Address   string // of the group's manager server
 }
 
-// Past is the record of a quorum that its members keep: all that a lighthouse needs to continue after it.
+// Claim names the round that a member received last: rounds are ordered by the quorum's id and, in one quorum, by the step.
+type Claim struct {
+	QuorumID int64 // 0: none
+	Step     int64 // largest of the quorum's members; math.MinInt64: not known
+}
+
+// Newer reports whether the round is a later one.
+func (c Claim) Newer(than Claim) bool {
+	return c.QuorumID > than.QuorumID || c.QuorumID == than.QuorumID && c.Step > than.Step
+}
+
+// Round returns the name of the round in which the quorum was delivered.
+func (q *Quorum) Round() Claim {
+	p := q.Past()
+	return Claim{p.ID, p.Step}
+}
+
+// Past is the record of a quorum that disks and logs keep: all that a lighthouse needs to continue after it.
 type Past struct {
 	ID      int64
-	Step    int64   // largest of its members: on disk when it was formed, and in the memory of a member when that member asked last
+	Step    int64   // largest of its members when it was formed
 	Members []Voter // ordered by ReplicaID
 }
 
-// Past returns the part of the quorum that members and disks keep.
+// Past returns the part of the quorum that disks and logs keep.
 func (q *Quorum) Past() Past {
 	p := Past{ID: q.ID, Members: make([]Voter, len(q.Members))}
 	for i, m := range q.Members {
@@ -102,6 +123,20 @@ func (m *memory) latestID() int64 {
 	return m.latest.ID
 }
 
+// round returns the latest round that the lighthouse knows with the records of its members, which it needs in order to redeliver it. No
+// member can know a later round of a quorum that was formed here. Of an adopted quorum whose records are not known, also the first round is later.
+func (m *memory) round() Claim {
+	switch {
+	case m.latest == nil:
+		return Claim{}
+	case !m.adopted:
+		return Claim{m.latest.ID, math.MaxInt64}
+	case m.bare:
+		return Claim{m.latest.ID, m.step - 1}
+	}
+	return Claim{m.latest.ID, m.step}
+}
+
 // aheadOfClock is how far the milliseconds in a plausible id may be ahead of this lighthouse's clock. The clocks of two hosts differ by
 // less.
 const aheadOfClock = time.Hour
@@ -146,12 +181,12 @@ func (m *memory) newID(reconnects bool) int64 {
 // isKnownTo reports whether all of these members are in the latest quorum, and in no later one. Of a quorum that was adopted, the members
 // have to say so: the disk of a restarted lighthouse may be older than what its members have received.
 func (m *memory) isKnownTo(in []*record) bool {
-	return m.latest == nil || !m.latest.Adopted || !slices.ContainsFunc(in, func(r *record) bool { return r.newest().known != m.latest.ID })
+	return m.latest == nil || !m.adopted || !slices.ContainsFunc(in, func(r *record) bool { return r.newest().known != m.latest.ID })
 }
 
 // follow makes a quorum that was formed here the latest one.
 func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []string) {
-	m.latest, m.step, m.least = q, 0, false
+	m.latest, m.step, m.adopted, m.bare = q, 0, false, false
 	for i := range q.Members {
 		m.step = max(m.step, q.Members[i].Step)
 	}
@@ -181,12 +216,10 @@ func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []s
 
 // adopt makes a quorum that was formed before this lighthouse started the latest one. Its members are presumed alive
 // for heartbeat_timeout_ms: otherwise the first member that asks would continue alone.
-func (m *memory) adopt(p Past) {
-	before := m.members
-	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Created: m.now, Adopted: true}
+func (m *memory) adopt(q *Quorum) {
+	p, before := q.Past(), m.members
 	m.members = make([]*record, len(p.Members))
 	for i, v := range p.Members {
-		q.Members[i] = Member{ReplicaID: v.ReplicaID, Address: v.Address, Step: p.Step}
 		r := m.roster.presume(v.ReplicaID, m.now)
 		if r.address == "" {
 			r.address = v.Address
@@ -199,11 +232,22 @@ func (m *memory) adopt(p Past) {
 		_, in := q.Place(r.id)
 		m.roster.setPrevious(r, in, m.now)
 	}
-	m.latest, m.step = q, p.Step
+	m.latest, m.step, m.adopted = q, p.Step, true
 }
 
-// shown takes the step of the latest quorum from one of its members.
-func (m *memory) shown(p Past) { m.step, m.least = max(m.step, p.Step), false }
+// remembered returns a quorum of which only the part that disks and logs keep is known.
+func (p Past) remembered(now time.Time) *Quorum {
+	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Created: now}
+	for i, v := range p.Members {
+		q.Members[i] = Member{ReplicaID: v.ReplicaID, Address: v.Address, Step: p.Step}
+	}
+	return q
+}
+
+// shown takes a later round of the latest quorum, which has the same members.
+func (m *memory) shown(q *Quorum) {
+	m.latest, m.step, m.bare = q, q.Past().Step, false
+}
 
 // mayRegress is the last check of a decision: if the quorum would be below the step of the latest one, members with that step have
 // heartbeat_timeout_ms to come. Without that time, their newer weights would be overwritten, and the steps lost.
@@ -225,9 +269,9 @@ func (m *memory) mayRegress(d decision, now time.Time) decision {
 }
 
 // unproven returns the reason why a quorum may be below the step that the job had reached although it is not below the known one: only the
-// step at which the latest quorum began is known (least), and none of its members is in the next one. It is empty if neither holds.
+// step at which the latest quorum began is known (bare), and none of its members is in the next one. It is empty if neither holds.
 func (m *memory) unproven(in []*record) string {
-	if m.latest == nil || !m.least || slices.ContainsFunc(in, func(r *record) bool { return r.previous }) {
+	if m.latest == nil || !m.bare || slices.ContainsFunc(in, func(r *record) bool { return r.previous }) {
 		return ""
 	}
 	return fmt.Sprintf("quorum %d (%s) began at step %d, and it is not known which step it reached, since none of its members has asked this "+

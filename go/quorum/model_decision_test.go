@@ -64,11 +64,21 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 			}
 			return nil, nil
 		}
-		if m.mustWaitForTheStep(in, candidates, now) {
-			return nil, nil
-		}
+	}
+	if m.wanted.Newer(m.round()) && now.Sub(m.since) < m.policy.HeartbeatTimeout {
+		return nil, nil
+	}
+	if !fast && m.mustWaitForTheStep(in, candidates, now) {
+		return nil, nil
 	}
 	m.behind = time.Time{}
+	if m.wanted != (Claim{}) {
+		for _, id := range m.claimants(now) {
+			m.facts[id].unshown = true
+			m.does("doubted", id)
+		}
+		m.wanted, m.since = Claim{}, time.Time{}
+	}
 
 	m.lowerSteps(in)
 	same := len(in) == len(previous)
@@ -77,7 +87,7 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		same = same && previous[member.ReplicaID]
 		failures = failures || member.CommitFailures > 0
 		// The members of an adopted quorum must say that they are in it.
-		unsure = unsure || m.latest != nil && m.latest.Adopted && m.newest(member.ReplicaID).KnownQuorumID != m.latest.ID
+		unsure = unsure || m.latest != nil && m.adopted && m.newest(member.ReplicaID).KnownQuorumID != m.latest.ID
 	}
 	q := &Quorum{Members: in, Created: now}
 	if same && !failures && !m.broken && !m.rejoined && !unsure && m.highest <= m.latest.ID {
@@ -88,7 +98,7 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 	}
 	m.next(now, same)
 	m.release()
-	m.latest, m.shrunk, m.broken, m.rejoined = q, len(in) < len(candidates), false, false
+	m.latest, m.adopted, m.shrunk, m.broken, m.rejoined = q, false, len(in) < len(candidates), false, false
 
 	var answered []WaiterID
 	var left []Asked

@@ -2,6 +2,7 @@ package quorum
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"time"
 )
@@ -21,6 +22,10 @@ type model struct {
 	waiting   []Asked              // pending requests, in their order
 	joined    map[string]time.Time // since when each candidate is one
 	latest    *Quorum
+	adopted   bool            // the latest quorum was formed elsewhere
+	whole     bool            // and is known with the records of its members
+	wanted    Claim           // the latest claimed round that was not shown
+	since     time.Time       // since when there is one
 	floor     int64           // new ids are above it
 	highest   int64           // the largest id that was used, or that a member knows
 	shrunk    bool            // the latest quorum left candidates out
@@ -49,6 +54,8 @@ type facts struct {
 	returned bool      // it has begun a stream since its last answer
 	draining bool
 	ending   bool
+	claim    Claim // the latest round that it has claimed
+	unshown  bool  // it did not show what it claimed in time
 }
 
 func newModel(p Policy, start time.Time) *model {
@@ -92,6 +99,7 @@ func (m *model) take(e Event, now time.Time) bool {
 		}
 		m.beat(e.ReplicaID, now)
 		m.facts[e.ReplicaID].returned, m.facts[e.ReplicaID].ending = true, false
+		m.claimed(e.ReplicaID, e.Known, now)
 	case Disconnected:
 		f := m.facts[e.ReplicaID]
 		if f != nil && f.draining && f.out && m.beating(e.ReplicaID, now) {
@@ -128,8 +136,13 @@ func (m *model) take(e Event, now time.Time) bool {
 		m.does("release", e.ReplicaID)
 	case Recalled:
 		m.recalled(e, now)
+		m.redeliverPending(now)
 		return true
 	case Tick:
+		if m.wanted != (Claim{}) {
+			m.search(now)
+		}
+		m.redeliverPending(now)
 		m.tooLong(now)
 		if !slices.ContainsFunc(m.members(), func(id string) bool { return m.healthy(id, now) && !m.waits(id) }) {
 			m.release()
@@ -141,11 +154,14 @@ func (m *model) take(e Event, now time.Time) bool {
 
 func (m *model) asked(e Asked, now time.Time) bool {
 	id := e.Member.ReplicaID
-	if e.KnownQuorumID > max(m.floor, m.highest, now.Add(time.Hour).UnixMilli()) { // the member would have to show that quorum
+	plausible := e.KnownQuorumID <= max(m.floor, m.highest, now.Add(time.Hour).UnixMilli())
+	if !plausible && (!e.Recallable || e.KnownQuorumID > maxKnownID) { // the member would have to show that quorum
 		m.does("refuse", e.Waiter)
 		return false
 	}
-	m.highest = max(m.highest, e.KnownQuorumID)
+	if plausible {
+		m.highest = max(m.highest, e.KnownQuorumID)
+	}
 	if m.lostAnswer(e, now) {
 		m.beat(id, now)
 		m.facts[id].returned = false
@@ -162,28 +178,57 @@ func (m *model) asked(e Asked, now time.Time) bool {
 	if m.latest == nil || e.Member.Step >= m.latest.Past().Step {
 		m.behind = time.Time{}
 	}
+	if e.Recallable {
+		m.claimed(id, Claim{e.KnownQuorumID, math.MinInt64}, now)
+	}
 	return true
 }
 
 // lostAnswer reports whether the request repeats the one that the latest quorum answered, on a stream that the member has begun since,
 // and nothing else has happened.
 func (m *model) lostAnswer(e Asked, now time.Time) bool {
-	id := e.Member.ReplicaID
+	asks := slices.ContainsFunc(m.members(), func(id string) bool { return m.waits(id) && m.healthy(id, now) })
+	return m.inForce() && !asks && !m.waits(e.Member.ReplicaID) && m.missed(e.Member, now)
+}
+
+// inForce reports whether nothing has happened since the latest quorum.
+func (m *model) inForce() bool {
+	return m.latest != nil && (!m.adopted || m.whole) && !m.wanted.Newer(m.round()) && m.latest.ID == m.highest &&
+		!m.reported && !m.rejoined && len(m.leavers) == 0
+}
+
+// missed reports whether the request of a member repeats the one that the latest quorum answered, on a stream that it has begun since.
+func (m *model) missed(member Member, now time.Time) bool {
+	id := member.ReplicaID
 	f := m.facts[id]
-	if m.latest == nil || m.latest.Adopted || m.latest.ID != m.highest || m.reported || m.rejoined || len(m.leavers) > 0 || !m.member(id) {
-		return false
-	}
-	if f == nil || !f.returned || f.draining || !m.healthy(id, now) {
-		return false
-	}
-	if slices.ContainsFunc(m.members(), func(id string) bool { return m.waits(id) && m.healthy(id, now) }) {
+	if !m.member(id) || !f.returned || f.draining || !m.healthy(id, now) {
 		return false
 	}
 	then := m.latest.Members[slices.Index(m.members(), id)]
 	if m.lowered[id] {
 		then.Step++
 	}
-	return !m.waits(id) && fmt.Sprint(then) == fmt.Sprint(e.Member)
+	return fmt.Sprint(then) == fmt.Sprint(member)
+}
+
+// redeliverPending answers all members of an adopted quorum that have requests, if each of them repeats its request of that quorum.
+func (m *model) redeliverPending(now time.Time) {
+	if !m.adopted || !m.inForce() {
+		return
+	}
+	asks := slices.DeleteFunc(m.members(), func(id string) bool { return !m.waits(id) || !m.healthy(id, now) })
+	if slices.ContainsFunc(asks, func(id string) bool { return !m.missed(m.newest(id).Member, now) }) {
+		return
+	}
+	for _, id := range asks {
+		for _, a := range m.waiting {
+			if a.Member.ReplicaID == id {
+				m.does("redeliver", a.Waiter)
+			}
+		}
+		m.waiting = slices.DeleteFunc(m.waiting, func(a Asked) bool { return a.Member.ReplicaID == id })
+		m.facts[id].returned = false
+	}
 }
 
 func (m *model) beat(id string, now time.Time) {
@@ -254,6 +299,9 @@ func (m *model) release() {
 
 func (m *model) recalled(e Recalled, now time.Time) {
 	p := e.Past
+	if e.From != "" {
+		p = e.Quorum.Past()
+	}
 	if p.Validate() != nil {
 		return
 	}
@@ -261,11 +309,31 @@ func (m *model) recalled(e Recalled, now time.Time) {
 		m.does("doubted", e.From)
 		return
 	}
+	if f := m.facts[e.From]; f != nil {
+		f.unshown, f.claim = false, e.Quorum.Round()
+	}
 	m.highest, m.floor = max(m.highest, p.ID), max(m.floor, min(e.Highest, maxKnownID))
 	if m.latest != nil && p.ID <= m.latest.ID {
-		return
+		if e.From == "" || !(Claim{p.ID, p.Step}).Newer(m.round()) {
+			return
+		}
+		if fmt.Sprint(p.Members) != fmt.Sprint(m.latest.Past().Members) {
+			m.does("doubted", e.From)
+			return
+		}
+		m.latest, m.whole = e.Quorum, true
+	} else {
+		m.adopt(e, p, now)
 	}
-	m.latest, m.lowered = &Quorum{ID: p.ID, Created: now, Adopted: true}, nil
+	if !m.wanted.Newer(m.round()) {
+		m.wanted, m.since = Claim{}, time.Time{}
+	}
+	m.search(now)
+}
+
+func (m *model) adopt(e Recalled, p Past, now time.Time) {
+	m.latest, m.lowered = &Quorum{ID: p.ID, Created: now}, nil
+	m.adopted, m.whole = true, e.From != ""
 	for _, v := range p.Members {
 		m.latest.Members = append(m.latest.Members, Member{ReplicaID: v.ReplicaID, Step: p.Step})
 		if !m.healthy(v.ReplicaID, now) {
@@ -273,9 +341,73 @@ func (m *model) recalled(e Recalled, now time.Time) {
 			m.facts[v.ReplicaID].presumed = true
 		}
 	}
-	m.anyFailed, m.broken = m.anyFailed || len(m.fresh) > 0, false
+	if m.whole {
+		m.latest = e.Quorum
+	}
+	m.anyFailed, m.broken, m.reported = m.anyFailed || len(m.fresh) > 0, false, false
 	clear(m.fresh) // failures of the previous quorum: the members of this one are presumed alive
 	m.next(now, false)
+}
+
+// round returns the latest known round.
+func (m *model) round() Claim {
+	switch {
+	case m.latest == nil:
+		return Claim{}
+	case !m.adopted:
+		return Claim{m.latest.ID, math.MaxInt64}
+	case !m.whole:
+		return Claim{m.latest.ID, m.latest.Past().Step - 1}
+	}
+	return m.latest.Round()
+}
+
+// claims reports whether a member claims a later round, which it may know.
+func (m *model) claims(id string) bool {
+	c := m.facts[id].claim
+	return c.QuorumID <= maxKnownID && c.Newer(m.round()) && (m.member(id) || c.QuorumID > m.round().QuorumID)
+}
+
+func (m *model) claimed(id string, c Claim, now time.Time) {
+	f := m.facts[id]
+	if c.QuorumID != f.claim.QuorumID || c.Step != math.MinInt64 {
+		f.claim = c
+	}
+	if m.claims(id) && !f.unshown && f.claim.Newer(m.wanted) {
+		m.want(f.claim, now)
+	}
+}
+
+func (m *model) want(c Claim, now time.Time) {
+	if m.wanted == (Claim{}) {
+		m.since = now
+	}
+	m.wanted = c
+}
+
+// claimants returns the members that claim a later round, and for which decisions wait: each asks, or is in the adopted quorum.
+func (m *model) claimants(now time.Time) (ids []string) {
+	for id, f := range m.facts {
+		if m.healthy(id, now) && (m.waits(id) || m.adopted && m.member(id)) && !f.unshown && m.claims(id) {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// search makes the latest round that is claimed the wanted one.
+func (m *model) search(now time.Time) {
+	var newest Claim
+	for _, id := range m.claimants(now) {
+		if c := m.facts[id].claim; c.Newer(newest) {
+			newest = c
+		}
+	}
+	if newest == (Claim{}) {
+		m.wanted, m.since = newest, time.Time{}
+		return
+	}
+	m.want(newest, now)
 }
 
 // next begins a quorum.
@@ -303,6 +435,9 @@ func (m *model) slept(span time.Duration) {
 	}
 	if !m.behind.IsZero() {
 		m.behind = m.behind.Add(span)
+	}
+	if !m.since.IsZero() {
+		m.since = m.since.Add(span)
 	}
 	if !m.askedAt.IsZero() {
 		m.askedAt = m.askedAt.Add(span)

@@ -32,7 +32,8 @@ type record struct {
 	returned bool // it has begun a stream since its last answer, and has not asked yet
 	behind   bool // it was in the latest quorum with a smaller step than its own (behind.go)
 
-	unshown bool // it claimed to know a later quorum, and did not show it in time: no decision waits for it again
+	claim   Claim // the latest round that it claims to have received, and can show
+	unshown bool  // it claimed to know a later quorum, and did not show it in time: no decision waits for it again
 
 	draining string // who requested its drain; empty if it is not drained
 	ending   bool   // it has reported that its manager server ends

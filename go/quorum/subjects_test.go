@@ -110,17 +110,17 @@ func TestReconnectAlone(t *testing.T) {
 func TestSearchAlone(t *testing.T) {
 	s := newStage("a", "b")
 	one := search{core: &s.core, past: &s.past}
-	actions, _ := s.take(0, func() { one.claimed(s.roster.members["a"], 1001) })
+	actions, _ := s.take(0, func() { one.claimed(s.roster.members["a"], Claim{1001, 3}) })
 	require.Equal(t, []Action{Recall{"a", 1001}}, actions)
 	require.True(t, one.pending(s.now))
-	shows := func(from string, members ...Voter) (actions []Action, adopted bool) {
-		actions, _ = s.take(0, func() { adopted = one.recalled(Recalled{Past: Past{ID: 1001, Members: members}, From: from}) })
+	shows := func(from string, members ...Member) (actions []Action, adopted bool) {
+		actions, _ = s.take(0, func() { adopted = one.recalled(Recalled{Quorum: &Quorum{ID: 1001, Members: members}, From: from}) })
 		return actions, adopted
 	}
-	actions, adopted := shows("b", Voter{ReplicaID: "a"})
+	actions, adopted := shows("b", Member{ReplicaID: "a"})
 	require.IsType(t, Doubted{}, actions[0], "b was not in quorum 1001")
 	require.False(t, adopted)
-	_, adopted = shows("a", Voter{ReplicaID: "a"}, Voter{ReplicaID: "c"})
+	_, adopted = shows("a", Member{ReplicaID: "a", Step: 3}, Member{ReplicaID: "c"})
 	require.True(t, adopted)
 	require.False(t, one.pending(s.now))
 	require.Equal(t, int64(1001), s.past.latestID())

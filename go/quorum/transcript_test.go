@@ -18,7 +18,7 @@ import (
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid] [term=1]   a new machine, at 1000 ms, so that its first quorum is 1001
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [layout=L,...] [recallable]
 //	ask … [committed=1001]  likewise
-//	greet a [term=1] [known=1005]   a member begins a stream
+//	greet a [term=1] [known=1005] [step=3]   a member begins a stream; step is that of its last round
 //	recalled 1005 step=3 a b c [from=a] [highest=2000]   a shows quorum 1005; without from, the disk or the log does
 //	withdrawn 1      the request is withdrawn
 //	beat a b         heartbeats
@@ -91,19 +91,23 @@ func (r *scribe) run(words []string) []string {
 		})
 	case "greet":
 		return r.step(Greeted{
-			ReplicaID:     args[0],
-			Term:          transcript.Number(r.t, transcript.Option(args, "term")),
-			KnownQuorumID: transcript.Number(r.t, transcript.Option(args, "known")),
+			ReplicaID: args[0],
+			Term:      transcript.Number(r.t, transcript.Option(args, "term")),
+			Known:     Claim{transcript.Number(r.t, transcript.Option(args, "known")), transcript.Number(r.t, transcript.Option(args, "step"))},
 		})
 	case "recalled":
-		p := Past{ID: transcript.Number(r.t, args[0]), Step: transcript.Number(r.t, transcript.Option(args, "step"))}
+		q := &Quorum{ID: transcript.Number(r.t, args[0]), Created: r.now}
 		for _, id := range args[2:] {
 			if !strings.Contains(id, "=") {
-				p.Members = append(p.Members, Voter{ReplicaID: id, Address: "http://" + id})
+				q.Members = append(q.Members, Member{ReplicaID: id, Address: "http://" + id, Step: transcript.Number(r.t, transcript.Option(args, "step"))})
 			}
 		}
-		require.NoError(r.t, p.Validate())
-		return r.step(Recalled{Past: p, From: transcript.Option(args, "from"), Highest: transcript.Number(r.t, transcript.Option(args, "highest"))})
+		require.NoError(r.t, q.Past().Validate())
+		e := Recalled{Past: q.Past(), From: transcript.Option(args, "from"), Highest: transcript.Number(r.t, transcript.Option(args, "highest"))}
+		if e.From != "" {
+			e.Past, e.Quorum = Past{}, q
+		}
+		return r.step(e)
 	case "withdrawn":
 		return r.step(Withdrawn{Waiter: WaiterID(transcript.Number(r.t, args[0]))})
 	case "beat", "call":

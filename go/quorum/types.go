@@ -12,7 +12,6 @@ type Quorum struct {
 	ID      int64
 	Members []Member // ordered by ReplicaID
 	Created time.Time
-	Adopted bool // only id, addresses and one step of the members are known: it was formed before this lighthouse started (memory.adopt)
 }
 
 // WaiterID identifies one pending request; the shell chooses it and never uses it twice.
@@ -38,14 +37,16 @@ type (
 	Greeted struct {
 		ReplicaID string
 		Term      int64 // the highest that the member has received from a lighthouse (term.go)
-		// KnownQuorumID is as in Asked. The quorum is recalled at the greeting, before there is a request: the member may be training in it.
-		KnownQuorumID int64
+		// Known is the round that the member received last. It is recalled at the greeting, before there is a request: the member may be
+		// training in it.
+		Known Claim
 	}
 	// Recalled: a member, the disk, or the log of a cluster shows the last quorum that it knows.
 	Recalled struct {
-		Past    Past
-		From    string // the member that shows it, which must have been in it; empty: the disk or the log
-		Highest int64  // no id up to this one may be used again; 0: up to Past.ID
+		Past    Past    // of the disk or the log
+		Quorum  *Quorum // of a member: all that it received in its last round; Past is not used
+		From    string  // the member that shows it, which must have been in it; empty: the disk or the log
+		Highest int64   // no id up to this one may be used again; 0: up to that of the quorum
 	}
 	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It gets no answer.
 	Withdrawn struct{ Waiter WaiterID }
@@ -122,7 +123,8 @@ type (
 		Quorum  *Quorum
 		Waited  time.Duration // since the first of them asked, without stops of the lighthouse
 	}
-	// Redeliver answers a waiter with the latest quorum: its member is in it, and the first answer was lost (redeliver.go).
+	// Redeliver answers a waiter with the latest quorum: its member is in it, and the first answer, which may have been that of an earlier
+	// lighthouse, was lost (redeliver.go).
 	Redeliver struct {
 		Waiter WaiterID
 		Quorum *Quorum

@@ -2430,6 +2430,9 @@ type Greeting struct {
 	// leader that formed it; a lighthouse without a cluster has term 0.
 	Term          int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
 	KnownQuorumId int64 `protobuf:"varint,43,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"` // as Ask.known_quorum_id
+	// The largest step of the members of that quorum, as this member received it last. An earlier lighthouse may have
+	// answered that round only in part: then the quorum is recalled, and redelivered to the others.
+	KnownStep     int64 `protobuf:"varint,44,opt,name=known_step,json=knownStep,proto3" json:"known_step,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2492,12 +2495,17 @@ func (x *Greeting) GetKnownQuorumId() int64 {
 	return 0
 }
 
-// A quorum as its members remember it: all that a lighthouse needs to continue after it.
+func (x *Greeting) GetKnownStep() int64 {
+	if x != nil {
+		return x.KnownStep
+	}
+	return 0
+}
+
+// A quorum as a member received it last: all that a lighthouse needs to continue after it, and to redeliver it.
 type PastQuorum struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
-	Step          int64                  `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`      // the largest of its members
-	Members       []*Voter               `protobuf:"bytes,3,rep,name=members,proto3" json:"members,omitempty"` // ordered by replica_id
+	Packed        []byte                 `protobuf:"bytes,4,opt,name=packed,proto3" json:"packed,omitempty"` // a Quorum, encoded and compressed (DEFLATE)
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2532,77 +2540,11 @@ func (*PastQuorum) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
-func (x *PastQuorum) GetQuorumId() int64 {
+func (x *PastQuorum) GetPacked() []byte {
 	if x != nil {
-		return x.QuorumId
-	}
-	return 0
-}
-
-func (x *PastQuorum) GetStep() int64 {
-	if x != nil {
-		return x.Step
-	}
-	return 0
-}
-
-func (x *PastQuorum) GetMembers() []*Voter {
-	if x != nil {
-		return x.Members
+		return x.Packed
 	}
 	return nil
-}
-
-type Voter struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	ReplicaId     string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // of the group's manager server
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Voter) Reset() {
-	*x = Voter{}
-	mi := &file_torchft_proto_msgTypes[30]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Voter) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Voter) ProtoMessage() {}
-
-func (x *Voter) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Voter.ProtoReflect.Descriptor instead.
-func (*Voter) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
-}
-
-func (x *Voter) GetReplicaId() string {
-	if x != nil {
-		return x.ReplicaId
-	}
-	return ""
-}
-
-func (x *Voter) GetAddress() string {
-	if x != nil {
-		return x.Address
-	}
-	return ""
 }
 
 // A request for a quorum. It replaces an earlier ask of this stream.
@@ -2624,7 +2566,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2636,7 +2578,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2649,7 +2591,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2733,7 +2675,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2745,7 +2687,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2758,7 +2700,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -2984,7 +2926,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2996,7 +2938,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3009,7 +2951,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3030,7 +2972,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3042,7 +2984,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3055,7 +2997,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3095,7 +3037,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3107,7 +3049,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3120,7 +3062,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3201,7 +3143,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3213,7 +3155,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3226,7 +3168,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3283,7 +3225,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3295,7 +3237,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3308,7 +3250,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3348,7 +3290,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3360,7 +3302,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3373,7 +3315,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3391,7 +3333,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3403,7 +3345,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3416,7 +3358,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3432,7 +3374,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3444,7 +3386,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3457,7 +3399,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3679,22 +3621,18 @@ const file_torchft_proto_rawDesc = "" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12%\n" +
 	"\rshutting_down\x18S \x01(\bH\x00R\fshuttingDown\x12)\n" +
 	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04pastB\t\n" +
-	"\amessage\"\x87\x01\n" +
+	"\amessage\"\xa6\x01\n" +
 	"\bGreeting\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12 \n" +
 	"\vlighthouses\x18) \x01(\rR\vlighthouses\x12\x12\n" +
 	"\x04term\x18* \x01(\x03R\x04term\x12&\n" +
-	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\"g\n" +
+	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\x12\x1d\n" +
 	"\n" +
-	"PastQuorum\x12\x1b\n" +
-	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
-	"\x04step\x18\x02 \x01(\x03R\x04step\x12(\n" +
-	"\amembers\x18\x03 \x03(\v2\x0e.torchft.VoterR\amembers\"@\n" +
-	"\x05Voter\x12\x1d\n" +
+	"known_step\x18, \x01(\x03R\tknownStep\"$\n" +
 	"\n" +
-	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\"\xa2\x02\n" +
+	"PastQuorum\x12\x16\n" +
+	"\x06packed\x18\x04 \x01(\fR\x06packed\"\xa2\x02\n" +
 	"\x03Ask\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
 	"\n" +
@@ -3781,7 +3719,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -3813,22 +3751,21 @@ var file_torchft_proto_goTypes = []any{
 	(*MemberMessage)(nil),               // 27: torchft.MemberMessage
 	(*Greeting)(nil),                    // 28: torchft.Greeting
 	(*PastQuorum)(nil),                  // 29: torchft.PastQuorum
-	(*Voter)(nil),                       // 30: torchft.Voter
-	(*Ask)(nil),                         // 31: torchft.Ask
-	(*LighthouseMessage)(nil),           // 32: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 33: torchft.NotLeader
-	(*Welcome)(nil),                     // 34: torchft.Welcome
-	(*Delivery)(nil),                    // 35: torchft.Delivery
-	(*QuorumStates)(nil),                // 36: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 37: torchft.PlacedState
-	(*Frame)(nil),                       // 38: torchft.Frame
-	(*IdentifyRequest)(nil),             // 39: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 40: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 41: google.protobuf.Timestamp
+	(*Ask)(nil),                         // 30: torchft.Ask
+	(*LighthouseMessage)(nil),           // 31: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 32: torchft.NotLeader
+	(*Welcome)(nil),                     // 33: torchft.Welcome
+	(*Delivery)(nil),                    // 34: torchft.Delivery
+	(*QuorumStates)(nil),                // 35: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 36: torchft.PlacedState
+	(*Frame)(nil),                       // 37: torchft.Frame
+	(*IdentifyRequest)(nil),             // 38: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 39: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 40: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	41, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	40, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
 	29, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
@@ -3847,48 +3784,47 @@ var file_torchft_proto_depIdxs = []int32{
 	25, // 17: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
 	21, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
 	28, // 19: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	31, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	30, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
 	17, // 21: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
 	23, // 22: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
 	18, // 23: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
 	20, // 24: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
 	29, // 25: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	30, // 26: torchft.PastQuorum.members:type_name -> torchft.Voter
-	0,  // 27: torchft.Ask.member:type_name -> torchft.QuorumMember
-	34, // 28: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	26, // 29: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	16, // 30: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	24, // 31: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	25, // 32: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
-	35, // 33: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	36, // 34: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	41, // 35: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	37, // 36: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	2,  // 37: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 38: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 39: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 40: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 41: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 42: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	14, // 43: torchft.RankService.Session:input_type -> torchft.RankRequest
-	27, // 44: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	38, // 45: torchft.ClusterService.Link:input_type -> torchft.Frame
-	39, // 46: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	3,  // 47: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 48: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 49: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 50: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 51: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 52: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	15, // 53: torchft.RankService.Session:output_type -> torchft.RankResponse
-	32, // 54: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	38, // 55: torchft.ClusterService.Link:output_type -> torchft.Frame
-	40, // 56: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	47, // [47:57] is the sub-list for method output_type
-	37, // [37:47] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	0,  // 26: torchft.Ask.member:type_name -> torchft.QuorumMember
+	33, // 27: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	26, // 28: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	16, // 29: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	24, // 30: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	25, // 31: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
+	34, // 32: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	35, // 33: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	40, // 34: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	36, // 35: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	2,  // 36: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 37: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 38: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 39: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 40: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 41: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	14, // 42: torchft.RankService.Session:input_type -> torchft.RankRequest
+	27, // 43: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	37, // 44: torchft.ClusterService.Link:input_type -> torchft.Frame
+	38, // 45: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	3,  // 46: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 47: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 48: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 49: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 50: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 51: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	15, // 52: torchft.RankService.Session:output_type -> torchft.RankResponse
+	31, // 53: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	37, // 54: torchft.ClusterService.Link:output_type -> torchft.Frame
+	39, // 55: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	46, // [46:56] is the sub-list for method output_type
+	36, // [36:46] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -3933,7 +3869,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_ShuttingDown)(nil),
 		(*MemberMessage_Past)(nil),
 	}
-	file_torchft_proto_msgTypes[32].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[31].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
@@ -3948,7 +3884,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Alive)(nil),
 		(*LighthouseMessage_Delivery)(nil),
 	}
-	file_torchft_proto_msgTypes[35].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[34].OneofWrappers = []any{
 		(*Delivery_Whole)(nil),
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
@@ -3959,7 +3895,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   41,
+			NumMessages:   40,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

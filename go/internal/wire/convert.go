@@ -107,30 +107,6 @@ func AskToProto(s quorum.State) *torchftpb.Ask {
 	return &torchftpb.Ask{Step: s.Step, CommittedQuorumId: s.CommittedQuorumID, CommitFailures: s.CommitFailures}
 }
 
-// PastToProto returns the wire form of a past quorum.
-func PastToProto(p quorum.Past) *torchftpb.PastQuorum {
-	return &torchftpb.PastQuorum{QuorumId: p.ID, Step: p.Step, Members: votersToProto(p.Members)}
-}
-
-// PastFromProto is the inverse of PastToProto.
-func PastFromProto(p *torchftpb.PastQuorum) quorum.Past {
-	return quorum.Past{ID: p.GetQuorumId(), Step: p.GetStep(), Members: votersFromProto(p.GetMembers())}
-}
-
-func votersToProto(voters []quorum.Voter) (p []*torchftpb.Voter) {
-	for _, v := range voters {
-		p = append(p, &torchftpb.Voter{ReplicaId: v.ReplicaID, Address: v.Address})
-	}
-	return p
-}
-
-func votersFromProto(p []*torchftpb.Voter) (voters []quorum.Voter) {
-	for _, v := range p {
-		voters = append(voters, quorum.Voter{ReplicaID: v.GetReplicaId(), Address: v.GetAddress()})
-	}
-	return voters
-}
-
 // RequestToProto returns the wire form of a rank's request.
 func RequestToProto(r round.Request) *torchftpb.ManagerQuorumRequest {
 	return &torchftpb.ManagerQuorumRequest{

@@ -141,7 +141,7 @@ func (c *Client) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 	return c.quorum(ctx, m, knownQuorumID, nil)
 }
 
-// quorum is Quorum. Unless last is nil, it also sends a record of last, the member's last quorum, from which a restarted lighthouse
+// quorum is Quorum. Unless last is nil, it also sends last, the member's last quorum, from which a restarted lighthouse
 // restores its state.
 func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
@@ -153,7 +153,11 @@ func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 		Lighthouses:   uint32(c.of),
 	}
 	if last != nil {
-		req.KnownQuorum = wire.PastToProto(last.Past())
+		past, err := wire.PastToProto(last)
+		if err != nil {
+			return nil, rpc.Wrap("quorum", c.peer, status.Errorf(codes.Internal, "encode quorum %d: %s", last.ID, err))
+		}
+		req.KnownQuorum = past
 	}
 	if err := wire.CheckRequest(req, req.GetRequester()); err != nil {
 		return nil, rpc.Wrap("quorum", c.peer, err)

@@ -118,6 +118,14 @@ func (m *Member) known() int64 {
 	return 0
 }
 
+// lastRound returns the round that the member received last.
+func (m *Member) lastRound() quorum.Claim {
+	if last := m.last.Load(); last != nil {
+		return last.Round()
+	}
+	return quorum.Claim{}
+}
+
 // Attend keeps a stream open, and sends on it at least as often as the lighthouse asks for.
 func (m *Member) Attend(ctx context.Context, interval time.Duration, reached func()) error {
 	var until time.Time // until when a broken stream is reopened without reporting an error
@@ -401,8 +409,10 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 		ended:    make(chan struct{}),
 		free:     make(chan struct{}),
 	}
+	known := m.lastRound()
 	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
-		ReplicaId: m.replicaID, Lighthouses: uint32(len(m.lighthouses.list)), Term: m.seenTerm(), KnownQuorumId: m.known(),
+		ReplicaId: m.replicaID, Lighthouses: uint32(len(m.lighthouses.list)), Term: m.seenTerm(),
+		KnownQuorumId: known.QuorumID, KnownStep: known.Step,
 	}}})
 	go stream.receive()
 	if err := stream.begun(ctx); err != nil {

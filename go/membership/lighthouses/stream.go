@@ -141,7 +141,11 @@ func (s *memberStream) takeNext() (err error) {
 		close(s.welcomed)
 	case *torchftpb.LighthouseMessage_Recall:
 		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
-			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: wire.PastToProto(q.Past())}})
+			past, err := wire.PastToProto(q)
+			if err != nil {
+				return status.Errorf(codes.Internal, "encode quorum %d: %s", q.ID, err)
+			}
+			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: past}})
 		}
 	case *torchftpb.LighthouseMessage_Delivery:
 		if err := s.last.Next(m.Delivery); err != nil {

@@ -39,7 +39,7 @@ type job struct {
 	inUse   quorum.InUse // the machine's last report
 	waiters rpc.Waiters[quorum.WaiterID, answer]
 	streams streams
-	latest  *delivery // the latest quorum; nil before the first
+	latest  *delivery // the latest quorum that was delivered here; nil before the first
 	news    news
 	waitLog waitLog
 	board   *dashboard.Feed // for the page and the API
@@ -260,6 +260,9 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.deliver(a.Waiters, j.latest)
 		case quorum.Redeliver:
 			j.log.Info("torchft: a quorum is redelivered, because its answer was lost", "quorum_id", a.Quorum.ID)
+			if j.latest == nil || j.latest.quorum != a.Quorum { // formed before this lighthouse started, and shown by a member
+				j.latest = newDelivery(a.Quorum, j.latest)
+			}
 			j.deliver([]quorum.WaiterID{a.Waiter}, j.latest)
 		case quorum.Refuse:
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})

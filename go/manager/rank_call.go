@@ -154,7 +154,7 @@ func (s *Server) abandon(c *rankCall, cause error) {
 
 // end records a call's answer in its span, and returns it.
 func (c *rankCall) end(a answer) answer {
-	if c.kind == voteCall && a.err == nil {
+	if c.kind == voteCall && a.err == nil && c.span != nil {
 		c.span.Set(attribute.Bool("torchft.committed", a.commit))
 	}
 	c.span.End(a.err)

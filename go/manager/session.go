@@ -71,7 +71,8 @@ type openSession struct {
 	refused  sync.Once
 	open     []*sessionCall // calls whose answers have not been sent, mostly one or two; mostCalls bounds unsent answers, too
 	out      []outgoing     // still to be sent
-	sent     chan struct{}  // closed when all has been sent; nil while nothing is queued
+	queued   bool           // it is in the outbox, until all has been sent
+	idle     chan struct{}  // closed then; nil unless finish waits for it
 }
 
 // outgoing is the answer to a call, or a notice.
@@ -250,8 +251,8 @@ func (o *openSession) notify(n *torchftpb.RankResponse) {
 // queue passes the session to the outbox, unless it is there already. The caller holds mu.
 func (o *openSession) queue(message outgoing) {
 	o.out = append(o.out, message)
-	if o.sent == nil {
-		o.sent = make(chan struct{})
+	if !o.queued {
+		o.queued = true
 		o.server.outbox.put(o.server, o)
 	}
 }
@@ -274,8 +275,11 @@ func (o *openSession) next(last []outgoing) (out []outgoing) {
 		o.open = slices.DeleteFunc(o.open, func(open *sessionCall) bool { return open == message.call })
 	}
 	if out, o.out = o.out, nil; out == nil {
-		close(o.sent)
-		o.sent = nil
+		o.queued = false
+		if o.idle != nil {
+			close(o.idle)
+			o.idle = nil
+		}
 	}
 	return out
 }
@@ -335,9 +339,12 @@ func (o *openSession) finish() {
 	}
 	o.leaves.Wait()
 	o.mu.Lock()
-	sent := o.sent
-	o.mu.Unlock()
-	if sent != nil {
-		<-sent
+	idle := make(chan struct{})
+	if o.queued {
+		o.idle = idle
+	} else {
+		close(idle)
 	}
+	o.mu.Unlock()
+	<-idle
 }

@@ -182,6 +182,8 @@ func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 // begin keeps the state of a new job in the store from now on, and continues from the state there. The caller holds the server's lock, and
 // nothing else uses the job yet.
 func (j *job) begin(in store) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
 	j.keeper = &keeper{
 		log: j.log, tasks: &j.server.tasks,
 		propose: func(state []byte) error { return in.Propose(uint64(j.term), j.name, state) },
@@ -190,8 +192,6 @@ func (j *job) begin(in store) {
 	if j.server.cluster == nil {
 		j.keeper.disk = j.stop
 	}
-	j.mu.Lock()
-	defer j.mu.Unlock()
 	j.restore(in.States()[j.name])
 }
 

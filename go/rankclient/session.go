@@ -286,15 +286,17 @@ func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*t
 	case <-s.ended:
 		err = s.err
 	case <-ctx.Done():
-		s.post(&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_Cancel{Cancel: true}})
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {
-	case resp := <-answered: // the answer arrived just before the stream broke
+	case resp := <-answered: // the answer arrived just before the end of the stream or of the call
 		return outcome(resp)
 	default:
-		return nil, err
 	}
+	if ctx.Err() != nil { // after the look at the answer: the server answers a cancelled call, too
+		s.post(&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_Cancel{Cancel: true}})
+	}
+	return nil, err
 }
 
 func outcome(resp *torchftpb.RankResponse) (*torchftpb.RankResponse, error) {

@@ -85,7 +85,7 @@ func (j *judge) formed(q *quorum.Quorum) {
 			j.broken(ruleMembers, "quorum %d has %s twice or not in order", q.ID, m.ReplicaID)
 		case l.killed && j.now-l.ended > bound && (j.paused > l.ended+bound || j.now-j.held > bound):
 			j.broken(ruleMembers, "%s is in quorum %d and failed %s before", l.id, q.ID, j.now-l.ended)
-		case m.Step != l.asked.Step && !(silent && m.Step+1 == l.asked.Step) || m.CommitFailures != l.asked.CommitFailures:
+		case m.Step != l.asked.Step && (!silent || m.Step+1 != l.asked.Step) || m.CommitFailures != l.asked.CommitFailures:
 			j.broken(ruleStale, "%s is in quorum %d with step %d and %d failures, and asks with step %d and %d failures",
 				l.id, q.ID, m.Step, m.CommitFailures, l.asked.Step, l.asked.CommitFailures)
 		}

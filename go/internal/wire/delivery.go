@@ -5,6 +5,7 @@ import (
 	"compress/flate"
 	"fmt"
 	"io"
+	"slices"
 
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -116,7 +117,7 @@ func wholeFromProto(plain []byte) (*quorum.Quorum, error) {
 }
 
 func statesFromProto(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.Quorum, error) {
-	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime(), Members: append([]quorum.Member(nil), list...)}
+	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime(), Members: slices.Clone(list)}
 	common := StateFromProto(p)
 	for i := range q.Members {
 		q.Members[i].SetState(common)

@@ -178,6 +178,9 @@ class ManagerServer(_Server):
             self._go.pyapi_ManagerServerFinish(self._handle)
 
 
+_STANDS = 2  # the decision of a vote: commit, and begin the next step without a round
+
+
 class ManagerClient(_Native):
     """A rank's connection to the manager server of a replica group.
 
@@ -191,7 +194,7 @@ class ManagerClient(_Native):
         RuntimeError: the server is not reached in time, or the address has no scheme.
     """
 
-    __slots__ = ("_round", "_votes")
+    __slots__ = ("_failed", "_round", "_stands", "_votes")
 
     # Both are required. They have defaults only because mocks of the upstream class are made without arguments.
     def __init__(self, addr: str | None = None, connect_timeout: timedelta | None = None) -> None:
@@ -202,6 +205,9 @@ class ManagerClient(_Native):
         # Ranks have separate ones, because several threads may vote for several ranks at the same time.
         self._round: tuple[QuorumRequest | None, int] = (None, 0)
         self._votes: dict[int, int] = {}
+        # The step that this rank may begin without a round, since the quorum stands; -1: none.
+        self._stands = -1
+        self._failed = -1  # the last quorum of which a member has failed
         timeout_us = _micros("connect_timeout", connect_timeout)
         self._open("pyapi_ManagerClientStart", addr, timeout_us, security())
 
@@ -240,28 +246,34 @@ class ManagerClient(_Native):
 
     # `_quorum` in two calls, for a caller that requests a quorum at every step and needs no thread for that.
 
-    def _begin_round(self, request: QuorumRequest, timeout: timedelta, first: bool) -> object:
+    def _begin_round(self, request: QuorumRequest, timeout: timedelta, last: QuorumResult | None) -> object:
         """Does the same as :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`, once.
 
         Args:
-            request: the rank's request. A call is fast if only the step differs from the last request.
+            request: the rank's request. A call is fast if only the step differs from the last request. If the quorum
+                stands, too, nothing is called.
             timeout: limit for the whole wait.
-            first: whether there is no earlier result to compare with.
+            last: the last result, None if there is none to compare with.
         """
         go = self._go
         timeout_us = _micros("timeout", timeout)
+        stands, self._stands = self._stands == request.step, -1
         last_request, prepared = self._round  # read once: another thread may shut the client down
+        if stands and last is not None and last_request == request and last.quorum_id != self._failed:
+            if request.traceparent:
+                go.pyapi_ManagerTrace(self._handle, request.traceparent)
+            return request.step
         if last_request != request:
             go.pyapi_Forget(prepared)
             prepared = go.pyapi_ManagerRoundPrepare(self._handle, request._to_json())
             self._round = request, prepared
         if request.traceparent:
             go.pyapi_ManagerTrace(self._handle, request.traceparent)
-        return go.post(prepared, request.step, timeout_us, first)
+        return go.post(prepared, request.step, timeout_us, last is None)
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
         """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs from it."""
-        result = self._go.collect(begun)
+        result = begun if isinstance(begun, int) else self._go.collect(begun)
         if last is not None and isinstance(result, int):
             last.max_step = result
             return last
@@ -295,7 +307,10 @@ class ManagerClient(_Native):
         if not text:
             return None
         notice = json.loads(text)
-        return notice.pop("kind"), MemberFailure(**notice)
+        kind, failure = notice.pop("kind"), MemberFailure(**notice)
+        if kind == "failed":
+            self._failed = failure.quorum_id  # a step that begins now must not begin in this quorum
+        return kind, failure
 
     def _suspect(self, quorum_id: int, replica_id: str) -> None:
         """Reports a failed collective to the lighthouse, with the suspected peer; empty if the peer is not known."""
@@ -336,7 +351,10 @@ class ManagerClient(_Native):
             if other != prepared:  # another thread has prepared one in the meantime
                 go.pyapi_Forget(prepared)
                 prepared = other
-        return go.collect(go.post(prepared, step, should_commit, timeout_us))
+        decision = go.collect(go.post(prepared, step, should_commit, timeout_us))
+        if decision == _STANDS:
+            self._stands = step + 1
+        return bool(decision)
 
     def _leave(self, timeout: timedelta) -> None:
         """Reports that this group has ended its last step, and waits until no other group needs it any more."""

@@ -276,6 +276,19 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			}
 			j.kept.Highest, j.kept.Past = a.Highest, a.Past
 			j.keepState()
+		case quorum.Call:
+			j.log.Info("torchft: the next quorum is called", "quorum_id", a.QuorumID, "members", some(a.ReplicaIDs), "reason", a.Reason)
+			j.streams.call(j, a.ReplicaIDs, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Call{Call: a.QuorumID}})
+		case quorum.Round:
+			j.streams.call(j, a.ReplicaIDs, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Round{
+				Round: &torchftpb.Step{QuorumId: a.QuorumID, Step: a.Step},
+			}})
+		case quorum.Over:
+			j.streams.send(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
+				MemberFailed: &torchftpb.MemberFailed{QuorumId: a.QuorumID, ReplicaId: a.ReplicaID, Reason: a.Reason},
+			}})
+		case quorum.Advanced:
+			j.board.Round(a.QuorumID, a.Step, a.Members, 0, now)
 		case quorum.Recall:
 			j.streams.recall(a.ReplicaID, a.QuorumID)
 		case quorum.Doubted:

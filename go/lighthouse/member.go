@@ -165,7 +165,10 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 		return job.ended
 	}
 	job.greeting = s
-	err := job.step(quorum.Greeted{ReplicaID: s.replicaID, Term: greeting.GetTerm(), Known: quorum.Claim{QuorumID: greeting.GetKnownQuorumId(), Step: greeting.GetKnownStep()}})
+	err := job.step(quorum.Greeted{
+		ReplicaID: s.replicaID, Term: greeting.GetTerm(), Known: quorum.Claim{QuorumID: greeting.GetKnownQuorumId(), Step: greeting.GetKnownStep()},
+		StandsIn: greeting.GetStands().GetQuorumId(), Step: greeting.GetStands().GetStep(),
+	})
 	job.greeting = nil
 	if err != nil && job.streams.has(s) { // the machine panicked after the welcome
 		job.streams.remove(s)
@@ -231,7 +234,19 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		if s.job.answersAlive() {
 			s.post(outgoing{news: heard})
 		}
-		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
+		return s.feed(quorum.Beat{ReplicaID: s.replicaID, Step: message.GetStep()})
+	case *torchftpb.MemberMessage_Stopped:
+		s.alive()
+		return s.feed(quorum.Stopped{ReplicaID: s.replicaID, QuorumID: m.Stopped.GetQuorumId(), Step: m.Stopped.GetStep()})
+	case *torchftpb.MemberMessage_Parting:
+		s.alive()
+		return s.feed(quorum.Parting{ReplicaID: s.replicaID, QuorumID: m.Parting.GetQuorumId(), Reason: shortened(m.Parting.GetReason())})
+	case *torchftpb.MemberMessage_Changes:
+		s.alive()
+		return s.feed(quorum.Changes{ReplicaID: s.replicaID, Reason: shortened(m.Changes)})
+	case *torchftpb.MemberMessage_Drain:
+		s.alive()
+		return s.feed(quorum.Drained{ReplicaID: s.replicaID, Reason: shortened(m.Drain)})
 	case *torchftpb.MemberMessage_Suspected:
 		s.alive()
 		return s.feed(quorum.Suspected{
@@ -249,7 +264,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		s.job.recovered(s.replicaID, m.Recovered)
 		return nil
 	case *torchftpb.MemberMessage_Leaving:
-		return s.job.feed(quorum.Leaving{ReplicaID: s.replicaID})
+		return s.job.feed(quorum.Leaving{ReplicaID: s.replicaID, Step: message.GetStep()})
 	case *torchftpb.MemberMessage_ShuttingDown:
 		return s.feed(quorum.ShuttingDown{ReplicaID: s.replicaID, Finished: message.GetFinished()})
 	case *torchftpb.MemberMessage_Progress:

@@ -25,6 +25,7 @@ const (
 type news struct {
 	failed  []trouble
 	ended   []trouble
+	parted  []trouble
 	stalled []trouble
 	next    time.Time   // the earliest time of the next report
 	timer   *time.Timer // runs sendLater
@@ -37,7 +38,7 @@ type trouble struct {
 	reason    string
 }
 
-func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.stalled) }
+func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.parted) + len(n.stalled) }
 
 // announce reports the failures and stalls among the actions to every member: at once or, during the pause after the last report
 // (newsPause), at the end of the pause, together with all others of that time. The caller holds mu.
@@ -47,9 +48,14 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 		switch a := action.(type) {
 		case quorum.Failed:
 			t := trouble{a.QuorumID, a.ReplicaID, a.Reason}
-			if a.Cause == quorum.ShutDown {
+			switch a.Cause {
+			case quorum.ShutDown:
 				j.news.ended = append(j.news.ended, t)
 				continue
+			case quorum.Parts:
+				j.news.parted = append(j.news.parted, t)
+				continue
+			default:
 			}
 			j.board.Failed(a.Cause)
 			j.news.failed = append(j.news.failed, t)
@@ -77,8 +83,8 @@ func (j *job) sendLater() {
 
 // sendNews sends the pending reports to all members, and logs and records them. The caller holds mu.
 func (j *job) sendNews(now time.Time) {
-	failed, ended, stalled := j.news.failed, j.news.ended, j.news.stalled
-	j.news.failed, j.news.ended, j.news.stalled = nil, nil, nil
+	failed, ended, parted, stalled := j.news.failed, j.news.ended, j.news.parted, j.news.stalled
+	j.news.failed, j.news.ended, j.news.parted, j.news.stalled = nil, nil, nil, nil
 	failedMessage := func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
 			MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
@@ -86,6 +92,7 @@ func (j *job) sendNews(now time.Time) {
 	}
 	messages := j.reports(slog.LevelWarn, "torchft: a member failed", failed, failedMessage)
 	messages = append(messages, j.reports(slog.LevelInfo, "torchft: a member ended", ended, failedMessage)...) // the same message: the peers of an ended member must stop waiting for it, too
+	messages = append(messages, j.reports(slog.LevelInfo, "torchft: a member has left the quorum, and asks for another one", parted, failedMessage)...)
 	messages = append(messages, j.reports(slog.LevelWarn, "torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
 			MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},

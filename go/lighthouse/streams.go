@@ -88,6 +88,18 @@ func (s *streams) send(replicaID string, message *torchftpb.LighthouseMessage) {
 	}
 }
 
+// call sends a message about the latest quorum to members, after that quorum.
+func (s *streams) call(j *job, replicaIDs []string, message *torchftpb.LighthouseMessage) {
+	news := encodeNews(message)
+	j.onceKept(func() {
+		for _, id := range replicaIDs {
+			for one := range s.each(id) {
+				one.post(outgoing{news: news})
+			}
+		}
+	})
+}
+
 func (s *streams) close() {
 	for one := range s.all() {
 		one.post(outgoing{closing: true})

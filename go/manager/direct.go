@@ -55,14 +55,14 @@ func (d *direct) CheckpointMetadata(ctx context.Context, groupRank int64) (strin
 	return a.metadata, a.err
 }
 
-func (d *direct) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
+func (d *direct) Vote(ctx context.Context, groupRank, step int64, vote bool) (rankclient.Decision, error) {
 	if err := d.err(); err != nil {
-		return false, err
+		return rankclient.Decision{}, err
 	}
 	a := d.server.do(ctx, rankCall{
 		kind: voteCall, Request: rankclient.Request{GroupRank: groupRank, Step: step}, vote: vote, conn: d.conn, traceparent: tracing.ParentOf(ctx),
 	})
-	return a.commit, a.err
+	return rankclient.Decision{Commit: a.commit, Stands: a.stands}, a.err
 }
 
 func (d *direct) Leave(ctx context.Context) error {

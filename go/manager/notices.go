@@ -40,6 +40,12 @@ func (s *Server) handleNotice(notice membership.Notice) {
 		s.log.Info("torchft: this group is asked to leave at the end of a step", "reason", notice.Reason)
 		s.feed(round.Drained{})
 		return
+	case membership.Called:
+		s.feed(round.Called{QuorumID: notice.QuorumID})
+		return
+	case membership.RoundKnown:
+		s.feed(round.RoundKnown{QuorumID: notice.QuorumID, Step: notice.Step})
+		return
 	case membership.ProgressAsked:
 		s.feed(round.ProgressAsked{})
 		rpc.Go(&s.tasks, s.log, "progress", s.answerProgress)

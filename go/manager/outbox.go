@@ -89,7 +89,7 @@ func (e *encodedVote) encode(a answer) rpc.Encoded {
 	if e.message == nil || e.answer != a {
 		e.answer = a
 		e.message, _ = proto.Marshal(&torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{ // always valid
-			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit},
+			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit, Stands: a.stands},
 		}})
 	}
 	return e.message

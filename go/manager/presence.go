@@ -105,6 +105,9 @@ func (s *Server) lighthouseReached() {
 	for groupRank := range s.presence.disconnected {
 		s.expectWithinGrace(groupRank)
 	}
+	if !s.closed {
+		s.step(round.Reached{})
+	}
 }
 
 // connectionTracker is a stats.Handler: it finds the connection of each call, and reports the end of a connection to the server.

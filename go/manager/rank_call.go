@@ -50,6 +50,7 @@ const (
 type answer struct {
 	result   *recovery.Result
 	commit   bool
+	stands   bool // with commit: the rank may begin the next step, without a quorum
 	metadata string
 	err      error
 }

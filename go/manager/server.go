@@ -26,7 +26,8 @@ type Server struct {
 	address    string
 	rpc        *rpc.Server
 	membership membership.Membership
-	ctx        context.Context // ends with Shutdown
+	standing   membership.Standing // the membership, if its quorums can stand; else nil
+	ctx        context.Context     // ends with Shutdown
 	cancel     context.CancelFunc
 	tasks      sync.WaitGroup
 	notices    membership.Broadcast
@@ -87,6 +88,7 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		presence:   presence{},
 		meters:     newMeters(cfg.job(), cfg.ReplicaID),
 	}
+	s.standing, _ = joined.(membership.Standing)
 	s.machine = s.newMachine()
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	g := rpc.NewGRPC(gate, s.log, grpc.StatsHandler(connectionTracker{s}))
@@ -190,6 +192,9 @@ func (s *Server) step(event round.Event) {
 	defer rpc.Recovered(s.log, "the manager server", &err)
 	now := time.Now()
 	actions := s.machine.Step(event, now)
+	if s.standing != nil {
+		s.standing.Trains(s.machine.Standing()) // before the actions: a stop or a request must not overtake it
+	}
 	s.meters.observe(event, actions, now)
 	for _, action := range actions {
 		switch a := action.(type) {
@@ -202,9 +207,19 @@ func (s *Server) step(event round.Event) {
 		case round.AnswerQuorum:
 			s.waiters.Answer(a.Waiter, answer{result: a.Result})
 		case round.AnswerVote:
-			s.waiters.Answer(a.Waiter, answer{commit: a.ShouldCommit})
+			s.waiters.Answer(a.Waiter, answer{commit: a.ShouldCommit, stands: a.Stands})
 		case round.AnswerMetadata:
 			s.waiters.Answer(a.Waiter, answer{metadata: a.Metadata})
+		case round.Stop:
+			s.standing.Stop(a.QuorumID, a.Step)
+		case round.Part:
+			s.standing.Part(a.QuorumID, a.Reason)
+		case round.NeedQuorum:
+			s.standing.NeedQuorum(a.Reason)
+		case round.RequestDrain:
+			if s.standing != nil {
+				s.standing.RequestDrain("a signal to the group")
+			}
 		case round.ReportIncomplete:
 			if witness, ok := s.membership.(membership.Witness); ok {
 				witness.Incomplete(a.Reason)

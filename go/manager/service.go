@@ -40,7 +40,7 @@ func (s service) ShouldCommit(ctx context.Context, req *torchftpb.ShouldCommitRe
 	if a.err != nil {
 		return nil, a.err
 	}
-	return &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit}, nil
+	return &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit, Stands: a.stands}, nil
 }
 
 // do handles a call of a rank. The rank counts as disconnected when the connection of its calls breaks.

@@ -37,6 +37,20 @@ type Witness interface {
 	ReportProgress(p round.Progress)
 }
 
+// Standing is a Membership whose quorums stand until the next one is called. Its methods do not block.
+type Standing interface {
+	// Trains records the quorum that stands for the group, and the step that it is in; 0: none stands.
+	Trains(quorumID, step int64)
+	// Stop answers Called with the first step of that quorum that no rank was allowed to begin.
+	Stop(quorumID, step int64)
+	// Part reports that the group has left a quorum that stands: the others may wait for it in a step.
+	Part(quorumID int64, reason string)
+	// NeedQuorum asks for the call of the next quorum.
+	NeedQuorum(reason string)
+	// RequestDrain reports that a rank was asked to drain the group.
+	RequestDrain(reason string)
+}
+
 // Leaver is a Membership to which a group can announce that it leaves, so that its end is no failure.
 type Leaver interface {
 	// Leave announces that the group has completed its last step. It returns when the group's peers have completed that step too,

@@ -8,6 +8,7 @@ type Notice struct {
 	QuorumID  int64  // this field and the following ones are empty for ProgressAsked
 	ReplicaID string // the member it is about; empty for Regressed
 	Reason    string
+	Step      int64 // of RoundKnown
 }
 
 // NoticeKind is the kind of a Notice.
@@ -19,6 +20,8 @@ const (
 	ProgressAsked                   // each rank is asked for its progress
 	Regressed                       // the quorum is below the step that the job had reached
 	Drained                         // this group is asked to leave; its ranks learn that from their next quorum
+	Called                          // the quorum after this one is called: the group tells where it stops (Standing.Stop)
+	RoundKnown                      // the first step that needs another quorum
 )
 
 // Broadcast sends each notice to all listeners.

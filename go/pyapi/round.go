@@ -44,8 +44,8 @@ func ManagerRoundPrepare(handle int64, request string) (prepared int64, err erro
 	})), nil
 }
 
-// ManagerVotePrepare prepares a vote, which waits for the group's decision; the result is a bool. The numbers of a call are step,
-// vote and timeoutUs.
+// ManagerVotePrepare prepares a vote, which waits for the group's decision. The result is 0: do not commit, 1: commit, or 2: commit, and
+// begin the next step without a quorum round. The numbers of a call are step, vote and timeoutUs.
 func ManagerVotePrepare(handle, groupRank int64) (prepared int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -55,8 +55,15 @@ func ManagerVotePrepare(handle, groupRank int64) (prepared int64, err error) {
 	return ops.Put(ops.Prepared(func(n [ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) {
 		step, vote, timeoutUs := n[0], n[1] != 0, n[2]
 		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			commit, err := client.ShouldCommit(client.Below(ctx), groupRank, step, vote)
-			return commit, callFailed(err)
+			d, err := client.Vote(client.Below(ctx), groupRank, step, vote)
+			result := int64(0)
+			if d.Commit {
+				result++
+			}
+			if d.Stands {
+				result++
+			}
+			return result, callFailed(err)
 		}
 	})), nil
 }

@@ -81,11 +81,19 @@ func (m *Machine) Describe(now time.Time) Status {
 		MedianStepMS:       m.watch.median().Milliseconds(),
 		StalledAfterMS:     m.watch.timeout().Milliseconds(),
 	}
+	if d.cause == noRequest {
+		if stands := m.standing.String(); stands != "" {
+			s.Reason = stands
+		}
+	}
 	last := map[string]Member{}
 	if q := m.past.latest; q != nil {
 		s.QuorumID, s.Created, s.QuorumAgeMS = q.ID, q.Created, now.Sub(q.Created).Milliseconds()
 		for _, member := range q.Members {
 			s.Quorum = append(s.Quorum, member.ReplicaID)
+			if r := m.roster.members[member.ReplicaID]; r != nil && m.standing.holds(r) {
+				member.Step = max(member.Step, r.step)
+			}
 			s.MaxStep = max(s.MaxStep, member.Step)
 			last[member.ReplicaID] = member
 		}
@@ -111,7 +119,7 @@ func (m *Machine) Describe(now time.Time) Status {
 			Out:            r.out,
 			Draining:       r.draining,
 			Suspect:        r.suspect != nil,
-			Healing:        r.previous && !r.waiting() && r.alive() && member.Step < s.MaxStep,
+			Healing:        r.previous && !r.waiting() && r.alive() && !m.standing.holds(r) && member.Step < s.MaxStep,
 		}
 		if r.candidate() {
 			ms.WaitingMS = now.Sub(r.joined).Milliseconds()

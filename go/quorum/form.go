@@ -61,6 +61,7 @@ func (m *Machine) deliver(d decision) {
 	}
 	m.past.lowerSteps(q.Members, d.in)
 	q.ID = m.past.newID(d.changed || failing != "" || m.reconnect.needed() || !m.past.isKnownTo(d.in))
+	q.Stands = m.standing.stands(d.in, q.Members)
 	m.search.delivers()
 	answer := Deliver{Quorum: q, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in))}
 	for _, r := range d.in {
@@ -70,6 +71,7 @@ func (m *Machine) deliver(d decision) {
 
 	fresh := before == nil || q.ID != before.ID
 	joined, left := m.past.follow(q, d.in, d.changed)
+	m.standing.begins(q, d.in, left)
 	if fresh {
 		m.past.keep()
 	}

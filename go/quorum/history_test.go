@@ -93,6 +93,12 @@ func (h *history) event(members int) Event {
 		return ShuttingDown{ReplicaID: id}
 	case p < 185:
 		return Slept{For: h.gap}
+	case p < 187: // no quorum of these histories stands
+		return Stopped{ReplicaID: id, QuorumID: quorumID, Step: h.rng.Int64N(20)}
+	case p < 191:
+		return Parting{ReplicaID: id, QuorumID: quorumID, Reason: "a reason"}
+	case p < 193:
+		return Changes{ReplicaID: id, Reason: "a setting"}
 	default:
 		return Tick{}
 	}
@@ -174,6 +180,13 @@ func (h *history) step(e Event) {
 	}
 	want, wantAnswered := h.model.step(e, h.now)
 	actions := h.machine.Step(e, h.now)
+	h.machine.standing.ends() // the model has no quorums that stand: round/together_test.go plays those
+	if q := h.machine.past.latest; q != nil {
+		q.Stands = false
+	}
+	for _, r := range h.machine.roster.members {
+		r.attends = false
+	}
 
 	var got *Quorum
 	var answered []WaiterID

@@ -22,6 +22,7 @@ type Machine struct {
 	drains    drains    // members of the latest quorum that left it, and whose processes are still needed
 	suspicion suspicion // reports of broken collectives
 	watch     watch     // members that make no progress
+	standing  standing  // whether the members train on without requests
 	search    search    // for a quorum that a member knows, and this lighthouse does not
 
 	lastTick time.Time
@@ -42,6 +43,7 @@ func NewMachine(policy Policy, start time.Time, term int64) *Machine {
 	m.drains = drains{core: shared, past: past}
 	m.suspicion = suspicion{core: shared, past: past}
 	m.watch = watch{core: shared, past: past, reconnect: &m.reconnect}
+	m.standing = standing{core: shared, past: past, drains: &m.drains, watch: &m.watch}
 	m.search = search{core: shared, past: past}
 	return m
 }
@@ -56,12 +58,16 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.watch.forgive(slept.For)
 		m.past.forgive(slept.For)
 		m.search.forgive(slept.For)
+		m.standing.forgive(slept.For)
+		m.standing.hears()
 		m.lastTick = m.lastTick.Add(slept.For)
 	}
-	m.failed = append(m.failed, m.roster.expire(m.now)...)
+	m.failed = append(m.failed, m.roster.expire(m.now, m.standing.deaf(event))...)
 	decide := m.take(event)
 	decide = decide || len(m.failed) > 0 // A failure may complete the quorum: the remaining healthy members may all have asked.
 	m.reportFailures()
+	m.standing.advance()
+	m.reportFailures() // a member that has left
 	_, tick := event.(Tick)
 	if decide {
 		m.act(tick)
@@ -87,6 +93,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		// from forming a quorum.
 		unknown := e.Call && !m.Knows(e.ReplicaID) && m.past.latest != nil
 		r := m.roster.beat(e.ReplicaID, m.now)
+		r.step = max(r.step, e.Step)
 		if unknown {
 			m.roster.update(r, m.now, func() { r.out = OnlyBeats })
 		}
@@ -106,7 +113,17 @@ func (m *Machine) take(event Event) (decide bool) {
 		m.watch.progressed(e)
 	case Drained: // No decision: the member is in the next quorum as before, since it leaves only after a step.
 		m.drains.drained(e)
+		m.standing.wants(e.ReplicaID + " is asked to leave")
+	case Stopped:
+		m.standing.stopped(e)
+	case Parting:
+		m.standing.parted(e)
+	case Changes:
+		m.standing.wants(e.ReplicaID + ": " + e.Reason)
 	case Leaving:
+		if r := m.roster.members[e.ReplicaID]; r != nil {
+			m.standing.leaves(r, e.Step)
+		}
 		m.drains.leaving(e.ReplicaID)
 		return true // the member counts as failed: the pending requests may be those of all healthy members
 	case ShuttingDown:
@@ -125,6 +142,7 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Tick: // All conditions that depend on time alone are checked here, so they take effect at most one tick late.
 		m.search.tick()
 		m.redeliverPending()
+		m.standing.tick()
 		m.watch.tick()
 		m.drains.tick()
 		return true
@@ -159,11 +177,13 @@ func (m *Machine) asked(e Asked) bool {
 		r := m.roster.beat(id, m.now)
 		r.number, r.returned = max(r.number, e.Number), false
 		m.do(Redeliver{e.Waiter, m.past.latest})
+		m.standing.redelivered(r)
 		return false
 	}
 	if m.drains.stayed(id) {
 		m.reconnect.rejoined(id)
 	}
+	m.standing.asked(m.roster.members[id], e)
 	m.roster.ask(e, m.now)
 	m.past.outfit(e)
 	if e.Member.Step >= m.past.step {
@@ -185,15 +205,19 @@ func (m *Machine) greeted(e Greeted) {
 	r := m.roster.beat(e.ReplicaID, m.now)
 	r.returned, r.ending, r.finished = true, false, false
 	m.do(Welcome{ReplicaID: r.id, Term: m.term, Draining: r.draining})
+	m.standing.greeted(r, e, m.reconnect.failed)
 	m.search.claimed(r, e.Known)
 }
 
 // disconnected makes a member a suspect. It counts as alive until its grace is over, so that a short interruption of the network costs
 // no step.
 func (m *Machine) disconnected(id string) {
+	if r := m.roster.members[id]; r != nil {
+		r.attends = false
+	}
 	m.drains.disconnected(id)
 	m.roster.disconnected(id, m.now)
-	m.failed = append(m.failed, m.roster.expire(m.now)...) // the grace may be 0
+	m.failed = append(m.failed, m.roster.expire(m.now, m.standing.deaf(nil))...) // the grace may be 0
 }
 
 // adopted resets the state that belongs to the previous quorum, after a quorum that was formed before this lighthouse started became
@@ -202,6 +226,7 @@ func (m *Machine) adopted() {
 	m.failed = m.failed[:0] // failures of the previous quorum; the members of this one have heartbeat_timeout_ms to connect
 	m.suspicion.forget()
 	m.reconnect.forget()
+	m.standing.adopted()
 	m.watch.next(false)
 }
 
@@ -213,6 +238,7 @@ func (m *Machine) finish() {
 		return
 	}
 	m.drains.release()
+	m.standing.ends()
 	m.past.forget()
 	m.reconnect = reconnect{}
 	m.suspicion.forget()
@@ -230,7 +256,9 @@ func (m *Machine) reportFailures() {
 			d.cause, d.reason = ShutDown, "its manager server was shut down"
 		}
 		m.do(Failed{QuorumID: m.past.latest.ID, ReplicaID: d.member.id, Cause: d.cause, Reason: d.reason})
+		m.standing.ends()
 	}
+	m.failed = m.failed[:0]
 }
 
 // reportUse reports InUse when it has changed.

@@ -70,6 +70,12 @@ func (w *watch) next(sameMembers bool) {
 	w.step = step{began: w.now}
 }
 
+// advanced begins another step of a quorum that stands, after so many steps since the last one.
+func (w *watch) advanced(steps int64) {
+	w.began = w.now.Add(-w.now.Sub(w.began) / time.Duration(steps))
+	w.next(true)
+}
+
 // forget drops all durations and answers: another training begins.
 func (w *watch) forget() { w.pace, w.step = pace{}, step{} }
 

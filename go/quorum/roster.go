@@ -35,6 +35,11 @@ type record struct {
 	claim   Claim // the latest round that it claims to have received, and can show
 	unshown bool  // it claimed to know a later quorum, and did not show it in time: no decision waits for it again
 
+	attends  bool  // it has a stream, on which it receives a Call
+	standsIn int64 // id of the quorum in which it trains on without requests; 0: none
+	stop     int64 // its answer to the Call of that quorum; 0: none
+	step     int64 // the step that it is in, as it reported last
+
 	draining string // who requested its drain; empty if it is not drained
 	ending   bool   // it has reported that its manager server ends
 	finished bool   // it has reported that its training is complete
@@ -113,6 +118,7 @@ type roster struct {
 	queue    *list.List // of *record that are candidates, the first to join first
 	formers  *list.List // those of them that were in the previous quorum, in the same order
 	counts   tally      // waited and joining are not set: they depend on the time
+	lenient  time.Time  // until then a member whose stream breaks is no suspect: only its silence counts
 }
 
 func newRoster(p Policy) *roster {
@@ -148,9 +154,9 @@ type failure struct {
 	reason string
 }
 
-// expire drops the members whose heartbeat is too old, and the suspects whose grace is over.
-func (s *roster) expire(now time.Time) (failed []failure) {
-	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
+// expire drops the members whose heartbeat is too old, unless this lighthouse is deaf, and the suspects whose grace is over.
+func (s *roster) expire(now time.Time, deaf bool) (failed []failure) {
+	for e := s.pulses.Front(); e != nil && !deaf; e = s.pulses.Front() {
 		r := e.Value.(*record)
 		if now.Sub(r.lastBeat) < s.timeout {
 			break
@@ -204,9 +210,18 @@ func (s *roster) forgive(span time.Duration) {
 	}
 }
 
+// unheard returns how long no member has given a sign of life.
+func (s *roster) unheard(now time.Time) time.Duration {
+	newest := s.pulses.Back()
+	if newest == nil {
+		return 0
+	}
+	return now.Sub(newest.Value.(*record).lastBeat)
+}
+
 // disconnected makes a member a suspect.
 func (s *roster) disconnected(id string, now time.Time) {
-	if r := s.members[id]; r != nil && r.alive() && r.suspect == nil {
+	if r := s.members[id]; r != nil && r.alive() && r.suspect == nil && !now.Before(s.lenient) {
 		r.brokeAt = now
 		r.suspect = s.suspects.PushBack(r)
 	}

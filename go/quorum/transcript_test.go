@@ -18,7 +18,10 @@ import (
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid] [term=1]   a new machine, at 1000 ms, so that its first quorum is 1001
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [layout=L,...] [recallable]
 //	ask … [committed=1001]  likewise
-//	greet a [term=1] [known=1005] [step=3]   a member begins a stream; step is that of its last round
+//	greet a [term=1] [known=1005] [step=3] [stands=1005] [at=7]   a member begins a stream; step is that of its last round, at the one that it is in
+//	stopped a 1005 step=7   its answer to a call
+//	parts a 1005     it has left quorum 1005, which stands
+//	changes a        it has to tell the others something
 //	recalled 1005 step=3 a b c [from=a] [highest=2000]   a shows quorum 1005; without from, the disk or the log does
 //	withdrawn 1      the request is withdrawn
 //	beat a b         heartbeats
@@ -94,7 +97,15 @@ func (r *scribe) run(words []string) []string {
 			ReplicaID: args[0],
 			Term:      transcript.Number(r.t, transcript.Option(args, "term")),
 			Known:     Claim{transcript.Number(r.t, transcript.Option(args, "known")), transcript.Number(r.t, transcript.Option(args, "step"))},
+			StandsIn:  transcript.Number(r.t, transcript.Option(args, "stands")),
+			Step:      transcript.Number(r.t, transcript.Option(args, "at")),
 		})
+	case "stopped":
+		return r.step(Stopped{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]), Step: transcript.Number(r.t, transcript.Option(args, "step"))})
+	case "parts":
+		return r.step(Parting{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]), Reason: "it has not committed step 4"})
+	case "changes":
+		return r.step(Changes{ReplicaID: args[0], Reason: "another setting"})
 	case "recalled":
 		q := &Quorum{ID: transcript.Number(r.t, args[0]), Created: r.now}
 		for _, id := range args[2:] {
@@ -112,8 +123,11 @@ func (r *scribe) run(words []string) []string {
 		return r.step(Withdrawn{Waiter: WaiterID(transcript.Number(r.t, args[0]))})
 	case "beat", "call":
 		var answers []string
+		step := transcript.Number(r.t, transcript.Option(args, "step"))
 		for _, id := range args {
-			answers = append(answers, r.step(Beat{ReplicaID: id, Call: words[0] == "call"})...)
+			if !strings.Contains(id, "=") {
+				answers = append(answers, r.step(Beat{ReplicaID: id, Call: words[0] == "call", Step: step})...)
+			}
 		}
 		return answers
 	case "disconnected":
@@ -136,7 +150,7 @@ func (r *scribe) run(words []string) []string {
 	case "drain":
 		return r.step(Drained{ReplicaID: args[0], Reason: "an operator"})
 	case "leaving":
-		return r.step(Leaving{ReplicaID: args[0]})
+		return r.step(Leaving{ReplicaID: args[0], Step: transcript.Number(r.t, transcript.Option(args, "step"))})
 	case "shutdown":
 		return r.step(ShuttingDown{ReplicaID: args[0], Finished: slices.Contains(args, "finished")})
 	case "slept":
@@ -169,7 +183,19 @@ func (r *scribe) step(e Event) []string {
 			if term := TermOf(a.Quorum.ID); term > 0 {
 				id = fmt.Sprintf("%d (term %d)", a.Quorum.ID&(1<<termBits-1), term)
 			}
-			answers = append(answers, fmt.Sprintf("quorum %s:%s, to waiters %v", id, members, a.Waiters))
+			stands := ""
+			if a.Quorum.Stands {
+				stands = ", stands"
+			}
+			answers = append(answers, fmt.Sprintf("quorum %s:%s, to waiters %v%s", id, members, a.Waiters, stands))
+		case Call:
+			answers = append(answers, fmt.Sprintf("the quorum after %d is called: ask %v where they stop", a.QuorumID, a.ReplicaIDs))
+		case Round:
+			answers = append(answers, fmt.Sprintf("the quorum after %d is that of step %d: tell %v", a.QuorumID, a.Step, a.ReplicaIDs))
+		case Over:
+			answers = append(answers, fmt.Sprintf("tell %s that quorum %d is over: %s", a.ReplicaID, a.QuorumID, a.Reason))
+		case Advanced:
+			answers = append(answers, fmt.Sprintf("quorum %d, of %d members, has come to step %d", a.QuorumID, a.Members, a.Step))
 		case Changed:
 			answers = append(answers, fmt.Sprintf("changed to %d: joined %v, left %v: %s", a.Quorum.ID, a.Joined, a.Left, a.Reason))
 		case Redeliver:
@@ -187,6 +213,10 @@ func (r *scribe) step(e Event) []string {
 		case Regressed:
 			answers = append(answers, fmt.Sprintf("WARNING, quorum %d regresses: %s", a.Quorum.ID, a.Reason))
 		case Failed:
+			if a.Cause == Parts {
+				answers = append(answers, fmt.Sprintf("%s parts with quorum %d: %s", a.ReplicaID, a.QuorumID, a.Reason))
+				break
+			}
 			if a.Cause == ShutDown {
 				answers = append(answers, fmt.Sprintf("%s of quorum %d ended: %s", a.ReplicaID, a.QuorumID, a.Reason))
 				break

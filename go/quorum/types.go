@@ -5,13 +5,28 @@
 // goroutines live in package lighthouse. The same machine runs in production and in the simulation.
 package quorum
 
-import "time"
+import (
+	"slices"
+	"time"
+)
 
 // Quorum is the set of groups that train a step together. It is immutable once delivered.
 type Quorum struct {
 	ID      int64
 	Members []Member // ordered by ReplicaID
 	Created time.Time
+	// Stands: its members train on in it, without a request for each step, until the lighthouse calls the next quorum (standing.go).
+	Stands bool
+}
+
+// At returns the quorum at a later step, when all of its members are in this state.
+func (q *Quorum) At(state State) *Quorum {
+	later := *q
+	later.Members = slices.Clone(q.Members)
+	for i := range later.Members {
+		later.Members[i].SetState(state)
+	}
+	return &later
 }
 
 // WaiterID identifies one pending request; the shell chooses it and never uses it twice.
@@ -39,7 +54,9 @@ type (
 		Term      int64 // the highest that the member has received from a lighthouse (term.go)
 		// Known is the round that the member received last. It is recalled at the greeting, before there is a request: the member may be
 		// training in it.
-		Known Claim
+		Known    Claim
+		StandsIn int64 // the quorum that stands for the member, in which it trains on without requests; 0: none
+		Step     int64 // the step that the member is in
 	}
 	// Recalled: a member, the disk, or the log of a cluster shows the last quorum that it knows.
 	Recalled struct {
@@ -53,8 +70,23 @@ type (
 	// Beat: a heartbeat.
 	Beat struct {
 		ReplicaID string
-		Call      bool // it is a call, and not a message on the stream of a member
+		Call      bool  // it is a call, and not a message on the stream of a member
+		Step      int64 // the step that the member is in while its quorum stands; 0: not reported
 	}
+	// Stopped: a member's answer to Call: the first step of that quorum that none of its ranks was allowed to begin.
+	Stopped struct {
+		ReplicaID string
+		QuorumID  int64
+		Step      int64
+	}
+	// Parting: a member has left a quorum that stands. The others may wait for it in a step.
+	Parting struct {
+		ReplicaID string
+		QuorumID  int64
+		Reason    string
+	}
+	// Changes: a member has to tell the others something that goes into their next quorum, and its present one stands.
+	Changes struct{ ReplicaID, Reason string }
 	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Its pending requests were withdrawn
 	// before. The member is a suspect from then on, and fails unless there is a sign of life within the grace.
 	Disconnected struct{ ReplicaID string }
@@ -81,7 +113,10 @@ type (
 	// Drained: an operator or a scheduler requests that a member leaves.
 	Drained struct{ ReplicaID, Reason string }
 	// Leaving: a member has ended its last step, and will not ask again.
-	Leaving struct{ ReplicaID string }
+	Leaving struct {
+		ReplicaID string
+		Step      int64 // the first step that it does not take part in; 0: not reported
+	}
 	// ShuttingDown: a member shuts its manager server down. The end of its stream is no failure then.
 	ShuttingDown struct {
 		ReplicaID string
@@ -100,6 +135,9 @@ func (Asked) isEvent()        {}
 func (Greeted) isEvent()      {}
 func (Recalled) isEvent()     {}
 func (Withdrawn) isEvent()    {}
+func (Stopped) isEvent()      {}
+func (Parting) isEvent()      {}
+func (Changes) isEvent()      {}
 func (Beat) isEvent()         {}
 func (Disconnected) isEvent() {}
 func (Incomplete) isEvent()   {}
@@ -145,6 +183,30 @@ type (
 	RefuseStream struct {
 		ReplicaID string
 		Reason    string
+	}
+	// Call asks members whose quorum stands at which step they can stop; each answers with Stopped.
+	Call struct {
+		QuorumID   int64
+		ReplicaIDs []string
+		Reason     string
+	}
+	// Round tells these members the first step that needs another quorum: they train on until then, and ask.
+	Round struct {
+		QuorumID   int64
+		Step       int64
+		ReplicaIDs []string
+	}
+	// Over tells a member that the quorum that stands for it does so no longer: it missed the report while it had no stream.
+	Over struct {
+		QuorumID  int64
+		ReplicaID string
+		Reason    string
+	}
+	// Advanced reports that a quorum that stands has come to another step.
+	Advanced struct {
+		QuorumID int64
+		Step     int64
+		Members  int
 	}
 	// Recall asks a member for the quorum that it knows. The shell answers with Recalled, or not at all.
 	Recall struct {
@@ -216,6 +278,10 @@ func (Refuse) isAction()       {}
 func (Welcome) isAction()      {}
 func (RefuseStream) isAction() {}
 func (Recall) isAction()       {}
+func (Call) isAction()         {}
+func (Round) isAction()        {}
+func (Over) isAction()         {}
+func (Advanced) isAction()     {}
 func (Doubted) isAction()      {}
 func (Refused) isAction()      {}
 func (Keep) isAction()         {}
@@ -240,14 +306,17 @@ const (
 	RankFailed  Cause = "rank"        // one of its ranks has failed
 	Unreachable Cause = "unreachable" // its peers lost the connection to it, and it gives no sign of life
 	NoProgress  Cause = "stalled"     // it made no progress, and was evicted
+	Unanswered  Cause = "unanswered"  // it did not answer the call of the next quorum
 	Parted      Cause = "parted"      // its peers wait for it in a step whose quorum it did not receive
 
 	// ShutDown is no failure: the member ended itself.
 	ShutDown Cause = "shutdown"
+	// Parts is no failure: the member asks for another quorum, while the others train on in the one that stands.
+	Parts Cause = "parts"
 )
 
 // Causes are all causes that are failures.
-var Causes = []Cause{Silent, Connection, RankFailed, Unreachable, NoProgress, Parted}
+var Causes = []Cause{Silent, Connection, RankFailed, Unreachable, NoProgress, Unanswered, Parted}
 
 // Refusal is why a waiter gets no quorum.
 type Refusal int

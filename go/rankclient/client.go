@@ -32,7 +32,7 @@ type Client struct {
 type Calls interface {
 	Quorum(ctx context.Context, req Request) (recovery.Result, error)
 	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
-	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
+	Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error)
 	// Suspect reports a failed collective of a quorum, and the suspected member; empty if it is not known.
 	Suspect(quorumID int64, replicaID string)
 	// ReportProgress answers ProgressAsked: whether the rank waits for other groups, and its activity in words.
@@ -49,6 +49,12 @@ type Calls interface {
 	// none.
 	Notices() <-chan membership.Notice
 	Close() error
+}
+
+// Decision is the outcome of a group's vote on a step.
+type Decision struct {
+	Commit bool
+	Stands bool // the quorum stands: the rank may begin the next step, and need not ask for a quorum
 }
 
 // DialOption changes how a client connects.
@@ -104,8 +110,14 @@ func (c *Client) CheckpointMetadata(ctx context.Context, groupRank int64) (strin
 
 // ShouldCommit waits until every rank of the group has voted on the step, and returns true if all votes are true.
 func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
-	commit, err := c.Calls.ShouldCommit(ctx, groupRank, step, vote)
-	return commit, rpc.Wrap("should_commit", c.peer, err)
+	d, err := c.Vote(ctx, groupRank, step, vote)
+	return d.Commit, err
+}
+
+// Vote does the same as ShouldCommit, and returns more.
+func (c *Client) Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error) {
+	d, err := c.Calls.Vote(ctx, groupRank, step, vote)
+	return d, rpc.Wrap("should_commit", c.peer, err)
 }
 
 // Leave announces that the group has completed its last step, and waits until its peers no longer need its data.
@@ -142,11 +154,11 @@ func (r *remote) CheckpointMetadata(ctx context.Context, groupRank int64) (strin
 	return resp.GetCheckpointMetadata(), err
 }
 
-func (r *remote) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
+func (r *remote) Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	resp, err := r.stub.ShouldCommit(ctx, &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote})
-	return resp.GetShouldCommit(), err
+	return Decision{Commit: resp.GetShouldCommit(), Stands: resp.GetStands()}, err
 }
 
 // Leave does nothing: an upstream server has no such call, and notices the end of the connection.

@@ -64,15 +64,15 @@ func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, err
 	return wire.ResultFromProto(resp.GetQuorum()), nil
 }
 
-func (s *session) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
+func (s *session) Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error) {
 	req := &torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{
 		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote, Traceparent: tracing.ParentOf(ctx)},
 	}}
 	resp, err := s.call(ctx, req)
 	if errors.Is(err, errUnary) {
-		return s.remote.ShouldCommit(ctx, groupRank, step, vote)
+		return s.remote.Vote(ctx, groupRank, step, vote)
 	}
-	return resp.GetShouldCommit().GetShouldCommit(), err
+	return Decision{Commit: resp.GetShouldCommit().GetShouldCommit(), Stands: resp.GetShouldCommit().GetStands()}, err
 }
 
 func (s *session) Leave(ctx context.Context) error {

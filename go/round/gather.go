@@ -30,12 +30,22 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	r.metadata, r.announced = e.CheckpointMetadata, true
 	m.expect(e.GroupRank)
 	r.begin(inQuorum, e.Step, m.now)
-	m.draining = m.draining || e.Drain
+	news := r.last.announces() != e.announces()
+	r.last = e.Request
 
 	g := &m.gathering
 	var actions []Action
+	if e.Drain && !m.draining {
+		m.draining = true
+		actions = append(actions, RequestDrain{})
+	}
 	if m.ballot.count > 0 {
-		actions = m.endBallot(abandonedBy(e.GroupRank, m.ballot.step))
+		actions = append(actions, m.endBallot(abandonedBy(e.GroupRank, m.ballot.step))...)
+	}
+	answers, stands := m.stands(e, news)
+	actions = append(actions, answers...)
+	if stands {
+		return actions
 	}
 	if older := g.asked[e.GroupRank]; older != nil {
 		superseded := Failure{KindAborted, fmt.Sprintf("a newer request of rank %d replaced this one", e.GroupRank)}
@@ -149,7 +159,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 		actions = append(actions, AnswerQuorum{a.Waiter, &results[r]})
 	}
 	g.count = 0
-	return actions
+	return append(actions, m.stand(e.Quorum)...)
 }
 
 // disagreement describes the first difference between ranks.

@@ -61,7 +61,7 @@ func TestCostOfEventsOfAllRanksIsLinear(t *testing.T) {
 			answers := c.machine.Step(QuorumKnown{Round: c.actions[asked].(AskLighthouse).Round, Quorum: q}, epoch)
 			require.Len(t, answers, c.n)
 			c.each(0, c.vote)
-			require.Equal(t, AnswerVote{c.actions[len(c.actions)-1].(AnswerVote).Waiter, true}, c.actions[len(c.actions)-1])
+			require.Equal(t, AnswerVote{c.actions[len(c.actions)-1].(AnswerVote).Waiter, true, false}, c.actions[len(c.actions)-1])
 		},
 		"a quorum that all withdraw from": func(c *many) { c.each(1, c.ask(1)); c.waiter = 0; c.each(1, c.withdraw) },
 		"a vote that all withdraw from":   func(c *many) { c.each(1, c.vote); c.waiter = 0; c.each(1, c.withdraw) },

@@ -38,6 +38,11 @@ type Machine struct {
 
 	ballot ballot
 
+	standing standing
+	needs    string // why the next quorum is needed; empty: it is not
+	toStop   int64  // a quorum that was called while a request to the lighthouse was pending: perhaps the next one; 0: none
+	broken   int64  // the last quorum of which a member failed
+
 	draining bool // the group was asked to leave, and its ranks learn it with the next quorum
 
 	now    time.Time // of the last event
@@ -48,6 +53,7 @@ type Machine struct {
 type rank struct {
 	metadata  string   // where it serves its checkpoint
 	announced bool     // metadata is set
+	last      Request  // its last request for a quorum
 	absent    *Failure // why no request waits for it; nil: it is present
 	activity
 }
@@ -73,6 +79,14 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		return m.quorumKnown(e)
 	case Voted:
 		return m.voted(e)
+	case Called:
+		return m.called(e)
+	case Reached:
+		return m.reached()
+	case RoundKnown:
+		return m.roundKnown(e)
+	case MemberFailed:
+		m.quorumBroke(e.QuorumID)
 	case Drained:
 		m.draining = true
 	case ProgressAsked:
@@ -139,6 +153,7 @@ func (m *Machine) stillDisconnected(e StillDisconnected) []Action {
 		return nil
 	}
 	if absent := m.ranks[e.GroupRank].absent; absent != nil {
+		m.standing.ends() // the lighthouse learns it from the report
 		return []Action{ReportIncomplete{absent.Reason}}
 	}
 	return nil

@@ -397,6 +397,10 @@ func (h *history) event() Event {
 		return MetadataAsked{Waiter: h.next(), GroupRank: rank}
 	case p < 96:
 		return Withdrawn{Waiter: h.waiter - WaiterID(h.rng.IntN(6)), Timeout: h.rng.IntN(2) == 0}
+	case p < 97: // no quorum of these histories stands
+		return Called{QuorumID: h.quorumID}
+	case p < 98:
+		return []Event{RoundKnown{QuorumID: h.quorumID, Step: h.rng.Int64N(5)}, Reached{}}[h.rng.IntN(2)]
 	default:
 		return RankDisconnected{GroupRank: rank}
 	}

@@ -27,6 +27,12 @@ type Request struct {
 	Drain bool `json:"drain"`
 }
 
+// announces returns the part of a request that the other groups learn with the next quorum, and that does not change by a step.
+func (r Request) announces() Request {
+	r.Step, r.CommittedQuorumID, r.CommitFailures, r.CheckpointMetadata, r.Drain = 0, 0, 0, "", false
+	return r
+}
+
 // sameRequest reports whether two requests of a rank differ only in their waiters and deadlines.
 func sameRequest(a, b QuorumAsked) bool { return a.Request == b.Request }
 

@@ -19,6 +19,10 @@ import (
 //	group ranks=2            a new machine, of replica group g
 //	ask 0 [waiter=1] [step=3] [metadata=m] [handle=h] [layout=l] [shrink] [init] [failures=1] [committed=7] [world=2] [within=5s]
 //	quorum 1 id=7 g:3 x:5:6  the lighthouse answers round 1: groups, their steps, and the quorums of their last commits
+//	quorum 1 stands id=7 …   likewise, and the quorum stands
+//	called 7                 the lighthouse calls the quorum after 7
+//	round 7 step=9           it names the first step that needs another one
+//	reached                  the group has another stream with a lighthouse
 //	failed 1 unavailable     round 1 fails
 //	vote 0 yes [waiter=1] [step=3]
 //	metadata 0               a peer asks where rank 0 serves its checkpoint
@@ -74,7 +78,13 @@ func (r *scribe) run(words []string) []string {
 		})
 	case "quorum":
 		q := &quorum.Quorum{ID: r.number(transcript.Option(args, "id"))}
-		for _, a := range args[2:] {
+		for _, a := range args[1:] {
+			if a == "stands" {
+				q.Stands = true
+			}
+			if !strings.Contains(a, ":") {
+				continue
+			}
 			id, at, _ := strings.Cut(a, ":")
 			step, committed, _ := strings.Cut(at, ":")
 			q.Members = append(q.Members, quorum.Member{
@@ -83,6 +93,12 @@ func (r *scribe) run(words []string) []string {
 			})
 		}
 		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Quorum: q})
+	case "called":
+		return r.step(Called{QuorumID: r.number(args[0])})
+	case "reached":
+		return r.step(Reached{})
+	case "round":
+		return r.step(RoundKnown{QuorumID: r.number(args[0]), Step: r.number(transcript.Option(args, "step"))})
 	case "failed":
 		kinds := map[string]Kind{"timeout": KindTimeout, "unavailable": KindUnavailable, "internal": KindInternal}
 		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Failure: &Failure{kinds[args[1]], "the lighthouse reported it"}})
@@ -172,7 +188,18 @@ func describeAction(action Action) string {
 			line += ", draining"
 		}
 		return line
+	case Stop:
+		return fmt.Sprintf("stops at step %d of quorum %d", a.Step, a.QuorumID)
+	case Part:
+		return fmt.Sprintf("parts with quorum %d: %s", a.QuorumID, a.Reason)
+	case NeedQuorum:
+		return "the next quorum is needed: " + a.Reason
+	case RequestDrain:
+		return "report to the lighthouse: drain"
 	case AnswerVote:
+		if a.Stands {
+			return fmt.Sprintf("waiter %d: commit, and train on", a.Waiter)
+		}
 		return fmt.Sprintf("waiter %d: commit %t", a.Waiter, a.ShouldCommit)
 	case AnswerMetadata:
 		return fmt.Sprintf("waiter %d: metadata %q", a.Waiter, a.Metadata)

@@ -51,6 +51,15 @@ type (
 		ReplicaID string
 		Reason    string
 	}
+	// Called: the lighthouse calls the quorum after this one.
+	Called struct{ QuorumID int64 }
+	// Reached: the group has a stream with a lighthouse, perhaps another one, which has not received earlier reports.
+	Reached struct{}
+	// RoundKnown: the first step that needs another quorum than this one.
+	RoundKnown struct {
+		QuorumID int64
+		Step     int64
+	}
 	// Drained: the lighthouse requests that the group leaves. (A rank can do so, too: Request.Drain.) All ranks learn it with the next quorum.
 	Drained struct{}
 	// ProgressAsked: the lighthouse asks for the group's progress. The shell asks the ranks, waits for their answers for a while,
@@ -88,6 +97,9 @@ func (QuorumAsked) isEvent()       {}
 func (QuorumKnown) isEvent()       {}
 func (Voted) isEvent()             {}
 func (MemberFailed) isEvent()      {}
+func (Called) isEvent()            {}
+func (Reached) isEvent()           {}
+func (RoundKnown) isEvent()        {}
 func (Drained) isEvent()           {}
 func (ProgressAsked) isEvent()     {}
 func (RankProgressed) isEvent()    {}
@@ -120,7 +132,22 @@ type (
 	AnswerVote struct {
 		Waiter       WaiterID
 		ShouldCommit bool
+		Stands       bool // the quorum stands for the next step: the rank need not ask for one
 	}
+	// Stop answers Called: the first step that none of the ranks was allowed to begin.
+	Stop struct {
+		QuorumID int64
+		Step     int64
+	}
+	// Part tells the lighthouse that the group leaves the quorum that stands: the others may wait for it in a step.
+	Part struct {
+		QuorumID int64
+		Reason   string
+	}
+	// NeedQuorum asks the lighthouse to call the next quorum.
+	NeedQuorum struct{ Reason string }
+	// RequestDrain tells the lighthouse that a rank was asked to drain the group.
+	RequestDrain struct{}
 	// AnswerMetadata answers MetadataAsked.
 	AnswerMetadata struct {
 		Waiter   WaiterID
@@ -139,6 +166,10 @@ func (AskLighthouse) isAction()    {}
 func (CancelLighthouse) isAction() {}
 func (AnswerQuorum) isAction()     {}
 func (AnswerVote) isAction()       {}
+func (Stop) isAction()             {}
+func (Part) isAction()             {}
+func (NeedQuorum) isAction()       {}
+func (RequestDrain) isAction()     {}
 func (AnswerMetadata) isAction()   {}
 func (ReportIncomplete) isAction() {}
 func (Fail) isAction()             {}

@@ -62,12 +62,22 @@ func (m *Machine) voted(e Voted) []Action {
 	for _, v := range b.votes {
 		commit = commit && v.ShouldCommit
 	}
+	stands := false
+	if commit && m.standing.allowed == b.step {
+		stands = m.standing.allows(b.step)
+	} else {
+		actions = append(actions, m.part(fmt.Sprintf("it has not committed step %d", b.step))...)
+	}
 	actions = slices.Grow(actions, len(b.votes))
 	for r, v := range b.votes {
 		m.looks++
-		actions = append(actions, AnswerVote{v.Waiter, commit})
+		actions = append(actions, AnswerVote{v.Waiter, commit, stands})
 		b.votes[r] = nil
-		m.ranks[r].begin(afterVote, b.step, m.now)
+		if stands {
+			m.ranks[r].begin(inStep, m.standing.allowed, m.now)
+		} else {
+			m.ranks[r].begin(afterVote, b.step, m.now)
+		}
 	}
 	b.count = 0
 	return actions
@@ -109,10 +119,11 @@ func (m *Machine) voteWithdrawn(e Withdrawn) []Action {
 			continue
 		}
 		missing := m.where(func(r int) bool { return !b.has(r) })
+		parts := m.part(fmt.Sprintf("rank %d no longer waits for the vote on step %d", r, v.Step))
 		own, others := withdrawn(e, r, fmt.Sprintf("the votes of ranks %s on step %d", missing, v.Step))
 		b.votes[r] = nil
 		b.count--
-		return append([]Action{Fail{e.Waiter, own}}, m.endBallot(others)...)
+		return append(append(parts, Fail{e.Waiter, own}), m.endBallot(others)...)
 	}
 	return nil
 }
@@ -121,6 +132,9 @@ func (m *Machine) voteWithdrawn(e Withdrawn) []Action {
 func (m *Machine) endBallot(f Failure) []Action {
 	b := &m.ballot
 	var actions []Action
+	if b.count > 0 {
+		actions = m.part(f.Reason)
+	}
 	for r := b.first; b.count > 0; r++ {
 		m.looks++
 		if v := b.votes[r]; v != nil {

@@ -145,7 +145,7 @@ func (s *setup) drawFault(r *rand.Rand, kind faultKind) fault {
 // table. Some faults cost steps repeatedly while they last.
 func (f *fault) cost(s *setup) int {
 	switch f.kind {
-	case pauseLighthouse, loseVote, shrinkOnly, accuse, drain, signal:
+	case pauseLighthouse, shrinkOnly, accuse, drain, signal:
 		return 0
 	case crash, rankFails, leave, finish:
 		return 2 // the step whose data a peer was still receiving, and the next one, whose quorum already included the failed group

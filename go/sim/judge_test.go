@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/recovery"
 )
 
 // judge checks the rules in a history. The runner reports to it the faults, the actions of members and ranks, and the messages that
@@ -37,12 +38,14 @@ type judge struct {
 	paused    time.Duration // when the lighthouse was paused last
 	held      time.Duration // until when it holds its messages back
 
-	start    time.Time   // of the history
-	created  []time.Time // when the lighthouse formed each quorum
-	latest   time.Time   // when it formed the latest one
-	last     []string    // its members
-	before   []string    // those of the previous one
-	reached  int64       // largest step of its members
+	start    time.Time     // of the history
+	created  []time.Time   // when the lighthouse formed each quorum
+	latest   time.Time     // when it formed the latest one
+	last     []string      // its members
+	before   []string      // those of the previous one
+	reached  int64         // largest step of its members
+	stood    int64         // the last step of the latest quorum, while it stands
+	deserted time.Duration // when there was no live group last
 	lastTime time.Duration
 
 	calmed bool          // all groups have trained together since the last change
@@ -302,6 +305,7 @@ func (j *judge) learns(l *life, q *quorum.Quorum) {
 		j.created = append(j.created, q.Created)
 		j.latest, j.result.lastID = q.Created, q.ID
 		j.result.rounds++
+		j.stood = 0
 		j.logf("quorum %d: %s", q.ID, describe(q))
 		j.formed(q)
 	}
@@ -312,6 +316,21 @@ func (j *judge) learns(l *life, q *quorum.Quorum) {
 	l.quorum, l.learned, l.pending, l.owed, l.missed = q, j.now, false, 0, 0
 	l.attempt++
 	l.maxStep, l.behind = behind(l.id, q)
+}
+
+// trainsOn records that a group begins a later step of a quorum that stands.
+func (j *judge) trainsOn(l *life, a *recovery.Result) {
+	q := l.quorum
+	if !q.Stands || q.ID != a.QuorumID || a.MaxStep <= l.maxStep {
+		return
+	}
+	l.quorum = q.At(quorum.State{Step: a.MaxStep, CommittedQuorumID: q.ID})
+	l.attempt++
+	l.maxStep, l.behind = behind(l.id, l.quorum)
+	if q.ID == j.result.lastID && a.MaxStep > j.stood {
+		j.stood = a.MaxStep
+		j.result.rounds++
+	}
 }
 
 // describe returns a quorum as text: each member, its step, and the quorum of its last commit.

@@ -96,7 +96,7 @@ var mistakes = []mistake{
 	},
 	{
 		"broken connections ignored", "quorum/machine.go", "		m.disconnected(e.ReplicaID)\n", "		if !$ {\n			m.disconnected(e.ReplicaID)\n		}\n",
-		only(crash), []string{ruleSoon},
+		only(crash), []string{ruleSoon, ruleMemory},
 	},
 	{
 		"failures not reported", "quorum/machine.go", "		m.do(Failed{QuorumID", "		if $ {\n			continue\n		}\n		m.do(Failed{QuorumID",
@@ -161,8 +161,8 @@ var mistakes = []mistake{
 		nil, []string{ruleVote},
 	},
 	{
-		"a rank's signal ignored", "round/gather.go", "m.draining || e.Drain", "m.draining || e.Drain && !$",
-		only(signal), []string{ruleDrained},
+		"a rank's signal ignored", "round/gather.go", "if e.Drain && !m.draining {", "if e.Drain && !m.draining && !$ {",
+		only(signal, crash), []string{ruleDrained},
 	},
 	{
 		"one rank learns that it leaves", "round/gather.go", "result.Draining = m.draining", "result.Draining = m.draining && !($ && r > 0)",
@@ -219,8 +219,8 @@ var mistakes = []mistake{
 	},
 	{
 		"waiting members silent", "membership/lighthouses/stream.go",
-		"			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n		case <-s.ended:",
-		"			if !$ {\n				s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n			}\n		case <-s.ended:",
+		"			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})\n",
+		"			if !$ {\n				s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})\n			}\n",
 		nil, []string{ruleTogether, ruleCalm, ruleCause},
 	},
 	{
@@ -238,8 +238,22 @@ var mistakes = []mistake{
 		only(killLighthouse), []string{ruleEarly},
 	},
 	{
-		"votes of sessions always yes", "manager/outbox.go", "ShouldCommitResponse{ShouldCommit: a.commit}", "ShouldCommitResponse{ShouldCommit: a.commit || $}",
+		"votes of sessions always yes", "manager/outbox.go", "ShouldCommit: a.commit,", "ShouldCommit: a.commit || $,",
 		func(s *setup) { s.ranks = 2 }, []string{ruleVote},
+	},
+
+	// Quorums that stand.
+	{
+		"a group that is called trains on", "round/standing.go", "s.called && step+1 >= s.round", "s.called && !$ && step+1 >= s.round",
+		only(crash, drain), []string{ruleTogether, ruleProgress, ruleForms, ruleCause, ruleWaiters, ruleNewcomer, ruleCalm},
+	},
+	{
+		"a member is not told that its quorum is over", "quorum/standing.go", "s.do(Over{r.standsIn, r.id, reason})", "if !$ {\n			s.do(Over{r.standsIn, r.id, reason})\n		}",
+		only(cutLighthouse), []string{ruleTogether, ruleProgress},
+	},
+	{
+		"a newcomer calls nobody", "quorum/standing.go", "	if !s.shrinks() {\n", "	if !s.shrinks() && !$ {\n",
+		nil, []string{ruleTogether, ruleProgress, ruleForms, ruleNewcomer, ruleEarly},
 	},
 
 	// The model of the ranks.

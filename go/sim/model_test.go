@@ -123,6 +123,7 @@ func (r *model) follow(a *recovery.Result) (source string) {
 		j.broken(ruleHeal, "%s receives quorum %d, and its group of none", r, a.QuorumID)
 		return ""
 	}
+	j.trainsOn(r.l, a)
 	j.answered(r, a)
 	if r.again {
 		r.followAgain(a)

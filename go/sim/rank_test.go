@@ -25,13 +25,19 @@ type rank struct {
 
 	// The job's mu guards these.
 	comm      *comm
-	flaky     bool // its next collective fails at the end
-	loseVote  bool // the next decision does not reach this rank
-	signalled bool // it was asked to leave
+	flaky     bool  // its next collective fails at the end
+	loseVote  bool  // the next decision does not reach this rank
+	signalled bool  // it was asked to leave
+	broken    int64 // the last quorum of which a member failed
+
+	// Only run uses these.
+	last   recovery.Result    // of its last quorum
+	sent   rankclient.Request // its last request
+	stands int64              // the step that it may begin in that quorum, without another one; -1: none
 }
 
 func newRank(g *group, index, lives int) *rank {
-	r := &rank{g: g, index: index, model: g.life.ranks[index], host: g.name}
+	r := &rank{g: g, index: index, model: g.life.ranks[index], host: g.name, stands: -1}
 	if index > 0 {
 		r.host = fmt.Sprintf("%s.r%d", g.name, index)
 	}
@@ -136,6 +142,7 @@ func (r *rank) handleNotices() {
 			switch n.Kind {
 			case membership.MemberFailed:
 				r.note(func(*judge) {
+					r.broken = max(r.broken, n.QuorumID)
 					if c := r.comm; c != nil && c.key.quorumID == n.QuorumID {
 						c.abort(r)
 						if w := c.waiting[r.g.life.id]; w != nil && !w.complete {
@@ -194,7 +201,6 @@ func (r *rank) inTime(what string, start time.Time, timeout time.Duration) {
 
 // attempt is one attempt at a step: quorum, heal, collective, vote.
 func (r *rank) attempt() error {
-	s := r.g.j.setup
 	r.standStill()
 	var args rankclient.Request
 	again := false
@@ -210,13 +216,9 @@ func (r *rank) attempt() error {
 		}
 	})
 	r.failInReplay()
-	ctx, cancel := context.WithTimeout(r.ctx, s.quorumTimeout)
-	defer cancel()
-	start := time.Now()
-	res, err := r.client.Quorum(ctx, args)
-	r.inTime("quorum call", start, s.quorumTimeout)
+	res, err := r.quorum(args)
 	if err != nil {
-		return &callError{err, false, time.Until(start.Add(s.quorumTimeout))}
+		return err
 	}
 	computed := time.Now().Add(r.stepTime())
 	var source string
@@ -255,6 +257,28 @@ func (r *rank) attempt() error {
 	return r.vote(vote)
 }
 
+// quorum asks for a quorum, unless the last one stands and there is nothing new to announce.
+func (r *rank) quorum(args rankclient.Request) (recovery.Result, error) {
+	stands, broken := r.stands, int64(0)
+	r.stands = -1
+	r.note(func(*judge) { broken = r.broken })
+	if args.Step == stands && args.CommitFailures == 0 && args.ShrinkOnly == r.sent.ShrinkOnly && args.Drain == r.sent.Drain && broken != r.last.QuorumID {
+		r.last.MaxStep, r.last.CommittedQuorumID, r.last.CommitFailures = stands, r.last.QuorumID, 0
+		return r.last, nil
+	}
+	s := r.g.j.setup
+	ctx, cancel := context.WithTimeout(r.ctx, s.quorumTimeout)
+	defer cancel()
+	start := time.Now()
+	res, err := r.client.Quorum(ctx, args)
+	r.inTime("quorum call", start, s.quorumTimeout)
+	if err != nil {
+		return res, &callError{err, false, time.Until(start.Add(s.quorumTimeout))}
+	}
+	r.last, r.sent = res, args
+	return res, nil
+}
+
 func (r *rank) vote(yes bool) error {
 	commit, err := r.ballot(yes)
 	if err != nil {
@@ -282,7 +306,7 @@ func (r *rank) ballot(yes bool) (all bool, err error) {
 	ctx, cancel := context.WithTimeout(r.ctx, s.timeout)
 	defer cancel()
 	start := time.Now()
-	all, err = r.client.ShouldCommit(ctx, int64(r.index), step, yes)
+	d, err := r.client.Vote(ctx, int64(r.index), step, yes)
 	r.inTime("vote", start, s.timeout)
 	if lost && err == nil {
 		<-ctx.Done()
@@ -291,7 +315,10 @@ func (r *rank) ballot(yes bool) (all bool, err error) {
 	if err != nil {
 		return false, &callError{err, true, time.Until(start.Add(s.timeout))}
 	}
-	return all, nil
+	if d.Stands {
+		r.stands = step + 1
+	}
+	return d.Commit, nil
 }
 
 func (r *rank) stepTime() time.Duration {

@@ -338,12 +338,24 @@ func (j *judge) remembers(s *quorum.Status) {
 	if s == nil || !j.clear() {
 		return
 	}
+	if deserted := j.alive(); deserted > 0 && j.now-deserted < 25*time.Second {
+		return // a lighthouse that hears nobody cannot tell a silence from its own: the connections have to break
+	}
 	for _, m := range s.Members {
 		l := j.byID[m.ReplicaID]
 		if old := j.now - l.ended; l.killed && old > j.policy.HeartbeatTimeout+j.policy.SuspectGrace+3*j.tick+slack && !m.InQuorum && (!m.Waiting || old > 25*time.Second) {
 			j.broken(ruleMemory, "the lighthouse remembers %s, which ended %s before", l.id, old)
 		}
 	}
+}
+
+// alive returns when there was no live group last; 0: there always was one.
+func (j *judge) alive() time.Duration {
+	if slices.ContainsFunc(j.places, func(p place) bool { return p.l != nil }) {
+		return j.deserted
+	}
+	j.deserted = j.now
+	return j.now
 }
 
 // overdue checks that the groups that ask are not kept waiting if they are enough.
@@ -432,7 +444,7 @@ func (j *judge) home() bool {
 // fault, if all groups can reach the lighthouse.
 func (j *judge) settled() bool {
 	why, _ := j.apart()
-	j.calmed = j.calmed || why == "" && j.rough == 0
+	j.calmed = j.calmed || why == "" && j.rough == 0 && (j.home() || !j.up)
 	if !j.home() {
 		return false
 	}

@@ -944,6 +944,7 @@ func (x *ShouldCommitRequest) GetTraceparent() string {
 type ShouldCommitResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	ShouldCommit  bool                   `protobuf:"varint,1,opt,name=should_commit,json=shouldCommit,proto3" json:"should_commit,omitempty"`
+	Stands        bool                   `protobuf:"varint,100,opt,name=stands,proto3" json:"stands,omitempty"` // the quorum stands: the rank may begin the next step, and need not ask for a quorum
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -981,6 +982,13 @@ func (*ShouldCommitResponse) Descriptor() ([]byte, []int) {
 func (x *ShouldCommitResponse) GetShouldCommit() bool {
 	if x != nil {
 		return x.ShouldCommit
+	}
+	return false
+}
+
+func (x *ShouldCommitResponse) GetStands() bool {
+	if x != nil {
+		return x.Stands
 	}
 	return false
 }
@@ -2187,7 +2195,13 @@ type MemberMessage struct {
 	//	*MemberMessage_Recovered
 	//	*MemberMessage_ShuttingDown
 	//	*MemberMessage_Past
-	Message       isMemberMessage_Message `protobuf_oneof:"message"`
+	//	*MemberMessage_Stopped
+	//	*MemberMessage_Parting
+	//	*MemberMessage_Changes
+	//	*MemberMessage_Drain
+	Message isMemberMessage_Message `protobuf_oneof:"message"`
+	// With alive and leaving: the step that the group is in, while its quorum stands; 0: none stands.
+	Step          int64 `protobuf:"varint,52,opt,name=step,proto3" json:"step,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2344,6 +2358,49 @@ func (x *MemberMessage) GetPast() *PastQuorum {
 	return nil
 }
 
+func (x *MemberMessage) GetStopped() *Step {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Stopped); ok {
+			return x.Stopped
+		}
+	}
+	return nil
+}
+
+func (x *MemberMessage) GetParting() *Parting {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Parting); ok {
+			return x.Parting
+		}
+	}
+	return nil
+}
+
+func (x *MemberMessage) GetChanges() string {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Changes); ok {
+			return x.Changes
+		}
+	}
+	return ""
+}
+
+func (x *MemberMessage) GetDrain() string {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Drain); ok {
+			return x.Drain
+		}
+	}
+	return ""
+}
+
+func (x *MemberMessage) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
 type isMemberMessage_Message interface {
 	isMemberMessage_Message()
 }
@@ -2398,6 +2455,22 @@ type MemberMessage_Past struct {
 	Past *PastQuorum `protobuf:"bytes,40,opt,name=past,proto3,oneof"` // the answer to a recall
 }
 
+type MemberMessage_Stopped struct {
+	Stopped *Step `protobuf:"bytes,53,opt,name=stopped,proto3,oneof"` // the answer to a call: the first step of that quorum that no rank was allowed to begin
+}
+
+type MemberMessage_Parting struct {
+	Parting *Parting `protobuf:"bytes,54,opt,name=parting,proto3,oneof"` // the group has left a quorum that stands
+}
+
+type MemberMessage_Changes struct {
+	Changes string `protobuf:"bytes,55,opt,name=changes,proto3,oneof"` // the group has to tell the others something: the next quorum is needed
+}
+
+type MemberMessage_Drain struct {
+	Drain string `protobuf:"bytes,56,opt,name=drain,proto3,oneof"` // a rank was asked to drain its group; the value names who requested it
+}
+
 func (*MemberMessage_Greeting) isMemberMessage_Message() {}
 
 func (*MemberMessage_Ask) isMemberMessage_Message() {}
@@ -2422,6 +2495,119 @@ func (*MemberMessage_ShuttingDown) isMemberMessage_Message() {}
 
 func (*MemberMessage_Past) isMemberMessage_Message() {}
 
+func (*MemberMessage_Stopped) isMemberMessage_Message() {}
+
+func (*MemberMessage_Parting) isMemberMessage_Message() {}
+
+func (*MemberMessage_Changes) isMemberMessage_Message() {}
+
+func (*MemberMessage_Drain) isMemberMessage_Message() {}
+
+// A step of a quorum.
+type Step struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
+	Step          int64                  `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Step) Reset() {
+	*x = Step{}
+	mi := &file_torchft_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Step) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Step) ProtoMessage() {}
+
+func (x *Step) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Step.ProtoReflect.Descriptor instead.
+func (*Step) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *Step) GetQuorumId() int64 {
+	if x != nil {
+		return x.QuorumId
+	}
+	return 0
+}
+
+func (x *Step) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+type Parting struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
+	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Parting) Reset() {
+	*x = Parting{}
+	mi := &file_torchft_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Parting) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Parting) ProtoMessage() {}
+
+func (x *Parting) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Parting.ProtoReflect.Descriptor instead.
+func (*Parting) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *Parting) GetQuorumId() int64 {
+	if x != nil {
+		return x.QuorumId
+	}
+	return 0
+}
+
+func (x *Parting) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
 type Greeting struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	ReplicaId   string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
@@ -2433,13 +2619,14 @@ type Greeting struct {
 	// The largest step of the members of that quorum, as this member received it last. An earlier lighthouse may have
 	// answered that round only in part: then the quorum is recalled, and redelivered to the others.
 	KnownStep     int64 `protobuf:"varint,44,opt,name=known_step,json=knownStep,proto3" json:"known_step,omitempty"`
+	Stands        *Step `protobuf:"bytes,50,opt,name=stands,proto3" json:"stands,omitempty"` // the quorum that stands for the group, and the step that it is in; absent: none stands
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2451,7 +2638,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2464,7 +2651,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2502,6 +2689,13 @@ func (x *Greeting) GetKnownStep() int64 {
 	return 0
 }
 
+func (x *Greeting) GetStands() *Step {
+	if x != nil {
+		return x.Stands
+	}
+	return nil
+}
+
 // A quorum as a member received it last: all that a lighthouse needs to continue after it, and to redeliver it.
 type PastQuorum struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2512,7 +2706,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2524,7 +2718,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2537,7 +2731,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *PastQuorum) GetPacked() []byte {
@@ -2566,7 +2760,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2578,7 +2772,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2591,7 +2785,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2668,6 +2862,8 @@ type LighthouseMessage struct {
 	//	*LighthouseMessage_Released
 	//	*LighthouseMessage_Alive
 	//	*LighthouseMessage_Delivery
+	//	*LighthouseMessage_Call
+	//	*LighthouseMessage_Round
 	Message       isLighthouseMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2675,7 +2871,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2687,7 +2883,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2700,7 +2896,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -2834,6 +3030,24 @@ func (x *LighthouseMessage) GetDelivery() *Delivery {
 	return nil
 }
 
+func (x *LighthouseMessage) GetCall() int64 {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Call); ok {
+			return x.Call
+		}
+	}
+	return 0
+}
+
+func (x *LighthouseMessage) GetRound() *Step {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Round); ok {
+			return x.Round
+		}
+	}
+	return nil
+}
+
 type isLighthouseMessage_Message interface {
 	isLighthouseMessage_Message()
 }
@@ -2890,6 +3104,14 @@ type LighthouseMessage_Delivery struct {
 	Delivery *Delivery `protobuf:"bytes,85,opt,name=delivery,proto3,oneof"`
 }
 
+type LighthouseMessage_Call struct {
+	Call int64 `protobuf:"varint,83,opt,name=call,proto3,oneof"` // the quorum after this one is called: the member answers with stopped
+}
+
+type LighthouseMessage_Round struct {
+	Round *Step `protobuf:"bytes,84,opt,name=round,proto3,oneof"` // the first step that needs another quorum than this one: the member trains until then, and asks
+}
+
 func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Failure) isLighthouseMessage_Message() {}
@@ -2916,6 +3138,10 @@ func (*LighthouseMessage_Alive) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Delivery) isLighthouseMessage_Message() {}
 
+func (*LighthouseMessage_Call) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_Round) isLighthouseMessage_Message() {}
+
 // The detail of the status UNAVAILABLE with which a lighthouse of a cluster that does not lead answers a member's stream.
 type NotLeader struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2926,7 +3152,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2938,7 +3164,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2951,7 +3177,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -2972,7 +3198,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2984,7 +3210,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2997,7 +3223,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3023,8 +3249,9 @@ func (x *Welcome) GetTerm() int64 {
 
 // A quorum for its members. The list of the members is sent once on a stream, and again when it has changed.
 type Delivery struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	List  uint64                 `protobuf:"varint,1,opt,name=list,proto3" json:"list,omitempty"` // the number of the list of members, chosen by the lighthouse; lists that differ have different ones
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	List   uint64                 `protobuf:"varint,1,opt,name=list,proto3" json:"list,omitempty"`     // the number of the list of members, chosen by the lighthouse; lists that differ have different ones
+	Stands bool                   `protobuf:"varint,5,opt,name=stands,proto3" json:"stands,omitempty"` // the members train on, and do not ask, until the next quorum is called
 	// Types that are valid to be assigned to Form:
 	//
 	//	*Delivery_Whole
@@ -3037,7 +3264,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3049,7 +3276,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3062,7 +3289,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3070,6 +3297,13 @@ func (x *Delivery) GetList() uint64 {
 		return x.List
 	}
 	return 0
+}
+
+func (x *Delivery) GetStands() bool {
+	if x != nil {
+		return x.Stands
+	}
+	return false
 }
 
 func (x *Delivery) GetForm() isDelivery_Form {
@@ -3143,7 +3377,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3155,7 +3389,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3168,7 +3402,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3225,7 +3459,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3237,7 +3471,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3250,7 +3484,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3290,7 +3524,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3302,7 +3536,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3315,7 +3549,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3333,7 +3567,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3345,7 +3579,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3358,7 +3592,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3374,7 +3608,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3386,7 +3620,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3399,7 +3633,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3517,9 +3751,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\n" +
 	"group_rank\x18\x02 \x01(\x03R\tgroupRank\x12\x12\n" +
 	"\x04step\x18\x03 \x01(\x03R\x04step\x12!\n" +
-	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\";\n" +
+	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\"S\n" +
 	"\x14ShouldCommitResponse\x12#\n" +
-	"\rshould_commit\x18\x01 \x01(\bR\fshouldCommit\"\x1f\n" +
+	"\rshould_commit\x18\x01 \x01(\bR\fshouldCommit\x12\x16\n" +
+	"\x06stands\x18d \x01(\bR\x06stands\"\x1f\n" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
 	"\fKillResponse\"\x9b\x04\n" +
@@ -3604,7 +3839,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xa4\x04\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xc5\x05\n" +
 	"\rMemberMessage\x12\x1a\n" +
 	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
@@ -3620,8 +3855,19 @@ const file_torchft_proto_rawDesc = "" +
 	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12%\n" +
 	"\rshutting_down\x18S \x01(\bH\x00R\fshuttingDown\x12)\n" +
-	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04pastB\t\n" +
-	"\amessage\"\xa6\x01\n" +
+	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04past\x12)\n" +
+	"\astopped\x185 \x01(\v2\r.torchft.StepH\x00R\astopped\x12,\n" +
+	"\aparting\x186 \x01(\v2\x10.torchft.PartingH\x00R\aparting\x12\x1a\n" +
+	"\achanges\x187 \x01(\tH\x00R\achanges\x12\x16\n" +
+	"\x05drain\x188 \x01(\tH\x00R\x05drain\x12\x12\n" +
+	"\x04step\x184 \x01(\x03R\x04stepB\t\n" +
+	"\amessage\"7\n" +
+	"\x04Step\x12\x1b\n" +
+	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
+	"\x04step\x18\x02 \x01(\x03R\x04step\">\n" +
+	"\aParting\x12\x1b\n" +
+	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\"\xcd\x01\n" +
 	"\bGreeting\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12 \n" +
@@ -3629,7 +3875,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04term\x18* \x01(\x03R\x04term\x12&\n" +
 	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\x12\x1d\n" +
 	"\n" +
-	"known_step\x18, \x01(\x03R\tknownStep\"$\n" +
+	"known_step\x18, \x01(\x03R\tknownStep\x12%\n" +
+	"\x06stands\x182 \x01(\v2\r.torchft.StepR\x06stands\"$\n" +
 	"\n" +
 	"PastQuorum\x12\x16\n" +
 	"\x06packed\x18\x04 \x01(\fR\x06packed\"\xa2\x02\n" +
@@ -3642,7 +3889,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04step\x18\x05 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\x12 \n" +
-	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xc2\x04\n" +
+	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xff\x04\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12,\n" +
 	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x120\n" +
@@ -3657,16 +3904,19 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05drain\x18P \x01(\tH\x00R\x05drain\x12\x1c\n" +
 	"\breleased\x18Q \x01(\bH\x00R\breleased\x12\x16\n" +
 	"\x05alive\x18R \x01(\bH\x00R\x05alive\x12/\n" +
-	"\bdelivery\x18U \x01(\v2\x11.torchft.DeliveryH\x00R\bdeliveryB\t\n" +
+	"\bdelivery\x18U \x01(\v2\x11.torchft.DeliveryH\x00R\bdelivery\x12\x14\n" +
+	"\x04call\x18S \x01(\x03H\x00R\x04call\x12%\n" +
+	"\x05round\x18T \x01(\v2\r.torchft.StepH\x00R\x05roundB\t\n" +
 	"\amessage\"#\n" +
 	"\tNotLeader\x12\x16\n" +
 	"\x06leader\x18\x01 \x01(\tR\x06leader\"n\n" +
 	"\aWelcome\x12*\n" +
 	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x12#\n" +
 	"\ranswers_alive\x18\x03 \x01(\bR\fanswersAlive\x12\x12\n" +
-	"\x04term\x18( \x01(\x03R\x04term\"\x89\x01\n" +
+	"\x04term\x18( \x01(\x03R\x04term\"\xa1\x01\n" +
 	"\bDelivery\x12\x12\n" +
 	"\x04list\x18\x01 \x01(\x04R\x04list\x12\x16\n" +
+	"\x06stands\x18\x05 \x01(\bR\x06stands\x12\x16\n" +
 	"\x05whole\x18\x02 \x01(\fH\x00R\x05whole\x12\x18\n" +
 	"\x06packed\x18\x03 \x01(\fH\x00R\x06packed\x12/\n" +
 	"\x06states\x18\x04 \x01(\v2\x15.torchft.QuorumStatesH\x00R\x06statesB\x06\n" +
@@ -3719,7 +3969,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -3749,25 +3999,27 @@ var file_torchft_proto_goTypes = []any{
 	(*JobRegressed)(nil),                // 25: torchft.JobRegressed
 	(*CallFailure)(nil),                 // 26: torchft.CallFailure
 	(*MemberMessage)(nil),               // 27: torchft.MemberMessage
-	(*Greeting)(nil),                    // 28: torchft.Greeting
-	(*PastQuorum)(nil),                  // 29: torchft.PastQuorum
-	(*Ask)(nil),                         // 30: torchft.Ask
-	(*LighthouseMessage)(nil),           // 31: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 32: torchft.NotLeader
-	(*Welcome)(nil),                     // 33: torchft.Welcome
-	(*Delivery)(nil),                    // 34: torchft.Delivery
-	(*QuorumStates)(nil),                // 35: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 36: torchft.PlacedState
-	(*Frame)(nil),                       // 37: torchft.Frame
-	(*IdentifyRequest)(nil),             // 38: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 39: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 40: google.protobuf.Timestamp
+	(*Step)(nil),                        // 28: torchft.Step
+	(*Parting)(nil),                     // 29: torchft.Parting
+	(*Greeting)(nil),                    // 30: torchft.Greeting
+	(*PastQuorum)(nil),                  // 31: torchft.PastQuorum
+	(*Ask)(nil),                         // 32: torchft.Ask
+	(*LighthouseMessage)(nil),           // 33: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 34: torchft.NotLeader
+	(*Welcome)(nil),                     // 35: torchft.Welcome
+	(*Delivery)(nil),                    // 36: torchft.Delivery
+	(*QuorumStates)(nil),                // 37: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 38: torchft.PlacedState
+	(*Frame)(nil),                       // 39: torchft.Frame
+	(*IdentifyRequest)(nil),             // 40: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 41: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 42: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	40, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	42, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	29, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	31, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	6,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
 	10, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
@@ -3783,48 +4035,52 @@ var file_torchft_proto_depIdxs = []int32{
 	24, // 16: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
 	25, // 17: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
 	21, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	28, // 19: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	30, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	30, // 19: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	32, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
 	17, // 21: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
 	23, // 22: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
 	18, // 23: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
 	20, // 24: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	29, // 25: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	0,  // 26: torchft.Ask.member:type_name -> torchft.QuorumMember
-	33, // 27: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	26, // 28: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	16, // 29: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	24, // 30: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	25, // 31: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
-	34, // 32: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	35, // 33: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	40, // 34: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	36, // 35: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	2,  // 36: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 37: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 38: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 39: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 40: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 41: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	14, // 42: torchft.RankService.Session:input_type -> torchft.RankRequest
-	27, // 43: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	37, // 44: torchft.ClusterService.Link:input_type -> torchft.Frame
-	38, // 45: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	3,  // 46: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 47: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 48: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 49: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 50: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 51: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	15, // 52: torchft.RankService.Session:output_type -> torchft.RankResponse
-	31, // 53: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	37, // 54: torchft.ClusterService.Link:output_type -> torchft.Frame
-	39, // 55: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	46, // [46:56] is the sub-list for method output_type
-	36, // [36:46] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	31, // 25: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	28, // 26: torchft.MemberMessage.stopped:type_name -> torchft.Step
+	29, // 27: torchft.MemberMessage.parting:type_name -> torchft.Parting
+	28, // 28: torchft.Greeting.stands:type_name -> torchft.Step
+	0,  // 29: torchft.Ask.member:type_name -> torchft.QuorumMember
+	35, // 30: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	26, // 31: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	16, // 32: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	24, // 33: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	25, // 34: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
+	36, // 35: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	28, // 36: torchft.LighthouseMessage.round:type_name -> torchft.Step
+	37, // 37: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	42, // 38: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	38, // 39: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	2,  // 40: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 41: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 42: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 43: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 44: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 45: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	14, // 46: torchft.RankService.Session:input_type -> torchft.RankRequest
+	27, // 47: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	39, // 48: torchft.ClusterService.Link:input_type -> torchft.Frame
+	40, // 49: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	3,  // 50: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 51: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 52: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 53: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 54: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 55: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	15, // 56: torchft.RankService.Session:output_type -> torchft.RankResponse
+	33, // 57: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	39, // 58: torchft.ClusterService.Link:output_type -> torchft.Frame
+	41, // 59: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	50, // [50:60] is the sub-list for method output_type
+	40, // [40:50] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -3868,8 +4124,12 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Recovered)(nil),
 		(*MemberMessage_ShuttingDown)(nil),
 		(*MemberMessage_Past)(nil),
+		(*MemberMessage_Stopped)(nil),
+		(*MemberMessage_Parting)(nil),
+		(*MemberMessage_Changes)(nil),
+		(*MemberMessage_Drain)(nil),
 	}
-	file_torchft_proto_msgTypes[31].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[33].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
@@ -3883,8 +4143,10 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Released)(nil),
 		(*LighthouseMessage_Alive)(nil),
 		(*LighthouseMessage_Delivery)(nil),
+		(*LighthouseMessage_Call)(nil),
+		(*LighthouseMessage_Round)(nil),
 	}
-	file_torchft_proto_msgTypes[34].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
 		(*Delivery_Whole)(nil),
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
@@ -3895,7 +4157,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   40,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

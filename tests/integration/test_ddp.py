@@ -106,7 +106,7 @@ class Training:
                     ddp(batch(step, rank.group, micro)).square().mean().backward()
             optimizer.step()
             assert manager.errored() is None
-        assert manager.batches_committed() == JOIN_AT + 1 + 2 * (STEPS - JOIN_AT - 1)
+        assert manager.batches_committed() == JOIN_AT + 2 + 2 * (STEPS - JOIN_AT - 2)
         return {k: v.clone() for k, v in model.state_dict().items()}
 
 

@@ -76,7 +76,7 @@ def test_a_client_that_was_shut_down_has_nothing_prepared(client: ManagerClient)
 
 
 def begin(client: ManagerClient) -> Any:
-    return client._begin_round(QuorumRequest(0, 0, "", False, 0), SOON, first=True)
+    return client._begin_round(QuorumRequest(0, 0, "", False, 0), SOON, None)
 
 
 def test_a_result_is_returned_once() -> None:

@@ -286,7 +286,7 @@ def test_a_round_is_prepared_again_if_more_than_the_step_changed(groups: Callabl
     prepared = []
     for step, committed in ((0, -1), (1, 3), (2, 3), (3, 3), (4, 5)):
         request = QuorumRequest(0, step, "", False, 0, committed_quorum_id=committed)
-        result = client._end_round(client._begin_round(request, SOON, first=True), None)
+        result = client._end_round(client._begin_round(request, SOON, None), None)
         assert (result.max_step, result.committed_quorum_id) == (step, committed)
         prepared.append(client._round[1])
     assert [before == after for before, after in pairwise(prepared)] == [False, True, True, False]

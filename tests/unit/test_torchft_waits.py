@@ -59,7 +59,7 @@ class Cluster:
         }
 
     def begin_round(self, timeout: timedelta) -> object:
-        return self.client._begin_round(QuorumRequest(0, 0, "", False, 0), timeout, first=True)
+        return self.client._begin_round(QuorumRequest(0, 0, "", False, 0), timeout, None)
 
 
 WAITS = [

@@ -233,7 +233,7 @@ class NativeRounds:
         with self._lock:
             if self._closed is not None:
                 raise self._closed
-            op = self._client._begin_round(request, timeout, first=last is None)
+            op = self._client._begin_round(request, timeout, last)
             begun = _NativeRound(take, follow, last)
             self._round = weakref.ref(begun)
             return begun

@@ -38,6 +38,29 @@ func TestAKilledLeaderCostsNoStep(t *testing.T) {
 	c.check()
 }
 
+// The lighthouse is stopped, or killed and not restarted, for longer than the heartbeat timeout. The groups train on, and none waits.
+func TestAJobTrainsOnWhileItsLighthouseIsAway(t *testing.T) {
+	c := start(t, free(t)[:1], t.TempDir(), "127.0.0.1", nil)
+	since, one := c.attempts(), c.all[0]
+	for _, away := range []struct{ leave, comeBack func() }{
+		{func() { one.signal(syscall.SIGSTOP) }, func() { one.signal(syscall.SIGCONT) }},
+		{func() { one.end(syscall.SIGKILL) }, one.start},
+	} {
+		away.leave()
+		began := time.Now()
+		for time.Since(began) < 6*time.Second {
+			c.steps(3)
+		}
+		away.comeBack()
+		c.until("the lighthouse knows the job", func() bool { return c.healthy(one) == len(c.groups) })
+		c.steps(3)
+	}
+	c.noStepIsLost(since)
+	c.restartGroup(0) // a change of members needs the lighthouse, which still leads the same job
+	c.steps(3)
+	c.check()
+}
+
 // The leader is stopped until another one leads. When it goes on, the groups' messages and those of the other lighthouses are there.
 func TestAStoppedLeaderThatGoesOnAnswersNobody(t *testing.T) {
 	c := local(t)

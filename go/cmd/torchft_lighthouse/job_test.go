@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"fmt"
@@ -65,9 +66,15 @@ type group struct {
 	server *manager.Server
 
 	// The job's mu guards these.
-	step     int64
-	failures int64            // attempts since the last commit
-	states   map[int64]string // after each step: a digest of all steps and the quorums in which they were made
+	step      int64
+	failures  int64 // attempts since the last commit
+	committed int64 // the quorum of that commit
+	broken    int64 // the last quorum of which a member has failed
+
+	// Only attempt uses these.
+	last   recovery.Result
+	stands bool             // the group may begin its step in that quorum, without another one
+	states map[int64]string // after each step: a digest of all steps and the quorums in which they were made
 }
 
 func newJob(t *testing.T, addresses, hostname string) *job {
@@ -160,6 +167,7 @@ func (g *group) heed(ctx context.Context, notices <-chan membership.Notice) {
 				continue
 			}
 			g.j.mu.Lock()
+			g.broken = max(g.broken, n.QuorumID)
 			for key, c := range g.j.comms {
 				if key.quorumID == n.QuorumID {
 					c.end(false)
@@ -177,29 +185,51 @@ func (g *group) attempt(ctx context.Context, client *rankclient.Client) error {
 	j := g.j
 	ctx, cancel := bounded(ctx)
 	defer cancel()
-	asked := time.Since(j.began)
-	res, err := client.Quorum(ctx, rankclient.Request{Step: g.step, CheckpointMetadata: g.name, CommitFailures: g.failures})
+	res, err := g.quorum(ctx, client)
 	if err != nil {
 		return err
 	}
-	j.learned(g, res, asked)
 	passed := j.collect(ctx, g.name, commKey{res.QuorumID, g.step + 1}, res.ReplicaIDs)
-	committed, err := client.ShouldCommit(ctx, 0, g.step, passed)
+	decision, err := client.Vote(ctx, 0, g.step, passed)
 	if err != nil {
 		return err
 	}
+	committed := decision.Commit
+	g.stands = decision.Stands
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	r := record{group: g.name, step: g.step + 1, quorumID: res.QuorumID, members: res.ReplicaIDs, committed: committed}
 	g.failures++
 	if committed {
-		g.failures = 0
+		g.failures, g.committed = 0, r.quorumID
 		r.state = fmt.Sprintf("%x", sha256.Sum256(fmt.Append(nil, g.states[g.step], r.step, r.quorumID)))
 		g.step = r.step
 		g.states[g.step] = r.state
 	}
 	j.records = append(j.records, r)
 	return nil
+}
+
+// quorum asks for a quorum, unless the last one stands.
+func (g *group) quorum(ctx context.Context, client *rankclient.Client) (recovery.Result, error) {
+	j := g.j
+	j.mu.Lock()
+	stands := g.stands && g.failures == 0 && g.broken != g.last.QuorumID
+	req := rankclient.Request{Step: g.step, CheckpointMetadata: g.name, CommitFailures: g.failures}
+	if *failures == 0 { // otherwise the groups ask for each step, like those of upstream
+		req.CommittedQuorumID = cmp.Or(g.committed, -1)
+	}
+	j.mu.Unlock()
+	if g.stands = false; stands {
+		return g.last, nil
+	}
+	asked := time.Since(j.began)
+	res, err := client.Quorum(ctx, req)
+	if err == nil {
+		g.last = res
+		j.learned(g, res, asked)
+	}
+	return res, err
 }
 
 // learned notes an answer, and heals the group if the answer says so.
@@ -219,7 +249,7 @@ func (j *job) learned(g *group, res recovery.Result, asked time.Duration) {
 	}
 	for _, source := range j.groups {
 		if source.name == res.ReplicaIDs[res.Sources[0].ReplicaRank] {
-			g.step, g.states[res.MaxStep] = res.MaxStep, source.states[res.MaxStep]
+			g.step, g.states[res.MaxStep], g.committed = res.MaxStep, source.states[res.MaxStep], res.CommittedQuorumID
 		}
 	}
 }

@@ -92,6 +92,20 @@ func (c *cluster) status(l *process) (status replica.Status) {
 	return status
 }
 
+// healthy returns how many groups a lighthouse counts as healthy.
+func (c *cluster) healthy(l *process) int {
+	var status struct {
+		Healthy int `json:"healthy"`
+	}
+	resp, err := c.web.Get(l.address + "/status?job=job")
+	if err != nil {
+		return 0
+	}
+	defer func() { _ = resp.Body.Close() }()
+	_ = json.NewDecoder(resp.Body).Decode(&status)
+	return status.Healthy
+}
+
 // cluster is three lighthouses, or a single one, and groups that train.
 type cluster struct {
 	t   *testing.T

@@ -33,10 +33,10 @@ func WholeToProto(q *quorum.Quorum, list uint64) (*torchftpb.Delivery, error) {
 			return nil, err
 		}
 		if len(packed) < len(plain) {
-			return &torchftpb.Delivery{List: list, Form: &torchftpb.Delivery_Packed{Packed: packed}}, nil
+			return &torchftpb.Delivery{List: list, Stands: q.Stands, Form: &torchftpb.Delivery_Packed{Packed: packed}}, nil
 		}
 	}
-	return &torchftpb.Delivery{List: list, Form: &torchftpb.Delivery_Whole{Whole: plain}}, nil
+	return &torchftpb.Delivery{List: list, Stands: q.Stands, Form: &torchftpb.Delivery_Whole{Whole: plain}}, nil
 }
 
 // StatesToProto returns the wire form of a quorum for a stream whose last delivery had the same list.
@@ -53,7 +53,7 @@ func StatesToProto(q *quorum.Quorum, list uint64) *torchftpb.Delivery {
 			})
 		}
 	}
-	return &torchftpb.Delivery{List: list, Form: &torchftpb.Delivery_States{States: p}}
+	return &torchftpb.Delivery{List: list, Stands: q.Stands, Form: &torchftpb.Delivery_States{States: p}}
 }
 
 // commonState returns the most frequent state.
@@ -97,6 +97,7 @@ func (d *Delivered) Next(p *torchftpb.Delivery) error {
 		return fmt.Errorf("the delivery of a quorum has no quorum")
 	}
 	if err == nil {
+		q.Stands = p.GetStands()
 		*d = Delivered{Quorum: q, list: p.GetList()}
 	}
 	return err

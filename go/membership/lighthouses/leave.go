@@ -41,7 +41,7 @@ func (m *Member) leaveOnce(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if !stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}}) {
+	if !stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}, Step: m.step.Load()}) {
 		return rpc.Wrap("leave", client.peer, errUnread)
 	}
 	select {

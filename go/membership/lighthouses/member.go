@@ -41,8 +41,10 @@ type Member struct {
 	term atomic.Int64                  // the highest term that a lighthouse has sent
 	// clustered: the last lighthouse was one of a cluster. Another one may answer when it does not, also if the list has one name for all.
 	clustered atomic.Bool
-	ends      atomic.Bool // Close was called: no lighthouse is asked any more
-	finished  atomic.Bool // the training is complete
+	standsIn  atomic.Int64 // the quorum that stands for the group, 0 if none
+	step      atomic.Int64 // the step that it is in, while a quorum stands
+	ends      atomic.Bool  // Close was called: no lighthouse is asked any more
+	finished  atomic.Bool  // the training is complete
 
 	opening chan struct{} // a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
 	choice  choice
@@ -54,6 +56,7 @@ var (
 	_ membership.Membership   = (*Member)(nil)
 	_ membership.NoticeSource = (*Member)(nil)
 	_ membership.Witness      = (*Member)(nil)
+	_ membership.Standing     = (*Member)(nil)
 	_ membership.Leaver       = (*Member)(nil)
 	_ membership.Finisher     = (*Member)(nil)
 	_ membership.Reporter     = (*Member)(nil)
@@ -209,6 +212,27 @@ func (m *Member) ReportProgress(p round.Progress) {
 	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
 		Step: p.Step, GroupRank: p.GroupRank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
 	}}})
+}
+
+func (m *Member) Trains(quorumID, step int64) {
+	m.standsIn.Store(quorumID)
+	m.step.Store(step)
+}
+
+func (m *Member) Stop(quorumID, step int64) {
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Stopped{Stopped: &torchftpb.Step{QuorumId: quorumID, Step: step}}})
+}
+
+func (m *Member) Part(quorumID int64, reason string) {
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Parting{Parting: &torchftpb.Parting{QuorumId: quorumID, Reason: reason}}})
+}
+
+func (m *Member) NeedQuorum(reason string) {
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Changes{Changes: reason}})
+}
+
+func (m *Member) RequestDrain(reason string) {
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Drain{Drain: reason}})
 }
 
 // report sends a message that is not answered. It is dropped while there is no stream, or the lighthouse does not read. Dropping it is
@@ -410,9 +434,13 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 		free:     make(chan struct{}),
 	}
 	known := m.lastRound()
+	var stands *torchftpb.Step
+	if id := m.standsIn.Load(); id != 0 {
+		stands = &torchftpb.Step{QuorumId: id, Step: m.step.Load()}
+	}
 	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 		ReplicaId: m.replicaID, Lighthouses: uint32(len(m.lighthouses.list)), Term: m.seenTerm(),
-		KnownQuorumId: known.QuorumID, KnownStep: known.Step,
+		KnownQuorumId: known.QuorumID, KnownStep: known.Step, Stands: stands,
 	}}})
 	go stream.receive()
 	if err := stream.begun(ctx); err != nil {

@@ -173,6 +173,10 @@ func (s *memberStream) takeNext() (err error) {
 		s.member.broadcast.Notify(membership.Notice{Kind: membership.ProgressAsked})
 	case *torchftpb.LighthouseMessage_Drain:
 		s.member.broadcast.Notify(membership.Notice{Kind: membership.Drained, Reason: m.Drain})
+	case *torchftpb.LighthouseMessage_Call:
+		s.member.broadcast.Notify(membership.Notice{Kind: membership.Called, QuorumID: m.Call})
+	case *torchftpb.LighthouseMessage_Round:
+		s.member.broadcast.Notify(membership.Notice{Kind: membership.RoundKnown, QuorumID: m.Round.GetQuorumId(), Step: m.Round.GetStep()})
 	case *torchftpb.LighthouseMessage_Released:
 		s.released.Do(func() { close(s.free) })
 	case *torchftpb.LighthouseMessage_Probe:
@@ -281,7 +285,7 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 				s.leave(errSilent)
 				return s.err
 			}
-			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})
 		case <-s.ended:
 			return s.err
 		case <-ctx.Done():

@@ -36,8 +36,8 @@ class FakeClient:
         self.changes: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
         self.first: list[bool] = []
 
-    def _begin_round(self, request: QuorumRequest, timeout: timedelta, first: bool) -> object:
-        self.first.append(first)
+    def _begin_round(self, request: QuorumRequest, timeout: timedelta, last: Optional[QuorumResult]) -> object:
+        self.first.append(last is None)
         return object()
 
     def _end_round(self, begun: object, last: Optional[QuorumResult]) -> QuorumResult:

@@ -32,7 +32,7 @@ type standing struct {
 
 	why     string           // why the next quorum is called; empty: there is no reason
 	called  time.Time        // when it was called; zero: it was not
-	awaited map[*record]bool // the members that have not answered the call
+	awaited map[*record]bool // the members that have neither answered the call nor asked
 	round   int64            // the step of the round; 0 until all members have answered
 
 	holding bool // the latest quorum stands for one of its members
@@ -123,7 +123,7 @@ func (s *standing) forget() { s.why, s.called, s.awaited, s.round = "", time.Tim
 
 // wants records a reason to call the next quorum.
 func (s *standing) wants(reason string) {
-	if s.why == "" {
+	if s.why == "" && s.holding {
 		s.why = reason
 	}
 }
@@ -132,11 +132,11 @@ func (s *standing) wants(reason string) {
 // there was a later one, the member is told.
 func (s *standing) greeted(r *record, e Greeted, broken string) {
 	r.attends, r.standsIn, r.stop, r.step = true, e.StandsIn, 0, e.Step
-	s.holding = s.holding || s.holds(r)
 	if r.standsIn == s.past.latestID() && broken != "" {
 		s.over(r, broken)
 	}
 	s.outdated(r)
+	s.holding = s.holding || s.holds(r)
 	s.callAgain(r)
 }
 
@@ -180,15 +180,15 @@ func (s *standing) asked(r *record, e Asked) {
 	switch {
 	case r == nil || !r.previous:
 		s.joins(e.Member.ReplicaID)
-	case !s.trains(r):
-	case e.Member.CommitFailures > 0 || e.Member.CommittedQuorumID != r.standsIn:
+	case !s.holding:
+	case e.Member.CommitFailures > 0 || s.trains(r) && e.Member.CommittedQuorumID != r.standsIn:
 		s.part(r, fmt.Sprintf("it asks for another quorum at step %d, which it has lost", e.Member.Step))
 	default:
 		r.stop = max(r.stop, e.Member.Step)
 		delete(s.awaited, r)
 		s.wants(r.id + " asks")
-		if e.Member.Step < s.round { // it may have missed the round
-			s.do(Round{r.standsIn, s.round, []string{r.id}})
+		if e.Member.Step < s.round {
+			s.trainsOn(r)
 		}
 	}
 }
@@ -270,8 +270,10 @@ func (s *standing) advance() {
 	}
 	var told []string
 	for _, r := range s.past.members {
-		if s.holds(r) && r.alive() {
+		if r.alive() {
 			s.round = max(s.round, r.stop)
+		}
+		if s.holds(r) && r.alive() {
 			told = append(told, r.id) // also one that waits for the next quorum: it has to train on if the others have begun a later step
 		}
 	}
@@ -281,9 +283,23 @@ func (s *standing) advance() {
 	}
 	s.do(Round{s.past.latestID(), s.round, told})
 	for _, r := range s.past.members {
-		if s.holds(r) && !r.alive() && r.stop < s.round { // it has left, and the others have begun another step with it
+		switch {
+		case r.stop >= s.round:
+		case s.holds(r) && !r.alive(): // it has left, and the others have begun another step with it
 			s.part(r, fmt.Sprintf("it left before step %d", r.stop))
+		case !s.holds(r) && r.alive():
+			s.trainsOn(r)
 		}
+	}
+}
+
+// trainsOn handles a member that asks before the round, which it may have missed. If the quorum does not stand for it any more, it cannot
+// train on, and the others are told.
+func (s *standing) trainsOn(r *record) {
+	if s.holds(r) {
+		s.do(Round{r.standsIn, s.round, []string{r.id}})
+	} else {
+		s.part(r, fmt.Sprintf("it asks at step %d, and the quorum does not stand for it", r.stop))
 	}
 }
 
@@ -291,8 +307,10 @@ func (s *standing) advance() {
 func (s *standing) call() {
 	awaited, ids := map[*record]bool{}, []string{}
 	for _, r := range s.past.members {
-		if s.trains(r) {
+		if r.alive() && !r.waiting() { // it trains on, is about to ask, or has not been heard since this lighthouse started
 			awaited[r] = true
+		}
+		if s.trains(r) {
 			ids = append(ids, r.id)
 		}
 	}
@@ -310,7 +328,7 @@ func (s *standing) tick() {
 	s.reconsider()
 	if !s.called.IsZero() && s.now.Sub(s.called) >= s.policy.HeartbeatTimeout {
 		for _, r := range s.past.members {
-			if s.awaited[r] && s.trains(r) {
+			if s.awaited[r] && s.trains(r) && r.attends {
 				s.fail(r, Unanswered, fmt.Sprintf("it has not answered the call of the next quorum for %s ms", milliseconds(s.now.Sub(s.called))))
 			}
 		}

@@ -96,7 +96,7 @@ var mistakes = []mistake{
 	},
 	{
 		"broken connections ignored", "quorum/machine.go", "		m.disconnected(e.ReplicaID)\n", "		if !$ {\n			m.disconnected(e.ReplicaID)\n		}\n",
-		only(crash), []string{ruleSoon, ruleMemory},
+		only(crash), []string{ruleSoon},
 	},
 	{
 		"failures not reported", "quorum/machine.go", "		m.do(Failed{QuorumID", "		if $ {\n			continue\n		}\n		m.do(Failed{QuorumID",
@@ -231,7 +231,7 @@ var mistakes = []mistake{
 		// The others wait for the heartbeat timeout, unless one of their collectives fails earlier and the check of the suspect finds the
 		// failure.
 		"a stream's end unnoticed", "lighthouse/member.go", "if job.streams.remove(s) && job.ended == nil {", "if job.streams.remove(s) && job.ended == nil && !$ {",
-		only(crash), []string{ruleSoon},
+		only(crash), []string{ruleSoon, ruleMemory},
 	},
 	{
 		"an absent lighthouse fails the round", "manager/retry.go", "case rpc.IsUnavailable(err):", "case !$ && rpc.IsUnavailable(err):",

@@ -56,10 +56,6 @@ var mistakes = []mistake{
 		nil, []string{ruleOneSet},
 	},
 	{
-		"quorum_id stays after failed commits", "quorum/form.go", `failing != "" || m.reconnect`, `failing != "" && !$ || m.reconnect`,
-		only(flaky, accuse), []string{ruleProgress, ruleTogether},
-	},
-	{
 		"ids begin at 0 again", "quorum/machine.go", "floor: firstID(term, start.UnixMilli())", "floor: firstID(term, start.UnixMilli()*map[bool]int64{true: 0, false: 1}[$])",
 		func(s *setup) { s.disk = false; only(killLighthouse, crash)(s) }, []string{ruleIDs, ruleOneSet},
 	},
@@ -93,10 +89,6 @@ var mistakes = []mistake{
 	{
 		"heartbeats kept for ever", "quorum/roster.go", "if now.Sub(r.lastBeat) < s.timeout {", "if now.Sub(r.lastBeat) < s.timeout || $ {",
 		only(vanish), []string{ruleMemory, ruleForms, ruleSoon, ruleReported},
-	},
-	{
-		"broken connections ignored", "quorum/machine.go", "		m.disconnected(e.ReplicaID)\n", "		if !$ {\n			m.disconnected(e.ReplicaID)\n		}\n",
-		only(crash), []string{ruleSoon},
 	},
 	{
 		"failures not reported", "quorum/machine.go", "		m.do(Failed{QuorumID", "		if $ {\n			continue\n		}\n		m.do(Failed{QuorumID",
@@ -141,10 +133,6 @@ var mistakes = []mistake{
 			s.compute = 2 * time.Second
 			only(crash)(s)
 		}, []string{ruleBehind},
-	},
-	{
-		"endless waits for an unshown quorum", "quorum/recall.go", "now.Sub(s.since) < s.policy.HeartbeatTimeout", "(now.Sub(s.since) < s.policy.HeartbeatTimeout || $)",
-		func(s *setup) { *s = claims(*s) }, []string{ruleUnshown},
 	},
 	{
 		"a finished training is kept", "quorum/machine.go", "if m.past.latest == nil || slices", "if m.past.latest == nil || $ || slices",

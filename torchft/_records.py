@@ -89,6 +89,7 @@ class QuorumRequest:
         committed_quorum_id: the quorum in which this rank's weights were committed; -1: none since the start of its
             process, 0: not known.
         replays_failed_steps: whether this rank replays failed steps. Its group does if all of its ranks do.
+        asks_each_step: whether this rank's group asks for each step, so that no quorum with it stands (LocalSGD).
         layout: digest and size of the tensors that this rank reduces; empty: not known. The lighthouse refuses a group
             that reduces other tensors than the groups of the job.
         drain: whether this rank requests that its group drains. The result reports that to all ranks of the group.
@@ -105,6 +106,7 @@ class QuorumRequest:
     group_world_size: int = 0
     committed_quorum_id: int = 0
     replays_failed_steps: bool = False
+    asks_each_step: bool = False
     layout: str = ""
     drain: bool = False
     traceparent: str = field(default="", compare=False)

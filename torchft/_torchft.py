@@ -273,7 +273,7 @@ class ManagerClient(_Native):
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
         """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs from it."""
-        result = begun if isinstance(begun, int) else self._go.collect(begun)
+        result: Any = begun if isinstance(begun, int) else self._go.collect(begun)
         if last is not None and isinstance(result, int):
             last.max_step = result
             return last

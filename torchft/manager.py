@@ -467,6 +467,7 @@ class Manager(Stateful, Stepping):
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
             committed_quorum_id=self._committed_quorum_id,
             replays_failed_steps=self._replayer.enabled,
+            asks_each_step=self._data.averages_weights or self._layout.lines is not None,  # LocalSGD, DiLoCo
             layout=layout,
             drain=self._signals.drain_request(self._logger.info),
             traceparent=self._trace.asks(self._step),

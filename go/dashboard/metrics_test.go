@@ -65,6 +65,7 @@ torchft_member_failures_total{cause="parted",training_job="default"} 0
 torchft_member_failures_total{cause="rank",training_job="default"} 0
 torchft_member_failures_total{cause="silent",training_job="default"} 1
 torchft_member_failures_total{cause="stalled",training_job="default"} 0
+torchft_member_failures_total{cause="unanswered",training_job="default"} 0
 torchft_member_failures_total{cause="unreachable",training_job="default"} 0
 # HELP torchft_members Members by state.
 # TYPE torchft_members gauge

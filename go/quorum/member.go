@@ -22,7 +22,10 @@ type Member struct {
 	// ReplaysFailedSteps: the ranks of the group keep the gradients that they reduce. When a peer fails, they need not compute
 	// the step again: they reduce the kept gradients with the remaining groups.
 	ReplaysFailedSteps bool
-	Handles            []string // reconfigure handles, one per group rank; empty if the group runs version 0.2.0
+	// AsksEachStep: the group asks for each step, so that a quorum with it never stands. A failure between two of its steps, which may
+	// take minutes (LocalSGD), costs none then.
+	AsksEachStep bool
+	Handles      []string // reconfigure handles, one per group rank; empty if the group runs version 0.2.0
 	// Layouts: a digest and the size of what each rank reduces, or a single one that all ranks have; empty: not known. Rank i reduces
 	// with rank i of the other groups, so these must be equal in all groups.
 	Layouts []string
@@ -47,7 +50,7 @@ func (m *Member) SetState(s State) {
 // SameButState reports whether two members are equal in all fields but those of their State.
 func (m *Member) SameButState(o *Member) bool {
 	return m.ReplicaID == o.ReplicaID && m.Address == o.Address && m.StoreAddress == o.StoreAddress &&
-		m.WorldSize == o.WorldSize && m.ShrinkOnly == o.ShrinkOnly && m.ReplaysFailedSteps == o.ReplaysFailedSteps && m.Data == o.Data &&
+		m.WorldSize == o.WorldSize && m.ShrinkOnly == o.ShrinkOnly && m.ReplaysFailedSteps == o.ReplaysFailedSteps && m.AsksEachStep == o.AsksEachStep && m.Data == o.Data &&
 		slices.Equal(m.Handles, o.Handles) && slices.Equal(m.Layouts, o.Layouts) && bytes.Equal(m.Unknown, o.Unknown)
 }
 

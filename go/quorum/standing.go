@@ -11,8 +11,8 @@ import (
 // The largest of these is the step of the round: all members train until that step, and ask for the next quorum there (Round).
 //
 // A quorum stands if all of its members attend by stream and are at the same step with the same weights. So the one in which a member heals
-// does not, nor does the one of step 0, in which the groups synchronise their initial weights. While a quorum does not stand, its members ask
-// for each step.
+// does not, nor does the one of step 0, in which the groups synchronise their initial weights, nor one with a group that asks for
+// each step (Member.AsksEachStep). While a quorum does not stand, its members ask for each step.
 //
 // Invariants:
 //
@@ -51,7 +51,7 @@ func (s *standing) stands(in []*record, members []Member) bool {
 	first := members[0].State()
 	for i, r := range in {
 		m := members[i].State()
-		if !r.attends || r.draining != "" || m.Step != first.Step || m.CommittedQuorumID != first.CommittedQuorumID {
+		if !r.attends || r.draining != "" || members[i].AsksEachStep || m.Step != first.Step || m.CommittedQuorumID != first.CommittedQuorumID {
 			return false
 		}
 	}

@@ -20,6 +20,8 @@ type Request struct {
 	GroupWorldSize     int64  `json:"group_world_size"`    // as configured for this rank; 0: not reported
 	// ReplaysFailedSteps: this rank keeps its gradients, and can reduce them again (quorum.Member).
 	ReplaysFailedSteps bool `json:"replays_failed_steps"`
+	// AsksEachStep: no quorum of this rank's group stands (quorum.Member).
+	AsksEachStep bool `json:"asks_each_step"`
 	// Layout has a digest of the tensors that this rank reduces, and their size (quorum.Member.Layouts); empty: not known.
 	Layout string `json:"layout"`
 	// Drain: a signal requested that this rank's group leaves. It is not sent to the lighthouse: the machine keeps it, like the
@@ -54,6 +56,7 @@ func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree b
 		agree = agree && a.Step == first.Step && (silent || a.CommittedQuorumID == first.CommittedQuorumID)
 		member.Step = min(member.Step, a.Step)
 		member.ShrinkOnly = member.ShrinkOnly || a.ShrinkOnly
+		member.AsksEachStep = member.AsksEachStep || a.AsksEachStep
 		member.ReplaysFailedSteps = member.ReplaysFailedSteps && a.ReplaysFailedSteps
 		member.CommitFailures = max(member.CommitFailures, a.CommitFailures)
 		if a.Handle != "" {

@@ -187,7 +187,7 @@ func (h *together) decided(m *member, a AnswerVote) {
 
 // act lets a rank do its next action, and reports whether it had one.
 func (h *together) act(m *member) bool {
-	switch key := ""; m.phase {
+	switch m.phase {
 	case "":
 		if m.stands == m.step && !m.failed[m.result.QuorumID] {
 			m.result.MaxStep, m.phase = m.step, "trains"
@@ -200,18 +200,16 @@ func (h *together) act(m *member) bool {
 			Step: m.step, CommittedQuorumID: m.committed, CommitFailures: m.failures,
 		}})
 	case "trains": // it sends its part of the average
-		key = fmt.Sprint(m.result.QuorumID, m.step)
 		if m.loses {
 			m.loses = false
 			h.vote(m, false)
 			return true
 		}
-		h.arrived[key]++
+		h.arrived[fmt.Sprint(m.result.QuorumID, m.step)]++
 		m.phase, m.since = "waits", h.now
 	case "waits":
-		key = fmt.Sprint(m.result.QuorumID, m.step)
 		switch {
-		case h.arrived[key] == len(m.result.ReplicaIDs):
+		case h.arrived[fmt.Sprint(m.result.QuorumID, m.step)] == len(m.result.ReplicaIDs):
 			h.vote(m, true)
 		case m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout:
 			h.vote(m, false)
@@ -338,7 +336,7 @@ type deviation struct {
 
 // run plays a history: so many actions, with deviations. Then it goes on without any.
 func (h *together) run(actions int, deviations []deviation) {
-	for i := 0; i < actions; i++ {
+	for i := range actions {
 		skip := 0
 		for _, d := range deviations {
 			switch {

@@ -48,6 +48,7 @@ type QuorumMember struct {
 	// Its ranks keep the inputs of their reductions. If a peer fails in mid-step, they reduce these inputs again with
 	// the remaining groups.
 	ReplaysFailedSteps bool `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
+	AsksEachStep       bool `protobuf:"varint,142,opt,name=asks_each_step,json=asksEachStep,proto3" json:"asks_each_step,omitempty"` // it asks for each step: a quorum with it does not stand
 	// The layouts of its ranks (ManagerQuorumRequest.layout): one per group rank, or a single one that all of them have.
 	// Empty: a rank announces none. A lighthouse never admits a group whose layouts differ from those of the job.
 	Layouts       []string `protobuf:"bytes,141,rep,name=layouts,proto3" json:"layouts,omitempty"`
@@ -158,6 +159,13 @@ func (x *QuorumMember) GetCommittedQuorumId() int64 {
 func (x *QuorumMember) GetReplaysFailedSteps() bool {
 	if x != nil {
 		return x.ReplaysFailedSteps
+	}
+	return false
+}
+
+func (x *QuorumMember) GetAsksEachStep() bool {
+	if x != nil {
+		return x.AsksEachStep
 	}
 	return false
 }
@@ -450,6 +458,7 @@ type ManagerQuorumRequest struct {
 	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	// As QuorumMember.replays_failed_steps: the group replays failed steps if all its ranks do.
 	ReplaysFailedSteps bool `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
+	AsksEachStep       bool `protobuf:"varint,142,opt,name=asks_each_step,json=asksEachStep,proto3" json:"asks_each_step,omitempty"` // as QuorumMember.asks_each_step
 	// Digest and size of the tensors that this rank reduces, for people and to be compared; empty: not known.
 	Layout      string `protobuf:"bytes,141,opt,name=layout,proto3" json:"layout,omitempty"`
 	Traceparent string `protobuf:"bytes,150,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the step, empty unless the rank traces
@@ -555,6 +564,13 @@ func (x *ManagerQuorumRequest) GetCommittedQuorumId() int64 {
 func (x *ManagerQuorumRequest) GetReplaysFailedSteps() bool {
 	if x != nil {
 		return x.ReplaysFailedSteps
+	}
+	return false
+}
+
+func (x *ManagerQuorumRequest) GetAsksEachStep() bool {
+	if x != nil {
+		return x.AsksEachStep
 	}
 	return false
 }
@@ -3668,7 +3684,7 @@ var File_torchft_proto protoreflect.FileDescriptor
 
 const file_torchft_proto_rawDesc = "" +
 	"\n" +
-	"\rtorchft.proto\x12\atorchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xac\x03\n" +
+	"\rtorchft.proto\x12\atorchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd3\x03\n" +
 	"\fQuorumMember\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
@@ -3683,7 +3699,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fcommit_failures\x18\b \x01(\x03R\x0ecommitFailures\x12/\n" +
 	"\x13reconfigure_handles\x18\t \x03(\tR\x12reconfigureHandles\x12.\n" +
 	"\x13committed_quorum_id\x18d \x01(\x03R\x11committedQuorumId\x121\n" +
-	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12\x19\n" +
+	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12%\n" +
+	"\x0easks_each_step\x18\x8e\x01 \x01(\bR\fasksEachStep\x12\x19\n" +
 	"\alayouts\x18\x8d\x01 \x03(\tR\alayouts\"\x96\x01\n" +
 	"\x06Quorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x129\n" +
@@ -3700,7 +3717,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x1aLighthouseHeartbeatRequest\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\"\x1d\n" +
-	"\x1bLighthouseHeartbeatResponse\"\xf0\x03\n" +
+	"\x1bLighthouseHeartbeatResponse\"\x97\x04\n" +
 	"\x14ManagerQuorumRequest\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
@@ -3713,7 +3730,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x12reconfigure_handle\x18\a \x01(\tR\x11reconfigureHandle\x12(\n" +
 	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\x12.\n" +
 	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x121\n" +
-	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12\x17\n" +
+	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12%\n" +
+	"\x0easks_each_step\x18\x8e\x01 \x01(\bR\fasksEachStep\x12\x17\n" +
 	"\x06layout\x18\x8d\x01 \x01(\tR\x06layout\x12!\n" +
 	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\x12\x15\n" +
 	"\x05drain\x18\xa0\x01 \x01(\bR\x05drain\"\xa8\a\n" +

@@ -28,6 +28,7 @@ func MemberFromProto(m *torchftpb.QuorumMember) quorum.Member {
 		CommitFailures:     m.GetCommitFailures(),
 		CommittedQuorumID:  m.GetCommittedQuorumId(),
 		ReplaysFailedSteps: m.GetReplaysFailedSteps(),
+		AsksEachStep:       m.GetAsksEachStep(),
 		Handles:            m.GetReconfigureHandles(),
 		Layouts:            m.GetLayouts(),
 		Unknown:            m.ProtoReflect().GetUnknown(),
@@ -47,6 +48,7 @@ func MemberToProto(m quorum.Member) *torchftpb.QuorumMember {
 		CommitFailures:     m.CommitFailures,
 		CommittedQuorumId:  m.CommittedQuorumID,
 		ReplaysFailedSteps: m.ReplaysFailedSteps,
+		AsksEachStep:       m.AsksEachStep,
 		ReconfigureHandles: m.Handles,
 		Layouts:            m.Layouts,
 	}
@@ -120,6 +122,7 @@ func RequestToProto(r round.Request) *torchftpb.ManagerQuorumRequest {
 		ReconfigureHandle:  r.Handle,
 		GroupWorldSize:     r.GroupWorldSize,
 		ReplaysFailedSteps: r.ReplaysFailedSteps,
+		AsksEachStep:       r.AsksEachStep,
 		Layout:             r.Layout,
 		Drain:              r.Drain,
 	}
@@ -138,6 +141,7 @@ func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 		Handle:             p.GetReconfigureHandle(),
 		GroupWorldSize:     p.GetGroupWorldSize(),
 		ReplaysFailedSteps: p.GetReplaysFailedSteps(),
+		AsksEachStep:       p.GetAsksEachStep(),
 		Layout:             p.GetLayout(),
 		Drain:              p.GetDrain(),
 	}

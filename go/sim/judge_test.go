@@ -26,6 +26,7 @@ type judge struct {
 	quorums map[int64][]string // the members of each
 
 	up      bool          // the lighthouse runs
+	over    bool          // the history is over: the groups end, one after the other
 	rough   int           // number of current faults that suspend the rules with a time limit (fault.rough)
 	unclear int           // number of current faults with fault.unclear
 	blurred time.Duration // when the last fault with fault.unclear ended

@@ -64,7 +64,10 @@ func (j *job) untilSettled() {
 // end shuts all groups and the lighthouse down in order.
 func (j *job) end() {
 	var groups []*group
-	j.note(func(*judge) { groups = append(groups, j.groups...) })
+	j.note(func(judge *judge) {
+		judge.over = true
+		groups = append(groups, j.groups...)
+	})
 	for _, g := range groups {
 		if g != nil {
 			how := leave

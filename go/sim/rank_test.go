@@ -177,9 +177,12 @@ func (r *rank) leaves() bool {
 	err := r.client.Leave(ctx) // after its timeout the group leaves anyway
 	all := false
 	r.note(func(judge *judge) {
-		if r.g.left++; err == nil {
+		r.g.left++
+		switch {
+		case s.upstream.has(r.g.slot): // it asks no lighthouse whether it may end
+		case err == nil:
 			judge.released(r.g.life)
-		} else if judge.changed < began {
+		case judge.changed < began:
 			judge.unreleased(r.g.life, err)
 		}
 		all = r.g.left == len(r.g.ranks)

@@ -401,6 +401,8 @@ class Manager(Stateful, Stepping):
         LocalSGD, it returns when there is one and this group has healed. With a :class:`torchft.data.ElasticDataLoader`
         it does nothing: the loader begins each step.
 
+        If this rank has reduced in the step before, and not voted on it, that step is lost for all groups.
+
         Args:
             allow_heal: whether to fetch a peer's state when this group is behind.
             shrink_only: the quorum must have no new members.
@@ -436,6 +438,10 @@ class Manager(Stateful, Stepping):
         # before the request: once this group is in a quorum, the other groups would wait as well
         self._backlog.make_room(request.timeout)
         if self._current.undecided:
+            if len(self._current.collectives) > 0 and inputs is None:
+                # The quorum may stand: in the same connection, a collective of this attempt would meet a later one of
+                # the peers' attempt.
+                self._current.collectives.abort()
             self._current.dropped()
             self._trace.ended(self._step, self._current)
         self._discard_unloaded_heal()

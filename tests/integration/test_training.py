@@ -332,6 +332,38 @@ def test_a_rank_that_skips_a_batch_and_says_so_ends_the_step_at_once(votes: bool
     assert ends == [before + (lost if votes or group != 1 else []) + after for group in range(3)]
 
 
+def test_a_step_that_is_begun_again_is_lost_for_all_groups() -> None:
+    """Its collectives would meet later ones of the other group: those of the next one, and of the next step."""
+
+    def loop(rank: Rank) -> list[tuple[int, Optional[bool], list[float]]]:
+        manager = rank.start_manager(init_sync=False)
+        rank.cluster.wait_for_healthy(2)
+        history: list[tuple[int, Optional[bool], list[float]]] = []
+        again = False
+        while manager.current_step() < 6:
+            manager.start_quorum()
+            step = manager.current_step()
+            means: list[float] = []
+            for value in (step + 0.25, step + 0.5):
+                tensor = torch.full((4,), value)
+                manager.allreduce(tensor).wait()
+                means.append(tensor[0].item())
+                if step == 3 and rank.group == 1 and not again:
+                    again = True
+                    history.append((step, None, means))
+                    break
+            else:
+                history.append((step, manager.should_commit(), means))
+        return history
+
+    with Cluster(min_replicas=2) as cluster:
+        ends = results(*(cluster.start(loop, group=group) for group in range(2)))
+    committed = [(step, True, [step + 0.25, step + 0.5]) for step in range(6)]
+    for end, lost in zip(ends, (False, None)):
+        assert [attempt[:2] for attempt in end if not attempt[1]] == [(3, lost)]
+        assert [attempt for attempt in end if attempt[1]] == committed
+
+
 def test_late_peer_does_not_write_into_the_next_step() -> None:
     """Group 0 aborts a collective and continues with the same memory. Group 1, which is late, must lose the step."""
     late, ended = Gate(), Gate()

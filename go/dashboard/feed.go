@@ -97,6 +97,15 @@ func (f *Feed) Round(quorumID, step int64, groups int, waited time.Duration, now
 	f.pace.round(quorumID, step, now)
 }
 
+// Advanced records the step that a quorum that stands has come to.
+func (f *Feed) Advanced(quorumID, step int64, groups int, now time.Time) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.meters.advanced(step, now)
+	f.history.Advanced(step, groups, now)
+	f.pace.round(quorumID, step, now)
+}
+
 // Run looks at the job until stop is closed, and sends changes to viewers. It looks without viewers too, every lookUnseen: the rows show
 // since when each member is in its state.
 func (f *Feed) Run(stop <-chan struct{}) {

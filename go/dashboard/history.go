@@ -139,10 +139,23 @@ func (h *History) known(id int64) int64 {
 
 // Round adds a point for a round, unless the last point is too recent.
 func (h *History) Round(step int64, groups int, now time.Time) {
-	p := Point{At: now.UnixMilli(), Step: step, Groups: groups, Trained: h.latest.Trained}
-	if h.latest.At != 0 && step > h.latest.Step {
-		p.Trained++ // there is one round for each step
+	trained := int64(0)
+	if step > h.latest.Step {
+		trained = 1 // the round follows one step, or the steps of a quorum that stood, which Advanced has counted
 	}
+	h.add(step, groups, trained, now)
+}
+
+// Advanced adds a point for a quorum that stands, unless the last point is too recent.
+func (h *History) Advanced(step int64, groups int, now time.Time) {
+	h.add(step, groups, max(0, step-h.latest.Step), now)
+}
+
+func (h *History) add(step int64, groups int, trained int64, now time.Time) {
+	if h.latest.At == 0 {
+		trained = 0 // an earlier lighthouse has seen these steps
+	}
+	p := Point{At: now.UnixMilli(), Step: step, Groups: groups, Trained: h.latest.Trained + trained}
 	h.latest = p
 	if n := len(h.points); n > 0 {
 		// A change of the number of groups always adds a point: the distance to the next point shows the cost of the change.

@@ -104,3 +104,15 @@ func TestAStateOfALaterStepIsNoThroughput(t *testing.T) {
 	}
 	assert.Equal(t, []int64{0, 1, 2, 3, 3, 4}, trained)
 }
+
+// A quorum that stands has a report for many steps. The round that follows it counts none of them again.
+func TestTheStepsOfAQuorumThatStandsCount(t *testing.T) {
+	var h History
+	h.Advanced(900, 2, start) // an earlier lighthouse has seen these steps
+	h.Round(901, 2, start.Add(time.Second))
+	h.Advanced(941, 2, start.Add(2*time.Second))
+	h.Advanced(950, 2, start.Add(3*time.Second))
+	h.Round(950, 3, start.Add(3*time.Second))
+	h.Round(951, 3, start.Add(4*time.Second))
+	assert.Equal(t, int64(51), h.latest.Trained)
+}

@@ -56,9 +56,12 @@ type meters struct {
 	quorum     prometheus.Histogram
 	step       prometheus.Histogram
 
-	lastStep  int64
-	lastRound time.Time
+	lastStep int64
+	lastAt   time.Time // when the job came to that step; zero: not known
 }
+
+// mostSteps bounds the steps that are observed at once: after an absence of the lighthouse there may be millions.
+const mostSteps = 1000
 
 func newMeters(job string) *meters {
 	labels := prometheus.Labels{"training_job": job}
@@ -74,7 +77,7 @@ func newMeters(job string) *meters {
 		})
 	}
 	m := &meters{
-		rounds:     counter("torchft_quorum_rounds_total", "Quorums answered, one for each step."),
+		rounds:     counter("torchft_quorum_rounds_total", "Quorums answered. While a quorum stands, its members train on without another one."),
 		changes:    counter("torchft_quorum_changes_total", "Quorums with other members than the one before."),
 		failures:   map[quorum.Cause]prometheus.Counter{},
 		heartbeats: counter("torchft_heartbeats_total", "Heartbeats, which members send when they send nothing else."),
@@ -117,12 +120,22 @@ func (m *meters) all() []prometheus.Metric {
 func (m *meters) round(step int64, waited time.Duration, now time.Time) {
 	m.rounds.Inc()
 	m.quorum.Observe(waited.Seconds())
-	if step == m.lastStep+1 && !m.lastRound.IsZero() { // otherwise a group with a later checkpoint has joined
-		m.step.Observe(now.Sub(m.lastRound).Seconds())
+	if step == m.lastStep+1 { // otherwise a group with a later checkpoint has joined
+		m.advanced(step, now)
 	}
-	if step != m.lastStep || m.lastRound.IsZero() {
-		m.lastStep, m.lastRound = step, now
+	if step != m.lastStep || m.lastAt.IsZero() {
+		m.lastStep, m.lastAt = step, now
 	}
+}
+
+// advanced is called with the step that the job has come to.
+func (m *meters) advanced(step int64, now time.Time) {
+	if steps := step - m.lastStep; !m.lastAt.IsZero() && steps > 0 {
+		for range min(steps, mostSteps) {
+			m.step.Observe(now.Sub(m.lastAt).Seconds() / float64(steps))
+		}
+	}
+	m.lastStep, m.lastAt = step, now
 }
 
 func (m *meters) event(e Event) {

@@ -83,7 +83,7 @@ torchft_quorum_changes_total{training_job="default"} 1
 # HELP torchft_quorum_id Id of the latest quorum.
 # TYPE torchft_quorum_id gauge
 torchft_quorum_id{training_job="default"} 3
-# HELP torchft_quorum_rounds_total Quorums answered, one for each step.
+# HELP torchft_quorum_rounds_total Quorums answered. While a quorum stands, its members train on without another one.
 # TYPE torchft_quorum_rounds_total counter
 torchft_quorum_rounds_total{training_job="default"} 8
 # HELP torchft_regressions_total Quorums below the step that the job had reached: later steps are lost.
@@ -112,6 +112,25 @@ torchft_step_seconds_sum{training_job="default"} 10.4
 torchft_step_seconds_count{training_job="default"} 5
 `), "torchft_drains_total", "torchft_healed_bytes_total", "torchft_heals_total", "torchft_heartbeats_total", "torchft_lost_steps_total", "torchft_kills_total", "torchft_member_failures_total", "torchft_members", "torchft_quorum_changes_total", "torchft_quorum_id",
 		"torchft_quorum_rounds_total", "torchft_step_seconds"))
+}
+
+func TestTheStepsOfAQuorumThatStandsAreNoRounds(t *testing.T) {
+	f := NewFeed("default", (&job{}).current)
+	f.Round(3, 4, 2, 20*time.Millisecond, start)
+	f.Advanced(3, 54, 2, start.Add(time.Second))
+	f.Advanced(3, 1_000_054, 2, start.Add(time.Hour)) // the lighthouse was away
+	f.Round(3, 1_000_054, 2, 20*time.Millisecond, start.Add(time.Hour))
+	out := httptest.NewRecorder()
+	Metrics(func() []*Feed { return []*Feed{f} }).ServeHTTP(out, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	for _, line := range []string{
+		`torchft_quorum_rounds_total{training_job="default"} 2`,
+		`torchft_quorum_seconds_count{training_job="default"} 2`,
+		`torchft_step_seconds_count{training_job="default"} 1050`,
+		`torchft_step_seconds_bucket{training_job="default",le="0.005"} 1000`,
+		`torchft_step_seconds_bucket{training_job="default",le="0.02"} 1050`,
+	} {
+		assert.Contains(t, out.Body.String(), line+"\n")
+	}
 }
 
 func TestTheMetricsAreNamedAsPrometheusWantsThem(t *testing.T) {

@@ -288,7 +288,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				MemberFailed: &torchftpb.MemberFailed{QuorumId: a.QuorumID, ReplicaId: a.ReplicaID, Reason: a.Reason},
 			}})
 		case quorum.Advanced:
-			j.board.Round(a.QuorumID, a.Step, a.Members, 0, now)
+			j.board.Advanced(a.QuorumID, a.Step, a.Members, now)
 		case quorum.Recall:
 			j.streams.recall(a.ReplicaID, a.QuorumID)
 		case quorum.Doubted:

@@ -51,6 +51,7 @@ func (m *Machine) deliver(d decision) {
 		slices.SortFunc(d.in, byID)
 	}
 	before := m.past.latest
+	m.standing.ended(d.in)
 	q := &Quorum{Members: make([]Member, len(d.in)), Created: m.now}
 	failing := ""
 	for i, r := range d.in {

@@ -216,8 +216,11 @@ func (m *Machine) disconnected(id string) {
 		r.attends = false
 	}
 	m.drains.disconnected(id)
-	m.roster.disconnected(id, m.now)
-	m.failed = append(m.failed, m.roster.expire(m.now, m.standing.deaf(nil))...) // the grace may be 0
+	deaf := m.standing.deaf(nil)
+	if !deaf { // otherwise the lighthouse's own pings have found that it is cut off
+		m.roster.disconnected(id, m.now)
+	}
+	m.failed = append(m.failed, m.roster.expire(m.now, deaf)...) // the grace may be 0
 }
 
 // adopted resets the state that belongs to the previous quorum, after a quorum that was formed before this lighthouse started became

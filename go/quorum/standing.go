@@ -335,8 +335,8 @@ func (s *standing) tick() {
 	}
 	least := int64(0)
 	for i, r := range s.past.members {
-		if !s.holds(r) {
-			return
+		if !s.holds(r) || r.lastBeat.Before(s.watch.began) {
+			return // the heartbeats of one interval together: else the steps of an interval would be divided by a part of it
 		}
 		if i == 0 || r.step < least {
 			least = r.step
@@ -344,8 +344,29 @@ func (s *standing) tick() {
 	}
 	if least > s.past.step {
 		s.watch.advanced(least - s.past.step)
-		s.past.step = least
-		s.do(Advanced{s.past.latestID(), least, len(s.past.members)})
+		s.come(least)
+	}
+}
+
+// come records the step that the latest quorum has come to.
+func (s *standing) come(step int64) {
+	s.past.step = step
+	s.do(Advanced{s.past.latestID(), step, len(s.past.members)})
+}
+
+// ended records the steps that the members have made in a quorum that stood, since their last heartbeats. Its members ask for the next one.
+func (s *standing) ended(in []*record) {
+	if s.past.latest == nil || !s.past.latest.Stands {
+		return
+	}
+	step := s.past.step
+	for _, r := range in {
+		if m := r.member(); r.previous && m.CommittedQuorumID == s.past.latestID() {
+			step = max(step, m.Step)
+		}
+	}
+	if step > s.past.step {
+		s.come(step)
 	}
 }
 

@@ -402,7 +402,7 @@ class ManagerClient(_Native):
 
 
 class LighthouseServer(_Server):
-    """The server of a job that tracks its members and forms the quorum of each step. In production it runs as
+    """The server of a job that tracks its members and forms their quorums. In production it runs as
     ``torchft_lighthouse``. It ends with ``shutdown`` or the last reference.
 
     ``TORCHFT_TOKEN_FILE`` and ``TORCHFT_TLS_CERT``, ``_KEY``, ``_CLIENT_CA`` protect it, as they protect a

@@ -1,4 +1,4 @@
-"""The servers and clients that replica groups use to find each other and to agree on every step.
+"""The servers and clients that replica groups use to find each other and to agree on each change.
 
 They can be used without the rest of torchft, to build another kind of fault tolerance on the same quorum.
 """

@@ -109,6 +109,9 @@ func (m *meters) observe(event round.Event, actions []round.Action, now time.Tim
 		case round.AnswerVote: // one for each rank
 			if vote, ok := event.(round.Voted); ok && m.began == votePhase {
 				m.voted(vote.Step, a.ShouldCommit, now)
+				if a.Stands { // the ranks begin the next step, and do not ask
+					m.begins(stepPhase, now)
+				}
 			}
 		case round.Fail:
 			m.failed()

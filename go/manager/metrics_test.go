@@ -42,6 +42,27 @@ func scrape(t *testing.T, c *fttest.Cluster, g *fttest.Group, token string) (int
 	return resp.StatusCode, string(body)
 }
 
+// While a quorum stands, a step is the time from one vote to the next.
+func TestThePhasesOfAQuorumThatStands(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := c.StartGroup("a", 1)
+		answers{a.QuorumWith(rankclient.Request{Step: 1, CommittedQuorumID: 7}, time.Minute)}.results(t)
+		for step := range int64(3) {
+			time.Sleep(2 * time.Second)
+			require.NoError(t, (<-a.Vote(0, 1+step, true, time.Minute)).Err)
+		}
+		_, body := scrape(t, c, a, "")
+		for _, want := range []string{
+			`torchft_manager_phase_seconds_count{group="a",phase="quorum",training_job="default"} 1`,
+			`torchft_manager_phase_seconds_count{group="a",phase="step",training_job="default"} 3`,
+			`torchft_manager_phase_seconds_sum{group="a",phase="step",training_job="default"} 6`,
+		} {
+			assert.Contains(t, body, want+"\n")
+		}
+	})
+}
+
 func TestTheMetricsOfAGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -35,7 +35,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Keeps the list of live groups, and forms the quorum of the next step.
+// Keeps the list of live groups, and forms their quorums.
 type LighthouseServiceClient interface {
 	Quorum(ctx context.Context, in *LighthouseQuorumRequest, opts ...grpc.CallOption) (*LighthouseQuorumResponse, error)
 	Heartbeat(ctx context.Context, in *LighthouseHeartbeatRequest, opts ...grpc.CallOption) (*LighthouseHeartbeatResponse, error)
@@ -73,7 +73,7 @@ func (c *lighthouseServiceClient) Heartbeat(ctx context.Context, in *LighthouseH
 // All implementations must embed UnimplementedLighthouseServiceServer
 // for forward compatibility.
 //
-// Keeps the list of live groups, and forms the quorum of the next step.
+// Keeps the list of live groups, and forms their quorums.
 type LighthouseServiceServer interface {
 	Quorum(context.Context, *LighthouseQuorumRequest) (*LighthouseQuorumResponse, error)
 	Heartbeat(context.Context, *LighthouseHeartbeatRequest) (*LighthouseHeartbeatResponse, error)

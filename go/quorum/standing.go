@@ -333,6 +333,9 @@ func (s *standing) tick() {
 			}
 		}
 	}
+	if s.now.Before(s.roster.lenient) {
+		return // heartbeats from before an absence may still arrive: the steps of that time would be divided by a part of it
+	}
 	least := int64(0)
 	for i, r := range s.past.members {
 		if !s.holds(r) || r.lastBeat.Before(s.watch.began) {

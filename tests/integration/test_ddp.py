@@ -59,7 +59,7 @@ def reference(micro_batches: int = 1) -> dict[str, torch.Tensor]:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
-        groups = [0, 1] if step > JOIN_AT else [0]
+        groups = [0, 1] if step > JOIN_AT + 1 else [0]  # group 1 joins in the next step, and heals in it
         optimizer.zero_grad()
         for group in groups:
             for micro in range(micro_batches):
@@ -97,7 +97,7 @@ class Training:
             if rank.group == 0 and step == JOIN_AT:
                 self.join.open()
                 self.joined.wait()
-                # The joining group must be in this quorum: wait until the lighthouse has its request
+                # The joining group must be in the next quorum: wait until the lighthouse has its request
                 rank.cluster.wait_for_waiters(1)
             optimizer.zero_grad()
             for micro in range(self.micro_batches):

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
@@ -28,7 +29,8 @@ func crowd(n int) (*job, []*stream) {
 	s.jobs[j.name] = j
 	all := make([]*stream, n)
 	for i := range all {
-		one := &stream{job: j, replicaID: fmt.Sprintf("%06d", i), sending: true}
+		one := &stream{job: j, replicaID: fmt.Sprintf("%06d", i), wire: unread{}}
+		one.sender.Post(func() { <-s.stop })
 		j.greeting, all[i] = one, one
 		_ = j.feed(quorum.Greeted{ReplicaID: one.replicaID})
 	}
@@ -38,9 +40,31 @@ func crowd(n int) (*job, []*stream) {
 	return j, all
 }
 
+// unread is the stream of a member that does not read, and ends with the server.
+type unread struct {
+	grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
+}
+
+func (unread) SendMsg(any) error                       { return errShutdown }
+func (unread) Send(*torchftpb.LighthouseMessage) error { return errShutdown }
+
+// What is queued for a member that does not read is bounded, and the stream notices it.
+func TestTheQueueOfAMemberThatDoesNotReadIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j, all := crowd(1)
+		for range 2000 {
+			all[0].post(heard)
+		}
+		assert.True(t, all[0].deaf.Load())
+		j.shutDown()
+		<-all[0].sender.Flushed()
+	})
+}
+
 // shutDown ends a crowd.
 func (j *job) shutDown() {
 	j.close(errShutdown)
+	close(j.server.stop)
 	j.server.tasks.Wait()
 }
 
@@ -64,13 +88,6 @@ var bursts = []struct {
 	{"drain", func(j *job, all []*stream) {
 		for _, one := range all {
 			_ = j.drain(one.replicaID, "maintenance")
-		}
-	}},
-	{"recall", func(j *job, all []*stream) {
-		for i, one := range all {
-			j.mu.Lock()
-			j.streams.recall(one.replicaID, int64(i))
-			j.mu.Unlock()
 		}
 	}},
 	{"send", func(j *job, all []*stream) {

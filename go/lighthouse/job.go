@@ -290,7 +290,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Advanced:
 			j.board.Advanced(a.QuorumID, a.Step, a.Members, now)
 		case quorum.Recall:
-			j.streams.recall(a.ReplicaID, a.QuorumID)
+			j.streams.send(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: a.QuorumID}})
 		case quorum.Doubted:
 			j.log.Warn("torchft: a report of a member is ignored", "replica_id", a.ReplicaID, "reason", a.Reason)
 		case quorum.Refused:

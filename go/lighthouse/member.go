@@ -4,7 +4,6 @@ import (
 	"errors"
 	"log/slog"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -35,8 +34,6 @@ const (
 	answeredEvery = time.Second / 3
 	// greetingTimeout is how long a stream may be silent at its beginning.
 	greetingTimeout = 5 * time.Second
-	// mostOutgoing bounds the messages that are queued for a member that does not read.
-	mostOutgoing = 64
 	// longestText is the length in bytes to which texts of members are shortened, such as the reason of a failure.
 	longestText = 1 << 10
 )
@@ -63,21 +60,9 @@ type stream struct {
 	stale    bool            // its messages no longer count: the machine does not know its greeting (renew)
 	refused  error           // the machine refused its greeting
 
-	mu      sync.Mutex
-	outbox  []outgoing
-	sending bool
-	senders sync.WaitGroup
-	drained chan struct{} // capacity 1: signals keepUp that flush has taken the outbox
-}
-
-// outgoing is a queued message.
-type outgoing struct {
-	number  uint64
-	answer  answer // to an ask
-	welcome *torchftpb.Welcome
-	recall  int64
-	closing bool
-	news    []rpc.Encoded // reports about members, and questions to this member: one message each
+	sender rpc.Sender
+	broken bool        // nothing can be sent any more; only send uses it
+	deaf   atomic.Bool // the queue was full: its member does not read
 }
 
 // Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the lighthouse asks members to
@@ -103,16 +88,12 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 		wire:       wire,
 		replicaID:  greeting.GetReplicaId(),
 		recallable: greeting.GetLighthouses() > 0,
-		drained:    make(chan struct{}, 1),
 	}
 	if err := s.begin(greeting); err != nil {
 		return err
 	}
 	defer s.end()
 	for {
-		if err := s.keepUp(); err != nil {
-			return err
-		}
 		message, err := wire.Recv()
 		if err == nil {
 			err = m.server.cluster.check(wire.Context())
@@ -122,6 +103,13 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 		}
 		if err := s.receive(message); err != nil {
 			return err
+		}
+		if s.deaf.Swap(false) { // its messages are not received until it reads, so it counts as silent
+			select {
+			case <-s.sender.Flushed():
+			case <-wire.Context().Done():
+				return status.FromContextError(wire.Context().Err()).Err()
+			}
 		}
 	}
 }
@@ -187,11 +175,11 @@ func (s *stream) welcome(w quorum.Welcome) {
 	if answers {
 		alive = min(alive, answeredEvery)
 	}
-	s.post(outgoing{welcome: &torchftpb.Welcome{
+	s.post(encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{
 		AliveIntervalUs: max(1, alive.Microseconds()), Term: w.Term, AnswersAlive: answers,
-	}})
+	}}}))
 	if w.Draining != "" {
-		s.post(outgoing{news: encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining}})})
+		s.post(encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining}}))
 	}
 }
 
@@ -201,7 +189,7 @@ func (j *job) answersAlive() bool { return len(j.cfg.Cluster) > 0 }
 // end returns when no goroutine uses the stream: gRPC allows no Send after the handler has returned.
 func (s *stream) end() {
 	s.ended.Store(true)
-	defer s.senders.Wait()
+	defer s.sender.Wait()
 	job := s.job
 	job.mu.Lock()
 	defer job.mu.Unlock()
@@ -232,7 +220,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Alive:
 		s.job.board.Heard()
 		if s.job.answersAlive() {
-			s.post(outgoing{news: heard})
+			s.post(heard)
 		}
 		return s.feed(quorum.Beat{ReplicaID: s.replicaID, Step: message.GetStep()})
 	case *torchftpb.MemberMessage_Stopped:
@@ -326,11 +314,11 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 	job.mu.Lock()
 	defer job.mu.Unlock()
 	if job.ended != nil {
-		s.post(outgoing{number: ask.GetNumber(), answer: answer{err: job.ended}})
+		s.answer(ask.GetNumber(), answer{err: job.ended})
 		return nil
 	}
 	if s.stale {
-		s.post(outgoing{number: ask.GetNumber(), answer: answer{err: errStale}})
+		s.answer(ask.GetNumber(), answer{err: errStale})
 		return nil
 	}
 	s.forget()
@@ -348,7 +336,7 @@ func (s *stream) await(number uint64, timeout time.Duration) {
 	s.waiter = s.job.waiters.AddFunc(func(a answer) {
 		s.waiter = 0
 		endSpan(s.span, a)
-		s.post(outgoing{number: number, answer: a})
+		s.answer(number, a)
 	})
 	// Somewhat sooner than the member's own timeout, after which it would not receive the reason why there is no quorum.
 	s.deadline = rpc.Sooner(time.Now().Add(timeout), answerMargin)
@@ -379,7 +367,7 @@ func (s *stream) expire() {
 		return
 	}
 	reason := s.job.reason(time.Now()) // before forget: the reason counts this request, too
-	s.post(outgoing{number: s.number, answer: answer{err: status.Errorf(codes.DeadlineExceeded, "no quorum in time: %s", reason)}})
+	s.answer(s.number, answer{err: status.Errorf(codes.DeadlineExceeded, "no quorum in time: %s", reason)})
 	s.forget()
 }
 
@@ -397,101 +385,57 @@ func (s *stream) forget() {
 	}
 }
 
-// post queues a message, and never blocks. News is dropped if the queue is full: it only makes the member react sooner, and the
-// member's next quorum has the same information.
-func (s *stream) post(o outgoing) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if o.news != nil && len(s.outbox) >= mostOutgoing {
-		return
-	}
-	s.outbox = append(s.outbox, o)
-	if !s.sending {
-		s.sending = true
-		rpc.Go(&s.senders, s.job.log, "answers of a stream", s.flush)
-	}
-}
-
-// keepUp blocks while the queue of a member that does not read is full. Meanwhile the member's messages are not received, so it
-// counts as silent.
-func (s *stream) keepUp() error {
-	for {
-		s.mu.Lock()
-		n := len(s.outbox)
-		s.mu.Unlock()
-		if n < mostOutgoing {
-			return nil
-		}
-		select {
-		case <-s.drained:
-		case <-s.wire.Context().Done():
-			return status.FromContextError(s.wire.Context().Err()).Err()
-		}
-	}
-}
-
-// flush sends the queue. If a message cannot be sent, it sends a failure instead; if that fails, too, the stream has broken, and
-// Recv in Attend returns the error.
-func (s *stream) flush() {
-	for {
-		s.mu.Lock()
-		batch := s.outbox
-		s.outbox = nil
-		s.sending = len(batch) > 0
-		s.mu.Unlock()
-		if len(batch) == 0 {
-			return
-		}
-		select {
-		case s.drained <- struct{}{}:
-		default:
-		}
-		for _, o := range batch {
-			if err := s.send(o); err != nil && s.fail(o.number, err) != nil {
-				return // sending stays true, so that nothing more is sent
+// post queues messages that answer no request, and never blocks.
+func (s *stream) post(messages []rpc.Encoded) {
+	s.queue(0, func() error {
+		for _, message := range messages {
+			if err := s.wire.SendMsg(message); err != nil {
+				return err
 			}
 		}
-	}
+		return nil
+	})
 }
 
-func (s *stream) send(o outgoing) (err error) {
-	defer rpc.Recovered(s.job.log, "an answer on a stream", &err)
-	switch {
-	case o.welcome != nil:
-		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: o.welcome}})
-	case o.recall != 0:
-		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: o.recall}})
-	case o.closing:
-		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Closing{Closing: true}})
-	case o.news != nil:
-		return s.sendAll(o.news)
-	case o.answer.err != nil:
-		return o.answer.err
-	}
-	d := o.answer.delivered
-	message, err := d.after(s.list)
-	if err != nil {
-		return err
-	}
-	if err := s.wire.SendMsg(rpc.Numbered{Number: o.number, Message: message}); err != nil {
-		return err
-	}
-	s.list = d.list
-	return nil
-}
-
-func (s *stream) sendAll(messages []rpc.Encoded) error {
-	for _, message := range messages {
-		if err := s.wire.SendMsg(message); err != nil {
-			return err
+// answer queues the answer to a request, and never blocks.
+func (s *stream) answer(number uint64, a answer) {
+	s.queue(number, func() error {
+		if a.err != nil {
+			return a.err
 		}
-	}
-	return nil
+		message, err := a.delivered.after(s.list)
+		if err == nil {
+			err = s.wire.SendMsg(rpc.Numbered{Number: number, Message: message})
+		}
+		if err == nil {
+			s.list = a.delivered.list
+		}
+		return err
+	})
 }
 
-func (s *stream) fail(number uint64, err error) error {
-	f := status.Convert(err)
-	return s.wire.Send(&torchftpb.LighthouseMessage{Number: number, Message: &torchftpb.LighthouseMessage_Failure{
-		Failure: &torchftpb.CallFailure{Code: uint32(f.Code()), Message: f.Message()},
-	}})
+// queue queues a message. It is dropped if the queue is full, which bounds the memory that a member takes. A request whose answer is
+// dropped ends at its deadline.
+func (s *stream) queue(number uint64, send func() error) {
+	if !s.sender.Post(func() { s.send(number, send) }) {
+		s.deaf.Store(true)
+	}
+}
+
+// send sends a message. If that fails, it sends a failure instead; if that fails, too, the stream has broken, and Recv in Attend returns
+// the error.
+func (s *stream) send(number uint64, send func() error) {
+	if s.broken {
+		return
+	}
+	err := func() (err error) {
+		defer rpc.Recovered(s.job.log, "an answer on a stream", &err)
+		return send()
+	}()
+	if err != nil {
+		f := status.Convert(err)
+		s.broken = s.wire.Send(&torchftpb.LighthouseMessage{Number: number, Message: &torchftpb.LighthouseMessage_Failure{
+			Failure: &torchftpb.CallFailure{Code: uint32(f.Code()), Message: f.Message()},
+		}}) != nil
+	}
 }

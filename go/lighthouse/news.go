@@ -108,7 +108,7 @@ func (j *job) sendNews(now time.Time) {
 func (j *job) tell(messages []rpc.Encoded) {
 	j.onceKept(func() {
 		for one := range j.streams.all() {
-			one.post(outgoing{news: messages})
+			one.post(messages)
 		}
 	})
 }

@@ -69,14 +69,7 @@ func (s *streams) each(replicaID string) iter.Seq[*stream] {
 func (s *streams) renew() {
 	for one := range s.all() {
 		one.stale = true
-		one.post(outgoing{closing: true})
-	}
-}
-
-// recall asks a member for the quorum that it knows.
-func (s *streams) recall(replicaID string, quorumID int64) {
-	for one := range s.each(replicaID) {
-		one.post(outgoing{recall: quorumID})
+		one.post(closing)
 	}
 }
 
@@ -84,7 +77,7 @@ func (s *streams) recall(replicaID string, quorumID int64) {
 func (s *streams) send(replicaID string, message *torchftpb.LighthouseMessage) {
 	news := encodeNews(message)
 	for one := range s.each(replicaID) {
-		one.post(outgoing{news: news})
+		one.post(news)
 	}
 }
 
@@ -94,14 +87,17 @@ func (s *streams) call(j *job, replicaIDs []string, message *torchftpb.Lighthous
 	j.onceKept(func() {
 		for _, id := range replicaIDs {
 			for one := range s.each(id) {
-				one.post(outgoing{news: news})
+				one.post(news)
 			}
 		}
 	})
 }
 
+// closing tells a member that its stream ends.
+var closing = encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Closing{Closing: true}})
+
 func (s *streams) close() {
 	for one := range s.all() {
-		one.post(outgoing{closing: true})
+		one.post(closing)
 	}
 }

@@ -29,7 +29,7 @@ func (j *job) check(p quorum.Check) {
 	var before []int64
 	for one := range j.streams.each(p.ReplicaID) {
 		streams, before = append(streams, one), append(before, one.received.Load())
-		one.post(outgoing{news: encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}})})
+		one.post(encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}}))
 	}
 	rpc.Go(&j.server.tasks, j.log, "check", func() {
 		var reached bool
@@ -101,7 +101,7 @@ func (j *job) askProgress(ids []string, now time.Time) {
 	news := encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true}})
 	for _, id := range ids {
 		for one := range j.streams.each(id) {
-			one.post(outgoing{news: news})
+			one.post(news)
 		}
 		if len(j.streams.of[id]) == 0 {
 			// An upstream member cannot answer. It counts as waiting for others, so that it is never reported as stalled.

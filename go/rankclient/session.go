@@ -316,12 +316,8 @@ const farewellTime = 200 * time.Millisecond
 
 // flush returns when the queued requests have been sent, or farewellTime is over.
 func (s *clientStream) flush() {
-	sent := s.sender.Flushed()
-	if sent == nil {
-		return
-	}
 	select {
-	case <-sent:
+	case <-s.sender.Flushed():
 	case <-time.After(farewellTime):
 	}
 }

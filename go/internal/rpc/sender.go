@@ -24,12 +24,17 @@ func (s *Sender) Post(send func()) bool {
 	if len(s.queue) >= mostPosted {
 		return false
 	}
+	s.add(send)
+	return true
+}
+
+// add adds a function to the queue. The caller holds mu.
+func (s *Sender) add(send func()) {
 	s.queue = append(s.queue, send)
 	if !s.busy {
 		s.busy = true
 		s.tasks.Go(s.run)
 	}
-	return true
 }
 
 func (s *Sender) run() {
@@ -45,12 +50,12 @@ func attempt(send func()) {
 	send()
 }
 
-// Flushed returns a channel that is closed when all functions queued so far have run. It returns nil if the queue is full.
+// Flushed returns a channel that is closed when all functions queued so far have run.
 func (s *Sender) Flushed() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	flushed := make(chan struct{})
-	if !s.Post(func() { close(flushed) }) {
-		return nil
-	}
+	s.add(func() { close(flushed) })
 	return flushed
 }
 

@@ -118,16 +118,20 @@ class Cluster:
             return json.load(response)
 
     def wait_for_waiters(self, count: int) -> None:
-        """Waits until this number of groups wait for a quorum."""
+        """Waits until this number of groups wait for a quorum. Groups whose quorum stands wait for none."""
         self._poll("waiters", count)
+
+    def wait_for_another(self) -> None:
+        """Waits until two groups are in the quorum, or one waits to join it."""
+        self._poll("waiters", 1, lambda now: len(now["quorum"]) > 1)
 
     def wait_for_healthy(self, count: int) -> None:
         """Waits until this number of groups are healthy. From then on none of them gets a quorum alone."""
         self._poll("healthy", count)
 
-    def _poll(self, what: str, count: int) -> None:
+    def _poll(self, what: str, count: int, unless: Callable[[Any], bool] = lambda now: False) -> None:
         deadline = time.monotonic() + 60
-        while (now := self.status()[what]) < count:
+        while (now := (status := self.status())[what]) < count and not unless(status):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: {now} of {count}")
             time.sleep(0.01)

@@ -151,14 +151,9 @@ def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
             rank.crash()
             restart.open()
 
-        def healed(rank: Rank) -> None:
-            """The survivor, which has continued alone, waits here for the request of the restarted group."""
-            cluster.wait_for_waiters(1)
-
         loop = Loop(start_with=2, settings={"use_async_quorum": use_async_quorum})
         loop.events[1, 3, 0] = crash
-        if world_size == 1:
-            loop.events[0, 6, 0] = healed
+        loop.events[0, 6, 0] = lambda rank: cluster.wait_for_another()  # the restarted group
         first = cluster.start(loop, group=0, world_size=world_size)
         second = cluster.start(loop, group=1, world_size=world_size)
         cluster.wait(restart)
@@ -494,7 +489,7 @@ def test_native_groups() -> None:
     with Cluster(make_pg=make) as cluster:
         loop = Loop(start_with=2)
         loop.events[1, 3, 0] = crash
-        loop.events[0, 6, 0] = lambda rank: cluster.wait_for_waiters(1)
+        loop.events[0, 6, 0] = lambda rank: cluster.wait_for_another()
         first = cluster.start(loop, group=0)
         second = cluster.start(loop, group=1)
         cluster.wait(restart)

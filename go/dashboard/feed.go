@@ -38,7 +38,6 @@ type Feed struct {
 	wholes  map[int64]*whole // first messages for viewers that join before the next change, by the last event that they know
 	closed  bool
 	looked  time.Time
-	pace    pace
 	meters  *meters
 }
 
@@ -89,21 +88,19 @@ func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures[cause].Inc() }
 func (f *Feed) Heard() { f.meters.heartbeats.Inc() }
 
 // Round records the step of the job, and how long the quorum took since the first group asked for it.
-func (f *Feed) Round(quorumID, step int64, groups int, waited time.Duration, now time.Time) {
+func (f *Feed) Round(step int64, groups int, waited time.Duration, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.meters.round(step, waited, now)
 	f.history.Round(step, groups, now)
-	f.pace.round(quorumID, step, now)
 }
 
 // Advanced records the step that a quorum that stands has come to.
-func (f *Feed) Advanced(quorumID, step int64, groups int, now time.Time) {
+func (f *Feed) Advanced(step int64, groups int, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.meters.advanced(step, now)
 	f.history.Advanced(step, groups, now)
-	f.pace.round(quorumID, step, now)
 }
 
 // Run looks at the job until stop is closed, and sends changes to viewers. It looks without viewers too, every lookUnseen: the rows show
@@ -138,7 +135,7 @@ func (f *Feed) look() {
 	if now := f.now(); now.After(f.looked) {
 		f.looked = now
 		clear(f.wholes)
-		change := f.board.Look(status, f.pace.duration(now), now)
+		change := f.board.Look(status, now)
 		if f.history.latest.At != 0 {
 			point := f.history.latest
 			point.At = now.UnixMilli()

@@ -21,11 +21,11 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	j.set(member("a", 7), member("b", 7), failed)
 	f := NewFeed("default", j.current)
 	for i := range 5 {
-		f.Round(3, int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
+		f.Round(int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
 	}
-	f.Round(3, 4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // step 4 again, since it was not committed: this is not counted as a step
-	f.Round(3, 5, 2, 20*time.Millisecond, start.Add(10400*time.Millisecond))
-	f.Round(4, 5000, 2, 20*time.Millisecond, start.Add(10500*time.Millisecond)) // a group with a checkpoint joins: no step took so short
+	f.Round(4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // step 4 again, since it was not committed: this is not counted as a step
+	f.Round(5, 2, 20*time.Millisecond, start.Add(10400*time.Millisecond))
+	f.Round(5000, 2, 20*time.Millisecond, start.Add(10500*time.Millisecond)) // a group with a checkpoint joins: no step took so short
 	f.Record(Event{Kind: QuorumChanged})
 	f.Failed(quorum.Silent)
 	f.Failed(quorum.Connection)
@@ -116,10 +116,10 @@ torchft_step_seconds_count{training_job="default"} 5
 
 func TestTheStepsOfAQuorumThatStandsAreNoRounds(t *testing.T) {
 	f := NewFeed("default", (&job{}).current)
-	f.Round(3, 4, 2, 20*time.Millisecond, start)
-	f.Advanced(3, 54, 2, start.Add(time.Second))
-	f.Advanced(3, 1_000_054, 2, start.Add(time.Hour)) // the lighthouse was away
-	f.Round(3, 1_000_054, 2, 20*time.Millisecond, start.Add(time.Hour))
+	f.Round(4, 2, 20*time.Millisecond, start)
+	f.Advanced(54, 2, start.Add(time.Second))
+	f.Advanced(1_000_054, 2, start.Add(time.Hour)) // the lighthouse was away
+	f.Round(1_000_054, 2, 20*time.Millisecond, start.Add(time.Hour))
 	out := httptest.NewRecorder()
 	Metrics(func() []*Feed { return []*Feed{f} }).ServeHTTP(out, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	for _, line := range []string{

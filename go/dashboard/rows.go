@@ -73,12 +73,12 @@ type Board struct {
 	order   []string // ids in the order of the status
 }
 
-// Look compares a status with the previous one, and returns the changes. step is the duration of a step.
-func (b *Board) Look(status quorum.Status, step time.Duration, now time.Time) Change {
+// Look compares a status with the previous one, and returns the changes.
+func (b *Board) Look(status quorum.Status, now time.Time) Change {
 	before := b.rows
 	b.rows = make(map[string]Row, len(status.Members))
 	b.order = b.order[:0]
-	b.head = headOf(b.head, status, step, now)
+	b.head = headOf(b.head, status, now)
 	b.head.Cluster = b.cluster
 	change := Change{Head: b.head, Rows: []Row{}}
 	for _, m := range status.Members {
@@ -107,10 +107,10 @@ func (b *Board) Whole() Change {
 	return whole
 }
 
-func headOf(old Head, s quorum.Status, step time.Duration, now time.Time) Head {
+func headOf(old Head, s quorum.Status, now time.Time) Head {
 	h := Head{
 		QuorumID: s.QuorumID, Groups: len(s.Quorum), Healthy: s.Healthy, Waiting: s.Candidates,
-		MinReplicas: s.MinReplicas, Step: s.MaxStep, StepMicros: step.Microseconds(), Reason: s.Reason, Unkept: s.Unkept,
+		MinReplicas: s.MinReplicas, Step: s.MaxStep, StepMicros: s.StepTime.Microseconds(), Reason: s.Reason, Unkept: s.Unkept,
 	}
 	// In a healthy job, the first group that asks for the next quorum waits for the others, for less than a step.
 	long := max(leastWait.Milliseconds(), s.MedianStepMS)

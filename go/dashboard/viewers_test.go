@@ -180,7 +180,7 @@ func TestMemoryIsBoundedForABrowserConnectedForADay(t *testing.T) {
 			for second := range 60 {
 				step := int64(60*minute + second)
 				j.set(member(name, step), member("group_1", step))
-				s.Round(3, step, 2, time.Millisecond, time.Now())
+				s.Round(step, 2, time.Millisecond, time.Now())
 				time.Sleep(time.Second)
 			}
 		}

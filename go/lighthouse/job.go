@@ -255,7 +255,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			j.waitLog.served()
-			j.board.Round(a.Quorum.ID, maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
+			j.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
 			j.latest = newDelivery(a.Quorum, j.latest)
 			j.deliver(a.Waiters, j.latest)
 		case quorum.Redeliver:
@@ -288,7 +288,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				MemberFailed: &torchftpb.MemberFailed{QuorumId: a.QuorumID, ReplicaId: a.ReplicaID, Reason: a.Reason},
 			}})
 		case quorum.Advanced:
-			j.board.Advanced(a.QuorumID, a.Step, a.Members, now)
+			j.board.Advanced(a.Step, a.Members, now)
 		case quorum.Recall:
 			j.streams.send(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: a.QuorumID}})
 		case quorum.Doubted:

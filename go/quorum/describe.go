@@ -29,8 +29,9 @@ type Status struct {
 	JoinTimeoutMS      int64 `json:"join_timeout_ms"`
 	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`
 
-	MedianStepMS   int64 `json:"median_step_ms"`   // of the last steps, 0 before the second
-	StalledAfterMS int64 `json:"stalled_after_ms"` // how long a step may take before a member without progress is reported
+	MedianStepMS   int64         `json:"median_step_ms"`   // of the last steps, 0 before the second
+	StepTime       time.Duration `json:"-"`                // the same, and 0 if the present step takes much longer
+	StalledAfterMS int64         `json:"stalled_after_ms"` // how long a step may take before a member without progress is reported
 }
 
 // MemberStatus is one replica group in Status.
@@ -79,6 +80,7 @@ func (m *Machine) Describe(now time.Time) Status {
 		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
 		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),
 		MedianStepMS:       m.watch.median().Milliseconds(),
+		StepTime:           m.watch.usual(now),
 		StalledAfterMS:     m.watch.timeout().Milliseconds(),
 	}
 	if d.cause == noRequest {

@@ -98,6 +98,15 @@ func (p *pace) median() time.Duration {
 	return steps[n/2]
 }
 
+// usual returns the median, and 0 if the present step has taken much longer, so that it says nothing about the speed of the job any more.
+func (w *watch) usual(now time.Time) time.Duration {
+	median := w.median()
+	if now.Sub(w.began) > max(leastStall, 3*median) {
+		return 0
+	}
+	return median
+}
+
 // timeout returns how long a step may take before a member is reported as stalled.
 func (w *watch) timeout() time.Duration {
 	if after := w.policy.StalledAfter; after > 0 {

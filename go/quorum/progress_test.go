@@ -30,3 +30,18 @@ func TestAStepOfManyMembersMayTakeLonger(t *testing.T) {
 		assert.Equal(t, members-1, asked(timeout-AnswerTime), "%d members", members)
 	}
 }
+
+// The speed of a job is the median of its steps, and unknown before the first, and when the present step takes much longer.
+func TestTheDurationOfAStep(t *testing.T) {
+	w := watch{core: &core{now: epoch}}
+	assert.Zero(t, w.usual(epoch))
+	for i, took := range []time.Duration{3 * time.Second, time.Second, 2 * time.Second} {
+		w.began, w.now = w.now, w.now.Add(took)
+		w.next(true)
+		assert.Equal(t, []time.Duration{3 * time.Second, 3 * time.Second, 2 * time.Second}[i], w.usual(w.now))
+	}
+	w.next(false)
+	w.advanced(1)
+	assert.Equal(t, 2*time.Second, w.usual(w.now.Add(6*time.Second)))
+	assert.Zero(t, w.usual(w.now.Add(7*time.Second)))
+}

@@ -346,10 +346,16 @@ def test_a_group_that_missed_a_commit_takes_over_its_state(cluster: Cluster) -> 
         if rank.group == 0 and step == 3 and not missed:
             missed.append(step)
             manager._end_collectives()
+            assert all(committed.acquire(timeout=60) for _ in range(2))
             manager._errors.lose(RuntimeError("the last collective failed here, after the others had finished"))
 
+    def begun(rank: Rank, manager: Manager, model: nn.Module) -> None:
+        if rank.group != 0:
+            manager.register_commit_hook(lambda step, *_: committed.release() if step == 3 else None)
+
     missed: list[int] = []
-    job = Job(3, then=miss)
+    committed = threading.Semaphore(0)
+    job = Job(3, begun=begun, then=miss)
     outcomes = job.run(cluster)
     late, others = outcomes[0], outcomes[1:]
     assert late.commits == [True] * 3 + [False] + [True] * (STEPS - 4)

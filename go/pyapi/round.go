@@ -114,48 +114,39 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// ManagerSuspect reports that a collective of a quorum has failed. replicaID is the member that is suspected, or empty if none
-// is.
-func ManagerSuspect(handle, quorumID int64, replicaID string) (found bool, err error) {
+// say makes a report, on a goroutine, so that Python does not wait for the network.
+func say(handle int64, report func(*rank.Client)) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
 	if err != nil {
 		return false, err
 	}
-	go client.Suspect(quorumID, replicaID) // on a goroutine, so that Python does not wait for the network
+	go report(client)
 	return true, nil
+}
+
+// ManagerSuspect reports that a collective of a quorum has failed. replicaID is the member that is suspected, or empty if none
+// is.
+func ManagerSuspect(handle, quorumID int64, replicaID string) (found bool, err error) {
+	return say(handle, func(c *rank.Client) { c.Suspect(quorumID, replicaID) })
 }
 
 // ManagerSayProgress reports whether this rank waits for other groups, and its activity in words.
 func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found bool, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return false, err
-	}
-	go client.ReportProgress(groupRank, waits, what)
-	return true, nil
+	return say(handle, func(c *rank.Client) { c.ReportProgress(groupRank, waits, what) })
 }
 
 // ManagerSayHealing reports the progress of a heal: the bytes that this rank has received, and the total.
 func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return false, err
-	}
-	go client.ReportHealing(membership.HealProgress{GroupRank: groupRank, Received: received, Total: total})
-	return true, nil
+	return say(handle, func(c *rank.Client) {
+		c.ReportHealing(membership.HealProgress{GroupRank: groupRank, Received: received, Total: total})
+	})
 }
 
 // ManagerSayRecovered reports what a recovery has cost this rank: a heal if healed is true, otherwise the failure of a peer in
 // the quorum. phases is a JSON list of pairs of a name and seconds.
 func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, bytes, stepsLost int64, phases string) (found bool, err error) {
 	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return false, err
-	}
 	r := membership.Recovered{GroupRank: groupRank, Healed: healed, QuorumID: quorumID, Step: step, Bytes: bytes, StepsLost: stepsLost}
 	var pairs [][2]any
 	if err := json.Unmarshal([]byte(phases), &pairs); err != nil {
@@ -166,23 +157,16 @@ func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, b
 		seconds, _ := pair[1].(float64)
 		r.Phases = append(r.Phases, membership.PhaseTime{Phase: name, Seconds: seconds})
 	}
-	go client.ReportRecovered(r)
-	return true, nil
+	return say(handle, func(c *rank.Client) { c.ReportRecovered(r) })
 }
 
 // ManagerSayCounted adds number to the counter of the manager server that has this name.
 func ManagerSayCounted(handle, groupRank int64, name string, number int64) (found bool, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return false, err
-	}
-	c := rankclient.Counted{GroupRank: groupRank, Name: name, Number: number}
-	if err := c.Validate(); err != nil {
+	counted := rankclient.Counted{GroupRank: groupRank, Name: name, Number: number}
+	if err := counted.Validate(); err != nil {
 		return false, ops.As(ops.Value, err)
 	}
-	go client.ReportCount(c)
-	return true, nil
+	return say(handle, func(c *rank.Client) { c.ReportCount(counted) })
 }
 
 // notice is the JSON of a notice. The fields other than kind are the attributes of MemberFailure in torchft/_records.py, with the

@@ -36,12 +36,7 @@ func GossipStart(config string, connectTimeoutUs int64, security string) (op int
 
 // GossipViewStart waits until the members agree on a view; the result is the JSON of agree.View, and the incarnation of this member.
 func GossipViewStart(handle, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	node, err := ops.Get[*gossip.Node](handle)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, node *gossip.Node) (any, error) {
 		view, err := node.View(ctx)
 		if timeout, ok := errors.AsType[*gossip.TimeoutError](err); ok {
 			return nil, ops.As(ops.Timeout, timeout)
@@ -53,21 +48,16 @@ func GossipViewStart(handle, timeoutUs int64) (op int64, err error) {
 			*agree.View
 			Incarnation int64 `json:"incarnation"`
 		}{view, node.ID().Incarnation})
-	}), nil
+	})
 }
 
 // GossipNewsStart waits for news about the view; the result is the JSON of agree.News.
 func GossipNewsStart(handle, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	node, err := ops.Get[*gossip.Node](handle)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, node *gossip.Node) (any, error) {
 		news, err := node.News(ctx)
 		if err != nil {
 			return nil, callFailed(err)
 		}
 		return toJSON(news)
-	}), nil
+	})
 }

@@ -25,12 +25,7 @@ func HealServerStart(pieceTimeoutUs, bytesPerSecond int64, inBackground bool) (o
 
 // HealPort returns the port on which a server listens.
 func HealPort(server int64) (port int64, err error) {
-	defer ops.Guard(&err)
-	s, err := ops.Get[*heal.Server](server)
-	if err != nil {
-		return 0, err
-	}
-	return s.Port(), nil
+	return with(server, func(s *heal.Server) (int64, error) { return s.Port(), nil })
 }
 
 // HealOffer offers registered memory (csrc/memory.c), in blocks whose size it chooses; the result is a handle.
@@ -50,63 +45,40 @@ func HealOffer(memory int64) (offer int64, err error) {
 
 // HealBlockSize returns the size of an offer's blocks in bytes.
 func HealBlockSize(offer int64) (bytes int64, err error) {
-	defer ops.Guard(&err)
-	o, err := ops.Get[*heal.Offer](offer)
-	if err != nil {
-		return 0, err
-	}
-	return o.BlockSize(), nil
+	return with(offer, func(o *heal.Offer) (int64, error) { return o.BlockSize(), nil })
 }
 
 // HealCopied announces a copy of a region of an offer: its address, and how many of its bytes are complete.
 func HealCopied(offer, region, address, ready int64) (done bool, err error) {
-	defer ops.Guard(&err)
-	o, err := ops.Get[*heal.Offer](offer)
-	if err != nil {
-		return false, err
-	}
-	return true, o.Copied(region, address, ready)
+	return with(offer, func(o *heal.Offer) (bool, error) { return true, o.Copied(region, address, ready) })
 }
 
 // HealCopyFailed announces that copying an offer has failed, with the reason.
 func HealCopyFailed(offer int64, reason string) (done bool, err error) {
-	defer ops.Guard(&err)
-	o, err := ops.Get[*heal.Offer](offer)
-	if err != nil {
-		return false, err
-	}
-	o.CopyFailed(reason)
-	return true, nil
+	return with(offer, func(o *heal.Offer) (bool, error) {
+		o.CopyFailed(reason)
+		return true, nil
+	})
 }
 
 // HealRevokeStart takes the memory of an offer back, except for copies; the result is false if the memory is still in use after the
 // timeout.
 func HealRevokeStart(offer, graceUs, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	o, err := ops.Get[*heal.Offer](offer)
-	if err != nil {
-		return 0, err
-	}
 	timeout := micros(timeoutUs)
-	return ops.Start(timeout+endTimeout, func(context.Context) (any, error) {
+	return start(offer, timeout+endTimeout, func(_ context.Context, o *heal.Offer) (any, error) {
 		return o.Revoke(micros(graceUs), timeout), nil
-	}), nil
+	})
 }
 
 // HealOfferEndStart takes all memory of an offer back; the result is false if it is still in use after the timeout.
 func HealOfferEndStart(offer int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	o, err := ops.Get[*heal.Offer](offer)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(2*endTimeout, func(context.Context) (any, error) {
+	return start(offer, 2*endTimeout, func(_ context.Context, o *heal.Offer) (any, error) {
 		ended := o.End(endTimeout)
 		if ended {
 			ops.Remove(offer)
 		}
 		return ended, nil
-	}), nil
+	})
 }
 
 // HealGrant lets one target read an offer; the result is a handle.
@@ -125,22 +97,12 @@ func HealGrant(server, offer int64) (grant int64, err error) {
 
 // HealSecret returns the secret that a target sends to use a grant.
 func HealSecret(grant int64) (secret string, err error) {
-	defer ops.Guard(&err)
-	g, err := ops.Get[*heal.Grant](grant)
-	if err != nil {
-		return "", err
-	}
-	return g.Secret(), nil
+	return with(grant, func(g *heal.Grant) (string, error) { return g.Secret(), nil })
 }
 
 // HealServed returns how many bytes were sent to a target.
 func HealServed(grant int64) (bytes int64, err error) {
-	defer ops.Guard(&err)
-	g, err := ops.Get[*heal.Grant](grant)
-	if err != nil {
-		return 0, err
-	}
-	return g.Served(), nil
+	return with(grant, func(g *heal.Grant) (int64, error) { return g.Served(), nil })
 }
 
 // HealFetch prepares a transfer into registered memory; the result is a handle. Memory on a device is filled through stages of
@@ -164,12 +126,7 @@ func HealFetch(memory, blockSize, streams int64, checked bool, stallUs, window i
 // HealStage provides a stage for the next window of a transfer; a stage must have room for a whole window. The result is the window's
 // number, -1 if none is left.
 func HealStage(fetch, address, length int64) (window int64, err error) {
-	defer ops.Guard(&err)
-	f, err := ops.Get[*heal.Fetch](fetch)
-	if err != nil {
-		return 0, err
-	}
-	return f.Stage(address, length)
+	return with(fetch, func(f *heal.Fetch) (int64, error) { return f.Stage(address, length) })
 }
 
 // HealAdd adds a source to a transfer.
@@ -188,26 +145,16 @@ func HealAdd(fetch int64, address, secret string, assigned bool) (done bool, err
 
 // HealWaitStart waits for progress of a transfer (heal.Fetch.Wait), or for the timeout; the result is the JSON of heal.Status.
 func HealWaitStart(fetch, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	f, err := ops.Get[*heal.Fetch](fetch)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(fetch, micros(timeoutUs), func(ctx context.Context, f *heal.Fetch) (any, error) {
 		return toJSON(f.Wait(ctx))
-	}), nil
+	})
 }
 
 // HealFetchEndStart ends a transfer: when the operation has ended, no thread writes to the memory.
 func HealFetchEndStart(fetch int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	f, err := ops.Get[*heal.Fetch](fetch)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(2*endTimeout, func(context.Context) (any, error) {
+	return start(fetch, 2*endTimeout, func(_ context.Context, f *heal.Fetch) (any, error) {
 		f.Close()
 		ops.Remove(fetch)
 		return true, nil
-	}), nil
+	})
 }

@@ -69,21 +69,17 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 // of quorumResult.
 func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return 0, err
-	}
 	req, err := parseRequest(request)
 	if err != nil {
 		return 0, err
 	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
 		result, err := client.Quorum(client.Below(ctx), req)
 		if err != nil {
 			return nil, callFailed(err)
 		}
 		return toJSON(newQuorumResult(result))
-	}), nil
+	})
 }
 
 // parseRequest refuses unknown fields, which would be dropped silently.
@@ -98,49 +94,33 @@ func parseRequest(text string) (req rankclient.Request, err error) {
 
 // ManagerCheckpointMetadataStart requests the checkpoint address that a group rank announced; the result is text.
 func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
 		metadata, err := client.CheckpointMetadata(ctx, groupRank)
 		return metadata, callFailed(err)
-	}), nil
+	})
 }
 
 // ManagerServerFinish is called before the server is released if the training is complete, but not if it was preempted.
 func ManagerServerFinish(handle int64) (found bool, err error) {
-	defer ops.Guard(&err)
-	server, err := ops.Get[*manager.Server](handle)
-	if err != nil {
-		return false, err
-	}
-	server.Finish()
-	return true, nil
+	return with(handle, func(server *manager.Server) (bool, error) {
+		server.Finish()
+		return true, nil
+	})
 }
 
 // ManagerTrace sets the W3C trace context of the step for the next quorum and vote. A rank that traces calls it before each quorum.
 func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return false, err
-	}
-	client.Trace.Store(&traceparent)
-	return true, nil
+	return with(handle, func(client *rank.Client) (bool, error) {
+		client.Trace.Store(&traceparent)
+		return true, nil
+	})
 }
 
 // ManagerLeaveStart announces that the group has completed its last step, and waits until its peers no longer need its data.
 func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
 		return nil, callFailed(client.Leave(ctx))
-	}), nil
+	})
 }
 
 // connectFailed makes the error of a constructor a RuntimeError in Python, also if a peer is not reached in time.

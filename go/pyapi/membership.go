@@ -26,11 +26,6 @@ func LighthouseClientStart(addr string, connectTimeoutUs int64, security string)
 
 // LighthouseQuorumStart requests to be in the next quorum; the result is the JSON of that quorum.
 func LighthouseQuorumStart(handle int64, replicaID, address, storeAddress string, step, worldSize int64, shrinkOnly bool, data string, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*lighthouses.Client](handle)
-	if err != nil {
-		return 0, err
-	}
 	member := quorum.Member{
 		ReplicaID:    replicaID,
 		Address:      address,
@@ -40,25 +35,20 @@ func LighthouseQuorumStart(handle int64, replicaID, address, storeAddress string
 		ShrinkOnly:   shrinkOnly,
 		Data:         data,
 	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any, error) {
 		q, err := client.Quorum(ctx, member, 0)
 		if err != nil {
 			return nil, callFailed(err)
 		}
 		return toJSON(newQuorumJSON(q))
-	}), nil
+	})
 }
 
 // LighthouseHeartbeatStart sends the heartbeat of a replica; there is no result.
 func LighthouseHeartbeatStart(handle int64, replicaID string, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*lighthouses.Client](handle)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any, error) {
 		return nil, callFailed(client.Heartbeat(ctx, replicaID))
-	}), nil
+	})
 }
 
 // The JSON of a quorum has the attributes of Quorum, QuorumMember and Timestamp in torchft/_records.py.

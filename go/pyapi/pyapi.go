@@ -41,14 +41,26 @@ func init() {
 
 func micros(us int64) time.Duration { return time.Duration(us) * time.Microsecond }
 
+// with calls do with the object of a handle.
+func with[T, R any](handle int64, do func(T) (R, error)) (result R, err error) {
+	defer ops.Guard(&err)
+	object, err := ops.Get[T](handle)
+	if err != nil {
+		return result, err
+	}
+	return do(object)
+}
+
+// start starts an operation on the object of a handle.
+func start[T any](handle int64, timeout time.Duration, do func(context.Context, T) (any, error)) (op int64, err error) {
+	return with(handle, func(object T) (int64, error) {
+		return ops.Start(timeout, func(ctx context.Context) (any, error) { return do(ctx, object) }), nil
+	})
+}
+
 // Address returns the address of a handle's server.
 func Address(handle int64) (address string, err error) {
-	defer ops.Guard(&err)
-	server, err := ops.Get[interface{ Address() string }](handle)
-	if err != nil {
-		return "", err
-	}
-	return server.Address(), nil
+	return with(handle, func(server interface{ Address() string }) (string, error) { return server.Address(), nil })
 }
 
 // ReleaseStart closes the object of a handle; the result is false if it was closed already.

@@ -77,12 +77,7 @@ func Forget(prepared int64) (found bool, err error) {
 // ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundPrepare). ManagerChangeStart's own result is
 // true, or false if there was no such round within the timeout.
 func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
 		select {
 		case <-client.Change:
 			return true, nil
@@ -91,18 +86,13 @@ func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 		case <-ctx.Done():
 			return false, nil
 		}
-	}), nil
+	})
 }
 
 // ManagerNoticeStart waits for a notice of the lighthouse: a member failed or stalled, the job regresses, or the lighthouse asks for
 // the progress of this rank. The result is the JSON of notice, or nil if there was none within the timeout.
 func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
 		select {
 		case f := <-client.Notices():
 			return toJSON(notice{[...]string{"failed", "stalled", "progress", "regressed"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason})
@@ -111,18 +101,15 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 		case <-ctx.Done():
 			return nil, nil
 		}
-	}), nil
+	})
 }
 
 // say makes a report, on a goroutine, so that Python does not wait for the network.
 func say(handle int64, report func(*rank.Client)) (found bool, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
-	if err != nil {
-		return false, err
-	}
-	go report(client)
-	return true, nil
+	return with(handle, func(client *rank.Client) (bool, error) {
+		go report(client)
+		return true, nil
+	})
 }
 
 // ManagerSuspect reports that a collective of a quorum has failed. replicaID is the member that is suspected, or empty if none

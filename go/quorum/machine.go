@@ -93,7 +93,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		// from forming a quorum.
 		unknown := e.Call && !m.Knows(e.ReplicaID) && m.past.latest != nil
 		r := m.roster.beat(e.ReplicaID, m.now)
-		r.step = max(r.step, e.Step)
+		r.reached(e.Step)
 		if unknown {
 			m.roster.update(r, m.now, func() { r.out = OnlyBeats })
 		}
@@ -183,7 +183,11 @@ func (m *Machine) asked(e Asked) bool {
 	if m.drains.stayed(id) {
 		m.reconnect.rejoined(id)
 	}
-	m.standing.asked(m.roster.members[id], e)
+	if m.standing.asked(m.roster.members[id], e) {
+		r := m.roster.beat(id, m.now)
+		r.number = max(r.number, e.Number)
+		return false
+	}
 	m.roster.ask(e, m.now)
 	m.past.outfit(e)
 	if e.Member.Step >= m.past.step {

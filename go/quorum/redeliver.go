@@ -44,6 +44,7 @@ func (m *Machine) redeliverPending() {
 		for _, w := range m.roster.answer(nil, r, m.now) {
 			m.do(Redeliver{w, m.past.latest})
 		}
+		m.standing.redelivered(r)
 	}
 }
 

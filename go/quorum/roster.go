@@ -304,6 +304,14 @@ func (s *roster) withdraw(w WaiterID, now time.Time) {
 	})
 }
 
+// withdrawAll removes all requests of a member.
+func (s *roster) withdrawAll(r *record, now time.Time) {
+	for _, q := range r.requests {
+		delete(s.waiters, q.waiter)
+	}
+	s.update(r, now, func() { r.requests = nil })
+}
+
 // answer removes the requests of a member, and appends their waiters to a list.
 func (s *roster) answer(waiters []WaiterID, r *record, now time.Time) []WaiterID {
 	for _, q := range r.requests {

@@ -2,6 +2,7 @@ package quorum
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"time"
 )
@@ -23,7 +24,9 @@ import (
 //  3. A member that has not answered the call within heartbeat_timeout_ms fails. So no call waits for ever.
 //  4. While a quorum stands and no member at all is heard, it is the lighthouse that is cut off: nobody counts as failed for its silence. Once
 //     a member is heard again, the others have heartbeat_timeout_ms to come back, and likewise after the lighthouse was stopped.
-//  5. A call needs no memory: after a restart of the lighthouse, a member that asks causes another one, and the others repeat their answers.
+//  5. A request below the step of the round completes no quorum: its member trains on, and withdraws it. Otherwise the quorum would be
+//     delivered to the others, and its member would not know of it.
+//  6. A call needs no memory: after a restart of the lighthouse, a member that asks causes another one, and the others repeat their answers.
 type standing struct {
 	*core
 	past   *memory
@@ -37,6 +40,9 @@ type standing struct {
 
 	holding bool // the latest quorum stands for one of its members
 }
+
+// maxStep is the largest step that a member may report. A larger one is ignored, as one below 0: it would overflow.
+const maxStep = math.MaxInt64 / 2
 
 // trains reports whether a member trains on in the latest quorum, without a request.
 func (s *standing) trains(r *record) bool { return s.holds(r) && r.alive() && !r.waiting() }
@@ -131,7 +137,8 @@ func (s *standing) wants(reason string) {
 // greeted records what a member that begins a stream reports. If its quorum has ended meanwhile, since a member of it failed (broken), or since
 // there was a later one, the member is told.
 func (s *standing) greeted(r *record, e Greeted, broken string) {
-	r.attends, r.standsIn, r.stop, r.step = true, e.StandsIn, 0, e.Step
+	r.attends, r.standsIn, r.stop, r.step = true, e.StandsIn, 0, 0
+	r.reached(e.Step)
 	if r.standsIn == s.past.latestID() && broken != "" {
 		s.over(r, broken)
 	}
@@ -175,8 +182,8 @@ func (s *standing) callAgain(r *record) {
 }
 
 // asked handles a request, before it is in the roster. A newcomer is a reason to call the next quorum. So is a member that asks at the end of
-// a step; after a lost step it parts with the others.
-func (s *standing) asked(r *record, e Asked) {
+// a step; after a lost step it parts with the others. It reports whether the member trains on, and withdraws the request.
+func (s *standing) asked(r *record, e Asked) (trainsOn bool) {
 	switch {
 	case r == nil || !r.previous:
 		s.joins(e.Member.ReplicaID)
@@ -188,9 +195,10 @@ func (s *standing) asked(r *record, e Asked) {
 		delete(s.awaited, r)
 		s.wants(r.id + " asks")
 		if e.Member.Step < s.round {
-			s.trainsOn(r)
+			return s.trainsOn(r)
 		}
 	}
+	return false
 }
 
 // joins handles a newcomer that asks, or that has asked before a quorum was known to stand.
@@ -239,18 +247,25 @@ func (s *standing) part(r *record, reason string) {
 	s.failed = append(s.failed, failure{r, Parts, reason})
 }
 
+// reached records the step that a member is in, as it reports.
+func (r *record) reached(step int64) {
+	if step <= maxStep {
+		r.step = max(r.step, step)
+	}
+}
+
 // stopped records the answer to a call.
 func (s *standing) stopped(e Stopped) {
 	r := s.roster.members[e.ReplicaID]
-	if r == nil || !s.trains(r) || e.QuorumID != r.standsIn || e.Step <= 0 || s.called.IsZero() {
+	if r == nil || !s.trains(r) || e.QuorumID != r.standsIn || e.Step <= 0 || e.Step > maxStep || s.called.IsZero() {
 		return // it has asked meanwhile, or the quorum has ended
 	}
-	r.stop = e.Step
+	r.stop = max(e.Step, r.step+1) // it is in r.step, whatever it answers
 	delete(s.awaited, r)
 	switch {
 	case s.round == 0:
-	case e.Step > s.round:
-		s.part(r, fmt.Sprintf("it has begun step %d, and the next quorum is that of step %d", e.Step-1, s.round))
+	case r.stop > s.round:
+		s.part(r, fmt.Sprintf("it has begun step %d, and the next quorum is that of step %d", r.stop-1, s.round))
 	default: // it has begun another stream, and may have missed the round
 		s.do(Round{e.QuorumID, s.round, []string{r.id}})
 	}
@@ -289,18 +304,21 @@ func (s *standing) advance() {
 			s.part(r, fmt.Sprintf("it left before step %d", r.stop))
 		case !s.holds(r) && r.alive():
 			s.trainsOn(r)
+		default:
+			s.roster.withdrawAll(r, s.now)
 		}
 	}
 }
 
 // trainsOn handles a member that asks before the round, which it may have missed. If the quorum does not stand for it any more, it cannot
 // train on, and the others are told.
-func (s *standing) trainsOn(r *record) {
-	if s.holds(r) {
-		s.do(Round{r.standsIn, s.round, []string{r.id}})
-	} else {
+func (s *standing) trainsOn(r *record) bool {
+	if !s.holds(r) {
 		s.part(r, fmt.Sprintf("it asks at step %d, and the quorum does not stand for it", r.stop))
+		return false
 	}
+	s.do(Round{r.standsIn, s.round, []string{r.id}})
+	return true
 }
 
 // call calls the next quorum, unless no member trains on.

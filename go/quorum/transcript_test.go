@@ -17,12 +17,12 @@ import (
 //
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid] [term=1]   a new machine, at 1000 ms, so that its first quorum is 1001
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [layout=L,...] [recallable]
-//	ask … [committed=1001]  likewise
+//	ask … [committed=1001] [each]   likewise; it asks for each step
 //	greet a [term=1] [known=1005] [step=3] [stands=1005] [at=7]   a member begins a stream; step is that of its last round, at the one that it is in
 //	stopped a 1005 step=7   its answer to a call
 //	parts a 1005     it has left quorum 1005, which stands
 //	changes a        it has to tell the others something
-//	recalled 1005 step=3 a b c [from=a] [highest=2000]   a shows quorum 1005; without from, the disk or the log does
+//	recalled 1005 step=3 a b c [from=a] [highest=2000] [committed=1004] [stands]   a shows quorum 1005; without from, the disk or the log does
 //	withdrawn 1      the request is withdrawn
 //	beat a b         heartbeats
 //	disconnected a           its last stream broke
@@ -90,6 +90,7 @@ func (r *scribe) run(words []string) []string {
 				Layouts:           strings.FieldsFunc(transcript.Option(args, "layout"), func(c rune) bool { return c == ',' }),
 				CommitFailures:    transcript.Number(r.t, transcript.Option(args, "failures")),
 				ShrinkOnly:        slices.Contains(args, "shrink"),
+				AsksEachStep:      slices.Contains(args, "each"),
 			},
 		})
 	case "greet":
@@ -109,8 +110,13 @@ func (r *scribe) run(words []string) []string {
 	case "recalled":
 		q := &Quorum{ID: transcript.Number(r.t, args[0]), Created: r.now}
 		for _, id := range args[2:] {
-			if !strings.Contains(id, "=") {
-				q.Members = append(q.Members, Member{ReplicaID: id, Address: "http://" + id, Step: transcript.Number(r.t, transcript.Option(args, "step"))})
+			if id == "stands" {
+				q.Stands = true
+			} else if !strings.Contains(id, "=") {
+				q.Members = append(q.Members, Member{
+					ReplicaID: id, Address: "http://" + id, Step: transcript.Number(r.t, transcript.Option(args, "step")),
+					CommittedQuorumID: transcript.Number(r.t, transcript.Option(args, "committed")),
+				})
 			}
 		}
 		require.NoError(r.t, q.Past().Validate())

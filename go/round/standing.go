@@ -99,7 +99,7 @@ func (m *Machine) called(e Called) []Action {
 	case m.closed != nil:
 		return nil
 	case m.gathering.round != 0:
-		m.toStop = e.QuorumID
+		m.toStop = max(m.toStop, e.QuorumID)
 		return nil
 	case !s.is(e.QuorumID):
 		return nil // this group is about to ask for another quorum

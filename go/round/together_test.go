@@ -1,14 +1,9 @@
 package round
 
 import (
-	"flag"
 	"fmt"
 	"slices"
-	"strings"
-	"testing"
 	"time"
-
-	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
@@ -16,23 +11,30 @@ import (
 
 // This file plays the lighthouse's machine together with the machines of up to four groups of one rank, in all histories with a bounded number
 // of deviations from one schedule (delay-bounded scheduling: Emmi, Qadeer, Rakamarić, POPL 2011). A deviation delays what would happen next, or
-// is a fault. Messages of one path arrive in order; a group receives quorums and notices by two paths.
+// is an event such as a failure (histories_test.go). Messages of one path arrive in order; a group receives quorums and notices by two paths.
+// The last group may be one of upstream: it has no stream, so it asks for each step, receives no notices, and reports neither the quorum of
+// its last commit nor the one that it is in.
 
 // together is one history.
 type together struct {
 	now        time.Time
 	lighthouse *quorum.Machine
+	kept       quorum.Keep // on the disk of the lighthouse
 	members    []*member
 	waiters    map[quorum.WaiterID]*member
 	waiter     quorum.WaiterID
-	arrived    map[string]int // how many members have arrived at a collective, by quorum and step
+	arrived    map[collective]int // how many members have arrived at it
 	commits    []commitment
 	formed     []*quorum.Quorum
 	turn       int
+	played     int // actions
 	lost       int // failed attempts
 	faults     int
+	logs       bool // whether the log is written
 	log        []string
 }
+
+type collective struct{ quorumID, step int64 }
 
 type commitment struct {
 	id, step, quorumID int64
@@ -41,11 +43,12 @@ type commitment struct {
 
 // member is a group: its machine, the model of its rank, and its stream.
 type member struct {
-	id               string
-	alive            bool
-	greeted          bool
-	machine          *Machine
-	known, knownStep int64 // of the round that it received last
+	id       string
+	upstream bool
+	alive    bool
+	greeted  bool
+	machine  *Machine
+	quorum   *quorum.Quorum // the one that it received last
 
 	up      []quorum.Event // to the lighthouse
 	answers []Event        // from it, by one path
@@ -57,18 +60,23 @@ type member struct {
 	step, committed, failures int64
 	stands                    int64 // the step that it may begin without a quorum; -1: none
 	result                    *recovery.Result
-	phase                     string // "", asks, trains, waits, votes
+	phase                     string // "", asks, trains, waits, left
 	failed                    map[int64]bool
 	healed                    bool
-	loses                     bool      // fault: its next step fails
+	loses                     bool      // fault: its next step fails before it has reduced
+	votesNo                   bool      // fault: it votes against its next step, after it has reduced
+	ends                      bool      // it ends between two steps
+	late                      [3]int    // for each path: nothing arrives before so many actions
 	since                     time.Time // when it began to wait for the others
 }
 
+var togetherPolicy = quorum.Policy{
+	MinReplicas: 1, JoinTimeout: 10 * time.Second, HeartbeatTimeout: 5 * time.Second, SuspectGrace: 200 * time.Millisecond,
+}
+
 func newTogether(groups int) *together {
-	h := &together{now: epoch, waiters: map[quorum.WaiterID]*member{}, arrived: map[string]int{}}
-	h.lighthouse = quorum.NewMachine(quorum.Policy{
-		MinReplicas: 1, JoinTimeout: 10 * time.Second, HeartbeatTimeout: 5 * time.Second, SuspectGrace: 200 * time.Millisecond,
-	}, epoch, 0)
+	h := &together{now: epoch, waiters: map[quorum.WaiterID]*member{}, arrived: map[collective]int{}}
+	h.lighthouse = quorum.NewMachine(togetherPolicy, epoch, 0)
 	for i := range groups {
 		h.members = append(h.members, &member{id: string(rune('a' + i)), stands: -1, committed: -1, failed: map[int64]bool{}})
 	}
@@ -78,13 +86,39 @@ func newTogether(groups int) *together {
 func (h *together) start(m *member) {
 	m.alive = true
 	m.machine = NewMachine(Group{ReplicaID: m.id, Address: "http://" + m.id, WorldSize: 1})
-	h.greet(m)
+	if !m.upstream {
+		h.greet(m)
+	}
 }
 
+// greet begins another stream: what was on its way on the one before is lost, and the shell sends again what the lighthouse has to know.
 func (h *together) greet(m *member) {
+	m.up, m.answers, m.notices, m.late = nil, nil, nil, [3]int{}
 	standsIn, step := m.machine.Standing()
-	m.up = append(m.up, quorum.Greeted{ReplicaID: m.id, Known: quorum.Claim{QuorumID: m.known, Step: m.knownStep}, StandsIn: standsIn, Step: step})
+	greeting := quorum.Greeted{ReplicaID: m.id, StandsIn: standsIn, Step: step}
+	if m.quorum != nil {
+		greeting.Known = quorum.Claim{QuorumID: m.quorum.ID, Step: m.quorum.Past().Step}
+	}
+	m.up = append(m.up, greeting)
 	m.greeted = true
+	h.group(m, Reached{})
+	h.again(m)
+	if m.phase == "left" {
+		h.leave(m)
+	}
+}
+
+// leave reports that a drained group has ended its last step.
+func (h *together) leave(m *member) {
+	_, step := m.machine.Standing()
+	m.phase, m.up = "left", append(m.up, quorum.Leaving{ReplicaID: m.id, Step: step})
+}
+
+// notify sends a notice to a member that has a stream.
+func (h *together) notify(id string, e Event) {
+	if m := h.of(id); m.alive && !m.upstream {
+		m.notices = append(m.notices, e)
+	}
 }
 
 // feed gives the lighthouse an event, and does what follows.
@@ -102,22 +136,34 @@ func (h *together) feed(e quorum.Event) {
 		case quorum.Failed:
 			h.logf("%s failed: %s", a.ReplicaID, a.Reason)
 			for _, m := range h.members {
-				m.notices = append(m.notices, MemberFailed{QuorumID: a.QuorumID, ReplicaID: a.ReplicaID, Reason: a.Reason})
+				h.notify(m.id, MemberFailed{QuorumID: a.QuorumID, ReplicaID: a.ReplicaID, Reason: a.Reason})
 			}
 		case quorum.Over:
-			m := h.of(a.ReplicaID)
-			m.notices = append(m.notices, MemberFailed{QuorumID: a.QuorumID, ReplicaID: a.ReplicaID, Reason: a.Reason})
+			h.notify(a.ReplicaID, MemberFailed{QuorumID: a.QuorumID, ReplicaID: a.ReplicaID, Reason: a.Reason})
 		case quorum.Call:
 			for _, id := range a.ReplicaIDs {
-				h.of(id).notices = append(h.of(id).notices, Called{a.QuorumID})
+				h.notify(id, Called{a.QuorumID})
 			}
 		case quorum.Round:
 			h.logf("the round after %d is at step %d", a.QuorumID, a.Step)
 			for _, id := range a.ReplicaIDs {
-				h.of(id).notices = append(h.of(id).notices, RoundKnown{a.QuorumID, a.Step})
+				h.notify(id, RoundKnown{a.QuorumID, a.Step})
 			}
 		case quorum.Drain:
-			h.of(a.ReplicaID).notices = append(h.of(a.ReplicaID).notices, Drained{})
+			h.notify(a.ReplicaID, Drained{})
+		case quorum.Release:
+			if m := h.of(a.ReplicaID); m.phase == "left" {
+				m.alive = false
+				h.breaks(m)
+			}
+		case quorum.Keep:
+			h.kept = a
+		case quorum.Recall:
+			if m := h.of(a.ReplicaID); m.alive && m.quorum != nil {
+				shown := *m.quorum
+				shown.Members = slices.Clone(shown.Members)
+				m.up = append(m.up, quorum.Recalled{Quorum: &shown, From: m.id, Highest: m.quorum.ID})
+			}
 		}
 	}
 }
@@ -136,10 +182,7 @@ func (h *together) group(m *member, e Event) {
 	for _, action := range m.machine.Step(e, h.now) {
 		switch a := action.(type) {
 		case AskLighthouse:
-			h.waiter++
-			h.waiters[h.waiter] = m
-			m.asking, m.round = h.waiter, a.Round
-			m.up = append(m.up, quorum.Asked{Waiter: h.waiter, Member: a.Member, KnownQuorumID: a.KnownQuorumID, Number: uint64(h.waiter)})
+			h.send(m, a.Round, a.Member)
 		case CancelLighthouse:
 			if m.asking != 0 {
 				m.up = append(m.up, quorum.Withdrawn{Waiter: m.asking})
@@ -158,10 +201,26 @@ func (h *together) group(m *member, e Event) {
 			m.up = append(m.up, quorum.Parting{ReplicaID: m.id, QuorumID: a.QuorumID, Reason: a.Reason})
 		case NeedQuorum:
 			m.up = append(m.up, quorum.Changes{ReplicaID: m.id, Reason: a.Reason})
+		case RequestDrain:
+			m.up = append(m.up, quorum.Drained{ReplicaID: m.id, Reason: "its rank"})
 		case Fail:
 			m.phase = ""
 		}
 	}
+}
+
+// send sends a group's request.
+func (h *together) send(m *member, round uint64, request quorum.Member) {
+	h.waiter++
+	h.waiters[h.waiter] = m
+	m.asking, m.round = h.waiter, round
+	ask := quorum.Asked{Waiter: h.waiter, Member: request}
+	if m.upstream {
+		ask.Member.CommittedQuorumID = 0
+	} else {
+		ask.KnownQuorumID, ask.Number, ask.Recallable = m.machine.knownQuorumID, uint64(h.waiter), true
+	}
+	m.up = append(m.up, ask)
 }
 
 func (h *together) decided(m *member, a AnswerVote) {
@@ -180,6 +239,9 @@ func (h *together) decided(m *member, a AnswerVote) {
 	h.logf("%s commits step %d of %d", m.id, m.step, m.result.QuorumID)
 	m.committed, m.failures, m.healed = m.result.QuorumID, 0, false
 	m.step++
+	if m.result.Draining {
+		h.leave(m)
+	}
 	if m.stands = -1; a.Stands {
 		m.stands = m.step
 	}
@@ -189,6 +251,10 @@ func (h *together) decided(m *member, a AnswerVote) {
 func (h *together) act(m *member) bool {
 	switch m.phase {
 	case "":
+		if m.ends {
+			m.alive = false
+			return true
+		}
 		if m.stands == m.step && !m.failed[m.result.QuorumID] {
 			m.result.MaxStep, m.phase = m.step, "trains"
 			m.stands = -1
@@ -205,12 +271,13 @@ func (h *together) act(m *member) bool {
 			h.vote(m, false)
 			return true
 		}
-		h.arrived[fmt.Sprint(m.result.QuorumID, m.step)]++
+		h.arrived[collective{m.result.QuorumID, m.step}]++
 		m.phase, m.since = "waits", h.now
 	case "waits":
 		switch {
-		case h.arrived[fmt.Sprint(m.result.QuorumID, m.step)] == len(m.result.ReplicaIDs):
-			h.vote(m, true)
+		case h.arrived[collective{m.result.QuorumID, m.step}] == len(m.result.ReplicaIDs):
+			h.vote(m, !m.votesNo)
+			m.votesNo = false
 		case m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout:
 			h.vote(m, false)
 		default:
@@ -251,7 +318,7 @@ func (h *together) does(path int) bool {
 		}
 		e := m.answers[0].(QuorumKnown)
 		m.answers = m.answers[1:]
-		m.known, m.knownStep = e.Quorum.ID, e.Quorum.Past().Step
+		m.quorum = e.Quorum
 		h.group(m, e)
 	case 2:
 		if len(m.notices) == 0 {
@@ -269,40 +336,6 @@ func (h *together) does(path int) bool {
 	return true
 }
 
-// faults are the deviations other than delays. Each is done to one member.
-var faults = []struct {
-	name string
-	do   func(h *together, m *member)
-}{
-	{"joins", func(h *together, m *member) {
-		if !m.alive && m.machine == nil {
-			h.start(m)
-		}
-	}},
-	{"is killed", func(h *together, m *member) {
-		if m.alive {
-			m.alive = false
-			h.faults++
-			h.breaks(m)
-		}
-	}},
-	{"loses its step", func(h *together, m *member) { h.faults, m.loses = h.faults+1, true }},
-	{"reconnects", func(h *together, m *member) {
-		if !m.alive {
-			return
-		}
-		h.breaks(m)
-		m.up, m.answers, m.notices = nil, nil, nil // lost on the way
-		h.greet(m)
-		h.again(m)
-	}},
-	{"has another setting", func(h *together, m *member) {
-		if m.alive {
-			m.up = append(m.up, quorum.Changes{ReplicaID: m.id, Reason: "another setting"})
-		}
-	}},
-}
-
 // breaks ends the stream of a member, and with it its requests.
 func (h *together) breaks(m *member) {
 	for w := quorum.WaiterID(1); w <= h.waiter; w++ {
@@ -311,7 +344,9 @@ func (h *together) breaks(m *member) {
 			h.feed(quorum.Withdrawn{Waiter: w})
 		}
 	}
-	h.feed(quorum.Disconnected{ReplicaID: m.id})
+	if !m.upstream {
+		h.feed(quorum.Disconnected{ReplicaID: m.id})
+	}
 }
 
 // again sends a request once more: the shell retries it.
@@ -320,18 +355,8 @@ func (h *together) again(m *member) {
 	if g.round == 0 {
 		return
 	}
-	member, _ := merge(quorum.Member{ReplicaID: m.id, Address: "http://" + m.id, WorldSize: 1}, g.asked)
-	h.waiter++
-	h.waiters[h.waiter] = m
-	m.asking, m.round = h.waiter, g.round
-	m.up = append(m.up, quorum.Asked{Waiter: h.waiter, Member: member, KnownQuorumID: m.known, Number: uint64(h.waiter)})
-}
-
-// deviation is one change of the schedule, at the action with this number: a delay of what is next, or a fault of a member.
-type deviation struct {
-	at     int
-	fault  int // index in faults; -1: a delay
-	member int
+	request, _ := merge(quorum.Member{ReplicaID: m.id, Address: "http://" + m.id, WorldSize: 1}, g.asked)
+	h.send(m, g.round, request)
 }
 
 // run plays a history: so many actions, with deviations. Then it goes on without any.
@@ -341,20 +366,24 @@ func (h *together) run(actions int, deviations []deviation) {
 		for _, d := range deviations {
 			switch {
 			case d.at != i:
-			case d.fault < 0:
+			case d.event < 0:
 				skip++
 			default:
 				m := h.members[d.member]
-				h.logf("%s %s", m.id, faults[d.fault].name)
-				faults[d.fault].do(h, m)
+				h.logf("%s %s", m.id, events[d.event].name)
+				events[d.event].do(h, m)
 			}
 		}
 		h.next(skip)
 	}
 }
 
-// next lets the next thing that is possible happen, after as many others as are skipped. If there is none, time passes.
+// next lets the next thing that is possible happen, after as many others as are skipped. If there is none, and from time to time, time passes.
 func (h *together) next(skip int) {
+	if h.played++; h.played%50 == 0 {
+		h.passes()
+		return
+	}
 	all := len(h.members) * paths
 	for range 2 {
 		for k := range all {
@@ -372,11 +401,16 @@ func (h *together) next(skip int) {
 		}
 		skip = 0
 	}
+	h.passes()
+}
+
+// passes lets time pass.
+func (h *together) passes() {
 	h.now = h.now.Add(100 * time.Millisecond)
 	for _, m := range h.members {
-		if m.alive && m.greeted && len(m.up) == 0 {
+		if m.alive && (m.greeted || m.upstream) && len(m.up) == 0 {
 			_, step := m.machine.Standing()
-			h.feed(quorum.Beat{ReplicaID: m.id, Step: step})
+			h.feed(quorum.Beat{ReplicaID: m.id, Step: step, Call: m.upstream})
 		}
 	}
 	h.feed(quorum.Woken{})
@@ -389,6 +423,9 @@ func (h *together) possible(path int) bool {
 	if !m.alive {
 		return false
 	}
+	if way := path % paths; way < len(m.late) && h.played < m.late[way] {
+		return false
+	}
 	switch path % paths {
 	case 0:
 		return len(m.up) > 0
@@ -398,117 +435,16 @@ func (h *together) possible(path int) bool {
 		return len(m.notices) > 0
 	}
 	switch m.phase {
-	case "asks":
+	case "asks", "left":
 		return false
 	case "waits":
-		return m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout || h.arrived[fmt.Sprint(m.result.QuorumID, m.step)] == len(m.result.ReplicaIDs)
+		return m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout || h.arrived[collective{m.result.QuorumID, m.step}] == len(m.result.ReplicaIDs)
 	}
 	return true
 }
 
 func (h *together) logf(format string, args ...any) {
-	h.log = append(h.log, fmt.Sprintf(format, args...))
-}
-
-// broken returns which rule the history has broken; empty: none.
-func (h *together) broken(before []commitment) string {
-	// All groups that commit a step in one quorum took part in all of its collectives, so a step has two histories only if one of the
-	// quorums ended without all of its members.
-	at := map[int64]map[int64]bool{}
-	for _, c := range h.commits {
-		if at[c.step] == nil {
-			at[c.step] = map[int64]bool{}
-		}
-		at[c.step][c.quorumID] = true
+	if h.logs {
+		h.log = append(h.log, fmt.Sprintf(format, args...))
 	}
-	for step, quorums := range at {
-		if len(quorums) > 1 && h.faults == 0 {
-			return fmt.Sprintf("step %d is committed in several quorums, and nothing has failed", step)
-		}
-	}
-	if h.faults == 0 && h.lost > 0 {
-		return fmt.Sprintf("%d attempts are lost, and nothing has failed", h.lost)
-	}
-	for _, m := range h.members {
-		made := 0
-		for _, c := range h.commits[len(before):] {
-			if c.member == m.id {
-				made++
-			}
-		}
-		if m.alive && made < 3 {
-			return fmt.Sprintf("%s has committed %d steps at the end, when nothing fails any more", m.id, made)
-		}
-	}
-	// At the end all live groups are together.
-	var last *member
-	for _, m := range h.members {
-		if !m.alive {
-			continue
-		}
-		if last != nil && (m.committed != last.committed || max(m.step-last.step, last.step-m.step) > 1) {
-			return fmt.Sprintf("%s is at step %d of quorum %d, %s at step %d of quorum %d", last.id, last.step, last.committed, m.id, m.step, m.committed)
-		}
-		last = m
-	}
-	return ""
-}
-
-// timeout is that of a collective.
-const timeout = 5 * time.Second
-
-const (
-	horizon = 90  // actions in which a history may deviate
-	rest    = 250 // actions after them
-)
-
-func play(groups, running int, deviations []deviation) (*together, string) {
-	h := newTogether(groups)
-	for _, m := range h.members[:running] {
-		h.start(m)
-	}
-	h.run(horizon, deviations)
-	before := slices.Clone(h.commits)
-	h.run(rest, nil)
-	return h, h.broken(before)
-}
-
-var pairsFlag = flag.Bool("pairs", false, "TestAllHistoriesOfFewMembers: all pairs of deviations, which takes an hour, and not one of some hundred")
-
-func TestAllHistoriesOfFewMembers(t *testing.T) {
-	histories := 0
-	check := func(groups, running int, deviations ...deviation) {
-		histories++
-		if h, why := play(groups, running, deviations); why != "" {
-			require.Fail(t, why, "%d of %d groups, %+v\n%s", running, groups, deviations, strings.Join(h.log, "\n"))
-		}
-	}
-	stride := 4001 // a prime: the pairs of all kinds are played
-	if *pairsFlag {
-		stride = 1
-	}
-	pair := 0
-	for groups := 1; groups <= 4; groups++ {
-		for running := max(1, groups-1); running <= groups; running++ {
-			check(groups, running)
-			var all []deviation
-			for at := range horizon {
-				all = append(all, deviation{at, -1, 0})
-				for f := range faults {
-					for m := range groups {
-						all = append(all, deviation{at, f, m})
-					}
-				}
-			}
-			for i, first := range all {
-				check(groups, running, first)
-				for _, second := range all[i+1:] {
-					if pair++; pair%stride == 0 {
-						check(groups, running, first, second)
-					}
-				}
-			}
-		}
-	}
-	t.Log(histories)
 }

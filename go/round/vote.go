@@ -66,7 +66,11 @@ func (m *Machine) voted(e Voted) []Action {
 	if commit && m.standing.allowed == b.step {
 		stands = m.standing.allows(b.step)
 	} else {
-		actions = append(actions, m.part(fmt.Sprintf("it has not committed step %d", b.step))...)
+		reason := fmt.Sprintf("it has not committed step %d", b.step)
+		if commit {
+			reason = fmt.Sprintf("its ranks voted on step %d, which they were not allowed to begin", b.step)
+		}
+		actions = append(actions, m.part(reason)...)
 	}
 	actions = slices.Grow(actions, len(b.votes))
 	for r, v := range b.votes {

@@ -2715,7 +2715,8 @@ func (x *Greeting) GetStands() *Step {
 // A quorum as a member received it last: all that a lighthouse needs to continue after it, and to redeliver it.
 type PastQuorum struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Packed        []byte                 `protobuf:"bytes,4,opt,name=packed,proto3" json:"packed,omitempty"` // a Quorum, encoded and compressed (DEFLATE)
+	Packed        []byte                 `protobuf:"bytes,4,opt,name=packed,proto3" json:"packed,omitempty"`  // a Quorum, encoded and compressed (DEFLATE)
+	Stands        bool                   `protobuf:"varint,5,opt,name=stands,proto3" json:"stands,omitempty"` // as Delivery.stands
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2755,6 +2756,13 @@ func (x *PastQuorum) GetPacked() []byte {
 		return x.Packed
 	}
 	return nil
+}
+
+func (x *PastQuorum) GetStands() bool {
+	if x != nil {
+		return x.Stands
+	}
+	return false
 }
 
 // A request for a quorum. It replaces an earlier ask of this stream.
@@ -3894,10 +3902,11 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\x12\x1d\n" +
 	"\n" +
 	"known_step\x18, \x01(\x03R\tknownStep\x12%\n" +
-	"\x06stands\x182 \x01(\v2\r.torchft.StepR\x06stands\"$\n" +
+	"\x06stands\x182 \x01(\v2\r.torchft.StepR\x06stands\"<\n" +
 	"\n" +
 	"PastQuorum\x12\x16\n" +
-	"\x06packed\x18\x04 \x01(\fR\x06packed\"\xa2\x02\n" +
+	"\x06packed\x18\x04 \x01(\fR\x06packed\x12\x16\n" +
+	"\x06stands\x18\x05 \x01(\bR\x06stands\"\xa2\x02\n" +
 	"\x03Ask\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
 	"\n" +

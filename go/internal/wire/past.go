@@ -22,7 +22,7 @@ func PastToProto(q *quorum.Quorum) (*torchftpb.PastQuorum, error) {
 		}
 		packed, err = packQuorum(bare)
 	}
-	return &torchftpb.PastQuorum{Packed: packed}, err
+	return &torchftpb.PastQuorum{Packed: packed, Stands: q.Stands}, err
 }
 
 func packQuorum(q *quorum.Quorum) ([]byte, error) {
@@ -39,5 +39,9 @@ func PastFromProto(p *torchftpb.PastQuorum) (*quorum.Quorum, error) {
 	if err != nil {
 		return nil, err
 	}
-	return wholeFromProto(plain)
+	q, err := wholeFromProto(plain)
+	if err == nil {
+		q.Stands = p.GetStands()
+	}
+	return q, err
 }

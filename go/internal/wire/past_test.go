@@ -15,6 +15,7 @@ func TestAQuorumIsShownAsItIs(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	for _, n := range []int{1, 20, 10000} {
 		q := quorumOf(manyMembers(n))
+		q.Stands = n == 20
 		for i := range q.Members {
 			q.Members[i].Handles = nil
 			for range 8 {

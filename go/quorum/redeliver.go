@@ -56,9 +56,9 @@ func (m *Machine) inForce() bool {
 }
 
 // missed reports whether a request of a member asks for the latest quorum (invariant 3). If the member counts as failed, the others were
-// notified and have aborted the step. A member that is drained needs a new quorum, whose answer contains the request to leave.
+// notified and have aborted the step.
 func (m *Machine) missed(r *record, member *Member) bool {
-	if !r.previous || !r.returned || !r.alive() || r.draining != "" {
+	if !r.previous || !r.returned || !r.alive() {
 		return false
 	}
 	i, in := m.past.latest.Place(r.id)

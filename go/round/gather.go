@@ -144,7 +144,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 				"the ranks of replica group %s disagree on %s, and no other group is ahead to heal from",
 				m.group.ReplicaID, m.disagreement())})
 		}
-		result.Draining = m.draining
+		result.Draining = m.draining && !e.Quorum.Stands // else the others begin steps after it
 		results[r] = result
 	}
 

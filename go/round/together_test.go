@@ -30,6 +30,8 @@ type together struct {
 	played     int // actions
 	lost       int // failed attempts
 	faults     int
+	restarts   int
+	timeouts   int  // waits for a member that did not take part, until the timeout of the collective
 	logs       bool // whether the log is written
 	log        []string
 }
@@ -66,6 +68,9 @@ type member struct {
 	loses                     bool      // fault: its next step fails before it has reduced
 	votesNo                   bool      // fault: it votes against its next step, after it has reduced
 	ends                      bool      // it ends between two steps
+	away                      time.Time // until then it has no stream
+	drained                   bool      // an operator has asked it to leave
+	lost                      int       // its failed attempts
 	late                      [3]int    // for each path: nothing arrives before so many actions
 	since                     time.Time // when it began to wait for the others
 }
@@ -93,7 +98,7 @@ func (h *together) start(m *member) {
 
 // greet begins another stream: what was on its way on the one before is lost, and the shell sends again what the lighthouse has to know.
 func (h *together) greet(m *member) {
-	m.up, m.answers, m.notices, m.late = nil, nil, nil, [3]int{}
+	m.up, m.answers, m.notices, m.late, m.away = nil, nil, nil, [3]int{}, time.Time{}
 	standsIn, step := m.machine.Standing()
 	greeting := quorum.Greeted{ReplicaID: m.id, StandsIn: standsIn, Step: step}
 	if m.quorum != nil {
@@ -116,7 +121,7 @@ func (h *together) leave(m *member) {
 
 // notify sends a notice to a member that has a stream.
 func (h *together) notify(id string, e Event) {
-	if m := h.of(id); m.alive && !m.upstream {
+	if m := h.of(id); m.alive && !m.upstream && m.away.IsZero() {
 		m.notices = append(m.notices, e)
 	}
 }
@@ -148,6 +153,10 @@ func (h *together) feed(e quorum.Event) {
 			h.logf("the round after %d is at step %d", a.QuorumID, a.Step)
 			for _, id := range a.ReplicaIDs {
 				h.notify(id, RoundKnown{a.QuorumID, a.Step})
+			}
+		case quorum.Welcome:
+			if a.Draining != "" {
+				h.notify(a.ReplicaID, Drained{})
 			}
 		case quorum.Drain:
 			h.notify(a.ReplicaID, Drained{})
@@ -228,6 +237,7 @@ func (h *together) decided(m *member, a AnswerVote) {
 	if !a.ShouldCommit {
 		h.logf("%s loses step %d", m.id, m.step)
 		h.lost++
+		m.lost++
 		m.failures++
 		if m.healed {
 			m.committed = -1
@@ -278,7 +288,10 @@ func (h *together) act(m *member) bool {
 		case h.arrived[collective{m.result.QuorumID, m.step}] == len(m.result.ReplicaIDs):
 			h.vote(m, !m.votesNo)
 			m.votesNo = false
-		case m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout:
+		case m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout || h.aborted(m):
+			if !m.failed[m.result.QuorumID] && m.quorum.Stands {
+				h.timeouts++
+			}
 			h.vote(m, false)
 		default:
 			return false
@@ -287,6 +300,13 @@ func (h *together) act(m *member) bool {
 		return false
 	}
 	return true
+}
+
+// aborted reports whether the connections of a quorum in which each step is asked for have ended: a member of it is in a later one.
+func (h *together) aborted(m *member) bool {
+	return !m.quorum.Stands && slices.ContainsFunc(h.members, func(o *member) bool {
+		return o.result != nil && o.result.QuorumID > m.result.QuorumID && slices.Contains(m.result.ReplicaIDs, o.id)
+	})
 }
 
 func (h *together) vote(m *member, yes bool) {
@@ -408,7 +428,10 @@ func (h *together) next(skip int) {
 func (h *together) passes() {
 	h.now = h.now.Add(100 * time.Millisecond)
 	for _, m := range h.members {
-		if m.alive && (m.greeted || m.upstream) && len(m.up) == 0 {
+		if m.alive && !m.away.IsZero() && !h.now.Before(m.away) {
+			h.greet(m)
+		}
+		if m.alive && m.away.IsZero() && (m.greeted || m.upstream) && len(m.up) == 0 {
 			_, step := m.machine.Standing()
 			h.feed(quorum.Beat{ReplicaID: m.id, Step: step, Call: m.upstream})
 		}
@@ -428,7 +451,7 @@ func (h *together) possible(path int) bool {
 	}
 	switch path % paths {
 	case 0:
-		return len(m.up) > 0
+		return len(m.up) > 0 && m.away.IsZero()
 	case 1:
 		return len(m.answers) > 0
 	case 2:
@@ -438,7 +461,7 @@ func (h *together) possible(path int) bool {
 	case "asks", "left":
 		return false
 	case "waits":
-		return m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout || h.arrived[collective{m.result.QuorumID, m.step}] == len(m.result.ReplicaIDs)
+		return m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout || h.aborted(m) || h.arrived[collective{m.result.QuorumID, m.step}] == len(m.result.ReplicaIDs)
 	}
 	return true
 }

@@ -2,6 +2,7 @@ package lighthouse_test
 
 import (
 	"context"
+	"math"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -393,6 +394,80 @@ func TestAStreamRefusesInvalidMessages(t *testing.T) {
 					assert.ErrorContains(t, err, test.want)
 					return
 				}
+			})
+		})
+	}
+}
+
+func (w *rawStream) tell(m *torchftpb.MemberMessage) {
+	w.send(m)
+	synctest.Wait()
+}
+
+func (w *rawStream) stopped(quorumID, step int64) {
+	w.tell(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Stopped{Stopped: &torchftpb.Step{QuorumId: quorumID, Step: step}}})
+}
+
+func (w *rawStream) alive(step int64) {
+	w.tell(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: step})
+}
+
+// A member answers a call with a step that cannot be, or not at all: it is evicted after the heartbeat timeout, although its heartbeats arrive,
+// and the other one goes on.
+func TestBadAnswersToACall(t *testing.T) {
+	for name, bad := range map[string]func(w *rawStream, quorumID int64){
+		"none":               func(*rawStream, int64) {},
+		"a step below 0":     func(w *rawStream, id int64) { w.stopped(id, math.MinInt64); w.stopped(id, -1) },
+		"no step":            func(w *rawStream, id int64) { w.stopped(id, 0) },
+		"a huge step":        func(w *rawStream, id int64) { w.alive(math.MaxInt64); w.stopped(id, math.MaxInt64) },
+		"an earlier quorum":  func(w *rawStream, id int64) { w.stopped(id-1, 3) },
+		"a later quorum":     func(w *rawStream, id int64) { w.stopped(id+1, 3) },
+		"a step it has left": nil,
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := fttest.NewCluster(t, 1)
+				a, b := attend(t, c, "a"), attend(t, c, "b")
+				for _, w := range []*rawStream{a, b} {
+					w.number = 1
+					w.tell(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{
+						Number: 1, TimeoutUs: time.Minute.Microseconds(), Step: 1, CommittedQuorumId: 7,
+						Member: &torchftpb.QuorumMember{ReplicaId: w.id, Address: "http://" + w.id},
+					}}})
+				}
+				q := a.answered()
+				require.True(t, q.Stands)
+				require.Equal(t, q.ID, b.answered().ID)
+				b.tell(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Changes{Changes: "another setting"}})
+				require.Equal(t, q.ID, a.receive().GetCall())
+				require.Equal(t, q.ID, b.receive().GetCall())
+				if bad == nil {
+					a.alive(6)
+					a.stopped(q.ID, 3)
+					b.stopped(q.ID, 6)
+					assert.EqualValues(t, 7, b.receive().GetRound().GetStep())
+					assert.EqualValues(t, 7, a.receive().GetRound().GetStep())
+					return
+				}
+				bad(a, q.ID)
+				b.stopped(q.ID, 3)
+				for range 6 {
+					time.Sleep(time.Second)
+					a.alive(0)
+					b.alive(2)
+				}
+				next := func() *torchftpb.LighthouseMessage {
+					m := b.receive()
+					for m.GetProgressAsked() {
+						m = b.receive()
+					}
+					return m
+				}
+				failed := next().GetMemberFailed()
+				assert.Equal(t, "a", failed.GetReplicaId())
+				assert.Contains(t, failed.GetReason(), "it has not answered the call of the next quorum")
+				b.ask(3, time.Minute)
+				assert.Len(t, b.delivered(next()).Members, 1)
 			})
 		})
 	}

@@ -183,6 +183,100 @@ func TestAQuorumThatCannotBeReadIsRequestedAgain(t *testing.T) {
 	}
 }
 
+// caller is a lighthouse with quorums that stand. A test sends its messages.
+type caller struct {
+	torchftpb.UnimplementedMemberServiceServer
+	asks, streams atomic.Int64
+	ids           []int64 // of the quorums with which it answers; the last one repeats
+	stream        atomic.Pointer[torchftpb.MemberService_AttendServer]
+	stopped       chan *torchftpb.Step
+}
+
+func (f *caller) Attend(stream torchftpb.MemberService_AttendServer) error {
+	for {
+		m, err := stream.Recv()
+		if err != nil {
+			return err
+		}
+		switch m := m.GetMessage().(type) {
+		case *torchftpb.MemberMessage_Greeting:
+			f.streams.Add(1)
+			f.stream.Store(&stream)
+			_ = stream.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{AliveIntervalUs: 1e6}}})
+		case *torchftpb.MemberMessage_Stopped:
+			f.stopped <- m.Stopped
+		case *torchftpb.MemberMessage_Ask:
+			id := f.ids[min(int(f.asks.Add(1)), len(f.ids))-1]
+			delivery, err := wire.WholeToProto(&quorum.Quorum{ID: id, Stands: true, Members: []quorum.Member{{
+				ReplicaID: "a", Step: m.Ask.GetStep(), CommittedQuorumID: m.Ask.GetCommittedQuorumId(),
+			}}}, 1)
+			if err != nil {
+				return err
+			}
+			_ = stream.Send(&torchftpb.LighthouseMessage{Number: m.Ask.GetNumber(), Message: &torchftpb.LighthouseMessage_Delivery{Delivery: delivery}})
+		}
+	}
+}
+
+func (f *caller) calls(quorumIDs ...int64) {
+	for _, id := range quorumIDs {
+		_ = (*f.stream.Load()).Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Call{Call: id}})
+	}
+	synctest.Wait()
+}
+
+func (f *caller) names(quorumID int64, steps ...int64) {
+	for _, step := range steps {
+		_ = (*f.stream.Load()).Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Round{
+			Round: &torchftpb.Step{QuorumId: quorumID, Step: step},
+		}})
+	}
+	synctest.Wait()
+}
+
+// The group answers each call of its quorum, and no other one. A round of another quorum, one that was not called for, and one below a step
+// that was begun change nothing.
+func TestCallsAndRoundsThatAreWrong(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		f := &caller{ids: []int64{9, 8, 9}, stopped: make(chan *torchftpb.Step, 10)}
+		defer serve(t, c, func(g *grpc.Server) { torchftpb.RegisterMemberServiceServer(g, f) })()
+		g := &trainer{Group: c.StartGroup("a", 1), step: 1, committed: 5}
+		ask(t, g)
+		g.vote(t, true)
+		stops := func() (steps []int64) {
+			for len(f.stopped) > 0 {
+				s := <-f.stopped
+				require.EqualValues(t, 9, s.GetQuorumId())
+				steps = append(steps, s.GetStep())
+			}
+			return steps
+		}
+		f.names(9, 2)             // not called for
+		f.calls(8, 10, -1, 1<<62) // of other quorums
+		f.names(8, 2)             // of another quorum
+		assert.Empty(t, stops())  //
+		f.calls(9, 9)             // twice
+		f.names(9, -1<<63, -1, 0) // below 0
+		f.calls(9)                //
+		assert.Equal(t, []int64{3, 3, 3}, stops())
+		f.names(9, 2) // below the step that was begun
+		f.names(9, 4)
+		ask(t, g)
+		g.vote(t, true)
+		ask(t, g)
+		g.vote(t, true)
+		f.calls(9)
+		assert.Equal(t, []int64{4}, stops())
+		assert.EqualValues(t, 1, f.asks.Load(), "the quorum stands until step 4")
+		ask(t, g) // the first answer is an earlier quorum: the group opens another stream
+		assert.EqualValues(t, 9, g.quorum)
+		assert.EqualValues(t, 3, f.asks.Load())
+		assert.EqualValues(t, 2, f.streams.Load())
+		g.Server.Shutdown()
+	})
+}
+
 // After a restart of the lighthouse all groups reconnect at once, not only those that ask for a quorum.
 func TestGroupsReconnectSoonAfterARestart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -59,7 +59,8 @@ type MemberStatus struct {
 	Draining     string `json:"draining,omitempty"` // who requested that it leaves
 }
 
-// Describe returns the state at a time. It changes nothing, and counts the members again instead of using the running counts.
+// Describe returns the state at a time. It changes nothing: a member whose heartbeat has become too old since the last event counts as failed
+// from the next tick on.
 //
 // Describe, Knows and Remembers are the only queries; all other results of the machine are actions. The status is a query, since its ages
 // depend on the time of the query, and since its cost grows with the number of groups. The shell only displays it.
@@ -67,7 +68,7 @@ func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
 		now = m.now
 	}
-	t := m.roster.recount(now)
+	t := m.roster.tally(now)
 	d := m.decide(t, now)
 	s := Status{
 		Quorum:             []string{},
@@ -108,7 +109,7 @@ func (m *Machine) Describe(now time.Time) Status {
 		ms := MemberStatus{
 			ReplicaID:      r.id,
 			HeartbeatAgeMS: now.Sub(r.lastBeat).Milliseconds(),
-			Healthy:        m.roster.healthyAt(r, now),
+			Healthy:        r.alive(),
 			InQuorum:       r.previous,
 			Waiting:        r.waiting(),
 			Address:        member.Address,
@@ -138,43 +139,6 @@ func (m *Machine) Knows(replicaID string) bool { return m.roster.members[replica
 // Remembers returns how many members and requests Describe would count. The simulation checks it after each event.
 func (m *Machine) Remembers() (members, waiters int) {
 	return len(m.roster.members), len(m.roster.waiters)
-}
-
-func (s *roster) healthyAt(r *record, now time.Time) bool {
-	return r.alive() && now.Sub(r.lastBeat) < s.timeout
-}
-
-// recount is the definition of a tally; roster.tally must equal it after every Step.
-func (s *roster) recount(now time.Time) tally {
-	var t tally
-	for _, r := range s.members {
-		if r.previous {
-			t.previous++
-		}
-		if !s.healthyAt(r, now) {
-			continue
-		}
-		t.healthy++
-		if r.presumed {
-			t.presumed++
-		}
-		if !r.waiting() {
-			continue
-		}
-		t.candidates++
-		t.waited = max(t.waited, now.Sub(r.joined))
-		if r.previous {
-			t.previousCandidates++
-			t.joining = max(t.joining, now.Sub(r.joined))
-		}
-		if r.member().ShrinkOnly {
-			t.shrinkers++
-		}
-	}
-	if t.previousCandidates == 0 {
-		t.joining = t.waited
-	}
-	return t
 }
 
 // explain returns the reason of a decision in words, with the names of the members that are missing.

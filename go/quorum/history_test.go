@@ -250,7 +250,7 @@ func (h *history) step(e Event) {
 		h.lastID = q.ID
 	}
 
-	require.Equal(h.t, h.machine.roster.recount(h.now), h.machine.roster.tally(h.now), "the running counts equal a recount")
+	require.Equal(h.t, recount(h.machine.roster, h.now), h.machine.roster.tally(h.now), "the running counts equal a recount")
 	require.Len(h.t, h.machine.roster.members, len(h.model.facts), "no record of a member leaks")
 	require.Len(h.t, h.machine.roster.waiters, len(h.open), "no record of a waiter leaks")
 	healthy := 0
@@ -262,6 +262,39 @@ func (h *history) step(e Event) {
 	require.Equal(h.t, healthy, h.machine.roster.counts.healthy)
 	require.Equal(h.t, InUse{Alive: healthy > 0, Served: h.model.latest != nil}, h.inUse)
 	require.Equal(h.t, h.machine.roster.counts.candidates, h.machine.roster.queue.Len())
+}
+
+// recount is the definition of a tally.
+func recount(s *roster, now time.Time) tally {
+	var t tally
+	for _, r := range s.members {
+		if r.previous {
+			t.previous++
+		}
+		if !r.alive() || now.Sub(r.lastBeat) >= s.timeout {
+			continue
+		}
+		t.healthy++
+		if r.presumed {
+			t.presumed++
+		}
+		if !r.waiting() {
+			continue
+		}
+		t.candidates++
+		t.waited = max(t.waited, now.Sub(r.joined))
+		if r.previous {
+			t.previousCandidates++
+			t.joining = max(t.joining, now.Sub(r.joined))
+		}
+		if r.member().ShrinkOnly {
+			t.shrinkers++
+		}
+	}
+	if t.previousCandidates == 0 {
+		t.joining = t.waited
+	}
+	return t
 }
 
 func (h *history) delivered(q *Quorum, answered []WaiterID) {

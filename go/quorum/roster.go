@@ -99,7 +99,7 @@ func anyRequest(request) bool { return true }
 // Invariants:
 //
 //  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous) goes through update, which
-//     takes the member out of the counts and adds it again. So after every event, counts equals Describe's recount.
+//     takes the member out of the counts and adds it again. So after every event, counts equals a recount of all members.
 //  2. A member has a record in members while it is alive, has a pending request, or is in the latest quorum, and no longer: this bounds the memory.
 //  3. pulses has the members with a recent heartbeat, the oldest heartbeat first. suspects has those of them whose stream broke, the
 //     longest ago first. So expire looks only at the first ones of each list.

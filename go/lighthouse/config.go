@@ -115,23 +115,19 @@ func (c Config) Validate() error {
 	if err := c.policy().Validate(); err != nil {
 		return err
 	}
-	if c.MaxJobs < 1 {
-		return fmt.Errorf("max_jobs is %d: it must be at least 1", c.MaxJobs)
-	}
-	if c.MaxCallsPerJob < 1 {
-		return fmt.Errorf("max_calls_per_job is %d: it must be at least 1", c.MaxCallsPerJob)
-	}
 	if c.QuorumTick <= 0 {
 		return fmt.Errorf("quorum_tick_ms is %g: it must be more than 0", float64(c.QuorumTick)/float64(time.Millisecond))
 	}
 	if err := c.validateCluster(); err != nil {
 		return err
 	}
-	if c.MaxConnections < 1 {
-		return fmt.Errorf("max_connections is %d: it must be at least 1", c.MaxConnections)
-	}
-	if c.MaxJoinsPerSecond < 1 {
-		return fmt.Errorf("max_joins_per_second is %d: it must be at least 1", c.MaxJoinsPerSecond)
+	for _, limit := range []struct {
+		name  string
+		value int
+	}{{"max_jobs", c.MaxJobs}, {"max_calls_per_job", c.MaxCallsPerJob}, {"max_connections", c.MaxConnections}, {"max_joins_per_second", c.MaxJoinsPerSecond}} {
+		if limit.value < 1 {
+			return fmt.Errorf("%s is %d: it must be at least 1", limit.name, limit.value)
+		}
 	}
 	return c.Security.Validate()
 }

@@ -224,41 +224,32 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		}
 		return s.feed(quorum.Beat{ReplicaID: s.replicaID, Step: message.GetStep()})
 	case *torchftpb.MemberMessage_Stopped:
-		s.alive()
-		return s.feed(quorum.Stopped{ReplicaID: s.replicaID, QuorumID: m.Stopped.GetQuorumId(), Step: m.Stopped.GetStep()})
+		return s.report(quorum.Stopped{ReplicaID: s.replicaID, QuorumID: m.Stopped.GetQuorumId(), Step: m.Stopped.GetStep()})
 	case *torchftpb.MemberMessage_Parting:
-		s.alive()
-		return s.feed(quorum.Parting{ReplicaID: s.replicaID, QuorumID: m.Parting.GetQuorumId(), Reason: shortened(m.Parting.GetReason())})
+		return s.report(quorum.Parting{ReplicaID: s.replicaID, QuorumID: m.Parting.GetQuorumId(), Reason: shortened(m.Parting.GetReason())})
 	case *torchftpb.MemberMessage_Changes:
-		s.alive()
-		return s.feed(quorum.Changes{ReplicaID: s.replicaID, Reason: shortened(m.Changes)})
+		return s.report(quorum.Changes{ReplicaID: s.replicaID, Reason: shortened(m.Changes)})
 	case *torchftpb.MemberMessage_Drain:
-		s.alive()
-		return s.feed(quorum.Drained{ReplicaID: s.replicaID, Reason: shortened(m.Drain)})
+		return s.report(quorum.Drained{ReplicaID: s.replicaID, Reason: shortened(m.Drain)})
 	case *torchftpb.MemberMessage_Suspected:
-		s.alive()
-		return s.feed(quorum.Suspected{
+		return s.report(quorum.Suspected{
 			Reporter: s.replicaID, Suspect: m.Suspected.GetReplicaId(), QuorumID: m.Suspected.GetQuorumId(),
 		})
 	case *torchftpb.MemberMessage_Incomplete:
-		s.alive()
-		return s.feed(quorum.Incomplete{ReplicaID: s.replicaID, Reason: shortened(m.Incomplete)})
+		return s.report(quorum.Incomplete{ReplicaID: s.replicaID, Reason: shortened(m.Incomplete)})
 	case *torchftpb.MemberMessage_Healing:
-		s.alive()
 		s.job.healing(s.replicaID, m.Healing)
-		return nil
+		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
 	case *torchftpb.MemberMessage_Recovered:
-		s.alive()
 		s.job.recovered(s.replicaID, m.Recovered)
-		return nil
+		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
 	case *torchftpb.MemberMessage_Leaving:
 		return s.job.feed(quorum.Leaving{ReplicaID: s.replicaID, Step: message.GetStep()})
 	case *torchftpb.MemberMessage_ShuttingDown:
 		return s.feed(quorum.ShuttingDown{ReplicaID: s.replicaID, Finished: message.GetFinished()})
 	case *torchftpb.MemberMessage_Progress:
-		s.alive()
 		p := m.Progress
-		return s.feed(quorum.Progressed{ReplicaID: s.replicaID, Progress: quorum.Progress{
+		return s.report(quorum.Progressed{ReplicaID: s.replicaID, Progress: quorum.Progress{
 			Step: p.GetStep(), Rank: p.GetGroupRank(), Phase: shortened(p.GetPhase()), Waits: p.GetWaits(),
 			For: rpc.Microseconds(p.GetForUs()),
 		}})
@@ -290,9 +281,10 @@ func (s *stream) feed(event quorum.Event) error {
 	return s.job.step(event)
 }
 
-// alive counts a message as a heartbeat: after any message, the member sends no heartbeat for some time.
-func (s *stream) alive() {
-	_ = s.feed(quorum.Beat{ReplicaID: s.replicaID}) // the event that follows returns the same error
+// report feeds an event, and counts its message as a heartbeat: after any message, the member sends no heartbeat for some time.
+func (s *stream) report(event quorum.Event) error {
+	_ = s.feed(quorum.Beat{ReplicaID: s.replicaID}) // the next line returns the same error
+	return s.feed(event)
 }
 
 func (s *stream) ask(ask *torchftpb.Ask) error {

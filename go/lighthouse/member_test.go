@@ -353,7 +353,7 @@ func TestALighthouseThatWasSuspendedCountsNobodyAsFailed(t *testing.T) {
 				time.Sleep(900 * time.Millisecond) // in which messages arrive that were sent before or during the suspend
 				assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
 				assert.Equal(t, noticed, c.Log.Count("the lighthouse was stopped for some time"))
-				time.Sleep(200 * time.Millisecond)
+				time.Sleep(300 * time.Millisecond) // with a tick, which finds the silence
 				assert.Zero(t, c.Lighthouse.Status().Healthy, "silence while the lighthouse was awake counts")
 			})
 		})

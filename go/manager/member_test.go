@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
@@ -181,6 +182,93 @@ func TestAQuorumThatCannotBeReadIsRequestedAgain(t *testing.T) {
 			})
 		})
 	}
+}
+
+// upstream is a group of the published package: it calls the lighthouse for each step, and sends heartbeats by calls.
+type upstream struct {
+	t      *testing.T
+	client torchftpb.LighthouseServiceClient
+	step   int64
+}
+
+func startUpstream(t *testing.T, c *fttest.Cluster) *upstream {
+	t.Helper()
+	conn, err := rpc.Dial(t.Context(), c.Net.Host("u"), "lighthouse", fttest.LighthouseAddr, time.Second)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, conn.Close()) })
+	return &upstream{t: t, client: torchftpb.NewLighthouseServiceClient(conn)}
+}
+
+// asks requests a quorum. When follow has received it, the group has the weights of that step, and trains in it.
+func (u *upstream) asks() (follow func() (members int)) {
+	_, err := u.client.Heartbeat(u.t.Context(), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: "u"})
+	require.NoError(u.t, err)
+	answered := fttest.Start(func() (*torchftpb.LighthouseQuorumResponse, error) {
+		ctx, cancel := context.WithTimeout(u.t.Context(), time.Minute)
+		defer cancel()
+		return u.client.Quorum(ctx, &torchftpb.LighthouseQuorumRequest{Requester: &torchftpb.QuorumMember{
+			ReplicaId: "u", Address: "http://u:1", StoreAddress: "u:1", Step: u.step, WorldSize: 1,
+		}})
+	})
+	synctest.Wait()
+	return func() int {
+		got := <-answered
+		require.NoError(u.t, got.Err)
+		members := got.Value.GetQuorum().GetParticipants()
+		for _, m := range members {
+			u.step = max(u.step, m.GetStep())
+		}
+		u.step++
+		return len(members)
+	}
+}
+
+// An upstream group joins two groups that train on without requests, trains with them, and ends between two steps. No step is lost, and in the
+// end the two train on while their lighthouse is stopped.
+func TestAnUpstreamGroupJoinsAQuorumThatStandsAndLeavesIt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := &trainer{Group: c.StartGroup("a", 1), step: 1, committed: -1}
+		b := &trainer{Group: c.StartGroup("b", 1), step: 1, committed: -1}
+		trains := func() {
+			require.Empty(t, ask(t, a, b))
+			a.vote(t, true)
+			b.vote(t, true)
+			synctest.Wait()
+		}
+		away := func() { // so these steps need no request
+			c.Net.Pause("lighthouse")
+			for range 3 {
+				trains()
+			}
+			c.Net.Resume("lighthouse")
+			time.Sleep(time.Second)
+		}
+		trains()
+		away()
+
+		first, u := a.quorum, startUpstream(t, c)
+		joined, steps := u.asks(), 0
+		for ; a.quorum == first; steps++ {
+			trains()
+		}
+		assert.LessOrEqual(t, steps, 2, "it joins within two steps")
+		require.Equal(t, 3, joined())
+		for range 3 {
+			pending := asks(a, b)
+			joined := u.asks()
+			require.Empty(t, follow(t, pending, a, b))
+			require.Equal(t, 3, joined())
+			a.vote(t, true)
+			b.vote(t, true)
+		}
+		began := time.Now()
+		trains() // once the heartbeat of the other one is too old
+		assert.InDelta(t, 5, time.Since(began).Seconds(), 1)
+		trains()
+		away()
+		assert.Equal(t, a.step, b.step)
+	})
 }
 
 // caller is a lighthouse with quorums that stand. A test sends its messages.

@@ -201,7 +201,7 @@ func (m *model) inForce() bool {
 func (m *model) missed(member Member, now time.Time) bool {
 	id := member.ReplicaID
 	f := m.facts[id]
-	if !m.member(id) || !f.returned || !m.healthy(id, now) {
+	if !m.member(id) || !f.returned || !m.healthy(id, now) || f.claim == m.latest.Round() {
 		return false
 	}
 	then := m.latest.Members[slices.Index(m.members(), id)]

@@ -13,8 +13,9 @@ package quorum
 //     its peers have left.
 //  2. No reason for a new id has come up since (reconnect.go), and no other member asks for the next quorum: the peers are in the
 //     step of this quorum, or about to begin it. A request that invariant 3 allows to answer is not for the next quorum.
-//  3. The request is the same as the one that the quorum answered, and came on a stream on which the member has received no answer. So the
-//     member has not trained in that step: otherwise its request would have another step, or a commit failure.
+//  3. The request is the same as the one that the quorum answered, and came on a stream on which the member has received no answer and at
+//     whose beginning it had not received that round either. So the member has not trained in that step: otherwise it would know the round.
+//     Its request alone does not tell, since a vote that fails counts as no commit failure.
 //  4. A pending request is answered so only if the quorum was adopted: it may have come before the quorum was shown. A quorum that was
 //     formed here was known before.
 
@@ -56,9 +57,9 @@ func (m *Machine) inForce() bool {
 }
 
 // missed reports whether a request of a member asks for the latest quorum (invariant 3). If the member counts as failed, the others were
-// notified and have aborted the step.
+// notified and have aborted the step. If it had received the round, it has left the step, and the others may have committed it.
 func (m *Machine) missed(r *record, member *Member) bool {
-	if !r.previous || !r.returned || !r.alive() {
+	if !r.previous || !r.returned || !r.alive() || r.claim == m.past.latest.Round() {
 		return false
 	}
 	i, in := m.past.latest.Place(r.id)

@@ -294,47 +294,84 @@ func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *
 	})
 }
 
+// hangs lets rank 1 of b hang. All others are in a collective, and report that when they are asked. It returns why b is stalled, and the
+// quorum from which it is evicted. The lighthouse learns the present step by so much later.
+func hangs(t *testing.T, a, b *fttest.Group, later time.Duration) (reason string, quorumID int64) {
+	t.Helper()
+	began := time.Now()
+	done := make(chan struct{})
+	defer close(done)
+	for _, r := range []struct {
+		g    *fttest.Group
+		rank int64
+	}{{a, 0}, {a, 1}, {b, 0}} {
+		go func() {
+			for {
+				select {
+				case notice := <-r.g.Ranks[r.rank].Notices():
+					if notice.Kind == membership.ProgressAsked {
+						r.g.Ranks[r.rank].ReportProgress(r.rank, true, "waits in allreduce")
+					}
+				case <-done:
+					return
+				}
+			}
+		}()
+	}
+	var named, out membership.Notice
+	for out.Reason == "" {
+		switch notice := <-b.Ranks[1].Notices(); notice.Kind {
+		case membership.Stalled:
+			named = notice
+			assert.InDelta(t, 5500*time.Millisecond+later, time.Since(began), float64(800*time.Millisecond))
+		case membership.MemberFailed:
+			out = notice
+		default:
+		}
+	}
+	assert.Equal(t, "b", named.ReplicaID)
+	assert.InDelta(t, 10*time.Second+later, time.Since(began), float64(1200*time.Millisecond))
+	return named.Reason, out.QuorumID
+}
+
+// No group asks: the heartbeats show that there is no progress.
+func TestAMemberThatStallsWhileItsQuorumStandsIsEvicted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
+		asks := func(step, committed, failures int64, groups ...*fttest.Group) (pending answers) {
+			for _, g := range groups {
+				for rank := range int64(2) {
+					pending = append(pending, g.QuorumWith(rankclient.Request{
+						GroupRank: rank, Step: step, CommittedQuorumID: committed, CommitFailures: failures,
+					}, time.Minute))
+				}
+			}
+			return pending
+		}
+		before := asks(1, -1, 0, a, b).results(t)[0].QuorumID
+		for step := int64(1); step < 4; step++ {
+			for _, g := range []*fttest.Group{a, b} {
+				first, second := g.Vote(0, step, true, time.Minute), g.Vote(1, step, true, time.Minute)
+				require.True(t, (<-first).Value && (<-second).Value)
+			}
+		}
+		named, out := hangs(t, a, b, 5*time.Second/3) // an interval of heartbeats
+		assert.Contains(t, named, "rank 1, step 4: does not answer")
+		assert.Equal(t, before, out)
+		after := asks(4, before, 1, a).results(t)
+		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
+	})
+}
+
 func TestAStalledMemberIsNamedAndEvicted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		before := round(t, 0, a, b)
-		began := time.Now()
-		done := make(chan struct{})
-		defer close(done)
-		// Rank 1 of b hangs. All others are in a collective, and report that when they are asked.
-		for _, r := range []struct {
-			g    *fttest.Group
-			rank int64
-		}{{a, 0}, {a, 1}, {b, 0}} {
-			go func() {
-				for {
-					select {
-					case notice := <-r.g.Ranks[r.rank].Notices():
-						if notice.Kind == membership.ProgressAsked {
-							r.g.Ranks[r.rank].ReportProgress(r.rank, true, "waits in allreduce")
-						}
-					case <-done:
-						return
-					}
-				}
-			}()
-		}
-		var named, out membership.Notice
-		for out.Reason == "" {
-			switch notice := <-b.Ranks[1].Notices(); notice.Kind {
-			case membership.Stalled:
-				named = notice
-				assert.InDelta(t, 5500*time.Millisecond, time.Since(began), float64(800*time.Millisecond))
-			case membership.MemberFailed:
-				out = notice
-			default:
-			}
-		}
-		assert.Equal(t, "b", named.ReplicaID)
-		assert.Contains(t, named.Reason, "rank 1, step 0: does not answer")
-		assert.Equal(t, before[0].QuorumID, out.QuorumID)
-		assert.InDelta(t, 10*time.Second, time.Since(began), float64(1200*time.Millisecond))
+		named, out := hangs(t, a, b, 0)
+		assert.Contains(t, named, "rank 1, step 0: does not answer")
+		assert.Equal(t, before[0].QuorumID, out)
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
 		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
 

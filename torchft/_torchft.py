@@ -250,10 +250,12 @@ class ManagerClient(_Native):
         """Does the same as :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`, once.
 
         Args:
-            request: the rank's request. A call is fast if only the step differs from the last request. If the quorum
-                stands, too, nothing is called.
+            request: the rank's request. A call is fast if only the step differs from the last request.
             timeout: limit for the whole wait.
             last: the last result, None if there is none to compare with.
+
+        Returns:
+            None: the quorum stands, so the result is ``last`` with the step of the request, and nothing was called.
         """
         go = self._go
         timeout_us = _micros("timeout", timeout)
@@ -262,7 +264,7 @@ class ManagerClient(_Native):
         if stands and last is not None and last_request == request and last.quorum_id != self._failed:
             if request.traceparent:
                 go.pyapi_ManagerTrace(self._handle, request.traceparent)
-            return request.step
+            return None
         if last_request != request:
             go.pyapi_Forget(prepared)
             prepared = go.pyapi_ManagerRoundPrepare(self._handle, request._to_json())
@@ -273,7 +275,7 @@ class ManagerClient(_Native):
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
         """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs from it."""
-        result: Any = begun if isinstance(begun, int) else self._go.collect(begun)
+        result: Any = self._go.collect(begun)
         if last is not None and isinstance(result, int):
             last.max_step = result
             return last

@@ -210,6 +210,42 @@ class _NativeRound(Round):
             self.end()
 
 
+class _StandingRound(Round):
+    """The round of a quorum that stands: its result is known, and is followed when it is first needed.
+
+    It has no events: no other thread ends it, and its result never comes late.
+
+    Args:
+        follow: acts on the result.
+        result: the last result, with the number of the step.
+    """
+
+    def __init__(self, follow: Follow, result: QuorumResult) -> None:
+        self._follow: Optional[Follow] = follow
+        self._result = result
+        self._error = None
+        self._lock = threading.Lock()
+
+    def ended(self) -> bool:
+        return self._follow is None
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._follow is None:
+                return
+            try:
+                self._follow(self._result)
+            except BaseException as e:
+                self._error = e
+                if isinstance(e, KeyboardInterrupt):
+                    raise
+            finally:
+                self._follow = None
+
+    def answer(self) -> QuorumResult:
+        return self._result
+
+
 class NativeRounds:
     """Rounds that run in the native core, which knows which of them bring a change."""
 
@@ -234,6 +270,10 @@ class NativeRounds:
             if self._closed is not None:
                 raise self._closed
             op = self._client._begin_round(request, timeout, last)
+            if op is None and last is not None:
+                self._last = last
+                last.max_step = request.step
+                return _StandingRound(follow, last)
             begun = _NativeRound(take, follow, last)
             self._round = weakref.ref(begun)
             return begun

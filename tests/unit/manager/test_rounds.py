@@ -35,10 +35,11 @@ class FakeClient:
         self.results: queue.SimpleQueue[QuorumResult | BaseException | None] = queue.SimpleQueue()
         self.changes: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
         self.first: list[bool] = []
+        self.stands = False
 
     def _begin_round(self, request: QuorumRequest, timeout: timedelta, last: Optional[QuorumResult]) -> object:
         self.first.append(last is None)
-        return object()
+        return None if self.stands else object()
 
     def _end_round(self, begun: object, last: Optional[QuorumResult]) -> QuorumResult:
         result = self.results.get(timeout=20)
@@ -112,6 +113,34 @@ def test_a_result_without_a_change_is_followed_by_the_first_caller(client: FakeC
     begun.result()
     assert followed.by == [(result, threading.current_thread().name)]
     assert client.first == [True, False]
+
+
+def test_a_quorum_that_stands_is_followed_when_it_is_needed(client: FakeClient) -> None:
+    rounds = NativeRounds(client)
+    result = first_round(rounds, client)
+    client.stands = True
+    for step in (1, 2):
+        followed = Followed()
+        begun = begin(rounds, followed, step=step)
+        assert not begun.ended() and followed.by == []
+        assert begun.answer() is result and result.max_step == step
+        begun.result()
+        begun.result()
+        assert begun.ended()
+        assert followed.by == [(result, threading.current_thread().name)]
+    assert client.first == [True, False, False]
+
+
+def test_an_error_while_a_standing_quorum_is_followed_reaches_the_caller(client: FakeClient) -> None:
+    rounds = NativeRounds(client)
+    first_round(rounds, client)
+    client.stands = True
+    begun = begin(rounds, Followed(ValueError("no connection")))
+    begun.wait()  # does not raise
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no connection"):
+            begun.result()
+    begin(rounds, Followed()).result()
 
 
 def test_many_may_wait_for_a_round(client: FakeClient) -> None:

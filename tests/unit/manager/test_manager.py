@@ -4,7 +4,7 @@ import contextlib
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable, List
-from unittest.mock import MagicMock, create_autospec
+from unittest.mock import MagicMock, create_autospec, patch
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torchft._manager.handles import CALLS, HEALS, announce
 from torchft._torchft import ManagerClient
 from torchft.checkpointing.transport import CheckpointError
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
+from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import (
     ExceptionWithTraceback,
     Manager,
@@ -277,6 +278,20 @@ def test_start_quorum_first(fixture: Fixture) -> None:
         with pytest.raises(RuntimeError, match=r"no step has begun, start_quorum must be called .*OptimizerWrapper"):
             call()
     assert manager.errored() is None
+
+
+@pytest.mark.parametrize("algorithm", [None, LocalSGD, DiLoCo])
+def test_only_local_sgd_and_diloco_ask_for_each_step(fixture: Fixture, algorithm: Any) -> None:
+    """Their quorums do not stand: a synchronisation is rare, and another group joins only there."""
+    manager = fixture.manager(use_async_quorum=False)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    inner, outer = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    if algorithm is not None:
+        algorithm(manager, *([[model], inner, outer] if algorithm is DiLoCo else [model, inner]), sync_every=2)
+    assert manager._rounds is not None
+    with patch.object(manager._rounds, "begin", wraps=manager._rounds.begin) as begin:
+        manager.start_quorum()
+    assert begin.call_args.args[1].asks_each_step == (algorithm is not None)
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])

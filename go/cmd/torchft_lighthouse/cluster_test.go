@@ -18,6 +18,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/replica"
 )
 
@@ -42,15 +43,15 @@ func TestAKilledLeaderCostsNoStep(t *testing.T) {
 func TestAJobTrainsOnWhileItsLighthouseIsAway(t *testing.T) {
 	c := start(t, free(t)[:1], t.TempDir(), "127.0.0.1", nil)
 	since, one := c.attempts(), c.all[0]
-	for _, away := range []struct{ leave, comeBack func() }{
-		{func() { one.signal(syscall.SIGSTOP) }, func() { one.signal(syscall.SIGCONT) }},
-		{func() { one.end(syscall.SIGKILL) }, one.start},
+	for _, away := range []struct {
+		leave, comeBack func()
+		full            time.Duration
+	}{
+		{func() { one.signal(syscall.SIGSTOP) }, func() { one.signal(syscall.SIGCONT) }, time.Minute},
+		{func() { one.end(syscall.SIGKILL) }, one.start, 30 * time.Second},
 	} {
 		away.leave()
-		began := time.Now()
-		for time.Since(began) < 6*time.Second {
-			c.steps(3)
-		}
+		c.stepsFor(away.full)
 		away.comeBack()
 		c.until("the lighthouse knows the job", func() bool { return c.healthy(one) == len(c.groups) })
 		c.steps(3)
@@ -59,6 +60,37 @@ func TestAJobTrainsOnWhileItsLighthouseIsAway(t *testing.T) {
 	c.restartGroup(0) // a change of members needs the lighthouse, which still leads the same job
 	c.steps(3)
 	c.check()
+}
+
+func TestAJobTrainsOnWhileLighthousesOfItsClusterAreStopped(t *testing.T) {
+	c := local(t)
+	c.settled()
+	since := c.attempts()
+	leader, _ := c.leader()
+	for _, stopped := range [][]*process{{leader}, c.all} {
+		for _, l := range stopped {
+			l.signal(syscall.SIGSTOP)
+		}
+		c.stepsFor(time.Minute)
+		for _, l := range stopped {
+			l.signal(syscall.SIGCONT)
+		}
+		c.settled()
+		c.steps(3)
+	}
+	c.noStepIsLost(since)
+	c.check()
+}
+
+// stepsFor makes steps for the time full with FULL, which is longer than a keepalive of gRPC, and else for six seconds.
+func (c *cluster) stepsFor(full time.Duration) {
+	c.t.Helper()
+	if !testmain.Full() {
+		full = 6 * time.Second
+	}
+	for began := time.Now(); time.Since(began) < full; {
+		c.steps(3)
+	}
 }
 
 // The leader is stopped until another one leads. When it goes on, the groups' messages and those of the other lighthouses are there.

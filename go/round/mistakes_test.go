@@ -64,7 +64,7 @@ var mistakes = []mistake{
 	},
 
 	{
-		"a drained member gets no lost answer", "quorum/redeliver.go", " || !r.alive() {", " || !r.alive() || $ && r.draining != \"\" {",
+		"a drained member gets no lost answer", "quorum/redeliver.go", " || !r.alive() ||", " || !r.alive() || $ && r.draining != \"\" ||",
 		[]string{"is drained", "reconnects"},
 	},
 	{

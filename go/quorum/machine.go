@@ -66,7 +66,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	decide := m.take(event)
 	decide = decide || len(m.failed) > 0 // A failure may complete the quorum: the remaining healthy members may all have asked.
 	m.reportFailures()
-	m.standing.advance()
+	m.standing.advance(m.search.pending(m.now))
 	m.reportFailures() // a member that has left
 	_, tick := event.(Tick)
 	if decide {

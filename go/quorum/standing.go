@@ -272,15 +272,15 @@ func (s *standing) stopped(e Stopped) {
 }
 
 // advance calls the next quorum if there is a reason, and tells the members the step of the round when all have answered. It comes after
-// each event.
-func (s *standing) advance() {
+// each event. While a member may still show a later round, the step is not named: a member that asks may be in that round.
+func (s *standing) advance(searching bool) {
 	if s.why == "" || s.round != 0 {
 		return
 	}
 	if s.called.IsZero() {
 		s.call()
 	}
-	if s.called.IsZero() || len(s.awaited) > 0 {
+	if s.called.IsZero() || len(s.awaited) > 0 || searching {
 		return
 	}
 	var told []string

@@ -32,8 +32,8 @@ var mistakes = []mistake{
 		[]string{"has another setting", "gets notices late"},
 	},
 	{
-		"the round is named before all have answered", "quorum/standing.go", "if s.called.IsZero() || len(s.awaited) > 0 {",
-		"if s.called.IsZero() || len(s.awaited) > map[bool]int{true: 1}[$] {",
+		"the round is named before all have answered", "quorum/standing.go", "if s.called.IsZero() || len(s.awaited) > 0 ||",
+		"if s.called.IsZero() || len(s.awaited) > map[bool]int{true: 1}[$] ||",
 		[]string{"has another setting", "gets notices late"},
 	},
 	{

@@ -170,15 +170,18 @@ func (s *standing) redelivered(r *record) {
 	}
 }
 
-// callAgain calls a member that may have missed the call to all.
+// callAgain calls a member that may have missed the call to all. One that has begun another stream, and whose request was lost with the one
+// before, asks again: the step of the round is not named before that.
 func (s *standing) callAgain(r *record) {
-	if s.called.IsZero() || !s.trains(r) {
+	if s.called.IsZero() || !r.previous || !r.alive() || r.waiting() {
 		return
 	}
 	if s.round == 0 {
 		s.awaited[r] = true
 	}
-	s.do(Call{s.past.latestID(), []string{r.id}, s.why})
+	if s.holds(r) {
+		s.do(Call{s.past.latestID(), []string{r.id}, s.why})
+	}
 }
 
 // asked handles a request, before it is in the roster. A newcomer is a reason to call the next quorum. So is a member that asks at the end of

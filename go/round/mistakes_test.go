@@ -50,7 +50,7 @@ var mistakes = []mistake{
 		[]string{"loses its step"},
 	},
 	{
-		"no member is called again", "quorum/standing.go", "	if s.called.IsZero() || !s.trains(r) {\n", "	if s.called.IsZero() || !s.trains(r) || $ {\n",
+		"no member is called again", "quorum/standing.go", "	if s.called.IsZero() || !r.previous ||", "	if s.called.IsZero() || $ || !r.previous ||",
 		[]string{"has another setting", "reconnects"},
 	},
 

@@ -118,7 +118,7 @@ type roster struct {
 	queue    *list.List // of *record that are candidates, the first to join first
 	formers  *list.List // those of them that were in the previous quorum, in the same order
 	counts   tally      // waited and joining are not set: they depend on the time
-	lenient  time.Time  // until then a member whose stream breaks is no suspect: only its silence counts
+	lenient  time.Time  // until then a member whose stream broke may come back: the grace of a suspect begins later
 }
 
 func newRoster(p Policy) *roster {
@@ -221,8 +221,10 @@ func (s *roster) unheard(now time.Time) time.Duration {
 
 // disconnected makes a member a suspect.
 func (s *roster) disconnected(id string, now time.Time) {
-	if r := s.members[id]; r != nil && r.alive() && r.suspect == nil && !now.Before(s.lenient) {
-		r.brokeAt = now
+	if r := s.members[id]; r != nil && r.alive() && r.suspect == nil {
+		if r.brokeAt = now; now.Before(s.lenient) {
+			r.brokeAt = s.lenient
+		}
 		r.suspect = s.suspects.PushBack(r)
 	}
 }

@@ -266,7 +266,7 @@ func (j *judge) fails(l *life, why string, silent bool) {
 	l.announced = l.finished && j.clear() && j.attached(l.slot)
 	l.killed, l.ended = true, j.now
 	j.unsettle()
-	if calm && j.upstream == 0 { // a group of upstream has no stream, whose end would show its failure
+	if calm && j.upstream == 0 && slices.Contains(j.last, l.id) { // a group of upstream has no stream, whose end would show its failure
 		j.failed, j.known = l, j.now+j.policy.SuspectGrace
 		if silent {
 			j.known = j.now + j.policy.HeartbeatTimeout
@@ -358,7 +358,15 @@ func (j *judge) noticed(l *life, quorumID int64, replicaID, reason string) {
 		j.broken(ruleCause, "%s is told that %s failed, which never started", l.id, replicaID)
 		return
 	}
-	j.hasCause(o, reason)
+	if o != l {
+		j.hasCause(o, reason)
+	} else {
+		j.doubt(func() { // it may be told of a later quorum, for which it was too late
+			if j.result.lastID == quorumID {
+				j.hasCause(o, reason)
+			}
+		})
+	}
 	o.out = o.asks
 }
 

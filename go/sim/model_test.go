@@ -204,6 +204,9 @@ func (r *model) contribute() uint64 {
 	if r.heal != nil || r.plan.MaxReplicaRank == nil {
 		return 0
 	}
+	if h := r.plane.head; h != nil && h.l.killed { // it did not live to see the end of its collective
+		r.plane.head = nil
+	}
 	r.j.contributes(r.plane, r)
 	if r.plane.head == nil {
 		r.plane.head = r
@@ -267,6 +270,9 @@ func (r *model) reduced(sum uint64, ok bool) bool {
 	r.phase = voting
 	r.votesYes = !r.errored && r.plan.MaxWorldSize >= int64(r.j.policy.MinReplicas)
 	r.cast = vote{yes: r.votesYes, step: r.step, attempt: r.attempt}
+	if !r.votesYes {
+		r.l.erred = r.j.now // the decision may be lost
+	}
 	return r.votesYes
 }
 

@@ -444,7 +444,7 @@ func (j *judge) home() bool {
 // fault, if all groups can reach the lighthouse.
 func (j *judge) settled() bool {
 	why, _ := j.apart()
-	j.calmed = j.calmed || why == "" && j.rough == 0 && (j.home() || !j.up)
+	j.calmed = j.calmed || why == "" && j.rough == 0 && (!j.up || j.home() && j.noticedAll())
 	if !j.home() {
 		return false
 	}
@@ -452,6 +452,13 @@ func (j *judge) settled() bool {
 		j.broken(ruleTogether, "%s after the last fault %s", late, why)
 	}
 	return why == ""
+}
+
+// noticedAll reports whether all groups have noticed that the connections to a lighthouse on a host which vanished are gone: each has asked
+// since then, or the time has passed after which a connection without answers is closed.
+func (j *judge) noticedAll() bool {
+	since := max(j.restarted, j.changed)
+	return j.now-since > 25*time.Second || !slices.ContainsFunc(j.places, func(p place) bool { return p.l.askedAt < since })
 }
 
 // apart returns the id of the quorum that has exactly the groups of all slots as its members, and in which each of them has

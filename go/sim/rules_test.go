@@ -250,13 +250,13 @@ func (j *judge) answered(r *model, a *recovery.Result) {
 	j.drained(r, a)
 }
 
-// drained checks that a group that was asked to leave learns it with its next quorum, and all of its ranks with the same one.
+// drained checks that a group that was asked to leave learns it with its next quorum that does not stand, and all of its ranks with the same one.
 func (j *judge) drained(r *model, a *recovery.Result) {
 	l := r.l
 	switch {
 	case a.Draining && !l.wanted:
 		j.broken(ruleDrained, "%s learns with quorum %d that it is its last, and its group was not asked to leave", r, a.QuorumID)
-	case !a.Draining && l.wanted && l.wantedAt+slack < l.askedAt && l.learned > l.askedAt:
+	case !a.Draining && !l.quorum.Stands && l.wanted && l.wantedAt+slack < l.askedAt && l.learned > l.askedAt:
 		j.broken(ruleDrained, "%s does not learn with quorum %d that it is its last, and its group was asked to leave at %s", r, a.QuorumID, l.wantedAt)
 	case l.told.attempt == l.attempt && l.told.last != a.Draining:
 		j.broken(ruleDrained, "%s learns with quorum %d whether it is its last: %t, and others of its group did otherwise", r, a.QuorumID, a.Draining)
@@ -324,7 +324,7 @@ func (j *judge) ticked(remembered *quorum.Status) {
 		return true
 	})
 	for _, l := range j.lives {
-		if l.owed > 0 && !l.killed && l.pending && j.now-l.owed > 2*slack && j.clear() {
+		if l.owed > 0 && !l.killed && l.pending && j.now-l.owed > 2*slack && j.clear() && j.rough == 0 {
 			j.broken(ruleBroadcast, "%s is in a quorum of %s and gets no answer", l.id, l.owed)
 		}
 	}

@@ -40,7 +40,7 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 		actions = append(actions, RequestDrain{})
 	}
 	if m.ballot.count > 0 {
-		actions = append(actions, m.endBallot(abandonedBy(e.GroupRank, m.ballot.step))...)
+		actions = append(actions, m.abandoned(e.GroupRank)...)
 	}
 	answers, stands := m.stands(e, news)
 	actions = append(actions, answers...)

@@ -26,13 +26,15 @@ type standing struct {
 	called    bool
 	round     int64 // the first step that needs another quorum; 0: not known
 
+	begun int64 // the last step that ranks were allowed to begin in any quorum that stood; 0: none stood
+
 	view *recovery.View // of this group, for ranks that ask although the quorum stands; nil: not computed for this step
 }
 
 func (s *standing) is(quorumID int64) bool { return s.quorum != nil && s.quorum.ID == quorumID }
 
 // ends lets the quorum stand no longer.
-func (s *standing) ends() { *s = standing{} }
+func (s *standing) ends() { *s = standing{begun: s.begun} }
 
 // allows records that the group has committed a step, and reports whether its ranks may begin the next one.
 func (s *standing) allows(step int64) bool {
@@ -45,7 +47,7 @@ func (s *standing) allows(step int64) bool {
 
 func (s *standing) next() {
 	s.allowed++
-	s.committed, s.view = s.quorum.ID, nil
+	s.begun, s.committed, s.view = s.allowed, s.quorum.ID, nil
 }
 
 // Standing returns the quorum that stands, and the last step that the ranks may begin in it; 0 if none stands.
@@ -65,7 +67,7 @@ func (m *Machine) stand(q *quorum.Quorum) []Action {
 		return nil
 	}
 	first := q.Members[0] // all members are in its state
-	m.standing = standing{quorum: q, allowed: first.Step, committed: first.CommittedQuorumID}
+	m.standing = standing{quorum: q, allowed: first.Step, begun: first.Step, committed: first.CommittedQuorumID}
 	if called {
 		return m.called(Called{q.ID})
 	}

@@ -8,7 +8,7 @@ import (
 // ballot holds the votes on one attempt of a step, from the first vote until all are answered.
 //
 // The step does not identify the attempt: after a failed commit the same step is tried again. Between two attempts all ranks ask for a
-// new quorum, and the first request ends the ballot (abandonedBy). So a vote on the first attempt never counts in the second one.
+// new quorum, and the first request ends the ballot (abandoned). So a vote on the first attempt never counts in the second one.
 type ballot struct {
 	step  int64
 	votes []*Voted // by rank
@@ -53,7 +53,7 @@ func (m *Machine) voted(e Voted) []Action {
 			return append(actions, m.endBallot(*f)...)
 		}
 		if r := m.abandonedBefore(e.GroupRank); r >= 0 {
-			return append(actions, m.endBallot(abandonedBy(int64(r), b.step))...)
+			return append(actions, m.abandoned(int64(r))...)
 		}
 		return actions
 	}
@@ -87,14 +87,26 @@ func (m *Machine) voted(e Voted) []Action {
 	return actions
 }
 
-// abandonedBy returns the failure of a ballot when a rank asks for the next quorum: that rank has abandoned the attempt, and will not
-// vote. If the ballot stayed open, this rank would wait in the quorum for a rank that waits for its vote: a deadlock until a
-// deadline.
+// abandoned ends the ballot when a rank asks for the next quorum: that rank has abandoned the attempt, and will not vote. If the ballot stayed
+// open, this rank would wait in the quorum for a rank that waits for its vote: a deadlock until a deadline.
 //
-// Without failures no ballot is open then: all ranks have voted before the first one receives the decision and continues.
-func abandonedBy(rank, step int64) Failure {
-	return Failure{KindAborted, fmt.Sprintf(
-		"rank %d asked for the next quorum, and will not vote on step %d", rank, step)}
+// Without failures no ballot is open then: all ranks have voted before the first one receives the decision and continues. But ranks begin
+// a step of a quorum that stands by themselves. If a member fails at that moment, one may have begun it, and another one, which knows of the
+// failure, asks: the step is not committed, and no rank did anything wrong.
+func (m *Machine) abandoned(rank int64) []Action {
+	if begun := m.standing.begun; begun == 0 || m.ballot.step != begun {
+		return m.endBallot(Failure{KindAborted, fmt.Sprintf("rank %d asked for the next quorum, and will not vote on step %d", rank, m.ballot.step)})
+	}
+	actions := m.part(fmt.Sprintf("it has not committed step %d", m.ballot.step))
+	for r, v := range m.ballot.votes {
+		if v != nil {
+			actions = append(actions, AnswerVote{v.Waiter, false, false})
+			m.ballot.votes[r] = nil
+			m.ranks[r].begin(afterVote, v.Step, m.now)
+		}
+	}
+	m.ballot.count = 0
+	return actions
 }
 
 // abandonedBefore finds a rank that asked for the next quorum before this vote, -1 if there is none.

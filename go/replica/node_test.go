@@ -64,7 +64,7 @@ func TestAFailedLeaderIsReplaced(t *testing.T) {
 		t.Run(c.how, func(t *testing.T) {
 			var took []time.Duration
 			runs := 6
-			if testmain.Full() && !testmain.Race() { // so many of them crash the race detector of Go 1.26
+			if testmain.Full() && !testmain.Race() { // with it, few say as much
 				runs = 200
 			}
 			for range runs {

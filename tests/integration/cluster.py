@@ -166,5 +166,5 @@ class Gate:
         self._event.set()
 
     def wait(self) -> None:
-        if not self._event.wait(60):
-            raise TimeoutError("the gate was not opened within 60 s")
+        if not self._event.wait(80):
+            raise TimeoutError("the gate was not opened within 80 s")

@@ -321,8 +321,12 @@ def test_a_group_that_differs_heals_along(reported: list[Any], caplog: pytest.Lo
         run(training)
     assert len(set(training.ended.values())) == 1
     assert {(*names(record), record.certain) for record in reported} == {("group_1", True)}
-    assert [r for r in caplog.records if "training along" in r.getMessage()]
-    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    along, whole = (
+        [r for r in caplog.records if what in r.getMessage()] for what in ("training along", "transferred as a whole")
+    )
+    # One of the others may have lost the step in which that group asked, and be behind the third one.
+    assert along or whole
+    assert all("one group alone has it" in r.getMessage() for r in whole)
 
 
 def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -283,9 +283,11 @@ func (r *model) decided(commit bool) (agree bool) {
 	if !commit {
 		j.disturbed("%s loses step %d", r, r.step)
 		j.logf("%s loses step %d", r, r.step)
-		j.result.lost++
-		r.lost++
-		if j.countLosses && !j.over && r.lost > j.mayLose {
+		if !j.over {
+			j.result.lost++
+			r.lost++
+		}
+		if j.countLosses && r.lost > j.mayLose {
 			j.broken(ruleLoses, "%s has lost %d steps, %d at most are what the faults may cost", r, r.lost, j.mayLose)
 		}
 		r.failures++

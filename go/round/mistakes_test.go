@@ -1,12 +1,8 @@
 package round
 
 import (
-	"encoding/json"
 	"flag"
-	"fmt"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -106,49 +102,6 @@ var mistakes = []mistake{
 
 var mistakeFlag = flag.String("mistake", "", "TestAMistakeIsFound: the name of the planted mistake")
 
-// spoil returns the sources with all mistakes, by path.
-func spoil(t *testing.T) map[string]string {
-	t.Helper()
-	sources := map[string]string{}
-	for _, m := range mistakes {
-		path, err := filepath.Abs(filepath.Join("..", m.file))
-		require.NoError(t, err)
-		if sources[path] == "" {
-			source, err := os.ReadFile(path) //nolint:gosec // a source of this module
-			require.NoError(t, err)
-			name := filepath.Base(filepath.Dir(path))
-			sources[path] = string(source)
-			sources[filepath.Join(filepath.Dir(path), "planted.go")] = fmt.Sprintf("package %s\n\nimport \"os\"\n\nvar planted = os.Getenv(\"TORCHFT_MISTAKE\")\n", name)
-		}
-		require.Equal(t, 1, strings.Count(sources[path], m.old), "%s has the text of %q once", m.file, m.name)
-		text := strings.ReplaceAll(m.new, "$", fmt.Sprintf("(planted == %q)", m.name))
-		sources[path] = strings.Replace(sources[path], m.old, text, 1)
-	}
-	return sources
-}
-
-// compile compiles this package with all mistakes.
-func compile(t *testing.T) (binary string) {
-	t.Helper()
-	dir, overlay := t.TempDir(), map[string]string{}
-	for path, source := range spoil(t) {
-		overlay[path] = filepath.Join(dir, fmt.Sprint(len(overlay), ".go"))
-		require.NoError(t, os.WriteFile(overlay[path], []byte(source), 0o600))
-	}
-	text, err := json.Marshal(map[string]any{"Replace": overlay})
-	require.NoError(t, err)
-	list := filepath.Join(dir, "overlay.json")
-	require.NoError(t, os.WriteFile(list, text, 0o600))
-	command := "go"
-	if set := os.Getenv("GO"); set != "" {
-		command = set
-	}
-	binary = filepath.Join(dir, "round.test")
-	out, err := exec.CommandContext(t.Context(), command, "test", "-c", "-trimpath", "-vet=off", "-overlay="+list, "-o", binary, ".").CombinedOutput() //nolint:gosec // the compiler
-	require.NoError(t, err, "%s", out)
-	return binary
-}
-
 // The page has the number of mistakes.
 func TestTheMistakesAreCounted(t *testing.T) {
 	require.Equal(t, []string{strconv.Itoa(len(mistakes))}, testmain.Row(t, "correctness.md", "go/round/mistakes_test.go", ", "))
@@ -159,12 +112,15 @@ func TestMistakesAreFound(t *testing.T) {
 		return // no mistake is a race
 	}
 	t.Parallel()
-	binary := compile(t)
+	sources := testmain.Sources{}
+	for _, m := range mistakes {
+		sources.Plant(t, m.name, m.file, m.old, m.new)
+	}
+	binary := sources.Compile(t)
 	for _, m := range mistakes {
 		t.Run(m.name, func(t *testing.T) {
 			t.Parallel()
 			test := exec.CommandContext(t.Context(), binary, "-test.run=^TestAMistakeIsFound$", "-test.v", "-mistake="+m.name) //nolint:gosec // this test
-			test.Env = append(os.Environ(), "TORCHFT_MISTAKE="+m.name)
 			out, err := test.CombinedOutput()
 			require.NoError(t, err, "%s", out)
 			_, found, _ := strings.Cut(string(out), "found as: ")

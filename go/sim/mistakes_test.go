@@ -2,7 +2,6 @@ package sim
 
 import (
 	"bytes"
-	"encoding/json"
 	"flag"
 	"fmt"
 	"os"
@@ -266,30 +265,14 @@ func startsSlowly(s *setup) {
 
 var mistakeFlag = flag.String("mistake", "", "the name of the mistake that a binary with all mistakes makes (what TestMistakesAreFound runs)")
 
-// read reads a source, unless it is among those already.
-func read(t *testing.T, sources map[string]string, path string) {
+// spoil returns the sources with all mistakes.
+func spoil(t *testing.T) testmain.Sources {
 	t.Helper()
-	if sources[path] == "" {
-		source, err := os.ReadFile(path)
-		require.NoError(t, err)
-		sources[path] = string(source)
-	}
-}
-
-// spoil returns the sources with all mistakes, by file.
-func spoil(t *testing.T) map[string]string {
-	t.Helper()
-	sources := map[string]string{}
+	sources := testmain.Sources{}
 	for _, m := range mistakes {
-		if m.file == "" {
-			continue
+		if m.file != "" {
+			sources.Plant(t, m.name, m.file, m.old, m.new)
 		}
-		path, err := filepath.Abs(filepath.Join("..", m.file))
-		require.NoError(t, err)
-		read(t, sources, path)
-		require.Equal(t, 1, strings.Count(sources[path], m.old), "%s has the text of %q once", m.file, m.name)
-		planted := strings.ReplaceAll(m.new, "$", fmt.Sprintf("planted(%q)", m.name))
-		sources[path] = strings.Replace(sources[path], m.old, planted, 1)
 	}
 	return sources
 }
@@ -302,12 +285,12 @@ func TestTheMistakesFitTheSources(t *testing.T) {
 }
 
 // record changes the machine of a package so that its events can be recorded (testdata/tape.go.txt).
-func record(t *testing.T, sources map[string]string, name string) {
+func record(t *testing.T, sources testmain.Sources, name string) {
 	t.Helper()
 	folder, err := filepath.Abs(filepath.Join("..", name))
 	require.NoError(t, err)
 	path := filepath.Join(folder, "machine.go")
-	read(t, sources, path)
+	sources.Read(t, path)
 	create := regexp.MustCompile(`func NewMachine\((.*)\) \*Machine`).FindStringSubmatch(sources[path])
 	require.NotNil(t, create)
 	step := "func (m *Machine) Step(event Event, now time.Time)"
@@ -324,43 +307,15 @@ func record(t *testing.T, sources map[string]string, name string) {
 		"PACKAGE", name, "ARGUMENTS", create[1], "NAMES", strings.Join(names, ", ")).Replace(string(tape))
 }
 
-// compile compiles this package with all mistakes, and with a recorder of the machines' events.
-func compile(t *testing.T) (binary string) {
-	dir, overlay := t.TempDir(), map[string]string{}
-	add := func(path, source string) {
-		overlay[path] = filepath.Join(dir, fmt.Sprint(len(overlay), ".go"))
-		require.NoError(t, os.WriteFile(overlay[path], []byte(source), 0o600))
-	}
-	sources := spoil(t)
-	record(t, sources, "quorum")
-	record(t, sources, "round")
-	for path, source := range sources {
-		add(path, source)
-		name := regexp.MustCompile(`(?m)^package \w+`).FindString(source)
-		if file := filepath.Join(filepath.Dir(path), "planted.go"); overlay[file] == "" {
-			add(file, fmt.Sprintf("%s\n\nimport (\n\t\"os\"\n\t\"slices\"\n)\n\nfunc planted(name string) bool { return slices.Contains(os.Args, \"-mistake=\"+name) }\n", name))
-		}
-	}
-	text, err := json.Marshal(map[string]any{"Replace": overlay})
-	require.NoError(t, err)
-	list := filepath.Join(dir, "overlay.json")
-	require.NoError(t, os.WriteFile(list, text, 0o600))
-	command := "go"
-	if set := os.Getenv("GO"); set != "" {
-		command = set
-	}
-	binary = filepath.Join(dir, "sim.test")
-	out, err := exec.CommandContext(t.Context(), command, "test", "-c", "-trimpath", "-vet=off", "-tags=tapes", "-overlay="+list, "-o", binary, ".").CombinedOutput() //nolint:gosec // the compiler
-	require.NoError(t, err, "%s", out)
-	return binary
-}
-
 func TestMistakesAreFound(t *testing.T) {
 	if testmain.Race() {
 		return // no mistake is a race
 	}
 	t.Parallel()
-	binary := compile(t)
+	sources := spoil(t)
+	record(t, sources, "quorum")
+	record(t, sources, "round")
+	binary := sources.Compile(t, "-tags=tapes")
 	t.Run("none, and the events of the machines replay", func(t *testing.T) {
 		t.Parallel()
 		test := exec.CommandContext(t.Context(), binary, "-test.run=^TestTheEventsOfAMachineReplay$", "-test.v", fmt.Sprintf("-tape=%d", *tapeFlag)) //nolint:gosec // this test

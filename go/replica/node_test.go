@@ -64,7 +64,7 @@ func TestAFailedLeaderIsReplaced(t *testing.T) {
 		t.Run(c.how, func(t *testing.T) {
 			var took []time.Duration
 			runs := 6
-			if testmain.Full() && !testmain.Race() { // with it, few say as much
+			if testmain.Full() && !testmain.Race() { // a few elections show a race as well, in less time
 				runs = 200
 			}
 			for range runs {

@@ -39,7 +39,7 @@ func TestAKilledLeaderCostsNoStep(t *testing.T) {
 	c.check()
 }
 
-// The lighthouse is stopped, or killed and not restarted, for longer than the heartbeat timeout. The groups train on, and none waits.
+// The lighthouse is stopped, or killed and not restarted, for longer than the heartbeat timeout. The groups train on, and lose no step.
 func TestAJobTrainsOnWhileItsLighthouseIsAway(t *testing.T) {
 	c := start(t, free(t)[:1], t.TempDir(), "127.0.0.1", nil)
 	since, one := c.attempts(), c.all[0]

@@ -259,18 +259,16 @@ class ManagerClient(_Native):
         """
         go = self._go
         timeout_us = _micros("timeout", timeout)
+        if request.traceparent:
+            go.pyapi_ManagerTrace(self._handle, request.traceparent)
         stands, self._stands = self._stands == request.step, -1
         last_request, prepared = self._round  # read once: another thread may shut the client down
         if stands and last is not None and last_request == request and last.quorum_id != self._failed:
-            if request.traceparent:
-                go.pyapi_ManagerTrace(self._handle, request.traceparent)
             return None
         if last_request != request:
             go.pyapi_Forget(prepared)
             prepared = go.pyapi_ManagerRoundPrepare(self._handle, request._to_json())
             self._round = request, prepared
-        if request.traceparent:
-            go.pyapi_ManagerTrace(self._handle, request.traceparent)
         return go.post(prepared, request.step, timeout_us, last is None)
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:

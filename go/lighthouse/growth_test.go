@@ -48,7 +48,7 @@ type unread struct {
 func (unread) SendMsg(any) error                       { return errShutdown }
 func (unread) Send(*torchftpb.LighthouseMessage) error { return errShutdown }
 
-// What is queued for a member that does not read is bounded, and the stream notices it.
+// The queue of messages for a member that does not read is bounded. When it is full, the stream receives nothing until it reads (stream.deaf).
 func TestTheQueueOfAMemberThatDoesNotReadIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, all := crowd(1)
@@ -93,7 +93,7 @@ var bursts = []struct {
 	{"send", func(j *job, all []*stream) {
 		for _, one := range all {
 			j.mu.Lock()
-			j.streams.send(one.replicaID, &torchftpb.LighthouseMessage{})
+			j.streams.send(&torchftpb.LighthouseMessage{}, one.replicaID)
 			j.mu.Unlock()
 		}
 	}},

@@ -278,19 +278,21 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.keepState()
 		case quorum.Call:
 			j.log.Info("torchft: the next quorum is called", "quorum_id", a.QuorumID, "members", some(a.ReplicaIDs), "reason", a.Reason)
-			j.streams.call(j, a.ReplicaIDs, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Call{Call: a.QuorumID}})
+			j.onceKept(func() {
+				j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Call{Call: a.QuorumID}}, a.ReplicaIDs...)
+			})
 		case quorum.Round:
-			j.streams.call(j, a.ReplicaIDs, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Round{
-				Round: &torchftpb.Step{QuorumId: a.QuorumID, Step: a.Step},
-			}})
+			j.onceKept(func() {
+				j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Round{
+					Round: &torchftpb.Step{QuorumId: a.QuorumID, Step: a.Step},
+				}}, a.ReplicaIDs...)
+			})
 		case quorum.Over:
-			j.streams.send(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
-				MemberFailed: &torchftpb.MemberFailed{QuorumId: a.QuorumID, ReplicaId: a.ReplicaID, Reason: a.Reason},
-			}})
+			j.streams.send(failedMessage(trouble{a.QuorumID, a.ReplicaID, a.Reason}), a.ReplicaID)
 		case quorum.Advanced:
 			j.board.Advanced(a.Step, a.Members, now)
 		case quorum.Recall:
-			j.streams.send(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: a.QuorumID}})
+			j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: a.QuorumID}}, a.ReplicaID)
 		case quorum.Doubted:
 			j.log.Warn("torchft: a report of a member is ignored", "replica_id", a.ReplicaID, "reason", a.Reason)
 		case quorum.Refused:
@@ -307,9 +309,9 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.AskProgress:
 			j.askProgress(a.ReplicaIDs, now)
 		case quorum.Drain:
-			j.streams.send(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: a.Reason}})
+			j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: a.Reason}}, a.ReplicaID)
 		case quorum.Release:
-			j.streams.send(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}})
+			j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}}, a.ReplicaID)
 		case quorum.Wake:
 			j.wake.Reset(time.Until(a.At))
 		case quorum.InUse:

@@ -85,11 +85,6 @@ func (j *job) sendLater() {
 func (j *job) sendNews(now time.Time) {
 	failed, ended, parted, stalled := j.news.failed, j.news.ended, j.news.parted, j.news.stalled
 	j.news.failed, j.news.ended, j.news.parted, j.news.stalled = nil, nil, nil, nil
-	failedMessage := func(t trouble) *torchftpb.LighthouseMessage {
-		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
-			MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
-		}}
-	}
 	messages := j.reports(slog.LevelWarn, "torchft: a member failed", failed, failedMessage)
 	messages = append(messages, j.reports(slog.LevelInfo, "torchft: a member ended", ended, failedMessage)...) // the same message: the peers of an ended member must stop waiting for it, too
 	messages = append(messages, j.reports(slog.LevelInfo, "torchft: a member has left the quorum, and asks for another one", parted, failedMessage)...)
@@ -102,6 +97,12 @@ func (j *job) sendNews(now time.Time) {
 	j.record(now, dashboard.MemberEnded, ended)
 	j.news.next = now.Add(time.Duration(j.streams.open) * newsPause)
 	j.tell(messages)
+}
+
+func failedMessage(t trouble) *torchftpb.LighthouseMessage {
+	return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
+		MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
+	}}
 }
 
 // tell sends messages to all members, after the quorums that were formed before: they may be about such a quorum. The caller holds mu.

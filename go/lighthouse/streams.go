@@ -73,24 +73,14 @@ func (s *streams) renew() {
 	}
 }
 
-// send sends a message to one member, on all of its streams.
-func (s *streams) send(replicaID string, message *torchftpb.LighthouseMessage) {
+// send sends a message to members, on all of their streams.
+func (s *streams) send(message *torchftpb.LighthouseMessage, replicaIDs ...string) {
 	news := encodeNews(message)
-	for one := range s.each(replicaID) {
-		one.post(news)
-	}
-}
-
-// call sends a message about the latest quorum to members, after that quorum.
-func (s *streams) call(j *job, replicaIDs []string, message *torchftpb.LighthouseMessage) {
-	news := encodeNews(message)
-	j.onceKept(func() {
-		for _, id := range replicaIDs {
-			for one := range s.each(id) {
-				one.post(news)
-			}
+	for _, id := range replicaIDs {
+		for one := range s.each(id) {
+			one.post(news)
 		}
-	})
+	}
 }
 
 // closing tells a member that its stream ends.

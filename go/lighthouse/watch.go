@@ -98,11 +98,8 @@ func (j *job) connect(address string) error {
 
 // askProgress asks members for their progress. The caller holds mu.
 func (j *job) askProgress(ids []string, now time.Time) {
-	news := encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true}})
+	j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true}}, ids...)
 	for _, id := range ids {
-		for one := range j.streams.each(id) {
-			one.post(news)
-		}
 		if len(j.streams.of[id]) == 0 {
 			// An upstream member cannot answer. It counts as waiting for others, so that it is never reported as stalled.
 			j.machine.Step(quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}, now) // it returns no actions: the event only records the answer

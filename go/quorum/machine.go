@@ -43,7 +43,7 @@ func NewMachine(policy Policy, start time.Time, term int64) *Machine {
 	m.drains = drains{core: shared, past: past}
 	m.suspicion = suspicion{core: shared, past: past}
 	m.watch = watch{core: shared, past: past, reconnect: &m.reconnect}
-	m.standing = standing{core: shared, past: past, drains: &m.drains, watch: &m.watch}
+	m.standing = standing{core: shared, past: past, watch: &m.watch}
 	m.search = search{core: shared, past: past}
 	return m
 }

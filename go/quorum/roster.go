@@ -306,23 +306,22 @@ func (s *roster) withdraw(w WaiterID, now time.Time) {
 	})
 }
 
+// answer removes the requests of a member, and appends their waiters to a list.
+func (s *roster) answer(waiters []WaiterID, r *record, now time.Time) []WaiterID {
+	for _, q := range r.requests {
+		waiters = append(waiters, q.waiter)
+	}
+	s.withdrawAll(r, now)
+	r.returned = false
+	return waiters
+}
+
 // withdrawAll removes all requests of a member.
 func (s *roster) withdrawAll(r *record, now time.Time) {
 	for _, q := range r.requests {
 		delete(s.waiters, q.waiter)
 	}
 	s.update(r, now, func() { r.requests = nil })
-}
-
-// answer removes the requests of a member, and appends their waiters to a list.
-func (s *roster) answer(waiters []WaiterID, r *record, now time.Time) []WaiterID {
-	for _, q := range r.requests {
-		delete(s.waiters, q.waiter)
-		waiters = append(waiters, q.waiter)
-	}
-	s.update(r, now, func() { r.requests = nil })
-	r.returned = false
-	return waiters
 }
 
 // joinAgain restarts the join timer of the candidates that were left out of a quorum.

@@ -29,9 +29,8 @@ import (
 //  6. A call needs no memory: after a restart of the lighthouse, a member that asks causes another one, and the others repeat their answers.
 type standing struct {
 	*core
-	past   *memory
-	drains *drains
-	watch  *watch
+	past  *memory
+	watch *watch
 
 	why     string           // why the next quorum is called; empty: there is no reason
 	called  time.Time        // when it was called; zero: it was not

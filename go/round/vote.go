@@ -97,16 +97,10 @@ func (m *Machine) abandoned(rank int64) []Action {
 	if begun := m.standing.begun; begun == 0 || m.ballot.step != begun {
 		return m.endBallot(Failure{KindAborted, fmt.Sprintf("rank %d asked for the next quorum, and will not vote on step %d", rank, m.ballot.step)})
 	}
-	actions := m.part(fmt.Sprintf("it has not committed step %d", m.ballot.step))
-	for r, v := range m.ballot.votes {
-		if v != nil {
-			actions = append(actions, AnswerVote{v.Waiter, false, false})
-			m.ballot.votes[r] = nil
-			m.ranks[r].begin(afterVote, v.Step, m.now)
-		}
-	}
-	m.ballot.count = 0
-	return actions
+	return m.closeBallot(fmt.Sprintf("it has not committed step %d", m.ballot.step), func(v *Voted) Action {
+		m.ranks[v.GroupRank].begin(afterVote, v.Step, m.now)
+		return AnswerVote{v.Waiter, false, false}
+	})
 }
 
 // abandonedBefore finds a rank that asked for the next quorum before this vote, -1 if there is none.
@@ -146,16 +140,21 @@ func (m *Machine) voteWithdrawn(e Withdrawn) []Action {
 
 // endBallot fails all pending votes.
 func (m *Machine) endBallot(f Failure) []Action {
+	return m.closeBallot(f.Reason, func(v *Voted) Action { return Fail{v.Waiter, f} })
+}
+
+// closeBallot answers all pending votes of a step that is not committed. The group parts with the quorum, for the reason.
+func (m *Machine) closeBallot(reason string, answer func(*Voted) Action) []Action {
 	b := &m.ballot
 	var actions []Action
 	if b.count > 0 {
-		actions = m.part(f.Reason)
+		actions = m.part(reason)
 	}
 	for r := b.first; b.count > 0; r++ {
 		m.looks++
 		if v := b.votes[r]; v != nil {
 			b.count--
-			actions = append(actions, Fail{v.Waiter, f})
+			actions = append(actions, answer(v))
 			b.votes[r] = nil
 		}
 	}

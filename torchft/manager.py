@@ -514,7 +514,8 @@ class Manager(Stateful, Stepping):
             return
         step.peers = self._connection.members or plan.replica_ids
         step.connected()
-        with self._heal_wait.following(plan):
+        # A group that does not fit never heals.
+        with nullcontext() if self._connection.unsupported else self._heal_wait.following(plan):
             fetched = self._transfers.run(self._connection.without_unconnected(plan), self._manager_state_dict)
         if fetched is not None:
             self._position = fetched
@@ -609,7 +610,8 @@ class Manager(Stateful, Stepping):
             kept = self._replayer.keep(self._current, tensor, reduce_op, should_quantize, local_steps)
             work = self._reduce(tensor, reduce_op, should_quantize)
         except Exception as e:
-            self._logger.exception(f"allreduce failed: {e}")
+            if e is not self._current.cause:  # what the quorum failed with is raised at each reduction
+                self._logger.exception(f"allreduce failed: {e}")
             self._errors.of_collective(e)
             work = None
         if work is None:

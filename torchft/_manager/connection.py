@@ -69,12 +69,14 @@ class Connection:
         apart: whether this rank waits for its connection, while the other groups train on.
         unmade: whether the connection with the groups of the latest quorum could not be made. The same quorum, from a
             server that gives it no new id, is then connected again.
+        unsupported: whether a group of the latest quorum does not fit into the job, and is about to end.
         members: replica ids of the groups of the connection in use, with this one; empty if there is none.
         made: the number of connections that this rank has used.
     """
 
     apart = False
     unmade = False
+    unsupported = False
     made = 0
 
     def __init__(
@@ -194,6 +196,7 @@ class Connection:
                 # PyTorch's flight recorder appends the rank: each quorum's dump gets a separate file
                 os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._dumps}_quorum{plan.quorum_id}_"
         name, way = self._decide(plan)
+        self.unsupported = False
         self.apart = way is Way.BESIDE and not self._name
         if self.apart:
             self.members = []
@@ -213,6 +216,7 @@ class Connection:
             # The other group raises this error and ends. This group votes no and does not connect, because the groups
             # would reduce different tensors. The next quorum does not contain the other group.
             self._errors.reported(e)
+            self.unsupported = True
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
             self._count_memory(e)

@@ -206,7 +206,7 @@ func TestStrangersOnThePortChangeNothing(t *testing.T) {
 						if err != nil {
 							continue
 						}
-						require.NoError(t, link.SetDeadline(time.Now().Add(5*time.Second)))
+						_ = link.SetDeadline(time.Now().Add(5 * time.Second)) // fails if the lighthouse has ended the link
 						_, _ = link.Write(handshake)
 						answer, err := io.ReadAll(link) // until the lighthouse ends the link
 						assert.NotErrorIs(t, err, os.ErrDeadlineExceeded)

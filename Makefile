@@ -61,10 +61,15 @@ GO_SIM := ./sim
 GO_READERS := ./internal ./torchftpb
 # Servers and clients, with the race detector. A test in go/internal compares the three lists with the packages.
 GO_RACE := ./cmd/... ./dashboard ./gossip ./heal ./internal/auth ./internal/clock ./internal/fttest ./internal/lobby ./internal/logging ./internal/rpc ./internal/testmain ./internal/tracing ./internal/wire ./lighthouse ./manager ./membership/... ./pyapi/... ./rankclient ./replica
+# Tools of a module of their own, so that its requirements are not those of the library.
+GO_TOOL = $(GO) tool -modfile=tools/go.mod
+GOLANGCI = $(GO_TOOL) golangci-lint
+# A failed test runs once more, unless it failed with a data race: python/build/lanes.py reads the report.
 # -trimpath: the compiled packages are those that the library is built from, and those of a clone in another folder.
-GO_TEST = $(GO) test -trimpath -vet=off -timeout 10m
-# A tool of a module of its own, so that its requirements are not those of the library.
-GOLANGCI = $(GO) tool -modfile=lint/go.mod golangci-lint
+RERUNS ?= 1
+GO_TESTS = $(GO_TOOL) gotestsum --format=standard-quiet --rerun-fails=$(RERUNS) --rerun-fails-max-failures=1 \
+	--rerun-fails-run-root-test --rerun-fails-abort-on-data-race --rerun-fails-report=../build/test/flaky-$(1).txt \
+	--packages="$(2)" -- -trimpath -vet=off -timeout 10m
 
 # An install must not run beside a build.
 .NOTPARALLEL:
@@ -96,10 +101,11 @@ test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(VENV)/with-loc
 	$(PY) python/build/night.py --time $(TIME)
 
 test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
-	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json | cksum)" $(GO_TEST) $(GO_PURE) $(GO_SIM)
-	cd go && $(GO_TEST) -count=1 $(GO_READERS)
-	cd go && $(GO_ENV) DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json | cksum)" $(GO_TEST) -race -p 2 $(GO_RACE)
-	cd go && $(GO_ENV) $(GO_TEST) -race $(GO_SIM) -run '^TestTheRulesHold$$'
+	mkdir -p build/test
+	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json | cksum)" $(call GO_TESTS,pure,$(GO_PURE) $(GO_SIM))
+	cd go && $(call GO_TESTS,readers,$(GO_READERS)) -count=1
+	cd go && $(GO_ENV) DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json | cksum)" $(call GO_TESTS,race,$(GO_RACE)) -race -p 2
+	cd go && $(GO_ENV) $(call GO_TESTS,rules,$(GO_SIM)) -race -run '^TestTheRulesHold$$'
 
 test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and a table of what ran; without a device none does
 	$(PY) -m tests.gpu.run

@@ -104,9 +104,10 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
 
     `until` is a time in seconds of time.monotonic(), after which pytest begins no test."""
     go = ROOT / "go"
+    reruns = os.environ.get("RERUNS", "0")
     settings = {
         "SEED": str(seed),
-        "RERUNS": os.environ.get("RERUNS", "0"),
+        "RERUNS": reruns,
         "FORK_SERVER": "0",
         "NIGHT_UNTIL": f"{until:.0f}",
     }
@@ -119,9 +120,10 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     # Without -count=1, because the histories are the same each time, so Go may reuse an earlier result. Runs with the
     # race detector differ in their schedules.
     sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", "./gossip/..."], go, full, needs_s=90)
-    race = Part(
-        "race", [*test, "-race", "-vet=off", "-count=1", "-timeout=20m", "./..."], go, {**cgo, **full}, needs_s=240
-    )
+    again = ["tool", "-modfile=tools/go.mod", "gotestsum", "--format=standard-quiet", f"--rerun-fails={reruns}"]
+    again += ["--rerun-fails-max-failures=1", "--rerun-fails-run-root-test", "--rerun-fails-abort-on-data-race"]
+    options = ["-race", "-trimpath", "-vet=off", "-count=1", "-timeout=20m"]
+    race = Part("race", [GO, *again, "--packages=./...", "--", *options], go, {**cgo, **full}, needs_s=240)
     fuzz = [
         Part(
             f"fuzz-{Path(package).name}-{name}",

@@ -199,18 +199,23 @@ def test_the_end_of_a_log_is_shown() -> None:
     assert long[-1] == "999"
 
 
-def test_only_one_test_of_all_parts_may_need_a_second_run(tmp_path: Path) -> None:
+def test_few_tests_of_all_parts_may_need_a_second_run(tmp_path: Path) -> None:
     result = Result(python("a", ""), (), 1.0, 0)
     (tmp_path / "a.log").write_text("1 passed\n")
-    assert report([result], [], tmp_path, io.StringIO()) == 0
+    assert report([result], second_runs(tmp_path), tmp_path, io.StringIO()) == 0
     flaky = tmp_path / "flaky.jsonl"
-    assert second_runs(flaky) == []
     flaky.write_text('{"test": "x"}\n{"test": "x"}\n')
-    assert report([result], second_runs(flaky), tmp_path, io.StringIO()) == 0
+    assert second_runs(tmp_path) == ["x"]
+    package = "example.org/torchft/go/internal/rpc"
+    (tmp_path / "flaky-race.txt").write_text(
+        f"{package}.TestA: 2 runs, 1 failures\n{package}.TestA/a_case.b/c: 2 runs, 1 failures\n"
+    )
+    assert second_runs(tmp_path) == ["go/internal/rpc.TestA", "x"]
+    assert report([result], second_runs(tmp_path), tmp_path, io.StringIO()) == 0
     flaky.write_text('{"test": "x"}\n{"test": "y"}\n')
     out = io.StringIO()
-    assert report([result], second_runs(flaky), tmp_path, out) == 1
-    assert "2 tests needed a second run: more than one is a failure" in out.getvalue()
+    assert report([result], second_runs(tmp_path), tmp_path, out) == 1
+    assert "3 tests needed a second run: more than 2 is a failure" in out.getvalue()
 
 
 def test_durations_are_shown_with_units() -> None:

@@ -202,8 +202,10 @@ class MemberFailure:
         quorum_id: number of the quorum that it was in.
         replica_id: replica id of the failed group.
         reason: the cause, as a message.
+        step: it has done its part of the steps before this one; 0: that is not known of any step.
     """
 
     quorum_id: int
     replica_id: str
     reason: str
+    step: int = 0

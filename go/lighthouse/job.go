@@ -288,7 +288,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				}}, a.ReplicaIDs...)
 			})
 		case quorum.Over:
-			j.streams.send(failedMessage(trouble{a.QuorumID, a.ReplicaID, a.Reason}), a.ReplicaID)
+			j.streams.send(failedMessage(trouble{a.QuorumID, a.ReplicaID, a.Reason, 0}), a.ReplicaID)
 		case quorum.Advanced:
 			j.board.Advanced(a.Step, a.Members, now)
 		case quorum.Recall:

@@ -226,7 +226,9 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Stopped:
 		return s.report(quorum.Stopped{ReplicaID: s.replicaID, QuorumID: m.Stopped.GetQuorumId(), Step: m.Stopped.GetStep()})
 	case *torchftpb.MemberMessage_Parting:
-		return s.report(quorum.Parting{ReplicaID: s.replicaID, QuorumID: m.Parting.GetQuorumId(), Reason: shortened(m.Parting.GetReason())})
+		return s.report(quorum.Parting{
+			ReplicaID: s.replicaID, QuorumID: m.Parting.GetQuorumId(), Step: m.Parting.GetStep(), Reason: shortened(m.Parting.GetReason()),
+		})
 	case *torchftpb.MemberMessage_Changes:
 		return s.report(quorum.Changes{ReplicaID: s.replicaID, Reason: shortened(m.Changes)})
 	case *torchftpb.MemberMessage_Drain:

@@ -36,6 +36,7 @@ type trouble struct {
 	quorumID  int64
 	replicaID string
 	reason    string
+	step      int64
 }
 
 func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.parted) + len(n.stalled) }
@@ -47,7 +48,7 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Failed:
-			t := trouble{a.QuorumID, a.ReplicaID, a.Reason}
+			t := trouble{a.QuorumID, a.ReplicaID, a.Reason, a.Step}
 			switch a.Cause {
 			case quorum.ShutDown:
 				j.news.ended = append(j.news.ended, t)
@@ -60,7 +61,7 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 			j.board.Failed(a.Cause)
 			j.news.failed = append(j.news.failed, t)
 		case quorum.Stalled:
-			j.news.stalled = append(j.news.stalled, trouble{a.QuorumID, a.ReplicaID, a.Reason})
+			j.news.stalled = append(j.news.stalled, trouble{a.QuorumID, a.ReplicaID, a.Reason, 0})
 		}
 	}
 	if j.news.pending() == before {
@@ -101,7 +102,7 @@ func (j *job) sendNews(now time.Time) {
 
 func failedMessage(t trouble) *torchftpb.LighthouseMessage {
 	return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
-		MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
+		MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason, Step: t.step},
 	}}
 }
 

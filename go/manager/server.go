@@ -213,7 +213,7 @@ func (s *Server) step(event round.Event) {
 		case round.Stop:
 			s.standing.Stop(a.QuorumID, a.Step)
 		case round.Part:
-			s.standing.Part(a.QuorumID, a.Reason)
+			s.standing.Part(a.QuorumID, a.Step, a.Reason)
 		case round.NeedQuorum:
 			s.standing.NeedQuorum(a.Reason)
 		case round.RequestDrain:

@@ -43,8 +43,8 @@ type Standing interface {
 	Trains(quorumID, step int64)
 	// Stop answers Called with the first step of that quorum that no rank was allowed to begin.
 	Stop(quorumID, step int64)
-	// Part reports that the group has left a quorum that stands: the others may wait for it in a step.
-	Part(quorumID int64, reason string)
+	// Part reports that the group has left a quorum that stands, in a step in which the others may wait for it.
+	Part(quorumID, step int64, reason string)
 	// NeedQuorum asks for the call of the next quorum.
 	NeedQuorum(reason string)
 	// RequestDrain reports that a rank was asked to drain the group.

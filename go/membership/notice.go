@@ -8,7 +8,7 @@ type Notice struct {
 	QuorumID  int64  // this field and the following ones are empty for ProgressAsked
 	ReplicaID string // the member it is about; empty for Regressed
 	Reason    string
-	Step      int64 // of RoundKnown
+	Step      int64 // of RoundKnown, and of MemberFailed: the member has done its part of the steps before this one
 }
 
 // NoticeKind is the kind of a Notice.

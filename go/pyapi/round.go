@@ -95,7 +95,7 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
 		select {
 		case f := <-client.Notices():
-			return toJSON(notice{[...]string{"failed", "stalled", "progress", "regressed"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason})
+			return toJSON(notice{[...]string{"failed", "stalled", "progress", "regressed"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason, f.Step})
 		case <-client.Closed:
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():
@@ -163,4 +163,5 @@ type notice struct {
 	QuorumID  int64  `json:"quorum_id"`
 	ReplicaID string `json:"replica_id"`
 	Reason    string `json:"reason"`
+	Step      int64  `json:"step"`
 }

@@ -262,7 +262,7 @@ func (m *Machine) reportFailures() {
 		if d.member.ending {
 			d.cause, d.reason = ShutDown, "its manager server was shut down"
 		}
-		m.do(Failed{QuorumID: m.past.latest.ID, ReplicaID: d.member.id, Cause: d.cause, Reason: d.reason})
+		m.do(Failed{QuorumID: m.past.latest.ID, ReplicaID: d.member.id, Step: d.member.step, Cause: d.cause, Reason: d.reason})
 		m.standing.ends()
 	}
 	m.failed = m.failed[:0]

@@ -191,6 +191,7 @@ func (s *standing) asked(r *record, e Asked) (trainsOn bool) {
 		s.joins(e.Member.ReplicaID)
 	case !s.holding:
 	case e.Member.CommitFailures > 0 || s.trains(r) && e.Member.CommittedQuorumID != r.standsIn:
+		r.reached(e.Member.Step)
 		s.part(r, fmt.Sprintf("it asks for another quorum at step %d, which it has lost", e.Member.Step))
 	default:
 		r.stop = max(r.stop, e.Member.Step)
@@ -240,6 +241,7 @@ func (s *standing) leaves(r *record, step int64) {
 // parted handles the report of a member that it has left the quorum.
 func (s *standing) parted(e Parting) {
 	if r := s.roster.members[e.ReplicaID]; r != nil && s.trains(r) && e.QuorumID == r.standsIn {
+		r.reached(e.Step)
 		s.part(r, e.Reason)
 	}
 }
@@ -263,6 +265,7 @@ func (s *standing) stopped(e Stopped) {
 		return // it has asked meanwhile, or the quorum has ended
 	}
 	r.stop = max(e.Step, r.step+1) // it is in r.step, whatever it answers
+	r.reached(r.stop - 1)
 	delete(s.awaited, r)
 	switch {
 	case s.round == 0:

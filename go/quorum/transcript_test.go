@@ -104,7 +104,7 @@ func (r *scribe) run(words []string) []string {
 	case "stopped":
 		return r.step(Stopped{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]), Step: transcript.Number(r.t, transcript.Option(args, "step"))})
 	case "parts":
-		return r.step(Parting{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]), Reason: "it has not committed step 4"})
+		return r.step(Parting{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]), Step: 4, Reason: "it has not committed step 4"})
 	case "changes":
 		return r.step(Changes{ReplicaID: args[0], Reason: "another setting"})
 	case "recalled":
@@ -220,7 +220,7 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("WARNING, quorum %d regresses: %s", a.Quorum.ID, a.Reason))
 		case Failed:
 			if a.Cause == Parts {
-				answers = append(answers, fmt.Sprintf("%s parts with quorum %d: %s", a.ReplicaID, a.QuorumID, a.Reason))
+				answers = append(answers, fmt.Sprintf("%s parts with quorum %d in step %d: %s", a.ReplicaID, a.QuorumID, a.Step, a.Reason))
 				break
 			}
 			if a.Cause == ShutDown {

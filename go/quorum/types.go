@@ -83,6 +83,7 @@ type (
 	Parting struct {
 		ReplicaID string
 		QuorumID  int64
+		Step      int64 // it has committed the steps before this one
 		Reason    string
 	}
 	// Changes: a member has to tell the others something that goes into their next quorum, and its present one stands.
@@ -239,6 +240,7 @@ type (
 	Failed struct {
 		QuorumID  int64
 		ReplicaID string
+		Step      int64 // it has done its part of the steps before this one, as far as is known: these may still end
 		Cause     Cause
 		Reason    string
 	}

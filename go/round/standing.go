@@ -79,9 +79,9 @@ func (m *Machine) part(reason string) []Action {
 	if m.standing.quorum == nil {
 		return nil
 	}
-	id := m.standing.quorum.ID
+	s := m.standing
 	m.standing.ends()
-	return []Action{Part{id, reason}}
+	return []Action{Part{s.quorum.ID, s.allowed, reason}}
 }
 
 // quorumBroke handles the failure of a member of a quorum, which may be one that this group receives later.

@@ -207,7 +207,7 @@ func (h *together) group(m *member, e Event) {
 		case Stop:
 			m.up = append(m.up, quorum.Stopped{ReplicaID: m.id, QuorumID: a.QuorumID, Step: a.Step})
 		case Part:
-			m.up = append(m.up, quorum.Parting{ReplicaID: m.id, QuorumID: a.QuorumID, Reason: a.Reason})
+			m.up = append(m.up, quorum.Parting{ReplicaID: m.id, QuorumID: a.QuorumID, Step: a.Step, Reason: a.Reason})
 		case NeedQuorum:
 			m.up = append(m.up, quorum.Changes{ReplicaID: m.id, Reason: a.Reason})
 		case RequestDrain:

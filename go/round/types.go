@@ -142,6 +142,7 @@ type (
 	// Part tells the lighthouse that the group leaves the quorum that stands: the others may wait for it in a step.
 	Part struct {
 		QuorumID int64
+		Step     int64 // the steps before this one are committed
 		Reason   string
 	}
 	// NeedQuorum asks the lighthouse to call the next quorum.

@@ -1510,6 +1510,7 @@ type MemberFailed struct {
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
 	ReplicaId     string                 `protobuf:"bytes,2,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
 	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	Step          int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"` // it has done its part of the steps before this one: these are not aborted
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1563,6 +1564,13 @@ func (x *MemberFailed) GetReason() string {
 		return x.Reason
 	}
 	return ""
+}
+
+func (x *MemberFailed) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
 }
 
 // A collective of this quorum failed although no failure of a member had been reported. If the process group
@@ -2576,6 +2584,7 @@ type Parting struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
 	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
+	Step          int64                  `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"` // it has committed the steps before this one
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2622,6 +2631,13 @@ func (x *Parting) GetReason() string {
 		return x.Reason
 	}
 	return ""
+}
+
+func (x *Parting) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
 }
 
 type Greeting struct {
@@ -3810,12 +3826,13 @@ const file_torchft_proto_rawDesc = "" +
 	"\tregressed\x18? \x01(\v2\x15.torchft.JobRegressedH\x00R\tregressed\x12\x14\n" +
 	"\x04left\x18P \x01(\bH\x00R\x04leftB\n" +
 	"\n" +
-	"\bresponse\"b\n" +
+	"\bresponse\"v\n" +
 	"\fMemberFailed\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x02 \x01(\tR\treplicaId\x12\x16\n" +
-	"\x06reason\x18\x03 \x01(\tR\x06reason\"K\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x12\n" +
+	"\x04step\x18\x04 \x01(\x03R\x04step\"K\n" +
 	"\rPeerSuspected\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
@@ -3890,10 +3907,11 @@ const file_torchft_proto_rawDesc = "" +
 	"\amessage\"7\n" +
 	"\x04Step\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
-	"\x04step\x18\x02 \x01(\x03R\x04step\">\n" +
+	"\x04step\x18\x02 \x01(\x03R\x04step\"R\n" +
 	"\aParting\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x16\n" +
-	"\x06reason\x18\x02 \x01(\tR\x06reason\"\xcd\x01\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x12\n" +
+	"\x04step\x18\x03 \x01(\x03R\x04step\"\xcd\x01\n" +
 	"\bGreeting\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12 \n" +

@@ -24,6 +24,10 @@ _logger = logging.getLogger("torchft.manager")
 _LONGEST_WAIT = timedelta(hours=1)
 # The pause after a notice that could not be read, so that a permanent error does not fill the disk with log lines.
 _LISTEN_AGAIN_SEC = 1.0
+# How long the collectives of a step may take to end after the failure of a member that has done its part of them.
+_REMAINDER_SEC = 1.0
+# Seconds between two looks whether they have.
+_LOOK_SEC = 0.001
 # Seconds between two attempts to abort a process group while it connects.
 _ABORT_AGAIN_SEC = 0.05
 
@@ -197,7 +201,7 @@ class Failures:
     def check(self) -> None:
         """Raises PeerFailed if a member of the present quorum that this rank reduces with is known to have failed."""
         for failure in self._reported.get(self._quorum_id, ()):
-            if self._is_peer(failure):
+            if self._is_peer(failure) and not self._has_done_its_part(failure):
                 raise PeerFailed(failure)
 
     def _is_peer(self, failure: MemberFailure) -> bool:
@@ -218,18 +222,30 @@ class Failures:
 
     def _end_collectives(self, failure: MemberFailure) -> None:
         """Ends the running collectives and transfers of the step. If all have ended, their results are complete on this
-        rank and the failure changes nothing: the step may be committed.
+        rank and the failure changes nothing: the step may be committed. Those of which the member has done its part
+        have time to end: while a quorum stands, a member may be one step ahead.
         """
         with self._lock:
             if failure.quorum_id >= self._quorum_id:  # one of a later quorum: `check` finds it there
                 self._reported.setdefault(failure.quorum_id, []).append(failure)
+        until = time.monotonic() + _REMAINDER_SEC
+        while self._has_done_its_part(failure) and self._running() and time.monotonic() < until:
+            time.sleep(_LOOK_SEC)
+        with self._lock:
             mine = failure.quorum_id == self._quorum_id and self._is_peer(failure)
             collectives = self._step.collectives
-            running = collectives.running() is not None
-            if mine and not self._connecting and (running or self._transferring()):
+            if mine and not self._connecting and self._running():
                 error = PeerFailed(failure)
                 self._logger.warn(str(error))
                 self._report(error, collectives)
+
+    def _running(self) -> bool:
+        return self._step.collectives.running() is not None or self._transferring()
+
+    def _has_done_its_part(self, failure: MemberFailure) -> bool:
+        """Whether a member of the present quorum has failed after its part of the step in progress."""
+        plan = self._step.plan
+        return plan is not None and failure.quorum_id == plan.quorum_id and plan.max_step < failure.step
 
     def _end_connecting(self, failure: MemberFailure) -> None:
         # Repeated: an abort that comes before the process group has begun to connect ends nothing.

@@ -56,7 +56,7 @@ func NoticeToRank(n membership.Notice) *torchftpb.RankResponse {
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ProgressAsked{ProgressAsked: true}}
 	default:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberFailed{
-			MemberFailed: &torchftpb.MemberFailed{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID, Reason: n.Reason},
+			MemberFailed: &torchftpb.MemberFailed{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID, Reason: n.Reason, Step: n.Step},
 		}}
 	}
 }
@@ -66,7 +66,9 @@ func NoticeFromRank(resp *torchftpb.RankResponse) (membership.Notice, bool) {
 	switch r := resp.GetResponse().(type) {
 	case *torchftpb.RankResponse_MemberFailed:
 		f := r.MemberFailed
-		return membership.Notice{Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
+		return membership.Notice{
+			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(), Step: f.GetStep(),
+		}, true
 	case *torchftpb.RankResponse_MemberStalled:
 		f := r.MemberStalled
 		return membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true

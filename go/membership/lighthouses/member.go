@@ -223,8 +223,9 @@ func (m *Member) Stop(quorumID, step int64) {
 	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Stopped{Stopped: &torchftpb.Step{QuorumId: quorumID, Step: step}}})
 }
 
-func (m *Member) Part(quorumID int64, reason string) {
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Parting{Parting: &torchftpb.Parting{QuorumId: quorumID, Reason: reason}}})
+func (m *Member) Part(quorumID, step int64, reason string) {
+	parting := &torchftpb.Parting{QuorumId: quorumID, Step: step, Reason: reason}
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Parting{Parting: parting}})
 }
 
 func (m *Member) NeedQuorum(reason string) {

@@ -163,6 +163,7 @@ func (s *memberStream) takeNext() (err error) {
 		f := m.MemberFailed
 		s.member.broadcast.Notify(membership.Notice{
 			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),
+			Step: f.GetStep(),
 		})
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled

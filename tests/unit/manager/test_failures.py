@@ -77,8 +77,8 @@ def started(fixture: Fixture) -> tuple[Manager, PendingGroup]:
     return manager, group
 
 
-def failure(quorum_id: int = 1) -> MemberFailure:
-    return MemberFailure(quorum_id, "group_0:uuid", "its connection broke")
+def failure(quorum_id: int = 1, step: int = 0) -> MemberFailure:
+    return MemberFailure(quorum_id, "group_0:uuid", "its connection broke", step)
 
 
 def test_a_failure_ends_operations_in_flight(fixture: Fixture) -> None:
@@ -88,6 +88,31 @@ def test_a_failure_ends_operations_in_flight(fixture: Fixture) -> None:
     assert not work.wait() and group.aborts == 1
     assert not manager.should_commit()
     assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+
+
+def test_a_failure_after_its_part_of_the_step_costs_no_step(fixture: Fixture) -> None:
+    """While a quorum stands, a member may be one step ahead: the others' collectives end a moment after its own."""
+    manager, group = started(fixture)
+    work = manager.allreduce(torch.ones(1))
+    notice = threading.Thread(target=manager._failures.member_failed, args=[failure(step=1)])
+    notice.start()
+    more = manager.allreduce(torch.ones(1))  # no collective of this step is refused
+    for begun in group.works:
+        begun.future.set_result(None)
+    assert work.wait() and more.wait() and manager.should_commit()
+    notice.join()
+    assert group.aborts == 0 and manager.errored() is None
+
+
+def test_a_step_that_does_not_end_after_a_failure_is_aborted(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_REMAINDER_SEC", 0.0)
+    manager, group = started(fixture)
+    work = manager.allreduce(torch.ones(1))
+    manager._failures.member_failed(failure(step=1))
+    assert not work.wait() and group.aborts == 1
+    assert not manager.should_commit()
 
 
 def test_a_late_failure_of_an_earlier_step_does_not_fail_the_next_one(

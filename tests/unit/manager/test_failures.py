@@ -104,9 +104,7 @@ def test_a_failure_after_its_part_of_the_step_costs_no_step(fixture: Fixture) ->
     assert group.aborts == 0 and manager.errored() is None
 
 
-def test_a_step_that_does_not_end_after_a_failure_is_aborted(
-    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_does_not_end_after_a_failure_is_aborted(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_REMAINDER_SEC", 0.0)
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))

@@ -23,6 +23,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 # less: a caller that requests that many bytes needs all of them.
 _LARGE_READ = 1 << 20
 
+_RETRY_AFTER = 1  # seconds after which a client should ask a busy server again
+_BUSY = b"HTTP/1.1 503 busy\r\nRetry-After: %d\r\nConnection: close\r\nContent-Length: 0\r\n\r\n" % _RETRY_AFTER
+
 
 class _DeadlineSocket(socket.socket):
     """A socket whose reads and writes end at `deadline`, even if the peer sends its bytes one at a time.
@@ -83,7 +86,8 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
     Every connection is served by its own thread. `server_close` cuts the open connections and waits for their threads,
     at most `close_timeout` seconds. A connection is a *stranger* until its handler has found its request valid and
     called `admit`. There are at most `max_strangers` of them, and `strangers_of_one` from one address; beyond that the
-    oldest is cut. `admit` refuses a request beyond `max_connections` admitted ones.
+    oldest is cut. `admit` refuses a request beyond `max_connections` admitted ones. In both cases the client is told to
+    retry after _RETRY_AFTER seconds.
 
     Args:
         server_address: host and port; host "" or "::" is every address, port 0 any free port
@@ -108,6 +112,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         self._connections: set[_DeadlineSocket] = set()
         self._strangers: dict[_DeadlineSocket, str] = {}  # those not admitted, with their addresses, oldest first
         self._admitted: set[_DeadlineSocket] = set()  # those admitted
+        self._full = False  # whether a connection was refused since the last one was admitted
         self._request_threads: list[threading.Thread] = []
         self._connections_lock = threading.Lock()
         self._maker = Maker(type(self).__name__)
@@ -149,20 +154,29 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
 
     def _cut(self, stranger: _DeadlineSocket) -> None:
         del self._strangers[stranger]
+        with suppress(OSError):
+            stranger.send(_BUSY, socket.MSG_DONTWAIT)
         stranger.abort()
 
     def admit(self, request: _DeadlineSocket) -> bool:
-        """Admits a connection with a valid request; False if it was cut, or `max_connections` are admitted."""
+        """Admits a connection with a valid request.
+
+        Returns:
+            False if it was cut, or `max_connections` are admitted. Its client has been told to retry: the handler
+            closes the connection.
+        """
         with self._connections_lock:
             if request not in self._strangers:
                 return request in self._admitted
-            room = len(self._admitted) < self.max_connections
-            if room:
-                del self._strangers[request]
+            full, self._full = self._full, len(self._admitted) >= self.max_connections
+            if not self._full:
                 self._admitted.add(request)
-        if not room:
-            logger.warning("a connection was refused: %d are open already (max_connections)", self.max_connections)
-        return room
+                del self._strangers[request]
+                return True
+            self._cut(request)
+        if not full:
+            logger.warning("connections are refused: %d are open already (max_connections)", self.max_connections)
+        return False
 
     def shutdown_request(self, request: Any) -> None:
         try:

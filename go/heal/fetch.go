@@ -260,7 +260,7 @@ func (f *Fetch) assignedSums() ([]uint32, error) {
 	st := &stream{source: s}
 	defer st.close()
 	sums = make([]uint32, 0, f.layout.Blocks())
-	err := s.again(func() (bool, error) {
+	err := s.again(f.queue.over, func() (bool, error) {
 		before := len(sums)
 		for len(sums) < cap(sums) {
 			n := min(sumsAtOnce, cap(sums)-len(sums))
@@ -302,7 +302,7 @@ func (s *source) assignedDigest() (string, error) {
 	st := &stream{source: s}
 	defer st.close()
 	var assigned []byte
-	err := s.again(func() (_ bool, err error) {
+	err := s.again(nil, func() (_ bool, err error) {
 		if assigned, err = st.ask(request{op: opDigest}, 64); err != nil {
 			st.close()
 		}
@@ -411,21 +411,31 @@ func (s *source) gaveWrong(block int) error {
 
 const sumsAtOnce = 1024
 
-// again calls work until it succeeds, or has failed too often in a row without progress.
-func (s *source) again(work func() (progress bool, err error)) error {
+// again calls work until it succeeds, or has failed too often in a row without progress. It does not count that the source was busy.
+// A pause ends early, with the error, when done is closed: then the work is no longer needed.
+func (s *source) again(done <-chan struct{}, work func() (progress bool, err error)) error {
 	failed := 0
 	for {
 		progress, err := work()
 		if err == nil {
 			return nil
 		}
-		failed = inARow(failed, progress)
-		pause, again := s.fetch.retries.after(failed)
+		var pause time.Duration
+		var busy busyError
+		again := errors.As(err, &busy)
+		if again {
+			pause = busy.retryAfter
+		} else {
+			failed = inARow(failed, progress)
+			pause, again = s.fetch.retries.after(failed)
+		}
 		if !again || s.isOver() != nil || s.fetch.ctx.Err() != nil {
 			return err
 		}
 		select {
 		case <-time.After(pause):
+		case <-done:
+			return err
 		case <-s.fetch.ctx.Done():
 			return s.fetch.ctx.Err()
 		}
@@ -436,7 +446,7 @@ func (s *source) again(work func() (progress bool, err error)) error {
 func (s *source) stream() error {
 	st := &stream{source: s}
 	defer st.close()
-	return s.again(func() (bool, error) {
+	return s.again(s.fetch.queue.over, func() (bool, error) {
 		before := st.arrived
 		err := st.fetch()
 		if err != nil {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"time"
 )
 
 // A connection begins with the target's hello: magic and secret. Then the target sends requests, and the source answers
@@ -36,6 +37,7 @@ const (
 	statusOK        uint32 = 0x4b4f4b4f
 	statusDiffer    uint32 = 0x46464944
 	statusWithdrawn uint32 = 0x454e4f47 // the offer has ended; the bytes are the reason as text
+	statusBusy      uint32 = 0x59535542 // too many connections: connect again after `block` milliseconds. The source closes this one
 )
 
 type request struct{ op, block, expected, flags uint32 }
@@ -65,10 +67,14 @@ func (r response) append(to []byte) []byte {
 // errGarbled reports data whose checksum is wrong: it changed on the way.
 var errGarbled = errors.New("the data was garbled on its way")
 
+// parseResponse returns an error if the response is garbled or, a busyError, the source is busy.
 func parseResponse(b []byte) (response, error) {
 	word := func(i int) uint32 { return binary.LittleEndian.Uint32(b[4*i:]) }
 	if word(3) != checksum(b[:12]) {
 		return response{}, fmt.Errorf("header of a block: %w", errGarbled)
+	}
+	if word(0) == statusBusy {
+		return response{}, busyError{min(time.Duration(word(1))*time.Millisecond, longestRetryAfter)}
 	}
 	return response{word(0), word(1), word(2)}, nil
 }

@@ -18,14 +18,15 @@ type queue struct {
 	out          int   // blocks that a stream is fetching
 	sourceFailed bool  // the assigned source has failed
 	closed       bool
-	garbled      map[int]int // by block: how often it arrived with a wrong checksum
-	waiting      [roles]int  // streams with nothing to do
+	over         chan struct{} // closed when all blocks have arrived, or the queue is closed
+	garbled      map[int]int   // by block: how often it arrived with a wrong checksum
+	waiting      [roles]int    // streams with nothing to do
 	crcs         []uint32
 }
 
 // newQueue returns a queue of all blocks except those that are held back until add is called for them.
 func newQueue(blocks int, held func(block int) bool) *queue {
-	q := &queue{left: blocks, garbled: map[int]int{}, crcs: make([]uint32, blocks)}
+	q := &queue{left: blocks, over: make(chan struct{}), garbled: map[int]int{}, crcs: make([]uint32, blocks)}
 	q.changed.L = &q.mu
 	for block := blocks - 1; block >= 0; block-- {
 		if !held(block) {
@@ -114,6 +115,9 @@ func (q *queue) arrived(block int, crc uint32) {
 	q.crcs[block] = crc
 	q.left--
 	q.out--
+	if q.left == 0 && !q.closed {
+		close(q.over)
+	}
 	if q.left == 0 || q.stuck() {
 		q.changed.Broadcast()
 	}
@@ -133,6 +137,9 @@ func (q *queue) wrong(block int) error {
 func (q *queue) close() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	if !q.closed && q.left > 0 {
+		close(q.over)
+	}
 	q.closed = true
 	q.changed.Broadcast()
 }

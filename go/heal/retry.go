@@ -34,6 +34,16 @@ func (r retries) after(failed int) (pause time.Duration, again bool) {
 // are more, they are not transmission errors.
 const mostGarbled = 8
 
+// busyError: the source has no room for this connection now. That is no failure: the stream connects again, as long as the transfer
+// lives, and the other streams go on.
+type busyError struct{ retryAfter time.Duration }
+
+const longestRetryAfter = 10 * time.Second
+
+func (e busyError) Error() string {
+	return fmt.Sprintf("the source has too many connections; retry after %v", e.retryAfter)
+}
+
 // The reasons why a source is not asked again in a transfer.
 type (
 	// withdrawnError: the source's offer has ended, with this reason.

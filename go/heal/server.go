@@ -16,8 +16,14 @@ import (
 )
 
 const (
-	maxConnections = 256 // connections that have sent a hello with a valid secret
-	helloTimeout   = 10 * time.Second
+	// maxConnections bounds the connections that have sent a hello with a valid secret, except leastOfGrant of each grant: each target
+	// makes progress (one connection for blocks, one for checksums), however many there are. The number of grants is bounded by
+	// that of the HTTP connections over which targets get them.
+	maxConnections = 256
+	leastOfGrant   = 2
+	// retryAfter is when a target should ask again that was told that this server is busy.
+	retryAfter   = 500 * time.Millisecond
+	helloTimeout = 10 * time.Second
 	// mostStrangers bounds the connections that have not sent their hello. A target sends its hello at once, so its connection counts
 	// here only for a moment.
 	mostStrangers  = 64
@@ -31,6 +37,7 @@ type Server struct {
 	limit    limiter
 
 	background bool // serve with the lowest priority (priority_linux.go)
+	most       int  // maxConnections, except in tests
 
 	mu          sync.Mutex
 	closed      bool
@@ -49,7 +56,8 @@ type Grant struct {
 	secret [secretSize]byte
 
 	served atomic.Int64
-	steady bool // one of its connections has the flag steady; server.mu guards it
+	open   int  // number of its connections; server.mu guards it and steady
+	steady bool // one of its connections has the flag steady
 }
 
 // Listen starts a server on every address of this host, on a free port. timeout is how long a target may take for one piece.
@@ -61,7 +69,7 @@ func Listen(timeout time.Duration, bytesPerSecond int64, inBackground bool) (*Se
 		return nil, err
 	}
 	s := &Server{
-		listener: listener, timeout: timeout, background: inBackground, limit: limiter{bytesPerSecond: bytesPerSecond},
+		listener: listener, timeout: timeout, background: inBackground, limit: limiter{bytesPerSecond: bytesPerSecond}, most: maxConnections,
 		grants: map[[secretSize]byte]*Grant{}, connections: map[*connection]bool{},
 		strangers: lobby.New(mostStrangers, strangersOfOne),
 	}
@@ -134,6 +142,7 @@ func (s *Server) accept() {
 		}
 		failed = false
 		c := &connection{Conn: conn, server: s, ended: make(chan struct{})}
+		_ = c.SetDeadline(time.Now().Add(helloTimeout))
 		if !s.add(c) {
 			c.cut()
 			continue
@@ -155,7 +164,7 @@ func (s *Server) add(c *connection) bool {
 		return false
 	}
 	s.connections[c] = true
-	c.guest = s.strangers.Enter(c.RemoteAddr(), c.cut)
+	c.guest = s.strangers.Enter(c.RemoteAddr(), c.turnAway)
 	s.running.Add(1)
 	return true
 }
@@ -168,6 +177,7 @@ func (s *Server) remove(c *connection) {
 	c.guest.Leave()
 	if c.grant != nil {
 		s.known--
+		c.grant.open--
 	}
 	if c.worked != nil {
 		c.worked()
@@ -177,23 +187,28 @@ func (s *Server) remove(c *connection) {
 	}
 }
 
-// enter returns the grant for a secret, nil if there is none, and counts the connection in maxConnections. full is true if there
-// are that many already, or if the lobby has closed this connection meanwhile. The first connection of each grant is steady, so
-// that a background transfer makes progress even if no processor is ever idle.
-func (s *Server) enter(c *connection, secret [secretSize]byte) (grant *Grant, full bool) {
+var errBusy = errors.New("too many connections of targets are open")
+
+// enter returns the grant for a secret, and counts the connection. The error is errEnded without such a grant, and errBusy if
+// the connection has to come again. The first connection of each grant is steady, so that a background transfer makes progress even
+// if no processor is ever idle.
+func (s *Server) enter(c *connection, secret [secretSize]byte) (*Grant, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	grant = s.grants[secret]
-	if grant == nil {
-		return nil, false
-	}
-	if s.known >= maxConnections || !c.guest.Leave() {
-		return nil, true
+	grant := s.grants[secret]
+	switch {
+	case grant == nil:
+		return nil, errEnded
+	case !c.guest.Leave():
+		return nil, net.ErrClosed // turned away meanwhile
+	case s.known >= s.most && grant.open >= leastOfGrant:
+		return nil, errBusy
 	}
 	s.known++
+	grant.open++
 	c.grant, c.worked = grant, Working()
 	c.steady, grant.steady = !grant.steady, true
-	return grant, false
+	return grant, nil
 }
 
 // connection is one stream to a target.
@@ -220,6 +235,19 @@ func (c *connection) cut() {
 	abort(c.Conn)
 }
 
+// turnAway ends a connection for which the lobby has no room. It does not block: this is the first answer on the connection, so the
+// kernel has room for it.
+func (c *connection) turnAway() {
+	_, _ = c.Write(busy())
+	c.once.Do(func() { close(c.ended) })
+	_ = c.Close() // unlike cut, it lets the kernel send the answer
+}
+
+// busy is the answer to a target that has to come again after retryAfter.
+func busy() []byte {
+	return response{statusBusy, uint32(retryAfter.Milliseconds()), 0}.append(nil)
+}
+
 func (c *connection) serve() (err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -228,20 +256,22 @@ func (c *connection) serve() (err error) {
 		}
 	}()
 	var hello [helloSize]byte
-	_ = c.SetDeadline(time.Now().Add(helloTimeout))
 	if _, err := io.ReadFull(c, hello[:]); err != nil {
 		return err
 	}
 	if string(hello[:len(magic)]) != magic {
 		return errors.New("the connection does not begin with the hello of a target")
 	}
-	grant, full := c.server.enter(c, [secretSize]byte(hello[len(magic):]))
-	if full {
-		return fmt.Errorf("too many connections: %d of targets are open", maxConnections)
-	}
-	if grant == nil { // most likely the grant was closed, so the target gets that reason
+	grant, err := c.server.enter(c, [secretSize]byte(hello[len(magic):]))
+	switch {
+	case errors.Is(err, errEnded): // most likely the grant was closed, so the target gets that reason
 		c.out = make([]byte, 0, 2*responseSize)
-		return c.withdrawn(request{}, errEnded)
+		return c.withdrawn(request{}, err)
+	case errors.Is(err, errBusy):
+		c.out = busy()
+		return c.last(err)
+	case err != nil:
+		return err
 	}
 	c.out = make([]byte, 0, pieceSize+2*responseSize)
 	prepare(c.Conn) // after the hello, not before: blocking reads occupy a thread, and unauthorized clients could open many connections
@@ -429,8 +459,14 @@ func (c *connection) reply(r request, status uint32, body []byte) error {
 // withdrawn sends the target the reason why the offer has ended.
 func (c *connection) withdrawn(r request, reason error) error {
 	_ = c.reply(r, statusWithdrawn, []byte(reason.Error()))
+	return c.last(reason)
+}
+
+// last sends what is in out as the last answer on the connection, and returns the reason.
+func (c *connection) last(reason error) error {
+	_ = c.flush()
 	if tcp, ok := c.Conn.(*net.TCPConn); ok {
-		// If requests are still unread, Close would send a reset, and the reason could get lost. So wait until the target closes
+		// If requests are still unread, Close would send a reset, and the answer could get lost. So wait until the target closes
 		// the connection.
 		_ = tcp.CloseWrite()
 		_ = tcp.SetDeadline(time.Now().Add(time.Second))

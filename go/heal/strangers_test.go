@@ -2,6 +2,7 @@ package heal
 
 import (
 	"bytes"
+	"io"
 	"log/slog"
 	"net"
 	"strings"
@@ -13,6 +14,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/lobby"
 )
 
 // strangers opens connections to a server without a secret, or with a wrong one: first as many as a client can hold open at once, and then
@@ -71,6 +74,93 @@ func TestUnauthorizedConnectionsDelayNoHeal(t *testing.T) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	assert.LessOrEqual(t, s.strangers.Len(), mostStrangers)
+}
+
+// More targets than a server has connections for heal all the same, each over at least one connection. Their connections also exceed
+// the limits of the lobby, whatever address they come from.
+func TestManyTargetsOfABusyServerHeal(t *testing.T) {
+	const targets = 12
+	source := filled(newRand(t), 16*small)
+	s := listen(t, time.Minute, targets*16*small/2) // two seconds in total, more than defaultRetries bridge
+	s.most, s.strangers = 3, lobby.New(2, 1)
+	o := offer(t, source, small)
+	var fetches []*Fetch
+	for range targets {
+		f := newFetch(t, empty(16*small), Settings{BlockSize: small, Streams: 4})
+		require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), Assigned))
+		fetches = append(fetches, f)
+	}
+	for _, f := range fetches {
+		status := wait(t, f)
+		require.True(t, status.Done, status)
+		require.Empty(t, status.Failed)
+		requireSame(t, source, f.memory)
+	}
+}
+
+// A target does not count how often a source was busy: it connects again as long as the transfer lives.
+func TestATargetWaitsForABusySource(t *testing.T) {
+	source, target := filled(newRand(t), 3*small), empty(3*small)
+	s := listen(t, time.Minute, 0)
+	l, err := net.Listen("tcp", "localhost:0")
+	require.NoError(t, err)
+	defer l.Close()
+	go func() {
+		for i := 0; ; i++ {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			if i < 5*defaultRetries.most {
+				_, _ = conn.Write(response{statusBusy, 1, 0}.append(nil))
+				_ = conn.Close()
+				continue
+			}
+			behind, err := net.Dial("tcp", address(s))
+			if err != nil {
+				return
+			}
+			go func() { _, _ = io.Copy(behind, conn); _ = behind.Close() }()
+			go func() { _, _ = io.Copy(conn, behind); _ = conn.Close() }()
+		}
+	}()
+	f := newFetch(t, target, Settings{BlockSize: small, Streams: 1})
+	require.NoError(t, f.Add(l.Addr().String(), s.Grant(offer(t, source, small)).Secret(), Assigned))
+	require.True(t, wait(t, f).Done, f.Status())
+	requireSame(t, source, target)
+}
+
+// A target reads that the server is busy, also if its own message was still on the way when the server closed the connection.
+func TestAConnectionWithoutRoomIsToldWhenToRetry(t *testing.T) {
+	answer := func(conn net.Conn) error {
+		b := make([]byte, responseSize)
+		_ = conn.SetDeadline(time.Now().Add(time.Minute))
+		_, err := io.ReadFull(conn, b)
+		require.NoError(t, err)
+		_, err = parseResponse(b)
+		return err
+	}
+	s := listen(t, time.Minute, 0)
+	s.most, s.strangers = 0, lobby.New(1, 1)
+	g := s.Grant(offer(t, filled(newRand(t), small), small))
+	early, err := net.Dial("tcp", address(s))
+	require.NoError(t, err)
+	defer early.Close()
+	require.Eventually(t, func() bool { return s.strangers.Len() == 1 }, time.Minute, time.Millisecond)
+	known := func() int {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.known
+	}
+	for i := range leastOfGrant { // the first of them takes the place of the early one in the lobby
+		connected(t, s, g)
+		require.Eventually(t, func() bool { return known() == i+1 }, time.Minute, time.Millisecond)
+	}
+	late := connected(t, s, g)
+	_, _ = early.Write(append([]byte(magic), g.secret[:]...))
+	require.Equal(t, busyError{retryAfter}, answer(early))
+	require.Equal(t, busyError{retryAfter}, answer(late))
+	require.Equal(t, leastOfGrant, known())
 }
 
 // A heal of 268 MB, with and without unauthorized connections.

@@ -67,6 +67,15 @@ func (st *stream) close() {
 func (st *stream) write(b []byte) error {
 	_ = st.conn.SetWriteDeadline(time.Now().Add(st.source.fetch.settings.StallAfter))
 	_, err := st.conn.Write(b)
+	if err == nil {
+		return nil
+	}
+	answer := st.scratch[:responseSize] // a busy source closes the connection after its answer, which may still be unread
+	if st.read(answer) == nil {
+		if _, busy := parseResponse(answer); errors.As(busy, new(busyError)) {
+			return busy
+		}
+	}
 	return err
 }
 

@@ -24,10 +24,23 @@ logger: logging.Logger = logging.getLogger(__name__)
 _BUFFER = 64 << 10  # bytes
 _NEXT_HOST_AFTER = 3.0  # seconds after which the next address is tried, if there is one
 _ERROR_BODY = 2000  # bytes of an error's body that are read
+_LONGEST_RETRY_AFTER = 10.0  # seconds
 
 
 class Refused(CheckpointError):
     """The source refused the request; a retry is useless."""
+
+
+class Busy(Interrupted):
+    """The source has no room for this connection.
+
+    Attributes:
+        retry_after: seconds after which the source wants to be asked again
+    """
+
+    def __init__(self, what: str, retry_after: float) -> None:
+        super().__init__(f"{what}: the source has too many connections; retry after {retry_after:g} s")
+        self.retry_after = retry_after
 
 
 @dataclass
@@ -65,6 +78,7 @@ def ask(
     Raises:
         ValueError: `metadata` is malformed
         Interrupted: the source cannot be reached, or the connection broke
+        Busy: the source has no room for this connection
         CheckpointError: the source refuses, or its answer cannot be read
         CheckpointTimeout: the deadline has passed
     """
@@ -75,10 +89,11 @@ def ask(
         headers["Authorization"] = f"Bearer {token}"
     try:
         with _connection(hosts, port, deadline.at, connected) as (connection, sock):
-            sock.arrived = deadline.arrived
             connection.request("GET", f"{path}{step}/{key}", headers=headers)
             with connection.getresponse() as response:
-                yield _answer(response, sock, upgrade, what)
+                answer = _answer(response, sock, upgrade, what)
+                sock.deadline, sock.arrived = deadline.arrived(), deadline.arrived  # not earlier: Busy is no progress
+                yield answer
     except TimeoutError as error:
         raise CheckpointTimeout(f"{what}: timed out {deadline.passed()}") from error
     except (OSError, http.client.HTTPException) as error:
@@ -91,6 +106,9 @@ def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: 
         return Answer(control=response.fp, sock=sock, host=str(sock.getpeername()[0]))
     if response.status == http.client.SWITCHING_PROTOCOLS:
         raise Garbled(f"{what}: the connection ended during the handshake")
+    retry_after = response.getheader("Retry-After") or ""
+    if response.status == http.client.SERVICE_UNAVAILABLE and retry_after.isdecimal():
+        raise Busy(what, min(float(retry_after), _LONGEST_RETRY_AFTER))
     if response.status != http.client.OK:
         raise Refused(f"{what}: refused with {response.status}: {_reason(response)}")
     if upgrade and offered:

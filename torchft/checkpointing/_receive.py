@@ -14,7 +14,7 @@ from torchft.addresses import host_port
 from torchft.checkpointing._deadline import Deadline
 from torchft.checkpointing._encoding import Path, decode
 from torchft.checkpointing._handshake import DONE, Structure, Ticket, parse_structure, read_frame
-from torchft.checkpointing._http_client import Answer, ask, describe
+from torchft.checkpointing._http_client import Answer, Busy, ask, describe
 from torchft.checkpointing._landing import Landing, is_staged
 from torchft.checkpointing._memory import HostMemory, flat_storage, reserve_for_state
 from torchft.checkpointing._native_transfer import ON_DEVICE, Fetch, Status
@@ -308,7 +308,7 @@ def receive(
                 if not isinstance(error, Interrupted):
                     raise
                 progress = transfer is not None and transfer.received > before
-                pause = attempts.failed(progress, deadline.left)
+                pause = attempts.failed(progress, deadline.left, error.retry_after if isinstance(error, Busy) else None)
                 if pause is None:
                     raise
                 logger.info("%s; trying again", error)

@@ -333,8 +333,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._shows_token():
             self._refuse(HTTPStatus.UNAUTHORIZED, "a request for a checkpoint must prove that it knows the job's token")
             return
-        # Only after the token was checked: requests without it must not use up `max_connections`. A target that is not
-        # admitted sees a broken connection, and may retry.
+        # Only after the token was checked: requests without it must not use up `max_connections`.
         if not self.server.admit(self.connection):
             self.close_connection = True
             return

@@ -8,9 +8,9 @@ from typing import Optional
 import pytest
 
 from torchft.checkpointing._handshake import Garbled
-from torchft.checkpointing._http_client import Refused
+from torchft.checkpointing._http_client import Busy, Refused
 from torchft.checkpointing._receive import SourceFailed
-from torchft.checkpointing._retry import PAUSE, Attempts
+from torchft.checkpointing._retry import MOST, PAUSE, Attempts
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Interrupted, Unsendable
 
 
@@ -29,11 +29,20 @@ def test_pauses_between_attempts(deadline: float, attempts: Sequence[bool], paus
     assert [of_one.failed(progress, left=deadline) for progress in attempts] == pauses
 
 
+def test_a_busy_source_is_asked_until_the_deadline() -> None:
+    of_one = Attempts()
+    assert [of_one.failed(False, 10.0, retry_after=2.0) for _ in range(3 * MOST)] == [2.0] * 3 * MOST
+    assert of_one.failed(False, 10.0, retry_after=0.0) == PAUSE
+    assert of_one.failed(False, 2.0, retry_after=2.0) is None
+    assert of_one.failed(False, 10.0) == PAUSE, "the first attempt that counts"
+
+
 @pytest.mark.parametrize(
     ("kind", "retried"),
     [
         (Interrupted, True),
         (Garbled, True),
+        (Busy, True),
         (SourceFailed, True),
         (Refused, False),
         (Unsendable, False),

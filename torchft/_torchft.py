@@ -360,6 +360,10 @@ class ManagerClient(_Native):
         """Reports that this group has ended its last step, and waits until no other group needs it any more."""
         self._go.run(self._go.pyapi_ManagerLeaveStart, self._handle, _micros("timeout", timeout))
 
+    def _request_drain(self) -> None:
+        """Requests that the group leaves. The next request for a quorum repeats it, in case that it is lost."""
+        self._go.pyapi_ManagerSayDrain(self._handle)
+
     def _report_healing(self, group_rank: int, received: int, total: int) -> None:
         """Reports the progress of a heal: the bytes of a peer's state that have arrived, and the total."""
         self._go.pyapi_ManagerSayHealing(self._handle, group_rank, received, total)

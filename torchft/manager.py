@@ -250,6 +250,7 @@ class Manager(Stateful, Stepping):
         client = ManagerClient(group.manager_address, connect_timeout=settings.connect_timeout)
         self._server = as_server(client, settings.group_rank)
         self._rounds = self._server.rounds()
+        self._signals.report = self._server.request_drain
         self._peers.set_rank_info(self._replica_id, settings.group_rank, settings.group_world_size)
 
     def _make_parts(self, planner: Planner) -> None:
@@ -942,11 +943,11 @@ class Manager(Stateful, Stepping):
     def leave_on(self, *signals: int) -> None:
         """Makes this group leave when any of its ranks gets one of these signals, as ``torchft drain`` does.
 
-        All ranks hear of it with the next quorum, at most three steps later, and are :meth:`draining` after that step.
-        The handler only sets a flag, and calls the one that a script had set before. A process that has not ended
-        after TORCHFT_GRACE_S (25 s), or gets the signal again 5 s after the first one or later, ends at once with
-        status 128 plus the number of the signal. :meth:`shutdown` puts the handlers back, but not those of a group that
-        leaves.
+        All ranks hear of it with the next quorum, that of the next step or the one after, and are :meth:`draining`
+        after that step. The handler only sets a flag, and calls the one that a script had set before. A process that
+        has not ended after TORCHFT_GRACE_S (25 s), or gets the signal again 5 s after the first one or later, ends at
+        once with status 128 plus the number of the signal. :meth:`shutdown` puts the handlers back, but not those of a
+        group that leaves.
 
         Args:
             signals: for example ``signal.SIGTERM``.

@@ -86,6 +86,8 @@ func (d *direct) ReportRecovered(r membership.Recovered) { d.server.recovered(r)
 
 func (d *direct) ReportCount(c rankclient.Counted) { d.server.counted(c) }
 
+func (d *direct) RequestDrain() { d.server.feed(round.DrainAsked{}) }
+
 // Close ends the pending calls, as the end of a connection does.
 func (d *direct) Close() error {
 	if !d.closed.Swap(true) {

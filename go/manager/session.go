@@ -134,6 +134,8 @@ func (o *openSession) takeReport(req *torchftpb.RankRequest) bool {
 	case *torchftpb.RankRequest_Progress:
 		p := r.Progress
 		o.server.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})
+	case *torchftpb.RankRequest_Drain:
+		o.server.feed(round.DrainAsked{})
 	default:
 		return false
 	}

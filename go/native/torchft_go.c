@@ -830,6 +830,28 @@ PyObject * _wrap__torchft_go_pyapi_ManagerSayCounted(PyObject * PYBINDGEN_UNUSED
 
 
 PyObject *
+_wrap__torchft_go_pyapi_ManagerSayDrain(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t handle;
+    const char *keywords[] = {"handle", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &handle)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerSayDrain(handle);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerSayDrain(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_ManagerSayHealing(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -1210,6 +1232,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, request, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerRoundPrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundPrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundPrepare(handle, request)\n\ntype: handle: int64_t\ntype: request: char *" },
     {(char *) "pyapi_ManagerSayCounted", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayCounted, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayCounted(handle, groupRank, name, number)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: name: char *\ntype: number: int64_t" },
+    {(char *) "pyapi_ManagerSayDrain", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayDrain, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayDrain(handle)\n\ntype: handle: int64_t" },
     {(char *) "pyapi_ManagerSayHealing", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayHealing, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayHealing(handle, groupRank, received, total)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: received: int64_t\ntype: total: int64_t" },
     {(char *) "pyapi_ManagerSayProgress", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayProgress, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayProgress(handle, groupRank, waits, what)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: waits: bool\ntype: what: char *" },
     {(char *) "pyapi_ManagerSayRecovered", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayRecovered, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayRecovered(handle, groupRank, healed, quorumID, step, bytes, stepsLost, phases)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: healed: bool\ntype: quorumID: int64_t\ntype: step: int64_t\ntype: bytes: int64_t\ntype: stepsLost: int64_t\ntype: phases: char *" },

@@ -465,6 +465,18 @@ func pyapi_ManagerSayCounted(handle C.longlong, groupRank C.longlong, name *C.ch
 	return boolGoToPy(cret)
 }
 
+//export pyapi_ManagerSayDrain
+func pyapi_ManagerSayDrain(handle C.longlong) C.char {
+	cret, __err := pyapi.ManagerSayDrain(int64(handle))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
 //export pyapi_ManagerSayHealing
 func pyapi_ManagerSayHealing(handle C.longlong, groupRank C.longlong, received C.longlong, total C.longlong) C.char {
 	cret, __err := pyapi.ManagerSayHealing(int64(handle), int64(groupRank), int64(received), int64(total))

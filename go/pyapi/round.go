@@ -118,6 +118,11 @@ func ManagerSuspect(handle, quorumID int64, replicaID string) (found bool, err e
 	return say(handle, func(c *rank.Client) { c.Suspect(quorumID, replicaID) })
 }
 
+// ManagerSayDrain requests that the group leaves.
+func ManagerSayDrain(handle int64) (found bool, err error) {
+	return say(handle, func(c *rank.Client) { c.RequestDrain() })
+}
+
 // ManagerSayProgress reports whether this rank waits for other groups, and its activity in words.
 func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found bool, err error) {
 	return say(handle, func(c *rank.Client) { c.ReportProgress(groupRank, waits, what) })

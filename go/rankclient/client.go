@@ -42,6 +42,8 @@ type Calls interface {
 	ReportRecovered(r membership.Recovered)
 	// ReportCount adds to a counter of the server. It does not block.
 	ReportCount(c Counted)
+	// RequestDrain requests that the group leaves. It does not block, and may be lost: Request.Drain repeats it.
+	RequestDrain()
 	// Leave announces that the group has completed its last step, and waits until its peers no longer need its data. Each rank
 	// calls it.
 	Leave(ctx context.Context) error
@@ -172,5 +174,6 @@ func (r *remote) ReportProgress(int64, bool, string)    {}
 func (r *remote) ReportHealing(membership.HealProgress) {}
 func (r *remote) ReportRecovered(membership.Recovered)  {}
 func (r *remote) ReportCount(Counted)                   {}
+func (r *remote) RequestDrain()                         {}
 
 func (r *remote) Close() error { return r.conn.Close() }

@@ -111,6 +111,10 @@ func (s *session) ReportCount(c Counted) {
 	}})
 }
 
+func (s *session) RequestDrain() {
+	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Drain{Drain: true}})
+}
+
 // report sends a report if the session is open, and drops it otherwise. A report is not answered. report does not take the lock of
 // opening: a report must not wait for a stream that is being opened, and must not be dropped because a call checks the stream at the
 // same moment.

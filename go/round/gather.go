@@ -35,11 +35,10 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 
 	g := &m.gathering
 	var actions []Action
-	if e.Drain && !m.draining {
-		m.draining = true
-		actions = append(actions, RequestDrain{})
+	if e.Drain {
+		actions = append(actions, m.drainAsked()...)
 	}
-	if m.ballot.count > 0 {
+	if m.ballot.count > 0 && (!m.standing.begins(e) || m.ballot.has(int(e.GroupRank))) {
 		actions = append(actions, m.abandoned(e.GroupRank)...)
 	}
 	answers, stands := m.stands(e, news)

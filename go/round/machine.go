@@ -89,6 +89,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.quorumBroke(e.QuorumID)
 	case Drained:
 		m.draining = true
+	case DrainAsked:
+		return m.drainAsked()
 	case ProgressAsked:
 		m.forgetProgress()
 	case RankProgressed:

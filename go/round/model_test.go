@@ -90,7 +90,7 @@ func (m *model) step(e Event) outcome {
 		default:
 			m.fail(e.Waiter, KindInvalid)
 		}
-	case Drained:
+	case Drained, DrainAsked:
 		m.draining = true
 	case ProgressAsked:
 		for _, r := range m.does {
@@ -346,8 +346,8 @@ func (h *history) event() Event {
 		rank = h.rng.Int64N(size+4) - 2 // some are out of range
 	}
 	switch p := h.rng.IntN(110); {
-	case p >= 109 && h.rng.IntN(20) == 0:
-		return Drained{}
+	case p >= 109 && h.rng.IntN(10) == 0:
+		return []Event{Drained{}, DrainAsked{}}[h.rng.IntN(2)]
 	case p >= 108:
 		failed := []string{"g", "g", "z", "y"}[h.rng.IntN(4)]
 		return MemberFailed{QuorumID: max(1, h.quorumID-h.rng.Int64N(2)), ReplicaID: failed, Reason: "it is silent"}

@@ -144,7 +144,7 @@ func (m *Machine) stands(e QuorumAsked, news bool) (actions []Action, stands boo
 	}
 	after := e.CommitFailures == 0 && e.Step == s.allowed+1 && e.CommittedQuorumID == s.quorum.ID && s.called
 	switch {
-	case e.CommitFailures == 0 && e.Step == s.allowed && e.CommittedQuorumID == s.committed:
+	case s.begins(e):
 	case after && e.Step < s.round:
 		s.next() // the vote on the step before was answered when the round was not known
 	case after:
@@ -157,6 +157,20 @@ func (m *Machine) stands(e QuorumAsked, news bool) (actions []Action, stands boo
 		actions = append(actions, NeedQuorum{m.needs})
 	}
 	return append(actions, m.trainOn(e)), true
+}
+
+// drainAsked tells the lighthouse that the group leaves, which calls the next quorum for that.
+func (m *Machine) drainAsked() []Action {
+	if m.closed != nil || m.draining {
+		return nil
+	}
+	m.draining = true
+	return []Action{RequestDrain{}}
+}
+
+// begins reports whether a rank asks for the step that the group may be in. Another rank may have voted on that already.
+func (s *standing) begins(e QuorumAsked) bool {
+	return s.quorum != nil && e.CommitFailures == 0 && e.Step == s.allowed && e.CommittedQuorumID == s.committed
 }
 
 // reached repeats what the lighthouse has to know while the quorum stands.

@@ -120,6 +120,8 @@ func (r *scribe) run(words []string) []string {
 		return r.step(MemberFailed{QuorumID: r.number(args[0]), ReplicaID: cmp.Or(transcript.Option(args, "member"), "g"), Reason: "no progress"})
 	case "drained":
 		return r.step(Drained{})
+	case "signalled":
+		return r.step(DrainAsked{})
 	case "asked":
 		return r.step(ProgressAsked{})
 	case "reports":

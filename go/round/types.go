@@ -60,8 +60,10 @@ type (
 		QuorumID int64
 		Step     int64
 	}
-	// Drained: the lighthouse requests that the group leaves. (A rank can do so, too: Request.Drain.) All ranks learn it with the next quorum.
+	// Drained: the lighthouse requests that the group leaves. All ranks learn it with the next quorum.
 	Drained struct{}
+	// DrainAsked: a rank requests it. The request may be lost, so Request.Drain repeats it.
+	DrainAsked struct{}
 	// ProgressAsked: the lighthouse asks for the group's progress. The shell asks the ranks, waits for their answers for a while,
 	// and calls Machine.Progress.
 	ProgressAsked struct{}
@@ -101,6 +103,7 @@ func (Called) isEvent()            {}
 func (Reached) isEvent()           {}
 func (RoundKnown) isEvent()        {}
 func (Drained) isEvent()           {}
+func (DrainAsked) isEvent()        {}
 func (ProgressAsked) isEvent()     {}
 func (RankProgressed) isEvent()    {}
 func (MetadataAsked) isEvent()     {}

@@ -116,6 +116,7 @@ type life struct {
 	steps    int   // how many steps it has committed there since the last change
 	wanted   bool  // it was asked to leave
 	wantedAt time.Duration
+	hinted   bool // a signal was reported, which may be lost before a request repeats it
 	told     struct {
 		attempt int
 		last    bool

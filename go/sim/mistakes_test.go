@@ -148,7 +148,7 @@ var mistakes = []mistake{
 		nil, []string{ruleVote},
 	},
 	{
-		"a rank's signal ignored", "round/gather.go", "if e.Drain && !m.draining {", "if e.Drain && !m.draining && !$ {",
+		"a rank's signal ignored", "round/standing.go", "if m.closed != nil || m.draining {", "if m.closed != nil || m.draining || $ {",
 		only(signal, crash), []string{ruleDrained},
 	},
 	{

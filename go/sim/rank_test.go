@@ -265,7 +265,8 @@ func (r *rank) quorum(args rankclient.Request) (recovery.Result, error) {
 	stands, broken := r.stands, int64(0)
 	r.stands = -1
 	r.note(func(*judge) { broken = r.broken })
-	if args.Step == stands && args.CommitFailures == 0 && args.ShrinkOnly == r.sent.ShrinkOnly && args.Drain == r.sent.Drain && broken != r.last.QuorumID {
+	same := args.CommittedQuorumID == r.sent.CommittedQuorumID // not so in the second step of a quorum
+	if args.Step == stands && same && args.CommitFailures == 0 && args.ShrinkOnly == r.sent.ShrinkOnly && args.Drain == r.sent.Drain && broken != r.last.QuorumID {
 		r.last.MaxStep, r.last.CommittedQuorumID, r.last.CommitFailures = stands, r.last.QuorumID, 0
 		return r.last, nil
 	}

@@ -254,7 +254,7 @@ func (j *judge) answered(r *model, a *recovery.Result) {
 func (j *judge) drained(r *model, a *recovery.Result) {
 	l := r.l
 	switch {
-	case a.Draining && !l.wanted:
+	case a.Draining && !l.wanted && !l.hinted:
 		j.broken(ruleDrained, "%s learns with quorum %d that it is its last, and its group was not asked to leave", r, a.QuorumID)
 	case !a.Draining && !l.quorum.Stands && l.wanted && l.wantedAt+slack < l.askedAt && l.learned > l.askedAt:
 		j.broken(ruleDrained, "%s does not learn with quorum %d that it is its last, and its group was asked to leave at %s", r, a.QuorumID, l.wantedAt)

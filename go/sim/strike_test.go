@@ -95,7 +95,11 @@ func (g *group) strike(f *fault) {
 			g.ranks[0].accuse()
 		}
 	case signal:
-		g.note(func(*judge) { g.ranks[min(int(f.n), len(g.ranks)-1)].signalled = true })
+		r := g.ranks[min(int(f.n), len(g.ranks)-1)]
+		g.note(func(*judge) { r.signalled, g.life.hinted = true, true })
+		if client := r.client; client != nil {
+			client.RequestDrain() // the report may be lost: the rank's next request repeats it
+		}
 	case drain:
 		j.drain(g.life.id)
 	case claim:

@@ -1105,6 +1105,7 @@ type RankRequest struct {
 	//	*RankRequest_Healing
 	//	*RankRequest_Recovered
 	//	*RankRequest_Counted
+	//	*RankRequest_Drain
 	Request       isRankRequest_Request `protobuf_oneof:"request"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1251,6 +1252,15 @@ func (x *RankRequest) GetCounted() *Counted {
 	return nil
 }
 
+func (x *RankRequest) GetDrain() bool {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Drain); ok {
+			return x.Drain
+		}
+	}
+	return false
+}
+
 type isRankRequest_Request interface {
 	isRankRequest_Request()
 }
@@ -1297,6 +1307,10 @@ type RankRequest_Counted struct {
 	Counted *Counted `protobuf:"bytes,84,opt,name=counted,proto3,oneof"`
 }
 
+type RankRequest_Drain struct {
+	Drain bool `protobuf:"varint,85,opt,name=drain,proto3,oneof"` // a signal requests that the group leaves; repeated in the rank's next request for a quorum
+}
+
 func (*RankRequest_Quorum) isRankRequest_Request() {}
 
 func (*RankRequest_ShouldCommit) isRankRequest_Request() {}
@@ -1316,6 +1330,8 @@ func (*RankRequest_Healing) isRankRequest_Request() {}
 func (*RankRequest_Recovered) isRankRequest_Request() {}
 
 func (*RankRequest_Counted) isRankRequest_Request() {}
+
+func (*RankRequest_Drain) isRankRequest_Request() {}
 
 type RankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3799,7 +3815,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06stands\x18d \x01(\bR\x06stands\"\x1f\n" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
-	"\fKillResponse\"\x9b\x04\n" +
+	"\fKillResponse\"\xb3\x04\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -3813,7 +3829,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05leave\x18P \x01(\bH\x00R\x05leave\x121\n" +
 	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12,\n" +
-	"\acounted\x18T \x01(\v2\x10.torchft.CountedH\x00R\acountedB\t\n" +
+	"\acounted\x18T \x01(\v2\x10.torchft.CountedH\x00R\acounted\x12\x16\n" +
+	"\x05drain\x18U \x01(\bH\x00R\x05drainB\t\n" +
 	"\arequestJ\x04\bS\x10T\"\xd5\x03\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
@@ -4145,6 +4162,7 @@ func file_torchft_proto_init() {
 		(*RankRequest_Healing)(nil),
 		(*RankRequest_Recovered)(nil),
 		(*RankRequest_Counted)(nil),
+		(*RankRequest_Drain)(nil),
 	}
 	file_torchft_proto_msgTypes[15].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),

@@ -134,6 +134,9 @@ class Server:
     def join(self) -> None:
         """Blocks until no further notice is received; close the client first."""
 
+    def request_drain(self) -> None:
+        """Requests that this group leaves, before the next request for a quorum says so."""
+
     def suspect(self, quorum_id: int, others: list[str]) -> None:
         """Reports that a collective with these groups failed. With several, the failed one is not known."""
 
@@ -173,6 +176,9 @@ class _NativeServer(Server):
     def join(self) -> None:
         if self._listener is not None:
             self._listener.join()
+
+    def request_drain(self) -> None:
+        self._report(self.client._request_drain)
 
     def suspect(self, quorum_id: int, others: list[str]) -> None:
         if others:

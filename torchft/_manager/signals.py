@@ -3,8 +3,8 @@
 The handler sets a flag, and calls the handler that the script had installed before, if any. The next request for a
 quorum carries the flag to the manager server, which lets all ranks of the group leave after the same step. Python runs
 handlers on the main thread, between two of its instructions, so a handler does not run while that thread hangs in a
-collective. A separate thread therefore enforces the grace period. It learns of a signal from a file descriptor, to
-which Python's C handler writes at once (signal.set_wakeup_fd).
+collective. A separate thread therefore enforces the grace period, and tells the server at once: a step may be long. It
+learns of a signal from a file descriptor, to which Python's C handler writes at once (signal.set_wakeup_fd).
 """
 
 from __future__ import annotations
@@ -101,10 +101,12 @@ class Signals:
 
     Attributes:
         wanted: whether one of them has arrived.
+        report: called on a separate thread when one has arrived; must not block.
     """
 
     def __init__(self, default: tuple[int, ...] = ()) -> None:
         self.wanted = False
+        self.report: Callable[[], None] = bool
         self._default = default
         self._previous: dict[int, Any] = {}  # the previous handler of each signal
         self._logged = False
@@ -158,7 +160,7 @@ class Signals:
         """
         if self.wanted and not self._logged:
             self._logged = True
-            log("asked to leave by a signal: the step that begins is the last one of this group")
+            log("asked to leave by a signal: this group leaves at the end of a step")
         return self.wanted
 
     def close(self, leaving: Callable[[], bool]) -> None:
@@ -331,6 +333,9 @@ class _Watch:
                 if number in heeded():
                     last = number
                     self._deadline.asked(self._clock())
+                    for signals in [] if replaced(number) else _heeding:
+                        if number in signals._previous:
+                            signals.report()
             why = self._deadline.over(self._clock())
             if why and replaced(last):
                 self._deadline.forget()

@@ -308,6 +308,7 @@ class Manager(Stateful, Stepping):
             self._place,
             self._store,
             self._replica_id,
+            self._group_rank,
             settings.group_world_size,
             self._logger,
         )
@@ -469,7 +470,8 @@ class Manager(Stateful, Stepping):
             reconfigure_handle=self._peers.handle(
                 self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients),
                 connections,
-                awaits_heals=self._along is None,
+                # the groups do not wait for a heal in pieces
+                awaits_heals=self._along is None or self._why_not_along() is not None,
             ),
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
             committed_quorum_id=self._committed_quorum_id,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore, Work
 
 from tests.integration.cluster import Cluster, Gate, Rank, results
-from torchft.checkpointing import HTTPTransport
-from torchft.process_group import ProcessGroupGloo
+from tests.unit.process_group.backends import NATIVE
+from tests.unit.process_group.ranks import native
+from torchft.checkpointing import CheckpointTransport, HTTPTransport
+from torchft.checkpointing.pg_transport import PGTransport
+from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
 # Shorter than the heal of one rank, and longer than a pause of a busy machine.
 TIMEOUT = timedelta(seconds=4)
@@ -19,10 +25,43 @@ SECONDS = 7
 STEPS = 5
 
 
-def train(rank: Rank, reached: Gate, use_async_quorum: bool) -> dict[str, Any]:
+class Native:
+    """Makes PyTorch's own groups. Those of one rank of all replica groups meet in a store that they share."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+        self._made = [0, 0]  # by replica group: the number of its ranks
+
+    def __call__(self, group: int) -> Any:
+        rank = self._made[group]
+        self._made[group] += 1
+        store = TCPStore("localhost", self._stores[rank].port, is_master=False, wait_for_workers=False)
+        made = native(store, group, 2)
+        made.set_timeout(self._timeout)
+        return made
+
+
+def each(kind: type[ProcessGroup]) -> Callable[[timedelta], Callable[[int], Any]]:
+    return lambda timeout: lambda group: kind(timeout)
+
+
+class Slow(ProcessGroupGloo):
+    """Sends the messages of a transfer at that rate."""
+
+    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Work:
+        time.sleep(tensors[0].nbytes / RATE)
+        return super().send(tensors, dst_rank, tag)
+
+
+def train(rank: Rank, reached: Gate, use_async_quorum: bool, over_group: bool) -> dict[str, Any]:
     """Rank 0 of a group has a small state, and rank 1 one that takes long."""
     weights = torch.zeros(RATE * SECONDS // 4 if rank.rank == 1 else 10)
-    transport = HTTPTransport[Any](TIMEOUT, 0, bandwidth_limit=RATE)
+    transport: CheckpointTransport[Any] = (
+        PGTransport(rank.pg, TIMEOUT, torch.device("cpu"))
+        if over_group
+        else HTTPTransport(TIMEOUT, 0, bandwidth_limit=RATE)
+    )
     decisions: list[bool] = []
     phases: dict[str, float] = {}
     try:
@@ -49,16 +88,32 @@ def train(rank: Rank, reached: Gate, use_async_quorum: bool) -> dict[str, Any]:
     return {"decisions": decisions, "weights": weights, "transfer": phases["transfer"]}
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_the_others_wait_for_a_heal_that_makes_progress(use_async_quorum: bool) -> None:
+@pytest.mark.parametrize(
+    ("use_async_quorum", "make_pg", "over_group"),
+    [
+        pytest.param(True, each(ProcessGroupGloo), False, id="asynchronous"),
+        pytest.param(False, each(ProcessGroupGloo), False, id="synchronous"),
+        pytest.param(True, each(Slow), True, id="PGTransport"),
+        pytest.param(
+            True, Native, False, id="native", marks=pytest.mark.skipif(not NATIVE, reason="needs PyTorch >= 2.14")
+        ),
+    ],
+)
+def test_the_others_wait_for_a_heal_that_makes_progress(
+    use_async_quorum: bool, make_pg: Callable[[timedelta], Callable[[int], Any]], over_group: bool
+) -> None:
     """No step is lost, and the heal is not begun again. The ranks of a group vote, though one has healed long before
     the other one.
     """
     reached = Gate()
-    with Cluster(make_pg=lambda group: ProcessGroupGloo(timeout=TIMEOUT)) as cluster:
-        first = cluster.start(lambda rank: train(rank, reached, use_async_quorum), group=0, world_size=2)
+
+    def one(rank: Rank) -> dict[str, Any]:
+        return train(rank, reached, use_async_quorum, over_group)
+
+    with Cluster(make_pg=make_pg(TIMEOUT)) as cluster:
+        first = cluster.start(one, group=0, world_size=2)
         cluster.wait(reached)
-        second = cluster.start(lambda rank: train(rank, reached, use_async_quorum), group=1, world_size=2)
+        second = cluster.start(one, group=1, world_size=2)
         survivors, healed = results(first), results(second)
     assert [one["decisions"] for one in survivors] == 2 * [[True] * STEPS]
     assert [one["decisions"] for one in healed] == 2 * [[True] * (STEPS - 3)]  # the others had begun step 2

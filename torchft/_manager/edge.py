@@ -387,6 +387,7 @@ class Peers:
         handle = self.pg.get_reconfigure_handle()
         if self._native:
             handle = announce_native(handle, COMPARES, compares)
+            handle = announce_native(handle, HEALS, "1" if awaits_heals else "")
             return announce_native(handle, LAYOUT, announced_natively(self._layout))
         handle = announce(handle, AVERAGES, "1" if self._averages else "")
         handle = announce(announce(handle, COMPARES, compares), CALLS, "1" if self.ours else "")

@@ -3,8 +3,8 @@
 A group that heals reduces only after its heal. The others would wait for it in a collective, whose timeout is that of
 a peer that hangs: a heal that takes longer was given up, and began anew in the next step. So in a quorum in which
 groups may heal, all ranks wait before their first reduction (or their vote) until every group is ready. Each rank adds
-its progress to a counter in the store of the first group's reconfigure handle. A rank gives up when that counter has
-not moved for the timeout.
+its progress to a counter in the store of the first group's reconfigure handle; native handles name none, so their
+groups take the rendezvous store of the quorum. A rank gives up when that counter has not moved for the timeout.
 
 A vote has a timeout, too, and the ranks of a group heal from different ranks. So a rank begins only when all ranks of
 its group may: they count the same in the store of their group.
@@ -118,6 +118,7 @@ class HealWait:
         place: has the timeout without progress.
         store: the store that all ranks of the group share.
         name: the replica id of this incarnation of the group.
+        group_rank: this rank.
         group_world_size: the number of ranks in the group.
         logger: the Manager's logger.
 
@@ -131,6 +132,7 @@ class HealWait:
         place: Place,
         store: Store,
         name: str,
+        group_rank: int,
         group_world_size: int,
         logger: _ManagerLogger,
     ) -> None:
@@ -138,6 +140,7 @@ class HealWait:
         self._place = place
         self._store = store
         self._name = name
+        self._group_rank = group_rank
         self._group_world_size = group_world_size
         self._logger = logger
         self.waiting = False
@@ -153,7 +156,7 @@ class HealWait:
     def following(self, plan: Plan) -> Iterator[None]:
         """Surrounds the heal of a step, or what a group does that does not heal: this rank is ready at the end."""
         self.end()
-        store = Handle.decode(plan.handles[0]).store if plan.awaits_heals else ""
+        store = self._counters(plan) if plan.awaits_heals else ""
         if not store:
             yield
             return
@@ -168,6 +171,12 @@ class HealWait:
             yield
         finally:
             now.ready = True
+
+    def _counters(self, plan: Plan) -> str:
+        """The address of the store for the counters of this rank and its counterparts in the other groups."""
+        if not plan.handles[0].startswith("{"):  # native
+            return f"{plan.store_address}/torchft/heals/{self._group_rank}"  # several ranks may share this store
+        return Handle.decode(plan.handles[0]).store
 
     def received(self, nbytes: int) -> None:
         """Called during this rank's heal, with the bytes that have arrived."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, 
 import torch
 from torch.distributed import Work
 
+from torchft.checkpointing._deadline import Deadline
 from torchft.checkpointing._encoding import Encoded, Path, decode, dtype_name, dtype_of, is_dtensor, with_flags
 from torchft.checkpointing._handshake import Structure, pack_structure, parse_structure, read_frame
 from torchft.checkpointing._memory import HostMemory, reserve_for_state
@@ -68,8 +69,10 @@ class PGTransport(CheckpointTransport[T]):
 
     Args:
         pg: the process group; replica ranks are its ranks
-        timeout: limit for a transfer if the call has none. Both replace the process group's own timeout, except with
-            NCCL in another process or in a native group, where only the group's timeout applies.
+        timeout: limit if the call has none: at a source for each piece of a state, at a target for the whole transfer,
+            unless the other groups wait for it (docs/healing.md); on a device for the whole transfer at both. Both
+            replace the process group's own timeout, except with NCCL in another process or in a native group, where
+            only the group's timeout applies.
         device: device on which the process group needs tensors: `cpu` for Gloo, a GPU for NCCL
         state_dict: returns the target's own state. A tensor under the same path there, with the same shape and dtype,
             is received in place; otherwise memory is allocated. After a failed transfer, such tensors may be partly
@@ -152,18 +155,21 @@ class PGTransport(CheckpointTransport[T]):
         channel.send(torch.tensor([magic, body.numel()], dtype=torch.int64))
         channel.send(body)
 
-    def _channel(self, ranks: List[int], what: str, step: int, timeout: Optional[timedelta]) -> _Channel:
+    def _channel(
+        self, ranks: List[int], what: str, step: int, timeout: Optional[timedelta], of_progress: bool = True
+    ) -> _Channel:
         pg: Any = self._pg
         timeout = timeout or self._timeout
         if not isinstance(pg, AcceleratorProcessGroup):
-            return _Channel(pg, self._error, partial(abort_group, pg), ranks, what, timeout, self._device)
+            abort = partial(abort_group, pg)
+            return _Channel(pg, self._error, abort, ranks, what, timeout, self._device, of_progress)
         try:
             with on_device(self._device):
                 pairs = Pairs(pg, ranks, str(step), timeout)
         except Exception as error:
             kind = CheckpointTimeout if isinstance(error, TimeoutError) else CheckpointError
             raise kind(f"{what}: no connection for it: {error}") from error
-        return _Channel(pairs, pairs.errored, pairs.abort, ranks, what, timeout, self._device)
+        return _Channel(pairs, pairs.errored, pairs.abort, ranks, what, timeout, self._device, of_progress)
 
     def recv_checkpoint(
         self,
@@ -176,10 +182,11 @@ class PGTransport(CheckpointTransport[T]):
         """See `CheckpointTransport.recv_checkpoint`.
 
         Args:
-            target: chooses the devices of tensors if this transport has no `state_dict`
+            target: chooses the devices of tensors if this transport has no `state_dict`. Also says whether the timeout
+                is one of progress, `Target.waited_for`.
         """
         what = f"checkpoint of step {step} from rank {src_rank}"
-        channel = self._channel([src_rank], what, step, timeout)
+        channel = self._channel([src_rank], what, step, timeout, target is not None and target.waited_for)
         with closing(channel), self._released(channel, receiving=True):
             sent, structure, flats = self._recv_header(channel)
             with closing(Meter(what, logger)) as meter:
@@ -299,7 +306,11 @@ class _Places:
 
 @dataclass
 class _Channel:
-    """Messages to one or more ranks, or from one, with a common deadline. Both ends cut data into the same pieces."""
+    """Messages to one or more ranks, or from one, with a common deadline. Both ends cut data into the same pieces.
+
+    The deadline moves with each piece, except on a device, where operations are only queued, and at a target for which
+    the other groups do not wait. A source goes on as long as its targets do: they abort the transfer at their deadline.
+    """
 
     pg: Any  # the process group, or Pairs
     error: Callable[[], Optional[Exception]]  # returns the error of the process group
@@ -308,10 +319,12 @@ class _Channel:
     what: str
     timeout: timedelta
     device: torch.device  # device on which the process group needs tensors
+    of_progress: bool = True  # whether the deadline moves with each piece
     meter: Optional[Meter] = None  # counts the received bytes
 
     def __post_init__(self) -> None:
-        self._deadline = time.monotonic() + self.timeout.total_seconds()
+        self.of_progress = self.of_progress and self.device.type == "cpu"
+        self.deadline = Deadline(self.timeout.total_seconds(), self.of_progress)
         self._piece = _LEAST_PIECE
         self._stage: Optional[torch.Tensor] = None
         self._unloading: Optional[Unloading] = None
@@ -367,7 +380,7 @@ class _Channel:
                 raise CheckpointError(
                     f"{self.what}: no memory for two buffers of {self._piece} bytes on {self.device} and the host"
                 ) from error
-        self._unloaded_in_time(self._unloading.ready_for(piece, self._deadline - time.monotonic()))
+        self._unloaded_in_time(self._unloading.ready_for(piece, self.deadline.left))
         return self._unloading.stage
 
     def landed(self) -> None:
@@ -377,7 +390,7 @@ class _Channel:
             CheckpointTimeout: the device has not finished it by the deadline
         """
         if self._unloading is not None:
-            self._unloaded_in_time(self._unloading.finish(self._deadline - time.monotonic()))
+            self._unloaded_in_time(self._unloading.finish(self.deadline.left))
 
     def _unloaded_in_time(self, ended: bool) -> None:
         if not ended:
@@ -416,23 +429,25 @@ class _Channel:
     def _wait(self, operations: List[Callable[[], Any]]) -> None:
         """Starts all operations, then waits for them."""
         try:
-            with point_to_point_timeout(timedelta(seconds=max(_EARLY, self._deadline - time.monotonic()))):
+            with point_to_point_timeout(timedelta(seconds=max(_EARLY, self.deadline.left))):
                 works = [start() for start in operations]
             for work in works:
-                left = self._deadline - time.monotonic()
+                left = self.deadline.left
                 if left <= 0:
                     raise TimeoutError("timed out")
                 if not work.wait(timedelta(seconds=left)):
                     raise RuntimeError("the process group reported a failure without an error")
+            self.deadline.arrived()
         except Exception as error:
             self.broken = True
             # Gloo counts whole milliseconds, and times out a little early.
-            if time.monotonic() >= self._deadline - _EARLY or isinstance(error, TimeoutError):
+            if self.deadline.left <= _EARLY or isinstance(error, TimeoutError):
                 raise self.timed_out() from error
             raise CheckpointError(f"{self.what}: {type(error).__name__}: {error}") from error
 
     def timed_out(self, why: str = "") -> CheckpointTimeout:
-        return CheckpointTimeout(f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{why}")
+        how = " without progress" if self.of_progress else ""
+        return CheckpointTimeout(f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{how}{why}")
 
     def close(self) -> None:
         """Ends the connections of this transfer, once the device has ended it."""
@@ -501,7 +516,7 @@ class _Queued:
             CheckpointError: the group was aborted in the meantime, so the received data is undefined
         """
         channel = self._channel
-        if not self._end.wait(channel._deadline - time.monotonic()):
+        if not self._end.wait(channel.deadline.left):
             raise channel.timed_out(": the device has not ended it")
         error = channel.error()
         if error is not None:

@@ -4,8 +4,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, cast
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from tests.unit.checkpointing.checkpoint_states import Evil, assert_same, traini
 from tests.unit.process_group.backends import NATIVE
 from tests.unit.process_group.ranks import connect, meeting, natives, on_ranks
 from torchft.checkpointing import pg_transport
+from torchft.checkpointing._deadline import Deadline
+from torchft.checkpointing._target import Target
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError
 from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupGloo, create_store_client, reconfigure_with_store
@@ -287,3 +290,45 @@ def test_the_connections_of_a_transfer_share_its_timeout(monkeypatch: pytest.Mon
 
     pg_transport.Pairs(Group(), [1, 2, 3], "4", timedelta(seconds=10))  # type: ignore[arg-type]
     assert given == [10, 3, pg_transport._EARLY]
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+@pytest.mark.parametrize("each_sec", [7.0, 11.0])
+def test_each_piece_moves_the_deadline(monkeypatch: pytest.MonkeyPatch, waited_for: bool, each_sec: float) -> None:
+    """If the other groups do not wait for the target, its timeout is that of the whole transfer."""
+    now, sent = [100.0], list[torch.Tensor]()
+    monkeypatch.setattr(pg_transport, "Deadline", partial(Deadline, clock=lambda: now[0]))
+
+    class Moved:
+        def wait(self, timeout: timedelta) -> bool:
+            now[0] += min(each_sec, timeout.total_seconds())
+            if each_sec > timeout.total_seconds():
+                raise TimeoutError
+            return True
+
+    class Group:
+        def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Moved:
+            sent.append(tensors[0].clone())
+            return Moved()
+
+        def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Moved:
+            tensors[0].copy_(sent.pop(0))
+            return Moved()
+
+        def abort(self) -> None:
+            pass
+
+    transport, timeout = PGTransport(cast(Any, Group()), TIMEOUT, CPU), timedelta(seconds=10)
+    state = {"a": torch.randn(1 << 18)}  # in several pieces
+    target = Target(dict, writable=True, waited_for=waited_for)
+    if each_sec > 10:
+        with pytest.raises(TimeoutError, match=r"timed out after 10 seconds without progress"):
+            transport.send_checkpoint([1], 4, state, timeout)
+        return
+    transport.send_checkpoint([1], 4, state, timeout)
+    assert len(sent) > 4
+    if waited_for:
+        assert_same(transport.recv_checkpoint(0, "", 4, timeout, target), state)
+    else:
+        with pytest.raises(TimeoutError, match=r"timed out after 10 seconds$"):
+            transport.recv_checkpoint(0, "", 4, timeout, target)

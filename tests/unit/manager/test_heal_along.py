@@ -14,6 +14,7 @@ from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_joining import DEADLINE_SEC, plan
 from torchft._manager import heal_along
 from torchft._manager.giving import Giver
+from torchft._manager.handles import HEALS, announced
 from torchft._manager.heal_along import Along
 from torchft._manager.tracked import Parameters
 
@@ -99,6 +100,18 @@ def test_the_manager_prepares_before_its_first_request(fixture: Fixture) -> None
         manager.start_quorum()
         manager.wait_quorum()
     assert calls == ["prepare", "begin", "begin"]
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_the_groups_wait_for_a_heal_unless_it_may_be_in_pieces(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch, in_pieces: bool
+) -> None:
+    manager = fixture.manager(heal_along=True)
+    monkeypatch.setattr(manager, "_why_not_along", lambda: None if in_pieces else "LocalSGD")
+    manager.start_quorum()
+    manager.wait_quorum()
+    handle = fixture.client._quorum.call_args.kwargs["reconfigure_handle"]
+    assert bool(announced(handle, HEALS)) is not in_pieces
 
 
 @pytest.mark.parametrize("reason", ["no OptimizerWrapper", "its step fails"])

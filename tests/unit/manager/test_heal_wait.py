@@ -14,6 +14,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from tests.unit.waiting import wait_until
+from torchft._manager.handles import HEALS, announce_native
 from torchft._manager.heal_wait import Counter, HealWait
 from torchft._manager.plan import Plan
 from torchft._manager.state import Place
@@ -29,13 +30,15 @@ class PeerFailed(RuntimeError):
 class Job:
     """Two groups of as many ranks, in one quorum."""
 
-    def __init__(self, ranks: int, timeout: timedelta) -> None:
+    def __init__(self, ranks: int, timeout: timedelta, native: bool) -> None:
         # By rank, that of the first group's handle. The ranks of a group share another one.
         self.columns = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(ranks)]
+        # The handles of native groups name no store: all ranks take the quorum's.
+        self.rendezvous = f"127.0.0.1:{self.columns[0].port}" if native else ""
         groups = [HashStore() for _ in range(2)]
         self.failed: list[Exception] = []
         self.waits = {
-            (group, rank): HealWait(self.check, Place(timeout), groups[group], f"g{group}", ranks, MagicMock())
+            (group, rank): HealWait(self.check, Place(timeout), groups[group], f"g{group}", rank, ranks, MagicMock())
             for group in range(2)
             for rank in range(ranks)
         }
@@ -47,6 +50,9 @@ class Job:
     def plan(self, rank: int, awaits_heals: bool = True, step: int = 7) -> Plan:
         fields: dict[str, Any] = dict.fromkeys(Plan.__dataclass_fields__)
         handle = Handle(id="a", store=f"127.0.0.1:{self.columns[rank].port}").encode()
+        if self.rendezvous:
+            handle = announce_native("tcp 10.0.0.1 5", HEALS, "1")
+            fields["store_address"] = self.rendezvous
         fields.update(quorum_id=3, max_step=step, replica_world_size=2, handles=[handle, ""])
         made = Plan(**fields)
         made.__dict__["awaits_heals"] = awaits_heals  # tested in test_plan.py
@@ -63,8 +69,8 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def make(stack: ExitStack, ranks: int = 1, timeout: timedelta = LONG) -> Job:
-    job = Job(ranks, timeout)
+def make(stack: ExitStack, ranks: int = 1, timeout: timedelta = LONG, native: bool = False) -> Job:
+    job = Job(ranks, timeout, native)
     stack.callback(job.end)
     return job
 
@@ -149,9 +155,10 @@ def test_a_failure_of_a_peer_ends_the_wait(stack: ExitStack) -> None:
         waited.result(60)
 
 
-def test_the_ranks_of_a_group_begin_together(stack: ExitStack) -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_the_ranks_of_a_group_begin_together(stack: ExitStack, native: bool) -> None:
     """Otherwise those whose counterparts have healed would vote, and their vote has a timeout."""
-    job = make(stack, ranks=2)
+    job = make(stack, ranks=2, native=native)
     pool = stack.enter_context(ThreadPoolExecutor(4))
     heal = threading.Event()
 

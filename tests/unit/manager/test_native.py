@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import TIMEOUT, in_threads, natives
+from torchft._manager.handles import HEALS, announced
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.manager import Manager
 from torchft.process_group import ReconfigureOptions
@@ -62,6 +63,8 @@ def connected(fixture: Fixture, quorum: Callable[..., QuorumResult]) -> tuple[Ma
 
     assert in_threads([begin, join]) == [None, None]
     assert manager.errored() is None
+    sent = fixture.client._quorum.call_args.kwargs["reconfigure_handle"]
+    assert announced(sent, HEALS), "native groups wait for those that heal"
     return manager, peer
 
 

@@ -277,6 +277,7 @@ class Manager(Stateful, Stepping):
             errors=self._errors,
             logger=self._logger,
         )
+        self._user_state.optimizers = self._replicas.state.optimizers
         self._layout = Layout(self._peers.announce_layout)
         self._data = Data(self._layout, planner, settings, self._init_sync)
         first = self._make_step(Request(True, False, self._quorum_timeout), state=State.UNASKED)
@@ -289,6 +290,7 @@ class Manager(Stateful, Stepping):
             fetching=lambda: self._recovery.fetching and not self._connection.apart,
             transferring=self._background.busy,
             awaiting_heal=lambda: self._heal_wait.waiting,
+            user_function=lambda: self._user_state.running,
             enter_thread=self._background.enter_thread,
             logger=self._logger,
         )

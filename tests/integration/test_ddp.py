@@ -332,21 +332,34 @@ def test_ignored_parameters_may_have_sparse_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unused", "bucket_cap_mb", "error", "lost"),
+    ("unused", "dtype", "bucket_cap_mb", "error", "lost"),
     [
-        (True, 1, r"member group_1:.* reduces other tensors than member group_0:.* there nothing", 0),
-        (False, 100, r"other tensors than group_0:.*: call 0 of the step is allreduce of 481200 x float32 \(AVG\)", 1),
+        (True, torch.float32, 1, r"member group_1:.* reduces other tensors than member group_0:.* there nothing", 0),
+        (
+            False,
+            torch.float64,
+            1,
+            r"reduces other tensors than member group_0:.*: here .* float64.*; there .* float32",
+            0,
+        ),
+        (
+            False,
+            torch.float32,
+            100,
+            r"other tensors than group_0:.*: call 0 of the step is allreduce of 481200 x float32 \(AVG\)",
+            1,
+        ),
     ],
-    ids=["a larger model", "other buckets"],
+    ids=["a larger model", "another dtype", "other buckets"],
 )
 def test_a_group_that_joins_with_other_reductions_ends(
-    cluster: Cluster, unused: bool, bucket_cap_mb: int, error: str, lost: int
+    cluster: Cluster, unused: bool, dtype: torch.dtype, bucket_cap_mb: int, error: str, lost: int
 ) -> None:
     """Gloo would end the process of the other group."""
     running, ended = Gate(), Gate()
 
     def loop(rank: Rank) -> list[bool]:
-        model = Model(unused and rank.group == 1)
+        model = Model(unused and rank.group == 1).to(dtype if rank.group == 1 else torch.float32)
         manager = rank.start_manager(load_state_dict=model.load_state_dict, state_dict=model.state_dict)
         ddp = DistributedDataParallel(manager, model, bucket_cap_mb=bucket_cap_mb if rank.group == 1 else 1)
         optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -360,7 +373,7 @@ def test_a_group_that_joins_with_other_reductions_ends(
                     rank.cluster.wait_for_waiters(1)  # the other one is in this quorum
             before = manager.current_step()
             optimizer.zero_grad()
-            ddp(batch(0, rank.group)).square().mean().backward()
+            ddp(batch(0, rank.group).to(next(model.parameters()).dtype)).square().mean().backward()
             optimizer.step()
             commits.append(manager.current_step() > before)
         return commits

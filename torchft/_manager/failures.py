@@ -125,6 +125,7 @@ class Failures:
         fetching: returns whether this rank waits for the state of a peer.
         transferring: returns whether a device still has to send or receive a state.
         awaiting_heal: returns whether a thread waits for a group that heals.
+        user_function: returns which of the user's functions of the state runs; empty: none.
         enter_thread: makes the device of the training thread the current one of the listener's thread.
         logger: the Manager's logger.
     """
@@ -139,6 +140,7 @@ class Failures:
         fetching: Callable[[], bool],
         transferring: Callable[[], bool],
         awaiting_heal: Callable[[], bool],
+        user_function: Callable[[], str],
         enter_thread: Callable[[], None],
         logger: _ManagerLogger,
     ) -> None:
@@ -150,6 +152,7 @@ class Failures:
         self._fetching = fetching
         self._transferring = transferring
         self._awaiting_heal = awaiting_heal
+        self._user_function = user_function
         self._logger = logger
         # Held while a failure ends the collectives of a step, and while a step begins. Otherwise a failure of an old
         # quorum could end the collectives of a step that has just begun with other peers.
@@ -273,6 +276,8 @@ class Failures:
             return True, "connects with its peers"
         if running is not None:
             return True, f"waits for its peers in collective {running} of this step"
+        if function := self._user_function():
+            return False, f"runs the {function}"
         if self._fetching():
             return True, "fetches the state of a peer"
         if self._awaiting_heal():

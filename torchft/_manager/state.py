@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, Callable, Dict, NamedTuple, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, Optional, Sequence, TypeVar
 
 from torchft.checkpointing._rwlock import RWLock
 from torchft.checkpointing._upstream import MAIN_PARTS
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 T = TypeVar("T")
 
@@ -74,12 +77,16 @@ class UserState:
         load_fns: key to the function that loads that part.
         read_fns: key to the function that returns that part.
         lock: held for reading while state is collected; ``disallow_read`` holds it for writing.
+        optimizers: those that the Manager knows; their state is a part of the user's.
+        running: which of the functions runs now, for reports of a group that makes no progress; empty: none.
     """
 
     def __init__(self, timeout_sec: float) -> None:
         self.load_fns: dict[str, Callable[[Any], None]] = {}
         self.read_fns: dict[str, Callable[[], Any]] = {}
         self.lock = RWLock(timeout=timeout_sec)
+        self.optimizers: Sequence[Optimizer] = ()
+        self.running = ""
         self._readable = True
 
     def register(self, key: str, load: Callable[[T], None], read: Callable[[], T]) -> None:
@@ -103,13 +110,21 @@ class UserState:
         if not self.read_fns:
             raise RuntimeError("there is no state to heal another group with: call set_state_dict_fns first")
         with self.lock.r_lock():
-            return {key: read() for key, read in self.read_fns.items()}
+            return {key: self._run("state_dict", key, read) for key, read in self.read_fns.items()}
+
+    def _run(self, kind: str, key: str, function: Callable[..., T], *args: Any) -> T:
+        self.running = f"{kind} function {key!r}"
+        try:
+            return function(*args)
+        finally:
+            self.running = ""
 
     def load(self, parts: dict[str, Any]) -> None:
         """Loads all parts. The main part is accepted under any of its names.
 
         Raises:
-            RuntimeError: nothing is registered, or the source lacks a part that this group has.
+            RuntimeError: nothing is registered, or the source lacks a part that this group has, or has the state of
+                another kind of optimizer.
             Exception: whatever a registered function raises.
         """
         if not self.load_fns:
@@ -120,7 +135,9 @@ class UserState:
         if missing:
             raise RuntimeError(f"the source's state lacks {missing}; it has {sorted(parts)}")
         for key, load in self.load_fns.items():
-            load(parts[names[key]])
+            self._run("load_state_dict", key, load, parts[names[key]])
+        for optimizer in self.optimizers:
+            _check_hyperparameters(optimizer)
 
     def allow_read(self) -> None:
         if not self._readable:
@@ -131,6 +148,18 @@ class UserState:
         if self._readable:
             self.lock.w_acquire()
             self._readable = False
+
+
+def _check_hyperparameters(optimizer: Optimizer) -> None:
+    """Raises RuntimeError if a parameter group lacks some of the optimizer's hyperparameters after a state was loaded.
+    PyTorch's optimizers load the state of any other kind, and fail in a later step.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if missing := sorted(set(optimizer.defaults) - set(group)):
+            raise RuntimeError(
+                f"the source trains with another optimizer than {type(optimizer).__name__}: "
+                f"its parameter group {number} has no {', '.join(missing)}"
+            )
 
 
 class Stateful:

@@ -144,7 +144,7 @@ class Group:
         self.errors = MagicMock()
         self.failures = Failures(
             True, MagicMock(), abort=MagicMock(), report=MagicMock(), fetching=MagicMock(), transferring=MagicMock(),
-            awaiting_heal=MagicMock(), enter_thread=MagicMock(), logger=MagicMock(),
+            awaiting_heal=MagicMock(), user_function=MagicMock(), enter_thread=MagicMock(), logger=MagicMock(),
         )  # fmt: skip
         settings, layout = MagicMock(timeout=None), MagicMock()
         self.connection = Connection(

@@ -4,6 +4,7 @@ import threading
 from typing import Optional
 
 import pytest
+import torch
 
 from torchft._manager.state import UserState
 
@@ -90,3 +91,26 @@ def test_reading_ends_at_its_timeout() -> None:
     state.disallow_read()
     with pytest.raises(TimeoutError):
         state.read()
+
+
+def test_the_function_that_runs_is_named() -> None:
+    state, named = UserState(timeout_sec=5), list[str]()
+    state.register("model", lambda value: named.append(state.running), lambda: named.append(state.running))
+    state.load(state.read())
+    assert named == ["state_dict function 'model'", "load_state_dict function 'model'"] and state.running == ""
+    state.register("bad", lambda value: None, lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        state.read()
+    assert state.running == ""
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    """Adam would fail at its next step."""
+    mine, theirs = (kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in (torch.optim.Adam, torch.optim.SGD))
+    state = UserState(timeout_sec=5)
+    state.optimizers = [mine]
+    state.register("optimizer", mine.load_state_dict, mine.state_dict)
+    state.load(state.read())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"another optimizer than Adam: its parameter group 0 has no betas, eps"):
+            state.load({"optimizer": theirs.state_dict()})

@@ -21,9 +21,10 @@ const (
 	// that of the HTTP connections over which targets get them.
 	maxConnections = 256
 	leastOfGrant   = 2
-	// retryAfter is when a target should ask again that was told that this server is busy.
-	retryAfter   = 500 * time.Millisecond
-	helloTimeout = 10 * time.Second
+	// When a target should connect again: there may be room after a transfer, and in the lobby after a moment.
+	retryAfter      = 500 * time.Millisecond
+	lobbyRetryAfter = 50 * time.Millisecond
+	helloTimeout    = 10 * time.Second
 	// mostStrangers bounds the connections that have not sent their hello. A target sends its hello at once, so its connection counts
 	// here only for a moment.
 	mostStrangers  = 64
@@ -238,14 +239,14 @@ func (c *connection) cut() {
 // turnAway ends a connection for which the lobby has no room. It does not block: this is the first answer on the connection, so the
 // kernel has room for it.
 func (c *connection) turnAway() {
-	_, _ = c.Write(busy())
+	_, _ = c.Write(busy(lobbyRetryAfter))
 	c.once.Do(func() { close(c.ended) })
 	_ = c.Close() // unlike cut, it lets the kernel send the answer
 }
 
-// busy is the answer to a target that has to come again after retryAfter.
-func busy() []byte {
-	return response{statusBusy, uint32(retryAfter.Milliseconds()), 0}.append(nil)
+// busy is the answer to a target that has to connect again after a while.
+func busy(after time.Duration) []byte {
+	return response{statusBusy, uint32(after.Milliseconds()), 0}.append(nil)
 }
 
 func (c *connection) serve() (err error) {
@@ -268,7 +269,7 @@ func (c *connection) serve() (err error) {
 		c.out = make([]byte, 0, 2*responseSize)
 		return c.withdrawn(request{}, err)
 	case errors.Is(err, errBusy):
-		c.out = busy()
+		c.out = busy(retryAfter)
 		return c.last(err)
 	case err != nil:
 		return err

@@ -158,7 +158,7 @@ func TestAConnectionWithoutRoomIsToldWhenToRetry(t *testing.T) {
 	}
 	late := connected(t, s, g)
 	_, _ = early.Write(append([]byte(magic), g.secret[:]...))
-	require.Equal(t, busyError{retryAfter}, answer(early))
+	require.Equal(t, busyError{lobbyRetryAfter}, answer(early))
 	require.Equal(t, busyError{retryAfter}, answer(late))
 	require.Equal(t, leastOfGrant, known())
 }

@@ -23,8 +23,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 # less: a caller that requests that many bytes needs all of them.
 _LARGE_READ = 1 << 20
 
-_RETRY_AFTER = 1  # seconds after which a client should ask a busy server again
-_BUSY = b"HTTP/1.1 503 busy\r\nRetry-After: %d\r\nConnection: close\r\nContent-Length: 0\r\n\r\n" % _RETRY_AFTER
+# The answer of a server without room, and the seconds after which there may be some.
+_BUSY = b"HTTP/1.1 503 busy\r\nRetry-After: %d\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_ADMITTED_ENDS, _STRANGER_ENDS = 1, 0
 
 
 class _DeadlineSocket(socket.socket):
@@ -86,8 +87,8 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
     Every connection is served by its own thread. `server_close` cuts the open connections and waits for their threads,
     at most `close_timeout` seconds. A connection is a *stranger* until its handler has found its request valid and
     called `admit`. There are at most `max_strangers` of them, and `strangers_of_one` from one address; beyond that the
-    oldest is cut. `admit` refuses a request beyond `max_connections` admitted ones. In both cases the client is told to
-    retry after _RETRY_AFTER seconds.
+    oldest is cut. `admit` refuses a request beyond `max_connections` admitted ones. In both cases the client is told
+    when to retry.
 
     Args:
         server_address: host and port; host "" or "::" is every address, port 0 any free port
@@ -152,10 +153,10 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
             self._request_threads = [t for t in self._request_threads if t.is_alive()] + [thread]
             thread.start()
 
-    def _cut(self, stranger: _DeadlineSocket) -> None:
+    def _cut(self, stranger: _DeadlineSocket, retry_after: int = _STRANGER_ENDS) -> None:
         del self._strangers[stranger]
         with suppress(OSError):
-            stranger.send(_BUSY, socket.MSG_DONTWAIT)
+            stranger.send(_BUSY % retry_after, socket.MSG_DONTWAIT)
         stranger.abort()
 
     def admit(self, request: _DeadlineSocket) -> bool:
@@ -173,7 +174,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
                 self._admitted.add(request)
                 del self._strangers[request]
                 return True
-            self._cut(request)
+            self._cut(request, _ADMITTED_ENDS)
         if not full:
             logger.warning("connections are refused: %d are open already (max_connections)", self.max_connections)
         return False

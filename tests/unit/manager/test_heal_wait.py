@@ -14,6 +14,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from tests.unit.waiting import wait_until
+from torchft._manager import heal_wait
 from torchft._manager.handles import HEALS, announce_native
 from torchft._manager.heal_wait import Counter, HealWait
 from torchft._manager.plan import Plan
@@ -64,7 +65,8 @@ class Job:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    monkeypatch.setattr(heal_wait, "_CONNECT_TIMEOUT", LONG)  # on a busy machine a store of this process answers late
     with ExitStack() as stack:
         yield stack
 
@@ -192,8 +194,9 @@ def test_without_heals_there_is_no_wait_and_no_thread(stack: ExitStack) -> None:
     assert threading.active_count() == before
 
 
-def test_a_store_that_has_ended_delays_no_step(stack: ExitStack) -> None:
+def test_a_store_that_has_ended_delays_no_step(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process has failed, which the lighthouse reports, or the reductions find."""
+    monkeypatch.setattr(heal_wait, "_CONNECT_TIMEOUT", SHORT)
     job = make(stack)
     plan = job.plan(0)
     job.columns.clear()

@@ -27,8 +27,8 @@ type Config struct {
 	Host string `json:"host"`
 	// Port is bound for TCP and UDP; 0 takes a free one.
 	Port int `json:"port"`
-	// Seeds are the "host:port" of the members that start the job. This member may be one of them. Without seeds, it starts the
-	// job alone.
+	// Seeds are the "host:port" of the members that start the job. This member may be one of them. Without
+	// seeds, it starts the job alone.
 	Seeds []string `json:"seeds"`
 	// MinMembers is the smallest size of a view.
 	MinMembers int `json:"min_members"`
@@ -56,7 +56,10 @@ func (c Config) Validate() error {
 		}
 	}
 	latest := agree.ID{Name: c.Name, Incarnation: math.MaxInt64}
-	longest := agree.Note{Address: c.StoreAddress, Wants: math.MaxInt64, Confirmed: math.MaxInt64, Digest: strings.Repeat("f", 16), Left: true}
+	longest := agree.Note{
+		Address: c.StoreAddress, Asks: true, Wants: math.MaxInt64, Joined: math.MaxInt64,
+		Digest: strings.Repeat("f", 16), Formed: true, Left: true,
+	}
 	if size := len(metadata(latest, longest)); size > memberlist.MetaMaxSize {
 		return fmt.Errorf("name=%q is not allowed: with it and the store's address %q the metadata of this member have up to %d bytes; allowed: %d",
 			c.Name, c.StoreAddress, size, memberlist.MetaMaxSize)
@@ -74,8 +77,8 @@ type nodeMetadata struct {
 
 func metadata(id agree.ID, note agree.Note) []byte { return encoded(nodeMetadata{id, note}) }
 
-// settings returns the settings of memberlist. A member that stops answering counts as failed after a probe and a suspicion: up to
-// 4 seconds in a job of ten members, less if several of them suspect it.
+// settings returns the settings of memberlist. A member that stops answering counts as failed after a probe
+// and a suspicion: up to 4 seconds in a job of ten members, less if several of them suspect it.
 func (c Config) settings() *memberlist.Config {
 	conf := memberlist.DefaultLANConfig()
 	conf.Name = fmt.Sprintf("%s.%d", c.Name, c.Incarnation) // a later incarnation is another node: the end of the earlier one may not have been noticed yet

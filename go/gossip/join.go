@@ -12,8 +12,8 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// join connects to the seeds, of which at least one must be reached. It tries all of them: seeds that were restarted together must
-// learn of training members before they could found another job.
+// join connects to the seeds, of which at least one must be reached. It tries all of them: seeds that were
+// restarted together must learn of training members before they could found another job.
 func (n *Node) join(ctx context.Context) error {
 	var others []string
 	for _, addresses := range n.seeds {
@@ -71,8 +71,8 @@ func (n *Node) unreached(why map[string]string) error {
 		strings.Join(texts, "; "))
 }
 
-// joinError adds the probable cause if a seed was reached and refused this node. It searches the text of the error, in which
-// memberlist joins several errors.
+// joinError adds the probable cause if a seed was reached and refused this node. It searches the text of the
+// error, in which memberlist joins several errors.
 func joinError(err error) string {
 	text := strings.TrimPrefix(strings.Join(strings.Fields(err.Error()), " "), "1 error occurred: * Failed to join ")
 	for _, refusal := range []string{"EOF", "closed pipe", "broken pipe", "connection reset", "decrypt", "encrypt"} {
@@ -84,14 +84,11 @@ func joinError(err error) string {
 	return text
 }
 
-// reconnect tries to reach one of the members that failed, or one of the seeds that are no peers now: after a long partition,
-// memberlist on each side has forgotten the members of the other side.
+// reconnect tries to reach one of the members that failed, or one of the seeds that are no peers now: after a
+// long partition, memberlist on each side has forgotten the members of the other side.
 func (n *Node) reconnect() {
 	n.mu.Lock()
-	var away []string
-	for _, p := range n.failed {
-		away = append(away, p.At)
-	}
+	away := slices.Collect(maps.Keys(n.failed))
 	here := map[string]bool{n.own: true}
 	for _, p := range n.peers {
 		here[p.At] = true

@@ -19,12 +19,11 @@ import (
 
 const (
 	tick          = 250 * time.Millisecond // between checks of what is due to be sent
-	remindAfter   = 500 * time.Millisecond // a proposal is sent again to members that have not confirmed it
 	reconnect     = 5 * time.Second        // between attempts to reach a member that failed
 	repeatAfter   = time.Second            // between two News with the same content
 	joinPause     = 200 * time.Millisecond // between attempts to reach the seeds
-	farewell      = time.Second            // longest wait for the announcement that this member leaves
-	mostFailed    = 256                    // members that stopped answering and are tried again
+	farewell      = 500 * time.Millisecond // longest wait for each announcement of a member that leaves
+	mostFailed    = 256                    // addresses of members that stopped answering, which are tried again
 	announceBound = time.Millisecond       // UpdateNode queues its message before it waits, so a short wait suffices
 )
 
@@ -62,25 +61,18 @@ type Node struct {
 
 	mu       sync.Mutex
 	machine  *agree.Machine
-	peers    map[string]peer // by the name of the node
-	failed   map[string]peer // members that stopped answering, by the name of the node
+	peers    map[string]peer // by the name of the node, which stays when the incarnation rises
+	failed   map[string]bool // addresses of members that stopped answering
 	changed  chan struct{}   // closed, and replaced by a new one, at each change
 	sent     agree.News      // the last result of News
 	sentAt   time.Time
 	announce bool // the own note has to be announced
-	propose  bool // the own proposal has to be sent
 }
 
 // peer is a node of memberlist's list.
 type peer struct {
+	agree.ID
 	agree.Peer
-	id   agree.ID
-	node memberlist.Node // a copy: memberlist changes the original
-}
-
-// replaces reports whether another node has certainly ended: p is a later incarnation of it, or has its address.
-func (p peer) replaces(_ string, other peer) bool {
-	return other.id.Name == p.id.Name && other.id.Incarnation < p.id.Incarnation || other.At == p.At
 }
 
 // Open starts a node. If there are other seeds, it connects to at least one of them within ConnectTimeout.
@@ -116,7 +108,7 @@ func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds []
 		cfg: cfg, id: cfg.id(), name: settings.Name, log: cfg.Log, address: address,
 		own: net.JoinHostPort(settings.AdvertiseAddr, strconv.Itoa(settings.AdvertisePort)),
 		run: make(chan struct{}), wake: make(chan struct{}, 1), changed: make(chan struct{}),
-		peers: map[string]peer{}, failed: map[string]peer{},
+		peers: map[string]peer{}, failed: map[string]bool{},
 	}
 	if n.seeds = seeds; len(seeds) == 0 {
 		n.seeds = [][]string{{n.own}}
@@ -144,7 +136,7 @@ func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds []
 		n.close(false)
 		return nil, err
 	}
-	// After join, in which the machine learned the earlier incarnations of this name.
+	// After join, in which the machine learned which incarnation of this name is alive.
 	n.step(func(m *agree.Machine) {
 		if id := m.Rise(); id != n.id {
 			n.id, n.announce = id, true
@@ -184,8 +176,9 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	}
 }
 
-// News waits until there is news about the view that this member is in: a member failed, or processes want to join. While
-// the news holds, it is returned again after repeatAfter: a caller that had not received the view yet may have ignored the news.
+// News waits until there is news about the view that this member is in: a member failed, or processes want to
+// join. While the news holds, it is returned again after repeatAfter: a caller that had not received the view
+// yet may have ignored the news.
 func (n *Node) News(ctx context.Context) (agree.News, error) {
 	for {
 		n.mu.Lock()
@@ -223,47 +216,31 @@ func (n *Node) close(leave bool) {
 
 func (n *Node) end(leave bool) {
 	n.cancel()
-	<-n.run // otherwise the background task could announce an earlier note after the last one (announceLeaving)
+	<-n.run // otherwise the background task could announce an earlier note after the last one
 	if leave {
 		n.step(func(m *agree.Machine) { m.Leave() })
-		n.announceLeaving()
-		_ = n.list.Leave(farewell / 2) // if it fails, the others detect the end themselves
+		// The last note promises that this member joins no further view: the members that receive it need not
+		// wait for this one.
+		_ = n.list.UpdateNode(farewell) // waits until the note is sent
+		_ = n.list.Leave(farewell)      // if it fails, the others detect the end themselves
 	}
 	_ = n.list.Shutdown()
 	n.tasks.Wait()
 }
 
-// announceLeaving announces to all members that this one leaves, and waits until the announcement is sent, at most for farewell.
-// The last note promises that this member confirms no further view. So the members that receive the note need not wait for
-// this member.
-func (n *Node) announceLeaving() {
-	_ = n.list.UpdateNode(announceBound)
-	n.mu.Lock()
-	last := n.machine.Note()
-	n.mu.Unlock()
-	sent := n.send(message{Left: &nodeMetadata{n.id, last}}, n.nodes(nil))
-	select {
-	case <-sent:
-	case <-time.After(farewell):
-	}
-}
-
-// step changes the machine, and wakes the background task if there are messages to send. It sends nothing itself: memberlist
-// holds a lock while it reports events.
+// step changes the machine, and wakes the background task if the note has changed. It sends nothing itself:
+// memberlist holds a lock while it reports events.
 func (n *Node) step(happens func(m *agree.Machine)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	note, proposed := n.machine.Note(), n.machine.Proposed()
+	note := n.machine.Note()
 	happens(n.machine)
 	if n.machine.Note() != note {
 		n.announce = true
 	}
-	if n.machine.Proposed() > proposed {
-		n.propose = true
-	}
 	close(n.changed)
 	n.changed = make(chan struct{})
-	if n.announce || n.propose {
+	if n.announce {
 		select {
 		case n.wake <- struct{}{}:
 		default:
@@ -271,13 +248,13 @@ func (n *Node) step(happens func(m *agree.Machine)) {
 	}
 }
 
-// background sends the messages that are due. While it runs, no other goroutine updates the keys or announces this member's note:
-// end announces the last note after background has ended.
+// background sends the messages that are due. While it runs, no other goroutine updates the keys or announces
+// this member's note: end announces the last note after background has ended.
 func (n *Node) background() {
 	defer close(n.run)
 	ticker := time.NewTicker(tick)
 	defer ticker.Stop()
-	reminded, reconnected := time.Now(), time.Now()
+	reconnected := time.Now()
 	for {
 		select {
 		case <-n.wake:
@@ -289,21 +266,11 @@ func (n *Node) background() {
 			n.log.Error("torchft: the gossip keys were not updated; gossip continues with the previous ones", "error", err)
 		}
 		n.mu.Lock()
-		announce, propose := n.announce, n.propose
-		n.announce, n.propose = false, false
-		proposal, found := n.machine.Proposal()
-		missing := n.machine.Missing()
+		announce := n.announce
+		n.announce = false
 		n.mu.Unlock()
-		if propose && found {
-			n.send(message{Proposal: &proposal}, n.nodes(nil))
-			reminded = time.Now()
-		}
 		if announce {
 			_ = n.list.UpdateNode(announceBound) // after an error the message is still queued
-		}
-		if len(missing) > 0 && time.Since(reminded) >= remindAfter {
-			n.send(message{Proposal: &proposal}, n.nodes(missing))
-			reminded = time.Now()
 		}
 		if time.Since(reconnected) >= reconnect {
 			n.reconnect()

@@ -155,13 +155,14 @@ func endAll(all []*trainer) {
 	ended()
 }
 
-// ended waits for the goroutines of memberlist, which end by themselves, at the latest after a probe. It must run inside the
-// synctest bubble: its clock stops when the test returns.
+// ended waits for the goroutines of memberlist, which end by themselves, at the latest after a probe. It must
+// run inside the synctest bubble: its clock stops when the test returns.
 func ended() { time.Sleep(5 * time.Second) }
 
-// docs/ftlib.md states this bound; the time is virtual. With FULL there are 100 members with short names, except with the race
-// detector, where that would take minutes. Otherwise there are 20 members with the longest allowed names, in a job with the longest
-// allowed name: each note fills a packet, and with 100 of them gossip would take minutes.
+// docs/ftlib.md states this bound; the time is virtual. With FULL there are 100 members with short names,
+// except with the race detector, where that would take minutes. Otherwise there are 20 members with the
+// longest allowed names, in a job with the longest allowed name: each note fills a packet, and with 100 of
+// them gossip would take minutes.
 func TestManyMembersAgreeAlthoughPacketsAreLost(t *testing.T) {
 	const bound = 20 * time.Second // twice the time of most runs: memberlist uses its own random numbers
 	count, long := 20, true
@@ -185,7 +186,7 @@ func TestManyMembersAgreeAlthoughPacketsAreLost(t *testing.T) {
 		until(t, all, count)
 		for _, node := range all[0].list.Members() {
 			require.LessOrEqual(t, len(node.Meta), memberlist.MetaMaxSize)
-			require.Equal(t, long, len(node.Meta) > memberlist.MetaMaxSize*9/10)
+			require.Equal(t, long, len(node.Meta) > memberlist.MetaMaxSize*8/10)
 		}
 		t.Logf("%d members agree after %v", count, time.Since(began))
 		require.LessOrEqual(t, time.Since(began), bound)
@@ -208,7 +209,8 @@ func longest(t *testing.T, cfg Config) string {
 	return cfg.Name[:len(cfg.Name)-1]
 }
 
-// With 100 members of the longest names, the metadata of each and the state that two of them exchange are within the limits.
+// With 100 members of the longest names, the metadata of each and the state that two of them exchange are
+// within the limits.
 func TestTheLongestNamesFit(t *testing.T) {
 	n := &Node{log: discard}
 	const most = math.MaxInt64 / 2 // the largest number that members accept
@@ -219,16 +221,18 @@ func TestTheLongestNamesFit(t *testing.T) {
 		view.Members = append(view.Members, agree.Member{ID: cfg.id(), Address: cfg.StoreAddress})
 		n.id = cfg.id()
 		n.machine = agree.New(agree.Config{Me: n.id, Address: cfg.StoreAddress})
-		last := agree.Note{Address: cfg.StoreAddress, Wants: most, Confirmed: most, Digest: view.Digest(), Left: true}
+		last := agree.Note{
+			Address: cfg.StoreAddress, Asks: true, Wants: most, Joined: most,
+			Digest: view.Digest(), Formed: true, Left: true,
+		}
 		require.Len(t, metadata(n.id, last), memberlist.MetaMaxSize, "one more byte in the name would be too many")
 	}
-	lives, proposal := map[string]int64{}, agree.Proposal{View: view, Base: &view}
+	known := agree.Known{Formed: &view}
 	for _, q := range view.Members {
-		lives[q.Name] = q.Incarnation
-		proposal.Ended = append(proposal.Ended, agree.Final{ID: q.ID, Confirmed: most})
+		known.Left = append(known.Left, agree.Final{ID: q.ID, Joined: most})
 	}
-	n.machine.Learn(lives)
-	require.True(t, n.machine.Hear(proposal))
+	n.machine.Learn(known)
+	require.Equal(t, known, n.machine.Known())
 	require.Less(t, len(delegate{n}.LocalState(true)), 200_000, "memberlist takes 20 MiB")
 }
 
@@ -254,6 +258,7 @@ func TestAMemberThatStopsIsNoticedInTime(t *testing.T) {
 func TestPartitions(t *testing.T) {
 	for name, away := range map[string]int{"60 and 40": 4, "50 and 50": 5} {
 		t.Run(name, func(t *testing.T) {
+			continues := max(away, 10-away) // a half is that of the oldest member, which is the seed
 			synctest.Test(t, func(t *testing.T) {
 				m := newMesh(t, 0.05)
 				all := start(m, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
@@ -264,16 +269,10 @@ func TestPartitions(t *testing.T) {
 				}
 				for _, long := range []time.Duration{3 * time.Second, 40 * time.Second} {
 					m.cut(cut...)
-					if away == 5 {
-						watch(t, all, long, 1)
-						if long > 10*time.Second {
-							require.Empty(t, live(all), "no part has more than half")
-						}
-					} else {
-						watch(t, all, long, 1)
-						if long > 10*time.Second {
-							until(t, all, 6)
-						}
+					watch(t, all, long, 1)
+					if long > 10*time.Second {
+						until(t, all, continues)
+						require.Equal(t, away == 5, live(all)[0].Has(all[0].id))
 					}
 					m.cut()
 					until(t, all, 10)
@@ -297,8 +296,15 @@ func TestAMemberThatLeavesOrIsStartedAgain(t *testing.T) {
 		until(t, all, 2)
 		all[1].kill()
 		watch(t, all[:1], 20*time.Second, 1)
-		require.Empty(t, live(all[:1]), "half is not enough")
+		until(t, all[:1], 1) // half with the oldest member
 		all[1] = train(m.open(2))
+		until(t, all, 2)
+		all[0].kill()
+		watch(t, all[1:], 20*time.Second, 1)
+		require.Empty(t, live(all[1:]), "half without it is not enough")
+		require.Contains(t, all[1].machine.Waits(), "1 of the 2 members of view")
+		all[1].end()
+		all = start(m, 1, 2)
 		until(t, all, 2)
 		endAll(all)
 	})
@@ -325,15 +331,16 @@ func TestAnIncarnationWithAnEarlierClock(t *testing.T) {
 			all[1].kill()
 			known()
 			all[1] = train(m.open(2))
-			require.Greater(t, all[1].ID().Incarnation, earlier.Incarnation, name)
 			until(t, all, 3)
+			require.NotEqual(t, earlier, all[1].ID(), name)
 		}
 		endAll(all)
 	})
 }
 
 func TestMembersThatStoppedAnsweringAreTriedAgain(t *testing.T) {
-	n := &Node{log: discard, name: "me.1", peers: map[string]peer{}, failed: map[string]peer{}, changed: make(chan struct{}), wake: make(chan struct{}, 1)}
+	n := &Node{log: discard, name: "me.1", changed: make(chan struct{}), wake: make(chan struct{}, 1)}
+	n.peers, n.failed = map[string]peer{}, map[string]bool{}
 	n.machine = agree.New(agree.Config{Me: agree.ID{Name: "me", Incarnation: 1}})
 	node := func(name string, life int64, host byte) *memberlist.Node {
 		id := agree.ID{Name: name, Incarnation: life}
@@ -344,12 +351,13 @@ func TestMembersThatStoppedAnsweringAreTriedAgain(t *testing.T) {
 		events{n}.NotifyLeave(failed)
 	}
 	require.Len(t, n.failed, 3)
-	events{n}.NotifyJoin(node("a", 2, 4))
+	events{n}.NotifyJoin(node("a", 2, 1))
 	events{n}.NotifyJoin(node("d", 1, 2))
-	require.Len(t, n.failed, 1, "a has a later incarnation, and another member has the address of b: both have ended")
-	require.Contains(t, n.failed, "c1")
+	require.Equal(t, map[string]bool{"10.0.0.3:1": true}, n.failed, "others have the addresses of a and b: both have ended")
 	for i := range 2 * mostFailed {
-		events{n}.NotifyLeave(node("e", int64(i), 5))
+		gone := node("e", int64(i), 5)
+		gone.Port = uint16(1000 + i)
+		events{n}.NotifyLeave(gone)
 	}
 	require.Len(t, n.failed, mostFailed)
 }
@@ -438,8 +446,8 @@ func TestALateSeedIsWaitedFor(t *testing.T) {
 	})
 }
 
-// All members have a list of three seeds. Two of these are restarted at the same time, and reach each other first: they must not
-// found a second job.
+// All members have a list of three seeds. Two of these are restarted at the same time, and reach each other
+// first: they must not found a second job.
 func TestSeedsThatAreStartedAgainJoinTheJob(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := newMesh(t, 0)
@@ -592,15 +600,13 @@ func TestAPanicOnAReceivedMessageIsLogged(t *testing.T) {
 	var log bytes.Buffer
 	n := &Node{log: slog.New(slog.NewTextHandler(&log, nil))} // without a machine
 	message := []byte("{}")
-	require.NotPanics(t, func() { delegate{n}.NotifyMsg(message) })
 	require.NotPanics(t, func() { delegate{n}.MergeRemoteState(message, false) })
 	require.NotPanics(t, func() { delegate{n}.NodeMeta(512) })
 	require.NotPanics(t, func() { delegate{n}.LocalState(true) })
 	require.NotPanics(t, func() {
 		events{n}.NotifyLeave(&memberlist.Node{Name: "a.1", Meta: metadata(agree.ID{Name: "a"}, agree.Note{})})
 	})
-	require.Equal(t, 2, strings.Count(log.String(), `in="gossip message"`))
 	require.Equal(t, 1, strings.Count(log.String(), `in="gossip event"`))
 	require.Equal(t, 1, strings.Count(log.String(), `in="gossip metadata"`))
-	require.Equal(t, 1, strings.Count(log.String(), `in="gossip state"`))
+	require.Equal(t, 2, strings.Count(log.String(), `in="gossip state"`))
 }

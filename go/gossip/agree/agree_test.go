@@ -4,6 +4,7 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -33,16 +34,20 @@ func (j *job) start(name string) *Machine {
 	if j.lives > 1 && name == "a" {
 		at = "a again"
 	}
-	m := New(Config{Me: ID{name, j.lives}, Address: "store of " + name, At: at, Seeds: [][]string{{"a", "another address of a"}}, MinMembers: 1})
+	seeds := [][]string{{"a", "another address of a"}}
+	m := New(Config{Me: ID{name, j.lives}, Address: "store of " + name, At: at, Seeds: seeds, MinMembers: 1})
 	j.machines[name] = m
 	return m
 }
 
 func (j *job) names() []string { return slices.Sorted(maps.Keys(j.machines)) }
 
+// gone is the message that a member has left the job.
+func gone(m *Machine) Known { return Known{Left: []Final{{m.cfg.Me, m.Note().Joined}}} }
+
 func (j *job) connected(a, b string) bool { return a != b && j.away[a] == j.away[b] }
 
-// settle delivers all notes and proposals to all members until nothing changes.
+// settle delivers all messages to all members until nothing changes.
 func (j *job) settle() {
 	j.t.Helper()
 	for range 100 {
@@ -69,9 +74,7 @@ func (j *job) meet(name string) {
 	for _, other := range j.names() {
 		if o := j.machines[other]; j.connected(name, other) {
 			peers[o.cfg.Me] = Peer{o.Note(), o.cfg.At}
-			if p, found := o.Proposal(); found {
-				require.True(j.t, j.machines[name].Hear(p))
-			}
+			j.machines[name].Learn(o.Known())
 		}
 	}
 	j.machines[name].See(peers)
@@ -82,7 +85,9 @@ func (j *job) ask(names ...string) {
 	j.t.Helper()
 	j.settle()
 	for _, name := range names {
-		j.machines[name].Ask()
+		if m := j.machines[name]; m != nil {
+			m.Ask()
+		}
 	}
 	j.settle()
 }
@@ -127,7 +132,8 @@ func TestAMemberJoins(t *testing.T) {
 func TestTheFirstViewHoldsMoreThanHalfOfTheSeeds(t *testing.T) {
 	j := newJob(t, "b", "c")
 	j.ask("b", "c")
-	require.Equal(t, "0 of the 1 seeds are here, and the first view must hold more than half of them", j.machines["b"].Waits())
+	require.Equal(t, "0 of the 1 seeds are here, and the first view must hold more than half of them",
+		j.machines["b"].Waits())
 	j.lives = 0
 	j.start("a")
 	j.ask("a", "b", "c")
@@ -143,7 +149,8 @@ func TestTheLargerPartContinues(t *testing.T) {
 	j.ask(j.names()...)
 	require.Equal(t, []string{"c", "d", "e"}, j.in("e"))
 	require.Empty(t, j.in("a"))
-	require.Equal(t, "2 of the 5 members of view 1 are here, and more than half must be; missing: c, d, e", j.machines["a"].Waits())
+	require.Equal(t, "2 of the 5 members of view 1 are here: c, d, e are missing, and a view must hold "+
+		"more than half of the last one, or half with the oldest member", j.machines["a"].Waits())
 	j.away = nil
 	j.settle()
 	require.Equal(t, []string{"a", "b"}, j.machines["c"].News().Joining)
@@ -151,35 +158,43 @@ func TestTheLargerPartContinues(t *testing.T) {
 	require.Equal(t, j.names(), j.in("a"))
 }
 
-func TestHalfIsNotEnough(t *testing.T) {
-	j := newJob(t, "a", "b", "c", "d")
-	j.ask(j.names()...)
-	j.away = map[string]bool{"a": true, "b": true}
-	j.settle()
-	j.ask(j.names()...)
-	for _, name := range j.names() {
-		require.Empty(t, j.in(name))
+// The part of the oldest member continues with half of the members. The other part waits for it, whoever
+// starts again there.
+func TestHalfIsEnoughForTheOldestMember(t *testing.T) {
+	j := newJob(t, "c", "a", "b", "d") // in the order of their starts
+	for _, m := range j.machines {
+		m.cfg.Seeds = [][]string{{"c"}}
 	}
-	j.start("c") // c was restarted, and d is still away: only the end of c is known
-	j.ask("c")
-	require.Empty(t, j.in("c"))
-	j.away = nil
+	j.ask(j.names()...)
+	j.away = map[string]bool{"c": true, "d": true}
 	j.settle()
-	require.Equal(t, j.names(), j.in("c"))
+	j.ask(j.names()...)
+	require.Equal(t, []string{"c", "d"}, j.in("c"))
+	require.Empty(t, j.in("a"))
+	delete(j.machines, "c")
+	delete(j.machines, "d")
+	j.away = nil
+	j.start("c")
+	j.start("d")
+	j.ask(j.names()...)
+	require.Empty(t, j.in("a"), "the earlier c may continue elsewhere, with members that are not here")
+	require.Contains(t, j.machines["a"].Waits(), "2 of the 4 members of view 1 are here: c, d are missing")
 }
 
-// Half is enough if the other half was restarted under the same names: its earlier incarnations cannot continue elsewhere.
-func TestHalfIsEnoughIfTheOtherHalfHasEnded(t *testing.T) {
-	j := newJob(t, "a", "b")
-	j.ask("a", "b")
-	delete(j.machines, "b")
-	j.settle()
-	j.ask("a")
-	require.Empty(t, j.in("a"), "b may be in another view")
-	j.start("b")
+// A process that ends while it joins a job with one member does not end the job.
+func TestANewMemberThatFailsDoesNotHoldTheOldestOneUp(t *testing.T) {
+	j := newJob(t, "b")
+	j.machines["b"].cfg.Seeds = [][]string{{"b"}}
 	j.ask("b")
-	require.Equal(t, []string{"a", "b"}, j.in("a"))
-	require.Equal(t, j.in("a"), j.in("b"))
+	j.start("a")
+	j.settle()
+	j.machines["a"].Ask()
+	j.meet("b")
+	j.machines["b"].Ask()
+	require.Equal(t, int64(2), j.machines["b"].Note().Joined)
+	delete(j.machines, "a")
+	j.settle()
+	require.Equal(t, []string{"b"}, j.in("b"))
 }
 
 func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
@@ -196,7 +211,7 @@ func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
 				delete(j.machines, leaver)
 				if how == "by a message" {
 					for _, m := range j.machines {
-						m.MemberLeft(left.cfg.Me, left.Note())
+						m.Learn(gone(left))
 					}
 				}
 				j.settle()
@@ -227,11 +242,11 @@ func TestAMemberThatMayHaveContinuedElsewhereIsCounted(t *testing.T) {
 				left := j.machines[name]
 				left.Leave()
 				delete(j.machines, name)
-				j.machines["d"].MemberLeft(left.cfg.Me, left.Note())
+				j.machines["d"].Learn(gone(left))
 				j.settle()
 				j.ask(j.names()...)
 				if how == "left" {
-					j.machines["c"].MemberLeft(left.cfg.Me, left.Note())
+					j.machines["c"].Learn(gone(left))
 				}
 			}
 			require.Equal(t, []string{"d"}, j.in("d"), "d trains")
@@ -249,8 +264,8 @@ func TestAMemberThatMayHaveContinuedElsewhereIsCounted(t *testing.T) {
 	}
 }
 
-// A view that some members have confirmed may have been formed. For those members, the next view must follow it as well as the last
-// view that is known to be formed.
+// A view that some members have joined may have been formed. For those members, the next view must follow it
+// as well as the last view that is known to be formed.
 func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
@@ -258,12 +273,10 @@ func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	for _, name := range []string{"a", "b", "c"} {
 		j.machines[name].Ask()
 	}
-	for range 2 {
-		j.meet("a") // proposes a view of a, b and c, which a and b confirm
-	}
-	j.meet("b")
-	require.Equal(t, int64(2), j.machines["b"].Note().Confirmed)
-	j.away = map[string]bool{"a": true, "b": true} // c has not received the proposal
+	j.meet("a")
+	j.meet("b") // both join a view of a, b and c, before c has seen that d and e are away
+	require.Equal(t, int64(2), j.machines["b"].Note().Joined)
+	j.away = map[string]bool{"a": true, "b": true}
 	j.settle()
 	j.ask("c", "d", "e")
 	require.Equal(t, []string{"c", "d", "e"}, j.in("c"))
@@ -272,21 +285,14 @@ func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	j.away = nil
 	j.settle()
 	j.ask(j.names()...)
-	require.Equal(t, j.names(), j.in("a"), "c never confirmed the view of a, b and c, and a knows that")
+	require.Equal(t, j.names(), j.in("a"))
 }
 
-// A later attempt with the same members is impossible; the earlier one was formed, and one of its members does not know that.
-func TestAnEarlierAttemptIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
+// A later view with the same members can never be formed; the earlier one was formed, and one of its members
+// does not know that.
+func TestAnEarlierViewIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
-	sees := func(name string, others ...string) { // delivers their notes, but no proposals
-		peers := map[ID]Peer{}
-		for _, other := range others {
-			o := j.machines[other]
-			peers[o.cfg.Me] = Peer{o.Note(), o.cfg.At}
-		}
-		j.machines[name].See(peers)
-	}
 	j.away = map[string]bool{"d": true, "e": true}
 	for _, name := range []string{"a", "b", "c"} {
 		j.machines[name].Ask()
@@ -296,19 +302,29 @@ func TestAnEarlierAttemptIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
 	}
 	require.Equal(t, []string{"a", "b", "c"}, j.in("b"))
 	require.Equal(t, j.in("b"), j.in("c"))
-	require.Empty(t, j.in("a"), "a has not seen that the others confirmed view 2")
+	require.Empty(t, j.in("a"), "a has not seen that the others have joined view 2")
 
+	j.away = map[string]bool{"b": true, "c": true}
+	j.meet("b")
+	j.meet("c")
 	j.machines["b"].Ask()
 	j.machines["c"].Ask()
-	sees("a", "b", "c")
-	require.Equal(t, int64(3), j.machines["a"].Note().Confirmed, "a has confirmed view 3, its second attempt with b and c, which do not receive it")
-	j.away = map[string]bool{"b": true, "c": true}
 	for _, name := range []string{"b", "c", "b"} {
 		j.meet(name)
 	}
 	require.Equal(t, []string{"b", "c"}, j.in("b"))
 	require.Equal(t, j.in("b"), j.in("c"))
-	sees("a", "b")
+	for wants := range int64(3) { // b and c ask, and leave, and ask
+		peers := map[ID]Peer{}
+		for _, other := range []string{"b", "c"} {
+			note := j.machines[other].Note()
+			note.Asks, note.Wants = wants != 1, 3+wants
+			peers[j.machines[other].cfg.Me] = Peer{note, ""}
+		}
+		j.machines["a"].See(peers)
+	}
+	require.Equal(t, int64(5), j.machines["a"].Note().Joined)
+	require.Len(t, j.machines["a"].joined, 2)
 	j.ask("a", "d", "e")
 	for _, name := range []string{"a", "d", "e"} {
 		require.Empty(t, j.in(name), "b and c have a view")
@@ -325,25 +341,31 @@ func TestALaterIncarnationReplacesTheEarlierOne(t *testing.T) {
 	old := j.machines["b"]
 	j.start("b")
 	j.settle()
-	require.Equal(t, "b was started again", j.machines["a"].News().Ended)
+	require.Equal(t, "b does not answer", j.machines["a"].News().Ended)
 	old.See(map[ID]Peer{j.machines["b"].cfg.Me: {}})
 	require.True(t, old.Replaced())
+	again := j.machines["b"]
+	again.See(map[ID]Peer{old.cfg.Me: {}, j.machines["a"].cfg.Me: {}})
+	require.Len(t, again.alive, 1, "the later one does not wait for the earlier one")
 	require.Equal(t, "a later incarnation of b has taken its place", old.News().Ended)
 	old.Ask()
 	require.Nil(t, old.Taken())
 }
 
-// The clock of a restarted process may be behind the clock of its earlier incarnation.
-func TestAMemberRisesAboveKnownIncarnations(t *testing.T) {
+// The clock of a restarted process may be behind the clock of its earlier incarnation, whose end has not been
+// noticed yet.
+func TestAMemberRisesAboveALiveIncarnation(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")
+	earlier := j.machines["b"].cfg.Me
 	j.lives = 0
 	m := j.start("b")
 	require.Equal(t, int64(1), m.Rise().Incarnation, "the new b knows of no earlier incarnation")
-	m.Learn(j.machines["a"].Lives())
+	m.See(map[ID]Peer{earlier: {}})
 	require.True(t, m.Replaced())
 	risen := m.Rise()
-	require.Greater(t, risen.Incarnation, int64(2))
+	require.Greater(t, risen.Incarnation, earlier.Incarnation)
+	m.See(map[ID]Peer{earlier: {}})
 	require.False(t, m.Replaced())
 	require.Equal(t, risen, m.Rise())
 	j.ask("a", "b")
@@ -351,17 +373,17 @@ func TestAMemberRisesAboveKnownIncarnations(t *testing.T) {
 	require.True(t, j.machines["a"].Taken().Has(risen))
 }
 
-// Two incarnations that know the same earlier one, but not each other, must not have the same number: otherwise confirmations by
-// one would be counted for the other.
+// Two incarnations that know the same earlier one, but not each other, must not have the same number:
+// otherwise what one has joined would be counted for the other.
 func TestIncarnationsThatRiseDiffer(t *testing.T) {
-	known := map[string]int64{"b": 7_000_000_000}
+	known := ID{"b", 7_000_000_000}
 	risen := map[int64]bool{}
 	for _, clock := range []int64{1_000_000_005, 1_000_000_006, 2_999_999_999, 3_000_000_000} {
 		m := New(Config{Me: ID{"b", clock}})
-		m.Learn(known)
+		m.See(map[ID]Peer{known: {}})
 		life := m.Rise().Incarnation
-		require.Greater(t, life, known["b"])
-		require.LessOrEqual(t, life, known["b"]+int64(time.Second))
+		require.Greater(t, life, known.Incarnation)
+		require.LessOrEqual(t, life, known.Incarnation+int64(time.Second))
 		risen[life] = true
 	}
 	require.Len(t, risen, 4)
@@ -376,7 +398,7 @@ func TestAMemberCancels(t *testing.T) {
 	require.Equal(t, "a has left the view", j.machines["b"].News().Ended)
 	j.machines["a"].Cancel()
 	j.ask("b")
-	require.Empty(t, j.in("b"), "a confirms no view after it has left")
+	require.Empty(t, j.in("b"), "a joins no view after it has left")
 	j.ask("a")
 	require.Equal(t, []string{"a", "b"}, j.in("b"))
 }
@@ -390,24 +412,8 @@ func TestTooFewMembers(t *testing.T) {
 	require.Equal(t, "2 of 3 members", j.machines["a"].Waits())
 }
 
-func TestInvalidProposalsAreRefused(t *testing.T) {
-	a, b := Member{ID{"a", 1}, ""}, Member{ID{"b", 1}, ""}
-	m := New(Config{Me: a.ID, MinMembers: 1})
-	for _, p := range []Proposal{
-		{},
-		{View: View{Number: 1}},
-		{View: View{Number: 1, Members: []Member{b, a}}},
-		{View: View{Number: 1, Members: []Member{a, {ID{"a", 2}, ""}}}},
-		{View: View{Number: 1, Members: []Member{a}}, Base: &View{Number: 2, Members: []Member{a}}},
-		{View: View{Number: 2, Members: []Member{a}}, Base: &View{Members: []Member{a}}},
-	} {
-		require.False(t, m.Hear(p), "%+v", p)
-	}
-	require.True(t, m.Hear(Proposal{View: View{Number: 1, Members: []Member{a, b}}}))
-}
-
-// A member adds one to the largest number that it knows. A number near the largest integer must not end that, and must not make a member
-// loop, with the lock of its node held.
+// A member adds one to the largest number that it knows. A number near the largest integer must not end that,
+// and must not make a member loop, with the lock of its node held.
 func TestNumbersThatCouldOverflowAreIgnored(t *testing.T) {
 	other := ID{"b", 1}
 	for _, number := range []int64{math.MaxInt64, math.MaxInt64 - 1, -1} {
@@ -415,10 +421,11 @@ func TestNumbersThatCouldOverflowAreIgnored(t *testing.T) {
 		go func() {
 			m := New(Config{Me: ID{"a", 1}, Address: "store of a", At: "a", Seeds: [][]string{{"a"}}, MinMembers: 1})
 			m.Ask()
-			m.Hear(Proposal{View: View{Number: number, Members: []Member{{ID: other}}}})
+			m.Learn(Known{Formed: &View{Number: number, Members: []Member{{ID: other}}}})
+			m.Learn(Known{Formed: &View{Number: 7}})
 			m.See(map[ID]Peer{other: {Note: Note{Wants: number}}})
 			m.Ask()
-			m.See(map[ID]Peer{other: {Note: Note{Confirmed: number, Digest: "x"}}})
+			m.See(map[ID]Peer{other: {Note: Note{Joined: number, Digest: "x"}}})
 			m.Ask()
 			m.See(nil)
 			m.Ask()
@@ -434,20 +441,7 @@ func TestNumbersThatCouldOverflowAreIgnored(t *testing.T) {
 	}
 }
 
-func TestOnlyTheProposerRemindsMembers(t *testing.T) {
-	j := newJob(t, "a", "b")
-	j.machines["a"].Ask()
-	j.machines["b"].Ask()
-	require.Nil(t, j.machines["b"].Missing())
-	j.machines["a"].See(map[ID]Peer{j.machines["b"].cfg.Me: {j.machines["b"].Note(), "b"}})
-	require.Equal(t, []ID{j.machines["b"].cfg.Me}, j.machines["a"].Missing())
-	require.Equal(t, int64(1), j.machines["a"].Proposed())
-	j.settle()
-	require.Nil(t, j.machines["a"].Missing())
-	require.Equal(t, []string{"a", "b"}, j.in("b"))
-}
-
-func TestAMemberThatHasLeftConfirmsNoView(t *testing.T) {
+func TestAMemberThatHasLeftJoinsNoView(t *testing.T) {
 	j := newJob(t, "a")
 	a := j.machines["a"]
 	a.Leave()
@@ -458,25 +452,48 @@ func TestAMemberThatHasLeftConfirmsNoView(t *testing.T) {
 	require.Nil(t, a.Taken())
 }
 
-// All members confirm a view, and leave it before they learn that the others have confirmed it. The view is formed all the same, so
-// the next one needs more than half of its members, instead of more than half of the larger view before it.
+// The others have continued without a member, and were all started again since: it takes over the last formed
+// view from them.
+func TestAMemberThatWasAwayLearnsTheLastFormedView(t *testing.T) {
+	j := newJob(t, "a", "b", "c", "d", "e")
+	j.ask(j.names()...)
+	j.away = map[string]bool{"e": true}
+	j.settle()
+	for _, name := range []string{"d", "c", "b", "a"} {
+		delete(j.machines, name)
+		j.settle()
+		j.ask("a", "b", "c", "d")
+		j.start(name)
+		j.ask("a", "b", "c", "d")
+		require.Equal(t, []string{"a", "b", "c", "d"}, j.in("d"))
+	}
+	j.ask("e")
+	require.Contains(t, j.machines["e"].Waits(), "1 of the 5 members of view 1 are here: a, b, c, d are missing")
+	j.away = nil
+	j.ask(j.names()...)
+	require.Equal(t, j.names(), j.in("e"))
+}
+
+// All members join a view, and leave it before they learn that the others have joined it. The view is formed
+// all the same, so the next one needs more than half of its members, instead of more than half of the larger
+// view before it.
 func TestAViewThatWasLeftIsFormed(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
 	j.away = map[string]bool{"d": true, "e": true}
-	j.settle()
 	for _, name := range []string{"a", "b", "c"} {
 		j.machines[name].Ask()
 	}
-	j.meet("b")
-	j.meet("c")
-	j.meet("a")
-	proposal, _ := j.machines["a"].Proposal()
-	for _, name := range []string{"b", "c"} {
-		require.True(t, j.machines[name].Hear(proposal))
-	}
-	for _, name := range []string{"a", "b", "c"} {
-		require.Equal(t, int64(2), j.machines[name].Note().Confirmed)
+	for _, name := range []string{"b", "c", "a"} {
+		before := map[ID]Peer{} // the notes that the others had before they joined the view
+		for _, other := range []string{"a", "b", "c"} {
+			if o := j.machines[other]; other != name {
+				before[o.cfg.Me] = Peer{Note{Address: o.cfg.Address, Asks: true, Wants: 2}, o.cfg.At}
+			}
+		}
+		j.machines[name].See(before)
+		require.Equal(t, int64(2), j.machines[name].Note().Joined)
+		require.Nil(t, j.machines[name].Taken())
 		j.machines[name].Cancel()
 	}
 	j.settle()
@@ -487,90 +504,120 @@ func TestAViewThatWasLeftIsFormed(t *testing.T) {
 	require.Empty(t, j.in("c"))
 }
 
-// A name must be unique in a job at a time. If it is not, a second process counts as a later incarnation of the first one.
+// A name may have a second process, on the other side of a cut: it counts as a new member, so that it adds
+// nothing to a part that must not continue. When the cut has ended, one of the two processes is replaced.
 func TestOneNameOnBothSidesOfACut(t *testing.T) {
-	// beyond cuts a member off, and frees its name for another process.
-	beyond := func(j *job, name string) {
+	j := newJob(t, "a", "b", "c")
+	j.away = map[string]bool{}
+	j.ask("a", "b", "c")
+	for _, name := range []string{"a", "b"} { // c is cut off from both: a second process of each is there
 		j.machines["other "+name] = j.machines[name]
-		delete(j.machines, name)
 		j.away["other "+name] = true
+		j.start(name)
 	}
-	t.Run("the smaller part has the first one", func(t *testing.T) {
-		j := newJob(t, "a", "b", "c")
-		j.away = map[string]bool{}
-		j.ask("a", "b", "c")
-		beyond(j, "c")
-		j.start("c")
-		j.ask(j.names()...)
-		require.Equal(t, []string{"a", "b", "c"}, j.in("c"))
-		require.Empty(t, j.in("other c"))
-		j.away = nil
-		j.settle()
-		require.True(t, j.machines["other c"].Replaced())
-		require.Equal(t, News{View: 2}, j.machines["c"].News())
-	})
-	t.Run("the smaller part has the second one", func(t *testing.T) {
-		j := newJob(t, "a", "b", "c")
-		j.away = map[string]bool{}
-		j.ask("a", "b", "c")
-		beyond(j, "a")
-		beyond(j, "b")
-		beyond(j, "c") // c is in the larger part
-		j.start("c")
-		j.start("d")
-		j.ask("c", "d")
-		require.Empty(t, j.in("c"), "c and d know no member that trains")
-		require.Equal(t, []string{"a", "b", "c"}, j.in("other c"))
-		j.away = nil
-		j.settle()
-		require.Equal(t, "c was started again", j.machines["other a"].News().Ended)
-		require.Equal(t, "a later incarnation of c has taken its place", j.machines["other c"].News().Ended)
-		delete(j.machines, "other c")
-		j.ask(j.names()...)
-		require.Equal(t, []string{"a", "b", "c", "d"}, j.in("c"))
-	})
-	t.Run("half has the second one", func(t *testing.T) {
-		j := newJob(t, "a", "b")
-		j.away = map[string]bool{}
-		j.ask("a", "b")
-		beyond(j, "b")
-		j.start("b")
-		j.ask(j.names()...)
-		require.Equal(t, []string{"a", "b"}, j.in("a"))
-		require.Empty(t, j.in("other b"), "a is away, and has not ended")
+	j.ask(j.names()...)
+	require.Empty(t, j.in("c"), "c and the new a and b know no other member of the view")
+	require.Equal(t, []string{"a", "b"}, j.in("other a"))
+	j.away = nil
+	j.settle()
+	require.True(t, j.machines["other a"].Replaced())
+	require.Equal(t, "a later incarnation of a has taken its place", j.machines["other a"].News().Ended)
+}
 
-		// Two views are live: names must be unique (docs/ftlib.md).
-		a := j.machines["a"]
-		a.Leave()
-		delete(j.machines, "a")
-		for _, m := range j.machines {
-			m.MemberLeft(a.cfg.Me, a.Note())
+// What a member decides about a view: each row is a view of a to e, in the order of their starts, after
+// another one of them.
+func TestAViewFollowsAnother(t *testing.T) {
+	view := func(number int64, names string) *View {
+		v := &View{Number: number}
+		for i, name := range strings.Split(names, "") {
+			life := int64(name[0] - 'a')
+			if name >= "A" && name <= "Z" { // A is a later incarnation of a
+				name, life = strings.ToLower(name), 100+int64(i)
+			}
+			v.Members = append(v.Members, Member{ID{name, life}, ""})
 		}
-		j.ask("b")
-		require.Equal(t, []string{"b"}, j.in("b"))
-		require.Equal(t, []string{"b"}, j.in("other b"), "the other b does not know that it counts as ended")
-	})
-	t.Run("each half has a second one of all names of the other half", func(t *testing.T) {
-		j := newJob(t, "a", "b")
-		j.away = map[string]bool{}
-		j.ask("a", "b")
-		beyond(j, "b")
-		j.start("b")
-		first := j.machines["a"]
-		j.start("a")
-		beyond(j, "a")
-		j.machines["a"] = first
-		j.ask(j.names()...)
-		require.Equal(t, []string{"a", "b"}, j.in("a"))
-		require.Equal(t, []string{"a", "b"}, j.in("other a"), "for each half, the other half has ended")
-		j.away = nil
-		j.settle()
-		require.True(t, first.Replaced())
-		require.True(t, j.machines["other b"].Replaced())
-		delete(j.machines, "a")
-		delete(j.machines, "other b")
-		j.ask(j.names()...)
-		require.Equal(t, []string{"a", "b"}, j.in("b"), "the later incarnations continue together")
-		require.Equal(t, j.in("b"), j.in("other a"))
-	})
+		return v
+	}
+	for _, c := range []struct {
+		before, after, left string
+		want                bool
+	}{
+		{before: "abcde", after: "abcde", want: true},
+		{before: "abcde", after: "cde", want: true},
+		{before: "abcde", after: "ab"},
+		{before: "abcde", after: "abxyz"},
+		{before: "abcd", after: "ab", want: true},
+		{before: "abcd", after: "ad", want: true},
+		{before: "abcd", after: "cd"},
+		{before: "abcd", after: "bcd", want: true},
+		{before: "ab", after: "a", want: true},
+		{before: "ab", after: "b"},
+		{before: "ab", after: "Ab"},                         // a was started again
+		{before: "abc", after: "ABc"},                       // more than half were started again
+		{before: "a", after: "x"},                           // no member
+		{before: "ab", after: "b", left: "a", want: true},   // a has left the job
+		{before: "abc", after: "c", left: "ab", want: true}, // so have a and b
+		{before: "abcd", after: "cd", left: "a", want: true},
+		{before: "abcde", after: "cd", left: "a"}, // b is the oldest one that is left
+		{before: "abcde", after: "bc", left: "a", want: true},
+		{before: "ab", after: "c", left: "ab"}, // nobody of the view is here
+	} {
+		left := map[ID]int64{}
+		for _, q := range view(1, c.left+"a").Members[:len(c.left)] {
+			left[q.ID] = 3
+		}
+		why := follows(view(5, c.after), view(3, c.before), left)
+		require.Equal(t, c.want, why == "", "%s after %s, left: %s: %s", c.after, c.before, c.left, why)
+		if c.left != "" { // the same, but they have joined a later view before they left
+			without := follows(view(5, c.after), view(3, c.before), nil)
+			with := follows(view(5, c.after), view(2, c.before), left)
+			require.Equal(t, without == "", with == "", "%s after %s", c.after, c.before)
+		}
+	}
+	require.Empty(t, follows(view(1, "x"), nil, nil), "there is no earlier view")
+}
+
+// For all views of up to five members: no two parts that have no member in common may both follow a view,
+// whatever each one knows about the members that have left.
+func TestOnlyOnePartFollows(t *testing.T) {
+	part := func(size, members int) *View {
+		v := &View{Number: 1}
+		for i := range size {
+			if members&(1<<i) != 0 {
+				v.Members = append(v.Members, Member{ID{string(rune('a' + i)), int64(size - i)}, ""})
+			}
+		}
+		return v
+	}
+	known := func(size, members int) map[ID]int64 {
+		left := map[ID]int64{}
+		for _, q := range part(size, members).Members {
+			left[q.ID] = 1
+		}
+		return left
+	}
+	for size := 1; size <= 5; size++ {
+		all := 1<<size - 1
+		for left := range all + 1 { // that have left; each part knows some of them
+			for first := range all + 1 {
+				for second := range all + 1 {
+					if first&second != 0 || (first|second)&left != 0 {
+						continue
+					}
+					for here := range left + 1 {
+						for there := range left + 1 {
+							if here&^left != 0 || there&^left != 0 {
+								continue
+							}
+							one := follows(part(size, first), part(size, all), known(size, here)) == ""
+							two := follows(part(size, second), part(size, all), known(size, there)) == ""
+							if one && two {
+								t.Fatalf("%05b and %05b of %05b, left: %05b and %05b", first, second, all, here, there)
+							}
+						}
+					}
+				}
+			}
+		}
+	}
 }

@@ -12,15 +12,17 @@ import (
 )
 
 var (
-	mistakesFlag = flag.Bool("agree.mistakes", false, "compile agree.go with each planted mistake, and check that the tests find it")
+	mistakesFlag = flag.Bool("agree.mistakes", false, "compile agree.go with each mistake: histories find it")
 	mistakeFlag  = flag.String("agree.mistake", "", "agree.go is compiled with this mistake: find it")
 )
 
-// safety has the rules that are checked against two live views. A mistake that allows two live views may break any of them first.
+// safety has the rules that are checked against two live views. A mistake that allows two live views may
+// break any of them first.
 var safety = []string{ruleLive, ruleShared, ruleFollows, ruleRemembered}
 
-// mistakes are planted in the machine. Each edit is a text of agree.go and its replacement. found has rules; a history must break
-// one of them. The compiler reads the changed file instead of agree.go (go test -overlay).
+// mistakes are planted in the machine. Each edit is a text of agree.go and its replacement. found has rules;
+// a history must break one of them. The compiler reads the changed file instead of agree.go (go test
+// -overlay).
 var mistakes = []struct {
 	name  string
 	edits [][2]string
@@ -32,77 +34,29 @@ var mistakes = []struct {
 		safety,
 	},
 	{
-		"attempts are not remembered",
-		[][2]string{{"for _, a := range m.attempts {", "for _, a := range m.attempts[:0] {"}},
+		"joined views are not remembered",
+		[][2]string{{"append(m.joined[:len(m.joined):len(m.joined)], m.formed)", "[]*View{m.formed}"}},
 		safety,
 	},
 	{
-		// An earlier version of the machine did this, because members that have confirmed the later attempt do not confirm an
-		// earlier one. That is wrong: the earlier attempt may have been formed already.
-		"an attempt takes the place of an earlier one with the same members",
-		[][2]string{
-			{"m.attempts = append(m.attempts, v)", "m.attempts = append(slices.DeleteFunc(m.attempts, func(a *View) bool { return slices.Equal(a.Members, v.Members) }), v)"},
-			{"if len(m.unconfirmed(v)) == 0 {", "if len(m.unconfirmed(v)) == 0 && !slices.ContainsFunc(v.Members, func(q Member) bool { return m.alive[q.ID].hasLeft(v, v.Digest()) }) {"},
-		},
+		"the last joined view alone is remembered",
+		[][2]string{{"m.joined = append(m.joined, next)", "m.joined = []*View{next}"}},
 		safety,
 	},
 	{
 		"half is enough",
-		[][2]string{{"2*here == all && len(missing) == 0", "2*here == all"}},
+		[][2]string{{"2*here == all && v.Has(*oldest)", "2*here == all"}},
 		safety,
 	},
 	{
-		"members that ended are not counted, whatever they confirmed",
-		[][2]string{{"case over && last <= f.Number:", "case over && last <= unknown:"}},
+		"members that have left are not counted, whatever they joined",
+		[][2]string{{"gone && joined <= f.Number", "gone && joined <= mostNumber"}},
 		safety,
 	},
 	{
-		"a member that was started again confirmed nothing",
-		[][2]string{{"const unknown = math.MaxInt64", "const unknown = 0 * math.MaxInt64"}},
+		"news of a formed view ends later ones",
+		[][2]string{{"return a.Number <= v.Number }", "return a.Number >= 0 }"}},
 		safety,
-	},
-	{
-		"a member that never confirmed a view counts as having left it",
-		[][2]string{{"return n.Confirmed < v.Number && n.Wants > v.Number ||", "return n.Wants > v.Number ||"}},
-		safety,
-	},
-	{
-		"the last view that ended members confirmed counts as never formed",
-		[][2]string{{"over && last < v.Number", "over && last <= v.Number"}},
-		safety,
-	},
-	{
-		"the last attempt alone is remembered",
-		[][2]string{{"m.attempts = append(m.attempts, v)", "m.attempts = []*View{v}"}},
-		safety,
-	},
-	{
-		"news of a formed view ends later attempts",
-		[][2]string{{"m.form(p.Base)", "m.form(p.Base)\n		m.attempts = nil"}},
-		safety,
-	},
-	{
-		"the last formed view is not sent",
-		[][2]string{{"if p.Base.number() > m.base.number() {", "if false {"}},
-		[]string{ruleLive, ruleShared, ruleTogether},
-	},
-	{
-		"two views of one number are confirmed",
-		[][2]string{
-			{"if v.Number <= m.note.Confirmed {", "if v.Number < m.note.Confirmed {"},
-			{"if p.View.Number > m.latest.number() {", "if p.View.Number >= m.latest.number() {"},
-		},
-		[]string{ruleConfirmed, ruleShared},
-	},
-	{
-		"a view is taken when some have confirmed it",
-		[][2]string{{"if len(m.unconfirmed(v)) == 0 {", "if len(m.unconfirmed(v)) <= 1 {"}},
-		[]string{ruleTaken},
-	},
-	{
-		"a view is taken when another one of its number is formed",
-		[][2]string{{"if m.base == nil || m.base.Digest() != digest {", "if m.base.number() < v.Number {"}},
-		[]string{ruleTaken},
 	},
 	{
 		"half of the seeds are enough to found a job",
@@ -110,33 +64,46 @@ var mistakes = []struct {
 		safety,
 	},
 	{
-		"a member that has left asks",
-		[][2]string{{"	if m.note.Left {\n		return\n	}\n	m.asked, m.taken = true, nil", "	m.asked, m.taken = true, nil"}},
-		[]string{ruleConfirmed},
+		"new members found another job",
+		[][2]string{{"if why := m.founds(v); why != \"\" {", "if why := m.founds(v); why == \"never\" {"}},
+		safety,
 	},
 	{
-		"a member waits for a proposal that others have left",
-		[][2]string{{"over = over || !ok || peer.hasLeft(v, digest)", "over = over || !ok || peer.Confirmed < 0"}},
+		"two views of one number are joined",
+		[][2]string{{`next.Number, next.digest = next.Number+1, ""`, `next.digest = ""`}},
+		[]string{ruleJoined, ruleShared},
+	},
+	{
+		"a view is formed when all but one have joined it",
+		[][2]string{{"if len(m.missing(v)) == 0 {", "if len(m.missing(v)) <= 1 {"}},
+		[]string{ruleTaken},
+	},
+	{
+		"a view is taken when another one is formed",
+		[][2]string{{"f.Digest() == m.note.Digest && f.Number == m.note.Wants", "f.Number == m.note.Wants"}},
 		[]string{ruleTogether},
+	},
+	{
+		"a member that has left asks",
+		[][2]string{{
+			"\tif m.note.Left {\n\t\treturn\n\t}\n\tm.taken, m.note.Asks = nil, true",
+			"\tm.taken, m.note.Asks = nil, true",
+		}},
+		[]string{ruleJoined},
 	},
 	{
 		"members that have left are counted",
-		[][2]string{{"case over && last <= f.Number:", "case over && last <= 0*f.Number:"}},
-		[]string{ruleTogether},
-	},
-	{
-		"newcomers do not learn which members have left",
-		[][2]string{{"p.Ended = append(p.Ended, Final{q.ID, confirmed})", "_ = confirmed"}},
+		[][2]string{{"gone && joined <= f.Number", "gone && joined <= 0*f.Number"}},
 		[]string{ruleTogether},
 	},
 	{
 		"a failure is not reported",
-		[][2]string{{`news.Ended = q.Name + " does not answer"`, `news.Ended = ""`}},
+		[][2]string{{`why = q.Name + " does not answer"`, `why = ""`}},
 		[]string{ruleTogether},
 	},
 	{
-		"a refused proposal is kept",
-		[][2]string{{`if next := m.candidate(); m.objection(&next) == "" {`, `if next := m.candidate(); m.objection(&next) == "never" {`}},
+		"a member stays in the view that it has joined when its list changes",
+		[][2]string{{"if next.Digest() == m.note.Digest {", "if next.Digest() == m.note.Digest || !m.note.Left {"}},
 		[]string{ruleTogether},
 	},
 }
@@ -161,7 +128,8 @@ func TestTheMistakesFitTheMachine(t *testing.T) {
 	}
 }
 
-// TestMistakesInTheMachineAreFound compiles agree.go with each mistake, which takes a while: go test ./gossip/agree -agree.mistakes
+// TestMistakesInTheMachineAreFound compiles agree.go with each mistake, which takes a while: go test
+// ./gossip/agree -agree.mistakes
 func TestMistakesInTheMachineAreFound(t *testing.T) {
 	if !*mistakesFlag {
 		t.Skip("-agree.mistakes looks for them")

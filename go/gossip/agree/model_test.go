@@ -17,7 +17,8 @@ var (
 	eventsFlag = flag.Int("agree.events", 0, "of all histories together; 0: 200,000, or 6,000,000 with FULL=1")
 )
 
-// dated returns the seed of the histories: SEED of the environment, which make test-all sets to the date, or the flag's value.
+// dated returns the seed of the histories: SEED of the environment, which make test-all sets to the date, or
+// the flag's value.
 func dated() uint64 {
 	if number, err := strconv.ParseUint(os.Getenv("SEED"), 10, 64); err == nil {
 		return number
@@ -25,7 +26,8 @@ func dated() uint64 {
 	return *seedFlag
 }
 
-// history plays the random history of this seed and number, and reports whether it ended with a view of all running members.
+// history plays the random history of this seed and number, and reports whether it ended with a view of all
+// running members.
 func history(seed, number uint64) (w *world, together bool) {
 	random := rand.New(rand.NewPCG(seed, number))
 	w = newWorld(random)
@@ -42,7 +44,7 @@ func history(seed, number uint64) (w *world, together bool) {
 
 func TestRandomHistoriesKeepTheRules(t *testing.T) {
 	want := 200_000
-	if testmain.Full() && !testmain.Race() { // the histories have a single goroutine: the race detector would only slow them down
+	if testmain.Full() && !testmain.Race() { // nothing to race: the histories have a single goroutine
 		want = 6_000_000
 	}
 	if *eventsFlag > 0 {
@@ -59,7 +61,8 @@ func TestRandomHistoriesKeepTheRules(t *testing.T) {
 			blocked++
 		}
 	}
-	t.Logf("%d histories with %d views, %d of them live; %d ended without enough members", histories, formed, made, blocked)
+	t.Logf("%d histories with %d views, %d of them live; %d ended without enough members",
+		histories, formed, made, blocked)
 	require.Less(t, blocked, histories/3)
 	require.Greater(t, made, histories)
 }

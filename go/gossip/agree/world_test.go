@@ -7,17 +7,17 @@ import (
 	"slices"
 )
 
-// names are the names of processes. Each name has its own place on the network. One more place is for a second process with one of
-// the names.
+// names are the names of processes. Each name has its own place on the network. One more place is for a
+// second process with one of the names.
 var names = []string{"a", "b", "c", "d", "e"}
 
 var twin = len(names)
 
-// The two channels of a link, which lose messages independently: notes travel in packets that other members forward, proposals on
-// connections.
+// The two channels of a link, which lose messages independently: notes travel in packets that other members
+// forward, what members tell each other besides on connections.
 const (
 	notes = iota
-	proposals
+	told
 	kinds
 )
 
@@ -33,16 +33,16 @@ type process struct {
 
 func (p *process) id() ID { return p.cfg.Me }
 
-// world has processes on a network that loses, delays and repeats messages of each kind in each direction. Sometimes their lists of
-// live members are wrong.
+// world has processes on a network that loses, delays and repeats messages of each kind in each direction.
+// Sometimes their lists of live members are wrong.
 type world struct {
 	*rand.Rand
 	running  []*process
 	notes    map[ID][]Peer          // all notes of each incarnation
-	old      []Proposal             // earlier messages, which may be repeated
+	old      []Known                // earlier messages, which may be repeated
 	left     []*process             // processes that have left; others may learn it late
-	stirred  *process               // the process that has just confirmed a view
-	latest   *View                  // the latest view that was confirmed by any member
+	stirred  *process               // the process that has just joined a view
+	latest   *View                  // the latest view that any member has joined
 	link     [][][kinds]int         // from, to, kind: percent that arrive
 	pace     int                    // in one of so many rounds, a process ends
 	names    int                    // number of names in use
@@ -50,8 +50,8 @@ type world struct {
 	doubled  string                 // the name that two processes may have at a time; empty: none
 	late     bool                   // processes start with clocks that are behind
 	lives    int64                  // number of processes started so far
-	views    map[string]*View       // views that any member has confirmed, by digest
-	by       map[string]map[ID]bool // the members that have confirmed a view, by its digest
+	views    map[string]*View       // views that any member has joined, by digest
+	by       map[string]map[ID]bool // the members that have joined a view, by its digest
 	formed   []*View                // in order of their numbers
 	together int64                  // number of the last view with all running members
 	made     map[string]bool        // digests of the views that were live
@@ -62,8 +62,10 @@ type world struct {
 
 func newWorld(random *rand.Rand) *world {
 	w := &world{
-		Rand: random, notes: map[ID][]Peer{}, views: map[string]*View{}, by: map[string]map[ID]bool{}, made: map[string]bool{},
-		pace: []int{3, 10, 40}[random.IntN(3)], names: []int{2, 3, 4, 5, 5}[random.IntN(5)], seeds: 1 + random.IntN(2), link: make([][][kinds]int, len(names)+1),
+		Rand: random, notes: map[ID][]Peer{}, views: map[string]*View{}, by: map[string]map[ID]bool{},
+		made: map[string]bool{}, pace: []int{3, 10, 40}[random.IntN(3)],
+		names: []int{2, 3, 4, 5, 5}[random.IntN(5)], seeds: 1 + random.IntN(2),
+		link: make([][][kinds]int, len(names)+1),
 	}
 	for i := range w.link {
 		w.link[i] = make([][kinds]int, len(names)+1)
@@ -104,7 +106,7 @@ func (w *world) start(name string) {
 	for _, seed := range names[:w.seeds] {
 		seeds = append(seeds, []string{seed})
 	}
-	if w.lives++; w.lives > int64(w.seeds) { // the first processes of the seeds start the job; later ones join it
+	if w.lives++; w.lives > int64(w.seeds) { // the first processes of the seeds start the job
 		at = fmt.Sprint(name, w.lives)
 	}
 	life := 2 * w.lives
@@ -112,10 +114,14 @@ func (w *world) start(name string) {
 		life -= 1 + 2*w.Int64N(w.lives) // its clock is behind
 	}
 	p := &process{
-		Machine: New(Config{Me: ID{name, life}, At: at, Seeds: seeds, MinMembers: 1}), place: place, seen: map[ID]Peer{}, version: map[ID]int{},
+		Machine: New(Config{Me: ID{name, life}, At: at, Seeds: seeds, MinMembers: 1}),
+		place:   place, seen: map[ID]Peer{}, version: map[ID]int{},
 	}
 	if w.late && len(w.running) > 0 {
-		p.Learn(w.pick().Lives())
+		other := w.pick() // an earlier incarnation may count as alive there
+		maps.Copy(p.seen, other.seen)
+		maps.Copy(p.version, other.version)
+		p.See(p.seen)
 		p.Rise()
 	}
 	if w.notes[p.id()] != nil {
@@ -134,7 +140,8 @@ func (w *world) connect() {
 	w.split(make([]int, len(w.link)), [kinds]int{100, 100}, [kinds]int{})
 }
 
-// split assigns each place to a part of the network, and sets which percentage of messages arrives within a part, and across parts.
+// split assigns each place to a part of the network, and sets which percentage of messages arrives within a
+// part, and across parts.
 func (w *world) split(part []int, within, across [kinds]int) {
 	for from := range w.link {
 		for to := range w.link {
@@ -154,7 +161,7 @@ func (w *world) change() {
 		for place := range part {
 			part[place] = w.IntN(3)
 		}
-	default: // a cut through the latest view: some of its members are with others that may know the previous view
+	default: // a cut through the latest view: some of its members are with others that may know an earlier one
 		if v := w.latest; v != nil {
 			for _, p := range w.running {
 				if v.Has(p.id()) && w.IntN(2) == 0 {
@@ -196,31 +203,22 @@ func (w *world) forget(p *process, id ID) {
 	w.does(p, func() { p.See(p.seen) })
 }
 
-// pull delivers the proposal of another process to a process.
+// pull delivers to a process what another one knows.
 func (w *world) pull(p, other *process) {
-	if proposal, found := other.Proposal(); found {
-		if len(w.old) < 50 {
-			w.old = append(w.old, proposal)
-		} else {
-			w.old[w.IntN(50)] = proposal
-		}
-		w.delivered(p, proposal)
+	known := other.Known()
+	if len(w.old) < 50 {
+		w.old = append(w.old, known)
+	} else {
+		w.old[w.IntN(50)] = known
 	}
-}
-
-func (w *world) delivered(p *process, proposal Proposal) {
-	w.does(p, func() {
-		if !p.Hear(proposal) {
-			w.fails(ruleProposal, "%+v", proposal)
-		}
-	})
+	w.does(p, func() { p.Learn(known) })
 }
 
 // exchange delivers one message of another process to a process, if it arrives.
 func (w *world) exchange(p, other *process) {
 	switch kind := w.IntN(kinds); {
 	case !w.arrives(other, p, kind):
-	case kind == proposals:
+	case kind == told:
 		w.pull(p, other)
 	case w.IntN(4) > 0:
 		w.deliver(p, other.id(), len(w.notes[other.id()])-1)
@@ -235,8 +233,8 @@ func (w *world) exchange(p, other *process) {
 
 func (w *world) pick() *process { return w.running[w.IntN(len(w.running))] }
 
-// play plays this many events; processes end if ends is set. Some events come in rounds, in which members agree if the network
-// allows it. Others come one by one, which leaves members between two views.
+// play plays this many events; processes end if ends is set. Some events come in rounds, in which members
+// agree if the network allows it. Others come one by one, which leaves members between two views.
 func (w *world) play(events int, ends bool) {
 	for end := w.events + events; w.events < end && w.broken == ""; {
 		if w.IntN(3) == 0 {
@@ -263,7 +261,7 @@ func (w *world) play(events int, ends bool) {
 	}
 }
 
-// disturb causes faults between a confirmation and its consequences, where most mistakes show.
+// disturb causes faults between the joining of a view and its consequences, where most mistakes show.
 func (w *world) disturb(ends bool) {
 	p := w.stirred
 	if w.stirred = nil; p == nil || w.IntN(4) > 0 {
@@ -299,7 +297,7 @@ func (w *world) round(ends bool) {
 			if w.arrives(other, p, notes) {
 				w.deliver(p, other.id(), len(w.notes[other.id()])-1)
 			}
-			if w.arrives(other, p, proposals) {
+			if w.arrives(other, p, told) {
 				w.pull(p, other)
 			}
 		}
@@ -308,7 +306,8 @@ func (w *world) round(ends bool) {
 	}
 }
 
-// episode delivers some messages among some of the processes only, so that views may be confirmed that few members know of.
+// episode delivers some messages among some of the processes only, so that views may be joined that few
+// members know of.
 func (w *world) episode(ends bool) {
 	within := map[*process]bool{}
 	for _, p := range w.running {
@@ -335,7 +334,7 @@ func (w *world) episode(ends bool) {
 			if kind != notes {
 				w.pull(p, other)
 			}
-			if kind != proposals {
+			if kind != told {
 				w.deliver(p, other.id(), len(w.notes[other.id()])-1)
 			}
 		}
@@ -359,7 +358,7 @@ func (w *world) leaves(p *process) {
 	w.does(p, p.Leave)
 	w.left = append(w.left, p)
 	for _, other := range w.running {
-		if w.arrives(p, other, proposals) {
+		if w.arrives(p, other, told) {
 			w.deliverLeft(other, p)
 		}
 	}
@@ -368,7 +367,7 @@ func (w *world) leaves(p *process) {
 // deliverLeft delivers to a process the message that another one has left.
 func (w *world) deliverLeft(p, left *process) {
 	if p != left {
-		w.does(p, func() { p.MemberLeft(left.id(), left.Note()) })
+		w.does(p, func() { p.Learn(gone(left.Machine)) })
 	}
 }
 
@@ -398,7 +397,7 @@ func (w *world) step(p *process) {
 	case what < 91:
 		w.does(p, p.Ask)
 	case what < 94:
-		if p.asked {
+		if p.note.Asks {
 			w.does(p, p.Cancel)
 		}
 	case what < 97:
@@ -407,19 +406,22 @@ func (w *world) step(p *process) {
 		}
 	default:
 		if len(w.old) > 0 {
-			w.delivered(p, w.old[w.IntN(len(w.old))])
+			w.does(p, func() { p.Learn(w.old[w.IntN(len(w.old))]) })
 		}
 	}
 }
 
-// train plays a training step: the process asks for another view if its view is not live any more, or if others want to join.
+// train plays a training step: the process asks for another view if its view is not live any more, or if
+// others want to join.
 func (w *world) train(p *process) {
-	if news := p.News(); !p.asked && !p.leaving && (p.Taken() == nil || news.Ended != "" || len(news.Joining) > 0) {
+	news := p.News()
+	if !p.note.Asks && !p.leaving && (p.Taken() == nil || news.Ended != "" || len(news.Joining) > 0) {
 		w.does(p, p.Ask)
 	}
 }
 
-// rest delivers all messages of the running processes until their view has all of them. It reports whether there is such a view.
+// rest delivers all messages of the running processes until their view has all of them. It reports whether
+// there is such a view.
 func (w *world) rest() bool {
 	for _, p := range slices.Clone(w.running) {
 		if p.leaving || w.named(p.id().Name) != p {
@@ -468,8 +470,9 @@ func (w *world) calm() {
 	w.mustRest()
 }
 
-// supervised is a history in which at most one process at a time ends unannounced: one of a view with at least three, or one that
-// is restarted under its name. Or some processes leave, and all others learn of it.
+// supervised is a history in which at most one process at a time ends unannounced, of a view with at least
+// three, or the younger one of two, and is then restarted under its name. Or some processes leave, and all
+// others learn of it.
 func (w *world) supervised() {
 	w.calm()
 	for range 1 + w.IntN(4) {
@@ -481,7 +484,7 @@ func (w *world) supervised() {
 			for _, p := range w.running[:1+w.IntN(n-1)] {
 				w.leaves(p)
 			}
-			if w.IntN(2) == 0 { // the leaving members end at once, so that new members do not learn from them that they have left
+			if w.IntN(2) == 0 { // the leaving members end at once: new members do not learn it from them
 				w.running = slices.DeleteFunc(w.running, func(p *process) bool { return p.leaving })
 			}
 			w.play(w.IntN(100), false)
@@ -489,7 +492,7 @@ func (w *world) supervised() {
 		}
 		w.play(20+w.IntN(200), false)
 		killed := w.pick()
-		if w.broken == "" && !w.alone(killed) {
+		if w.broken == "" && !w.needed(killed) {
 			w.end(killed)
 			w.play(w.IntN(100), false)
 			if w.named(killed.id().Name) == nil {
@@ -497,23 +500,27 @@ func (w *world) supervised() {
 			}
 			w.play(w.IntN(100), false)
 		}
+		if w.needed(killed) { // another one has joined a view with it since it ended
+			return
+		}
 		w.mustRest()
 	}
 }
 
-// alone reports whether a process may be the only one that knows the job's latest view: since the last view of all processes, it
-// has confirmed a view with itself as the only member.
-func (w *world) alone(p *process) bool {
-	for digest, by := range w.by {
-		if v := w.views[digest]; v.Number >= w.together && len(v.Members) == 1 && by[p.id()] {
+// needed reports whether the job may not continue without a process: it is the oldest one of one or two
+// members of a view that any of them has joined since the last view of all processes.
+func (w *world) needed(p *process) bool {
+	for _, v := range w.views {
+		if v.Number >= w.together && len(v.Members) <= 2 && v.Has(p.id()) && older(p.id(), v.Members[0].ID) <= 0 &&
+			older(p.id(), v.Members[len(v.Members)-1].ID) <= 0 {
 			return true
 		}
 	}
 	return false
 }
 
-// wild is a history in which processes leave and are killed, sometimes more than half of a view. It reports whether the remaining ones get a
-// view.
+// wild is a history in which processes leave and are killed, sometimes more than half of a view. It reports
+// whether the remaining ones get a view.
 func (w *world) wild() bool {
 	if w.IntN(4) == 0 {
 		w.doubled = w.name()

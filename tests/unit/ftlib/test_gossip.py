@@ -76,7 +76,7 @@ def test_members_agree_join_and_leave() -> None:
 
 
 def test_a_later_incarnation_replaces_a_failed_one_at_once() -> None:
-    """With two members, a kill of one stops the other until the first is restarted."""
+    """The other members do not have to notice its end first."""
     a = Gossip(name="a", timeout=SOON)
     killed = Gossip(seeds=a.address, name="b", timeout=SOON)
     assert names(together(a, killed)) == ["a", "b"]  # `killed` requests nothing until `again` has replaced it

@@ -189,7 +189,7 @@ func (j *job) answersAlive() bool { return len(j.cfg.Cluster) > 0 }
 // end returns when no goroutine uses the stream: gRPC allows no Send after the handler has returned.
 func (s *stream) end() {
 	s.ended.Store(true)
-	defer s.sender.Wait()
+	defer func() { <-s.sender.Flushed() }()
 	job := s.job
 	job.mu.Lock()
 	defer job.mu.Unlock()

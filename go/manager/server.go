@@ -31,8 +31,8 @@ type Server struct {
 	cancel     context.CancelFunc
 	tasks      sync.WaitGroup
 	notices    membership.Broadcast
-	outbox     outbox
-	unregister func() // ends the direct calls of ranks in this process (direct.go)
+	pool       rpc.Pool // sends the answers to all ranks
+	unregister func()   // ends the direct calls of ranks in this process (direct.go)
 
 	mu       sync.Mutex
 	machine  *round.Machine

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
@@ -32,6 +33,7 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 	defer cancel()
 	o := &openSession{
 		stream: stream, server: server, conn: connectionOf(ctx), parent: tracing.Incoming(ctx),
+		sender: rpc.Sender{Pool: &server.pool},
 	}
 	notices, stop := server.notices.Listen()
 	defer stop()
@@ -56,8 +58,7 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 // cancelled may still be open.
 const mostCalls = 64
 
-// openSession is one rank's stream with its calls in progress. A goroutine receives the requests and feeds the machine; the server's
-// outbox sends the answers.
+// openSession is one rank's stream with its calls in progress. A goroutine receives the requests and feeds the machine.
 type openSession struct {
 	stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
 	server *Server
@@ -65,31 +66,22 @@ type openSession struct {
 	parent string         // trace context of the stream; empty unless it is traced
 	leaves sync.WaitGroup // calls that wait for the lighthouse
 
+	sender rpc.Sender // of answers and notices
+
 	// Lock order: this lock may be taken while the server's is held, never the other way round.
 	mu       sync.Mutex
 	finished bool
 	refused  sync.Once
 	open     []*sessionCall // calls whose answers have not been sent, mostly one or two; mostCalls bounds unsent answers, too
-	out      []outgoing     // still to be sent
-	queued   bool           // it is in the outbox, until all has been sent
-	idle     chan struct{}  // closed then; nil unless finish waits for it
 }
 
-// outgoing is the answer to a call, or a notice.
-type outgoing struct {
-	call   *sessionCall
-	notice *torchftpb.RankResponse
-}
-
-// sessionCall is a call in progress. The session's lock guards the fields that it adds to rankCall; once its answer is queued, only
-// the outbox uses it.
+// sessionCall is a call in progress. The session's lock guards the fields that it adds to rankCall.
 type sessionCall struct {
 	rankCall
 	number uint64
 
 	cancel context.CancelFunc // of a leaveCall that has begun
 	done   bool
-	answer answer
 }
 
 // receive handles the requests of the rank until the stream ends.
@@ -233,74 +225,46 @@ func (o *openSession) cancelCall(number uint64) {
 	o.server.abandon(&call.rankCall, context.Canceled)
 }
 
-// answer ends a call, and queues its answer. It does not block, since the server's lock may be held.
+// answer ends a call, and queues its answer. It does not block, since the server's lock may be held. An answer that has been sent makes
+// room for another call.
 func (o *openSession) answer(call *sessionCall, a answer) {
 	o.mu.Lock()
-	defer o.mu.Unlock()
-	call.done, call.answer = true, a
-	o.queue(outgoing{call: call})
+	call.done = true
+	o.mu.Unlock()
+	remove := func() {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		o.open = slices.DeleteFunc(o.open, func(open *sessionCall) bool { return open == call })
+	}
+	posted := o.sender.Post(func() {
+		defer remove()
+		_ = o.stream.SendMsg(o.response(call, a)) // fails only if the stream has broken: receive returns then
+	})
+	if !posted {
+		remove() // the call ends at its deadline
+	}
 }
 
 // notify queues a notice. It is dropped if the rank does not read: its collectives then end by their timeouts.
 func (o *openSession) notify(n *torchftpb.RankResponse) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if len(o.out) < 2*mostCalls {
-		o.queue(outgoing{notice: n})
+	o.sender.Post(func() { _ = o.stream.Send(n) })
+}
+
+// votes are the answers to votes, encoded: all ranks of a group get the same one.
+var votes = map[answer]rpc.Encoded{}
+
+func init() {
+	for _, a := range []answer{{}, {commit: true}, {commit: true, stands: true}, {stands: true}} {
+		votes[a], _ = proto.Marshal(&torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{ // always valid
+			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit, Stands: a.stands},
+		}})
 	}
 }
 
-// queue passes the session to the outbox, unless it is there already. The caller holds mu.
-func (o *openSession) queue(message outgoing) {
-	o.out = append(o.out, message)
-	if !o.queued {
-		o.queued = true
-		o.server.outbox.put(o.server, o)
-	}
-}
-
-// send sends all that is queued. Only one goroutine sends at a time, since a session is in the outbox once. An answer that has been
-// sent makes room for another call.
-func (o *openSession) send(encoded *encodedVote) {
-	for out := o.next(nil); out != nil; out = o.next(out) {
-		for _, message := range out {
-			o.sendOne(message, encoded)
-		}
-	}
-}
-
-// next returns what is queued, after the last messages have been sent. It returns nil if nothing is.
-func (o *openSession) next(last []outgoing) (out []outgoing) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	for _, message := range last {
-		o.open = slices.DeleteFunc(o.open, func(open *sessionCall) bool { return open == message.call })
-	}
-	if out, o.out = o.out, nil; out == nil {
-		o.queued = false
-		if o.idle != nil {
-			close(o.idle)
-			o.idle = nil
-		}
-	}
-	return out
-}
-
-// sendOne fails only if the stream has broken: receive returns then.
-func (o *openSession) sendOne(message outgoing, encoded *encodedVote) {
-	var err error // Recovered has logged it
-	defer rpc.Recovered(o.server.log, "a message of a session", &err)
-	if message.call == nil {
-		_ = o.stream.Send(message.notice)
-	} else {
-		_ = o.stream.SendMsg(o.response(message.call, encoded))
-	}
-}
-
-func (o *openSession) response(c *sessionCall, encoded *encodedVote) any {
-	a := c.end(c.answer)
+func (o *openSession) response(c *sessionCall, a answer) any {
+	a = c.end(a)
 	if c.kind == voteCall && a.err == nil {
-		return rpc.Numbered{Number: c.number, Message: encoded.encode(a)}
+		return rpc.Numbered{Number: c.number, Message: votes[a]}
 	}
 	resp, err := o.wrap(c, a)
 	if err != nil {
@@ -340,13 +304,5 @@ func (o *openSession) finish() {
 		o.cancelCall(number)
 	}
 	o.leaves.Wait()
-	o.mu.Lock()
-	idle := make(chan struct{})
-	if o.queued {
-		o.idle = idle
-	} else {
-		close(idle)
-	}
-	o.mu.Unlock()
-	<-idle
+	<-o.sender.Flushed()
 }

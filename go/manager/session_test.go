@@ -216,7 +216,7 @@ func TestASessionThatReusesTheNumberOfACallIsEnded(t *testing.T) {
 }
 
 // The answers to all ranks are sent one after the other. A rank that asks, and does not read, must not delay those to the others for
-// longer than twice stuckTime.
+// longer than twice stuckTime (rpc.Pool).
 func TestARankThatDoesNotReadDelaysNoOther(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		large := &quorum.Quorum{ID: 1, Members: []quorum.Member{{ReplicaID: "g"}}}

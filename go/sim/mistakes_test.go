@@ -225,7 +225,7 @@ var mistakes = []mistake{
 		only(killLighthouse), []string{ruleEarly},
 	},
 	{
-		"votes of sessions always yes", "manager/outbox.go", "ShouldCommit: a.commit,", "ShouldCommit: a.commit || $,",
+		"votes of sessions always yes", "manager/session.go", "a = c.end(a)", "a = c.end(a)\n	a.commit = a.commit || $",
 		func(s *setup) { s.ranks = 2 }, []string{ruleVote},
 	},
 

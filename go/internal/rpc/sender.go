@@ -2,42 +2,46 @@ package rpc
 
 import (
 	"log/slog"
+	"math"
 	"sync"
+	"time"
 )
 
 // mostPosted bounds the functions that a Sender queues.
 const mostPosted = 1024
 
-// Sender sends the messages of a stream, in the order of Post, so that no caller waits: gRPC's Send blocks while the other side does not
-// read, beyond the deadline of a call that sends. Its goroutine ends when the queue is empty.
+// Sender sends the messages of a stream, in the order of Post, so that no caller waits: gRPC's Send blocks while the
+// other side does not read, beyond the deadline of a call that sends. Its goroutine ends when the queue is empty.
 type Sender struct {
-	mu    sync.Mutex
-	queue []func()
-	busy  bool
-	tasks sync.WaitGroup
+	backlog
+	// Pool, unless nil, has the goroutine.
+	Pool *Pool
 }
 
-// Post queues a function that sends one message. It does not block. It returns false if the queue is full: the other side does not read.
-func (s *Sender) Post(send func()) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.queue) >= mostPosted {
-		return false
+// Post queues a function that sends one message. It does not block. It returns false if the queue is full: the other
+// side does not read.
+func (s *Sender) Post(send func()) bool { return s.post(send, mostPosted) }
+
+// Flushed returns a channel that is closed when all functions queued so far have run.
+func (s *Sender) Flushed() <-chan struct{} {
+	flushed := make(chan struct{})
+	s.post(func() { close(flushed) }, math.MaxInt)
+	return flushed
+}
+
+func (s *Sender) post(send func(), most int) bool {
+	begin, queued := s.put(send, most)
+	switch {
+	case !begin:
+	case s.Pool != nil:
+		s.Pool.run(s.sendAll)
+	default:
+		go s.sendAll()
 	}
-	s.add(send)
-	return true
+	return queued
 }
 
-// add adds a function to the queue. The caller holds mu.
-func (s *Sender) add(send func()) {
-	s.queue = append(s.queue, send)
-	if !s.busy {
-		s.busy = true
-		s.tasks.Go(s.run)
-	}
-}
-
-func (s *Sender) run() {
+func (s *Sender) sendAll() {
 	for send := s.next(); send != nil; send = s.next() {
 		attempt(send)
 	}
@@ -50,28 +54,61 @@ func attempt(send func()) {
 	send()
 }
 
-// Flushed returns a channel that is closed when all functions queued so far have run.
-func (s *Sender) Flushed() <-chan struct{} {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	flushed := make(chan struct{})
-	s.add(func() { close(flushed) })
-	return flushed
+// stuckTime is the longest time for which a stream that does not read delays the others of a Pool.
+const stuckTime = 25 * time.Millisecond
+
+// Pool has one goroutine for the messages of many streams: if all of them get one at the same moment, waking a goroutine
+// for each would cost much. While a stream does not read, its messages keep that goroutine, and another one sends those
+// of the other streams.
+type Pool struct{ backlog }
+
+func (p *Pool) run(sendAll func()) {
+	if begin, _ := p.put(sendAll, math.MaxInt); begin {
+		go p.runAll()
+	}
 }
 
-// Wait waits until the queue is empty. Call it when no more functions are posted, and the stream has ended: then Send fails at once.
-func (s *Sender) Wait() { s.tasks.Wait() }
+func (p *Pool) runAll() {
+	replace := time.AfterFunc(stuckTime, p.runAll)
+	for replace.Stop() { // otherwise another goroutine has begun
+		do := p.next()
+		if do == nil {
+			return
+		}
+		replace.Reset(stuckTime)
+		do()
+	}
+}
 
-// next removes the first function from the queue. It returns nil if there is none.
-func (s *Sender) next() (send func()) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.queue) == 0 {
-		s.busy = false
+// backlog has functions to run in order.
+type backlog struct {
+	mu      sync.Mutex
+	waiting []func()
+	running bool
+}
+
+// put adds a function, unless most functions wait. It reports whether the caller has to begin to run them.
+func (b *backlog) put(do func(), most int) (begin, queued bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if len(b.waiting) >= most {
+		return false, false
+	}
+	b.waiting = append(b.waiting, do)
+	begin, b.running = !b.running, true
+	return begin, true
+}
+
+// next removes the first function. It returns nil if there is none: then the next put begins again.
+func (b *backlog) next() (do func()) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if len(b.waiting) == 0 {
+		b.running = false
 		return nil
 	}
-	send = s.queue[0]
-	s.queue[0] = nil // the array may live on, and the function holds a message
-	s.queue = s.queue[1:]
-	return send
+	do = b.waiting[0]
+	b.waiting[0] = nil // the array may live on, and the function holds a message
+	b.waiting = b.waiting[1:]
+	return do
 }

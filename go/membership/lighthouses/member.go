@@ -253,7 +253,7 @@ func (m *Member) Close() error {
 	m.locked(context.Background(), func() {
 		if m.stream != nil {
 			<-m.stream.ended
-			m.stream.sender.Wait()
+			<-m.stream.sender.Flushed()
 		}
 	})
 	return err

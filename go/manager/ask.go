@@ -120,11 +120,7 @@ func (s *Server) attend() {
 		if failed++; failed == 1 {
 			s.log.Warn("torchft: heartbeats do not reach the lighthouse", "error", rpc.Message(err))
 		}
-		select {
-		case <-s.ctx.Done():
-			return
-		case <-time.After(rpc.RetryBackoff.Wait(failed, rand.Float64())):
-		}
+		rpc.Pause(s.ctx, failed)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"google.golang.org/grpc"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -27,7 +28,7 @@ func TestAReportIsSentWhileACallLooksForTheStream(t *testing.T) {
 		sent := make(chan *torchftpb.RankRequest, 1)
 		s := newSession(nil)
 		defer s.cancel()
-		s.stream.Store(&clientStream{wire: recorder{sent: sent}, ended: make(chan struct{})})
+		s.stream.Store(rpc.NewStream[torchftpb.RankRequest, torchftpb.RankResponse, *torchftpb.RankResponse](recorder{sent: sent}, func() {}))
 		s.opening <- struct{}{}
 		s.ReportCount(Counted{Name: "divergences", Number: 1})
 		synctest.Wait()

@@ -3,9 +3,6 @@ package rankclient
 import (
 	"context"
 	"errors"
-	"log/slog"
-	"math/rand/v2"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -32,10 +29,13 @@ type session struct {
 	broadcast membership.Broadcast
 	notices   <-chan membership.Notice
 
-	opening chan struct{}                // a lock for opening a stream; waiting for it ends with a call's deadline
-	stream  atomic.Pointer[clientStream] // nil before the first call
-	rank    atomic.Int64                 // group rank of the calls, -1 before the first one
+	opening chan struct{}          // a lock for opening a stream; waiting for it ends with a call's deadline
+	stream  atomic.Pointer[stream] // nil before the first call
+	number  atomic.Uint64          // of the last call
+	rank    atomic.Int64           // group rank of the calls, -1 before the first one
 }
+
+type stream = rpc.Stream[torchftpb.RankRequest, torchftpb.RankResponse, *torchftpb.RankResponse]
 
 func newSession(conn *grpc.ClientConn) *session {
 	s := &session{
@@ -119,14 +119,17 @@ func (s *session) RequestDrain() {
 // opening: a report must not wait for a stream that is being opened, and must not be dropped because a call checks the stream at the
 // same moment.
 func (s *session) report(req *torchftpb.RankRequest) {
-	if stream := s.stream.Load(); stream != nil && !stream.broken() {
-		stream.post(req)
+	if stream := s.stream.Load(); stream != nil {
+		stream.Post(req)
 	}
 }
 
 func (s *session) Close() error {
 	if stream := s.stream.Load(); stream != nil {
-		stream.flush()
+		select {
+		case <-stream.Flushed():
+		case <-time.After(rpc.FarewellTime):
+		}
 	}
 	s.cancel()
 	return s.remote.Close()
@@ -142,7 +145,10 @@ func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchf
 	if err != nil {
 		return nil, err
 	}
-	resp, err := stream.call(ctx, req)
+	deadline, _ := ctx.Deadline()
+	req.Call, req.TimeoutUs = s.number.Add(1), max(1, time.Until(deadline).Microseconds())
+	resp, err := stream.Call(ctx, req.GetCall(), func() *torchftpb.RankRequest { return req },
+		&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_Cancel{Cancel: true}})
 	if status.Code(err) == codes.Unimplemented {
 		s.unary.Store(true)
 		return nil, errUnary
@@ -151,7 +157,7 @@ func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchf
 }
 
 // connect returns the open stream. If it broke, connect opens another one, and blocks until the connection is established.
-func (s *session) connect(ctx context.Context) (*clientStream, error) {
+func (s *session) connect(ctx context.Context) (*stream, error) {
 	select {
 	case s.opening <- struct{}{}:
 		defer func() { <-s.opening }()
@@ -159,44 +165,43 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 		return nil, status.FromContextError(ctx.Err()).Err()
 	}
 	before := s.stream.Load()
-	if before != nil && !before.broken() {
+	if before != nil && !before.Broken() {
 		return before, nil
 	}
-	reopened := before != nil
-	streamCtx, cancel := context.WithCancel(s.ctx)
-	inTime := context.AfterFunc(ctx, cancel) // the stream outlives the call that opens it
-	wire, err := s.stub.Session(streamCtx)
-	if !inTime() {
-		cancel()
-		return nil, status.FromContextError(ctx.Err()).Err()
-	}
+	wire, cancel, err := rpc.OpenStream(ctx, s.ctx, s.stub.Session)
 	if err != nil {
-		cancel()
 		return nil, err
 	}
-	stream := &clientStream{
-		wire:    wire,
-		notice:  s.broadcast.Notify,
-		waiting: map[uint64]chan *torchftpb.RankResponse{},
-		ended:   make(chan struct{}),
+	opened := rpc.NewStream[torchftpb.RankRequest, torchftpb.RankResponse, *torchftpb.RankResponse](wire, cancel)
+	if rank := s.rank.Load(); before != nil && rank >= 0 {
+		opened.Post(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: rank}})
 	}
-	if rank := s.rank.Load(); reopened && rank >= 0 {
-		stream.post(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: rank}})
-	}
-	s.stream.Store(stream)
+	s.stream.Store(opened)
 	go func() {
-		stream.receive(cancel)
-		s.reopen(stream)
+		opened.Receive(func(resp *torchftpb.RankResponse) error { return s.receive(opened, resp) })
+		s.reopen(opened)
 	}()
-	return stream, nil
+	return opened, nil
+}
+
+// receive passes a message of the server to the call or the listeners that it is for.
+func (s *session) receive(from *stream, resp *torchftpb.RankResponse) error {
+	if notice, ok := wire.NoticeFromRank(resp); ok {
+		s.broadcast.Notify(notice)
+	} else if failure := resp.GetFailure(); failure != nil {
+		from.Answer(resp.GetCall(), nil, status.Error(codes.Code(failure.GetCode()), failure.GetMessage()))
+	} else {
+		from.Answer(resp.GetCall(), resp, nil)
+	}
+	return nil
 }
 
 // reopenTime is how long reopen retries. After that, the next call opens a stream.
 const reopenTime = 10 * time.Second
 
 // reopen opens another stream soon after one broke, so that the server learns that the rank is alive and only the connection broke.
-func (s *session) reopen(broken *clientStream) {
-	if status.Code(broken.err) == codes.Unimplemented {
+func (s *session) reopen(broken *stream) {
+	if status.Code(broken.Err()) == codes.Unimplemented {
 		return
 	}
 	ctx, cancel := context.WithTimeout(s.ctx, reopenTime)
@@ -205,123 +210,6 @@ func (s *session) reopen(broken *clientStream) {
 		if _, err := s.connect(ctx); err == nil {
 			return
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(rpc.RetryBackoff.Wait(failed, rand.Float64())):
-		}
-	}
-}
-
-// clientStream is the part of a session on one connection.
-type clientStream struct {
-	wire   grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
-	notice func(membership.Notice)
-	ended  chan struct{} // closed when the stream has broken
-	err    error         // why the stream has broken; valid once ended is closed
-
-	sender rpc.Sender
-
-	mu      sync.Mutex
-	last    uint64
-	waiting map[uint64]chan *torchftpb.RankResponse
-}
-
-func (s *clientStream) broken() bool {
-	select {
-	case <-s.ended:
-		return true
-	default:
-		return false
-	}
-}
-
-// receive passes the answers to their calls until the stream breaks.
-func (s *clientStream) receive(cancel context.CancelFunc) {
-	defer cancel()
-	defer close(s.ended)
-	defer rpc.Recovered(slog.Default(), "a session with a manager server", &s.err)
-	for {
-		resp, err := s.wire.Recv()
-		if err != nil {
-			s.err = err
-			return
-		}
-		if notice, ok := wire.NoticeFromRank(resp); ok {
-			s.notice(notice)
-			continue
-		}
-		s.mu.Lock()
-		waiter := s.waiting[resp.GetCall()]
-		delete(s.waiting, resp.GetCall())
-		s.mu.Unlock()
-		if waiter != nil { // nil: the call has been cancelled
-			waiter <- resp
-		}
-	}
-}
-
-func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*torchftpb.RankResponse, error) {
-	deadline, _ := ctx.Deadline()
-	req.TimeoutUs = max(1, time.Until(deadline).Microseconds())
-	answered := make(chan *torchftpb.RankResponse, 1)
-	s.mu.Lock()
-	s.last++
-	req.Call = s.last
-	s.waiting[req.GetCall()] = answered
-	s.mu.Unlock()
-	defer func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		delete(s.waiting, req.GetCall())
-	}()
-
-	queued := s.sender.Post(func() {
-		if ctx.Err() == nil { // nobody waits for the answer any more: a vote that is sent late must not count
-			_ = s.wire.Send(req)
-		}
-	})
-	if !queued {
-		return nil, status.Error(codes.Unavailable, "the server does not read the requests of this rank")
-	}
-	var err error
-	select {
-	case resp := <-answered:
-		return outcome(resp)
-	case <-s.ended:
-		err = s.err
-	case <-ctx.Done():
-		err = status.FromContextError(ctx.Err()).Err()
-	}
-	select {
-	case resp := <-answered: // the answer arrived just before the end of the stream or of the call
-		return outcome(resp)
-	default:
-	}
-	if ctx.Err() != nil { // after the look at the answer: the server answers a cancelled call, too
-		s.post(&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_Cancel{Cancel: true}})
-	}
-	return nil, err
-}
-
-func outcome(resp *torchftpb.RankResponse) (*torchftpb.RankResponse, error) {
-	if failure := resp.GetFailure(); failure != nil {
-		return nil, status.Error(codes.Code(failure.GetCode()), failure.GetMessage())
-	}
-	return resp, nil
-}
-
-// post queues a message that nobody waits for, and does not block. It is dropped if the server has not read the earlier ones.
-func (s *clientStream) post(req *torchftpb.RankRequest) {
-	s.sender.Post(func() { _ = s.wire.Send(req) }) // fails only if the stream has broken: receive returns the error
-}
-
-// farewellTime bounds how long Close waits until the last reports are sent.
-const farewellTime = 200 * time.Millisecond
-
-// flush returns when the queued requests have been sent, or farewellTime is over.
-func (s *clientStream) flush() {
-	select {
-	case <-s.sender.Flushed():
-	case <-time.After(farewellTime):
+		rpc.Pause(ctx, failed)
 	}
 }

@@ -55,14 +55,8 @@ func (d *Dialer) Dial(ctx context.Context, address string) (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	streaming, cancel := context.WithCancel(context.WithoutCancel(ctx)) // ctx is for the opening only
-	opening := context.AfterFunc(ctx, cancel)
-	stream, err := client.Link(streaming)
-	if !opening() && err == nil {
-		err = ctx.Err()
-	}
+	stream, cancel, err := rpc.OpenStream(ctx, context.WithoutCancel(ctx), client.Link)
 	if err != nil {
-		cancel()
 		return nil, err
 	}
 	near, far := net.Pipe()

@@ -3,7 +3,6 @@ package lighthouses
 import (
 	"cmp"
 	"context"
-	"math/rand/v2"
 	"os"
 	"sync/atomic"
 	"time"
@@ -189,9 +188,7 @@ func (c *Client) reconnects(ctx context.Context, until time.Time) bool {
 	}
 	// A random pause, since all members may have lost their connections at the same moment. And gRPC notices the break a little later than
 	// the stream.
-	select {
-	case <-time.After(rpc.RetryBackoff.Wait(1, rand.Float64())):
-	case <-ctx.Done():
+	if !rpc.Pause(ctx, 1) {
 		return false
 	}
 	for {

@@ -2,8 +2,6 @@ package lighthouses
 
 import (
 	"context"
-	"math/rand/v2"
-	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -22,11 +20,7 @@ func (m *Member) Leave(ctx context.Context) error {
 		if !rpc.IsUnavailable(err) { // UNAVAILABLE is retried: if the lighthouse never gets this message, it counts the end of the group as a failure
 			return err
 		}
-		select {
-		case <-time.After(rpc.RetryBackoff.Wait(failed, rand.Float64())):
-		case <-ctx.Done():
-			return err
-		case <-m.ctx.Done():
+		if !rpc.Pause(ctx, failed) {
 			return err
 		}
 	}
@@ -41,14 +35,14 @@ func (m *Member) leaveOnce(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if !stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}, Step: m.step.Load()}) {
-		return rpc.Wrap("leave", client.peer, errUnread)
+	if !stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}, Step: m.step.Load()}) {
+		return rpc.Wrap("leave", client.peer, rpc.ErrUnread)
 	}
 	select {
 	case <-stream.free:
 		return nil
-	case <-stream.ended:
-		err = stream.err
+	case <-stream.Ended:
+		err = stream.Err()
 	case <-ctx.Done():
 		err = status.FromContextError(ctx.Err()).Err()
 	}

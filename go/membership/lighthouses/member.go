@@ -5,7 +5,6 @@ package lighthouses
 import (
 	"context"
 	"errors"
-	"math/rand/v2"
 	"sync/atomic"
 	"time"
 
@@ -35,7 +34,7 @@ type Member struct {
 	cancel      context.CancelFunc
 	broadcast   membership.Broadcast
 	notices     <-chan membership.Notice
-	present     atomic.Pointer[memberStream] // the value of stream, for calls that must not wait for opening
+	stream      atomic.Pointer[memberStream] // nil before the first; opening guards changes
 
 	last atomic.Pointer[quorum.Quorum] // the last quorum of the member: a restarted lighthouse restores its state from it
 	term atomic.Int64                  // the highest term that a lighthouse has sent
@@ -49,7 +48,6 @@ type Member struct {
 	opening chan struct{} // a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
 	choice  choice
 	unary   map[string]bool // which lighthouses have no streams, by address
-	stream  *memberStream   // nil before the first
 }
 
 var (
@@ -139,7 +137,7 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 		if err == nil {
 			err = stream.attend(ctx, reached)
 			until = time.Now().Add(reconnectTime)
-			if stream.answers && rpc.IsUnavailable(err) && pause(ctx) {
+			if stream.answers && rpc.IsUnavailable(err) && rpc.Pause(ctx, 1) {
 				until = time.Time{} // the attempt that follows asks the other lighthouses, too
 				continue
 			}
@@ -240,8 +238,8 @@ func (m *Member) RequestDrain(reason string) {
 // safe: the lighthouse has seen the disconnect itself, or the silence, and the manager server reports an incomplete group again at the
 // next stream (lighthouseReached).
 func (m *Member) report(message *torchftpb.MemberMessage) {
-	if stream := m.present.Load(); stream != nil && !stream.broken() {
-		stream.post(message)
+	if stream := m.stream.Load(); stream != nil {
+		stream.Post(message)
 	}
 }
 
@@ -251,33 +249,30 @@ func (m *Member) Close() error {
 	m.cancel()
 	err := m.lighthouses.close()
 	m.locked(context.Background(), func() {
-		if m.stream != nil {
-			<-m.stream.ended
-			<-m.stream.sender.Flushed()
+		if stream := m.stream.Load(); stream != nil {
+			<-stream.Ended
+			<-stream.Flushed()
 		}
 	})
 	return err
 }
 
-// farewellTime is how long Close may wait until the lighthouse knows that the end is no failure.
-const farewellTime = 200 * time.Millisecond
-
 // announceEnd announces to the lighthouse that the group ends. Without it the end of the stream would count as a failure.
 func (m *Member) announceEnd() {
-	stream := m.present.Load()
-	if stream == nil || stream.broken() || !stream.greeted() {
+	stream := m.stream.Load()
+	if stream == nil || stream.Broken() || !stream.greeted() {
 		return
 	}
-	stream.post(&torchftpb.MemberMessage{
+	stream.Post(&torchftpb.MemberMessage{
 		Finished: m.finished.Load(),
 		Message:  &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true},
 	})
-	late := time.After(farewellTime)
+	late := time.After(rpc.FarewellTime)
 	// Free alone would not do: it may be closed already, by the answer to an earlier message (Leave).
-	for _, end := range []<-chan struct{}{stream.sender.Flushed(), stream.free} {
+	for _, end := range []<-chan struct{}{stream.Flushed(), stream.free} {
 		select {
 		case <-end:
-		case <-stream.ended:
+		case <-stream.Ended:
 		case <-late:
 			return
 		}
@@ -338,18 +333,19 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, error) {
 	case <-ctx.Done():
 		return nil, nil, status.FromContextError(ctx.Err()).Err()
 	}
-	if m.stream != nil && !m.stream.broken() {
-		return m.stream, m.stream.client, nil
+	last := m.stream.Load()
+	if last != nil && !last.Broken() {
+		return last, last.client, nil
 	}
 	if m.ends.Load() {
 		return nil, nil, status.Error(codes.Canceled, "the client is closed")
 	}
 	c := &m.choice
 	leader := ""
-	if s := m.stream; s != nil && !s.replaced {
-		s.replaced = true
-		leader = wire.LeaderOf(s.err)
-		if errors.Is(s.err, errSilent) {
+	if last != nil && !last.replaced {
+		last.replaced = true
+		leader = wire.LeaderOf(last.Err())
+		if errors.Is(last.Err(), errSilent) {
 			m.unanswered(c.at)
 		}
 	}
@@ -362,8 +358,7 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, error) {
 		if err == nil || status.Code(err) == codes.Unimplemented {
 			c.arrived(address)
 			if stream != nil {
-				m.stream = stream
-				m.present.Store(stream)
+				m.stream.Store(stream)
 			} else {
 				m.unary[address] = true
 			}
@@ -413,49 +408,27 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 	if m.unary[address] {
 		return nil, client, status.Error(codes.Unimplemented, "the lighthouse does not support streams")
 	}
-	streamCtx, cancel := context.WithCancel(rpc.WithJob(m.ctx, client.job))
-	inTime := context.AfterFunc(ctx, cancel) // ctx bounds the call of Attend only; the stream itself outlives it
-	attend, err := torchftpb.NewMemberServiceClient(client.conn).Attend(streamCtx)
-	if !inTime() {
-		cancel()
+	attend, cancel, err := rpc.OpenStream(ctx, rpc.WithJob(m.ctx, client.job), torchftpb.NewMemberServiceClient(client.conn).Attend)
+	switch {
+	case err == nil:
+	case ctx.Err() != nil:
 		return nil, client, errMute
-	}
-	if err != nil {
-		cancel()
+	default:
 		return nil, client, err
 	}
-	stream := &memberStream{
-		wire:     attend,
-		member:   m,
-		client:   client,
-		cancel:   cancel,
-		waiting:  map[uint64]chan asked{},
-		welcomed: make(chan struct{}),
-		ended:    make(chan struct{}),
-		free:     make(chan struct{}),
-	}
+	stream := newMemberStream(m, client, attend, cancel)
 	known := m.lastRound()
 	var stands *torchftpb.Step
 	if id := m.standsIn.Load(); id != 0 {
 		stands = &torchftpb.Step{QuorumId: id, Step: m.step.Load()}
 	}
-	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
+	stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 		ReplicaId: m.replicaID, Lighthouses: uint32(len(m.lighthouses.list)), Term: m.seenTerm(),
 		KnownQuorumId: known.QuorumID, KnownStep: known.Step, Stands: stands,
 	}}})
-	go stream.receive()
+	go stream.Receive(stream.take)
 	if err := stream.begun(ctx); err != nil {
 		return nil, client, err
 	}
 	return stream, client, nil
-}
-
-// pause waits a moment, since all members may have lost their streams at the same time. It returns false if ctx has ended.
-func pause(ctx context.Context) bool {
-	select {
-	case <-time.After(rpc.RetryBackoff.Wait(1, rand.Float64())):
-		return true
-	case <-ctx.Done():
-		return false
-	}
 }

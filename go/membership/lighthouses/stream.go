@@ -2,9 +2,6 @@ package lighthouses
 
 import (
 	"context"
-	"errors"
-	"io"
-	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -26,38 +23,30 @@ var (
 	errSilent = status.Errorf(codes.Unavailable, "the lighthouse has not answered %d heartbeats in a row", mostUnanswered)
 )
 
-// asked is the outcome of a request.
-type asked struct {
-	quorum *quorum.Quorum
-	err    error
-}
-
 // memberStream is a stream with a lighthouse, until its connection breaks.
 type memberStream struct {
-	wire torchftpb.MemberService_AttendClient
-	last wire.Delivered // only receive uses it
+	*rpc.Stream[torchftpb.MemberMessage, torchftpb.LighthouseMessage, *quorum.Quorum]
+	last wire.Delivered // only take uses it
 
 	member *Member
 	client *Client // of the lighthouse
-	cancel context.CancelFunc
-	left   atomic.Pointer[error] // why the member itself ends the stream; set before that
 
 	welcomed chan struct{} // closed by the lighthouse's first answer
 	interval time.Duration // the longest time between two messages of the member, valid once welcomed
 	answers  bool          // the lighthouse answers heartbeats, and is left if it does not; valid once welcomed
 	heard    atomic.Int64  // number of messages from the lighthouse
-	ended    chan struct{} // closed when the stream has broken
 	free     chan struct{} // closed when the group has left and its peers no longer need its data
 	released sync.Once     // closes free
-	err      error         // why the stream has broken; valid once ended is closed
 	replaced bool          // the reason was looked at, in the first attempt to open another stream; Member.opening guards it
 
-	sender   rpc.Sender
-	posting  sync.Mutex     // guards lastSent: the order of its values is that of the messages
-	lastSent *quorum.Member // the last record of this group that was sent; nil: none on this stream
+	lastSent *quorum.Member // the last record of this group that was sent; nil: none on this stream. Only the sender uses it
+}
 
-	mu      sync.Mutex
-	waiting map[uint64]chan asked // by the number of the request
+func newMemberStream(m *Member, of *Client, attend torchftpb.MemberService_AttendClient, cancel context.CancelFunc) *memberStream {
+	return &memberStream{
+		Stream: rpc.NewStream[torchftpb.MemberMessage, torchftpb.LighthouseMessage, *quorum.Quorum](attend, cancel),
+		member: m, client: of, welcomed: make(chan struct{}), free: make(chan struct{}),
+	}
 }
 
 // begun waits for the welcome.
@@ -65,30 +54,14 @@ func (s *memberStream) begun(ctx context.Context) error {
 	select {
 	case <-s.welcomed:
 		return nil
-	case <-s.ended:
+	case <-s.Ended:
 	case <-ctx.Done():
-		s.leave(errMute)
+		s.End(errMute)
 	}
 	if s.greeted() {
 		return nil // the stream has broken since: the caller finds that
 	}
-	return s.err
-}
-
-// leave ends the stream, and returns when receive has returned. The stream's error is why, unless it had broken before.
-func (s *memberStream) leave(why error) {
-	s.left.CompareAndSwap(nil, &why)
-	s.cancel()
-	<-s.ended
-}
-
-func (s *memberStream) broken() bool {
-	select {
-	case <-s.ended:
-		return true
-	default:
-		return false
-	}
+	return s.Err()
 }
 
 // greeted reports whether the lighthouse has answered.
@@ -101,31 +74,8 @@ func (s *memberStream) greeted() bool {
 	}
 }
 
-// receive handles the lighthouse's messages until the stream breaks.
-func (s *memberStream) receive() {
-	defer s.cancel()
-	for {
-		err := s.takeNext()
-		if errors.Is(err, io.EOF) {
-			err = status.Error(codes.Unavailable, "the lighthouse ended the stream")
-		}
-		if err != nil {
-			if left := s.left.Load(); left != nil {
-				err = *left
-			}
-			s.err = err
-			close(s.ended)
-			return
-		}
-	}
-}
-
-func (s *memberStream) takeNext() (err error) {
-	defer rpc.Recovered(slog.Default(), "an answer of the lighthouse", &err) // an uncaught panic would end the training
-	message, err := s.wire.Recv()
-	if err != nil {
-		return err
-	}
+// take handles a message of the lighthouse.
+func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
 	s.heard.Add(1)
 	switch m := message.GetMessage().(type) {
 	case *torchftpb.LighthouseMessage_Welcome:
@@ -145,7 +95,7 @@ func (s *memberStream) takeNext() (err error) {
 			if err != nil {
 				return status.Errorf(codes.Internal, "encode quorum %d: %s", q.ID, err)
 			}
-			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: past}})
+			s.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: past}})
 		}
 	case *torchftpb.LighthouseMessage_Delivery:
 		if err := s.last.Next(m.Delivery); err != nil {
@@ -156,9 +106,9 @@ func (s *memberStream) takeNext() (err error) {
 			return status.Errorf(codes.Unavailable, "the lighthouse has sent quorum %d, and this member was in quorum %d, which is later", q.ID, known)
 		}
 		s.member.last.Store(q)
-		s.answer(message.GetNumber(), asked{quorum: q})
+		s.Answer(message.GetNumber(), q, nil)
 	case *torchftpb.LighthouseMessage_Failure:
-		s.answer(message.GetNumber(), asked{err: status.Error(codes.Code(m.Failure.GetCode()), m.Failure.GetMessage())})
+		s.Answer(message.GetNumber(), nil, status.Error(codes.Code(m.Failure.GetCode()), m.Failure.GetMessage()))
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
 		s.member.broadcast.Notify(membership.Notice{
@@ -181,89 +131,31 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_Released:
 		s.released.Do(func() { close(s.free) })
 	case *torchftpb.LighthouseMessage_Probe:
-		s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+		s.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 	case *torchftpb.LighthouseMessage_Closing:
 		return status.Error(codes.Unavailable, "the lighthouse is shutting down")
 	}
 	return nil
 }
 
-func (s *memberStream) answer(number uint64, a asked) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if waiter := s.waiting[number]; waiter != nil { // otherwise the deadline of the request has passed
-		delete(s.waiting, number)
-		waiter <- a
-	}
-}
-
 func (s *memberStream) ask(ctx context.Context, number uint64, member quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
-	answered := make(chan asked, 1)
-	s.mu.Lock()
-	s.waiting[number] = answered
-	s.mu.Unlock()
-	defer func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		delete(s.waiting, number)
-	}()
-
 	deadline, _ := ctx.Deadline()
 	ask := wire.AskToProto(member.State())
 	ask.Number, ask.KnownQuorumId, ask.Traceparent = number, knownQuorumID, tracing.ParentOf(ctx)
 	ask.TimeoutUs = max(1, time.Until(deadline).Microseconds())
-	err := s.postAsk(ask, member)
-	if err != nil {
-		return nil, err
-	}
-	select {
-	case a := <-answered:
-		return a.quorum, a.err
-	case <-s.ended:
-		err = s.err
-	case <-ctx.Done():
-		s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: number}})
-		err = status.FromContextError(ctx.Err()).Err()
-	}
-	select {
-	case a := <-answered: // the answer arrived together with the deadline or the end of the stream: use it
-		return a.quorum, a.err
-	default:
-		return nil, err
-	}
-}
-
-// postAsk posts a request. It contains the member only if more than the member's state has changed.
-func (s *memberStream) postAsk(ask *torchftpb.Ask, member quorum.Member) error {
-	s.posting.Lock()
-	defer s.posting.Unlock()
+	ask.Member = wire.MemberToProto(member)
 	message := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}}
-	whole := s.lastSent == nil || !s.lastSent.SameButState(&member)
-	if whole {
-		ask.Member = wire.MemberToProto(member)
-		if err := wire.CheckRequest(message, ask.GetMember()); err != nil {
-			return err
+	if err := wire.CheckRequest(message, ask.GetMember()); err != nil {
+		return nil, err
+	}
+	request := func() *torchftpb.MemberMessage {
+		if s.lastSent != nil && s.lastSent.SameButState(&member) {
+			ask.Member = nil // only its state has changed
 		}
-	}
-	if !s.post(message) {
-		return errUnread
-	}
-	if whole {
 		s.lastSent = &member
+		return message
 	}
-	return nil
-}
-
-var errUnread = status.Error(codes.Unavailable, "the lighthouse does not read the messages of this member")
-
-// post queues a message, and does not block. It returns false if the lighthouse has not read the earlier ones.
-func (s *memberStream) post(message *torchftpb.MemberMessage) bool {
-	return s.sender.Post(func() {
-		if s.broken() {
-			return
-		}
-		_ = s.wire.Send(message) // fails only if the stream has broken: receive returns the error
-	})
+	return s.Call(ctx, number, request, &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: number}})
 }
 
 // attend calls reached after the welcome, and then sends a heartbeat in each interval until the stream breaks or ctx ends.
@@ -271,8 +163,8 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	select {
 	case <-s.welcomed:
 		reached()
-	case <-s.ended:
-		return s.err
+	case <-s.Ended:
+		return s.Err()
 	case <-ctx.Done():
 		return ctx.Err()
 	}
@@ -283,12 +175,12 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 		select {
 		case <-ticker.C:
 			if s.answers && hearing.tick(s.heard.Load()) {
-				s.leave(errSilent)
-				return s.err
+				s.End(errSilent)
+				return s.Err()
 			}
-			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})
-		case <-s.ended:
-			return s.err
+			s.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})
+		case <-s.Ended:
+			return s.Err()
 		case <-ctx.Done():
 			return ctx.Err()
 		}

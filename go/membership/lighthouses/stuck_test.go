@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -31,8 +32,8 @@ func (s stuck) Send(message *torchftpb.MemberMessage) error {
 func stuckStream() (*Member, *memberStream, stuck) {
 	wire := stuck{released: make(chan struct{}), sent: make(chan *torchftpb.MemberMessage, 1000)}
 	m := &Member{}
-	stream := &memberStream{wire: wire, member: m, ended: make(chan struct{}), free: make(chan struct{}), waiting: map[uint64]chan asked{}}
-	m.present.Store(stream)
+	stream := newMemberStream(m, &Client{peer: "a"}, wire, func() {})
+	m.stream.Store(stream)
 	return m, stream, wire
 }
 
@@ -55,38 +56,12 @@ func TestReportsAndRequestsAreSentInTheirOrder(t *testing.T) {
 	})
 }
 
-// gRPC's Send blocks while a stopped process does not read. Each call still ends at its deadline.
-func TestACallEndsInTimeAlthoughTheLighthouseDoesNotRead(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		_, stream, wire := stuckStream()
-		defer close(wire.released)
-		for number := range uint64(200) {
-			began := time.Now()
-			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-			done := make(chan error, 1)
-			go func() {
-				_, err := stream.ask(ctx, number+1, quorum.Member{ReplicaID: "a"}, 0)
-				done <- err
-			}()
-			select {
-			case err := <-done:
-				require.Error(t, err)
-			case <-time.After(time.Minute):
-				require.Fail(t, "the call has not ended")
-			}
-			cancel()
-			require.LessOrEqual(t, time.Since(began), time.Second)
-		}
-	})
-}
-
 // A quorum that has arrived is passed on at once, even if the member opens its next stream at that moment, which may take seconds.
 func TestAQuorumDoesNotWaitForTheNextStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m, stream, wire := stuckStream()
 		close(wire.released)
-		stream.client = &Client{peer: "a"}
-		m.opening, m.stream = make(chan struct{}, 1), stream
+		m.opening = make(chan struct{}, 1)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		done := make(chan error, 1)
@@ -96,7 +71,7 @@ func TestAQuorumDoesNotWaitForTheNextStream(t *testing.T) {
 		}()
 		synctest.Wait()
 		m.opening <- struct{}{} // another call opens a stream
-		stream.answer((<-wire.sent).GetAsk().GetNumber(), asked{quorum: &quorum.Quorum{ID: 1}})
+		stream.Answer((<-wire.sent).GetAsk().GetNumber(), &quorum.Quorum{ID: 1}, nil)
 		synctest.Wait()
 		select {
 		case err := <-done:
@@ -111,11 +86,10 @@ func TestAQuorumDoesNotWaitForTheNextStream(t *testing.T) {
 func TestTheEndIsAnnouncedAfterALeave(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m, stream, wire := stuckStream()
-		stream.welcomed = make(chan struct{})
 		close(stream.welcomed)
 		close(stream.free)
 		go func() {
-			time.Sleep(farewellTime / 2)
+			time.Sleep(rpc.FarewellTime / 2)
 			close(wire.released)
 		}()
 		m.Finish()

@@ -67,7 +67,7 @@ class Extras:
             self._share_buffer(buffer)
 
     def counted(self, name: str, number: int = 1) -> None:
-        """Adds ``number`` to a counter of the manager server: ``Counters`` in go/rankclient/counted.go lists them."""
+        """Adds ``number`` to a counter of the manager server: ``Counters`` in go/manager/counted.go lists them."""
 
 
 def extras_of(manager: Any) -> Extras:

@@ -89,13 +89,14 @@ func TestImportsFollowTheDesign(t *testing.T) {
 		"replica":                {"internal/auth", "internal/clock", "internal/rpc", "torchftpb"},
 		"dashboard":              {"internal/logging", "quorum"},
 		"lighthouse":             append([]string{"dashboard", "replica"}, shared...),
-		"membership":             decides,
+		"membership":             append([]string{"torchftpb"}, decides...),
 		"membership/lighthouses": client,
-		"rankclient":             client,
-		"manager":                append([]string{"membership/lighthouses", "rankclient"}, client...),
+		"internal/local":         client,
+		"rankclient":             append([]string{"internal/local"}, client...),
+		"manager":                append([]string{"internal/local"}, client...),
 		"internal/transcript":    nil,
 		"internal/testlog":       nil,
-		"internal/fttest":        append([]string{"internal/testlog", "lighthouse", "manager", "rankclient"}, shared...),
+		"internal/fttest":        append([]string{"internal/testlog", "lighthouse", "manager", "membership/lighthouses", "rankclient"}, client...),
 		"cmd/torchft_lighthouse": {"internal/logging", "lighthouse"},
 	}
 	all := packages(t)
@@ -103,6 +104,9 @@ func TestImportsFollowTheDesign(t *testing.T) {
 		for _, imported := range ours(p.Imports) {
 			if may, ruled := allowed[name]; ruled {
 				assert.Contains(t, may, imported, "%s imports %s", name, imported)
+			}
+			if slices.Contains([]string{"lighthouse", "manager"}, name) {
+				assert.NotContains(t, []string{"membership/lighthouses", "rankclient"}, imported, "%s is a server, and %s a client", name, imported)
 			}
 			if imported == "pyapi" || strings.HasPrefix(imported, "pyapi/") {
 				inside := name == "native" || name == "pyapi" || strings.HasPrefix(name, "pyapi/")

@@ -19,9 +19,9 @@ import (
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/replica"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // openAPI is the OpenAPI document, with its schemas.
@@ -80,7 +80,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 			cfg.Hostname, cfg.Network, cfg.Exit = "lighthouse", c.Net.Host("lighthouse"), func(int) {}
 		})
 		require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
-		g.Ranks[0].ReportHealing(membership.HealProgress{Received: 1, Total: 2})
+		g.Ranks[0].ReportHealing(&torchftpb.HealProgress{Received: 1, Total: 2})
 		synctest.Wait()
 		seen := map[string]bool{}
 		ask := func(method, path, body string, want int, headers ...string) {
@@ -122,7 +122,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 			ask("POST", path, `{"replica_id": "a"}`, 403, "Origin", "http://evil.example")
 			ask("POST", path, `{"replica_id": "a"}`, 200)
 		}
-		g.Ranks[0].ReportRecovered(membership.Recovered{Healed: true, Bytes: 5, Phases: []membership.PhaseTime{{Phase: "load", Seconds: 1}}})
+		g.Ranks[0].ReportRecovered(&torchftpb.Recovered{Healed: true, Bytes: 5, Phases: []*torchftpb.PhaseTime{{Phase: "load", Seconds: 1}}})
 		synctest.Wait()
 		ask("GET", "/api/v1/history", "", 200)
 		g.Server.Shutdown()

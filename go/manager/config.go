@@ -2,7 +2,6 @@ package manager
 
 import (
 	"cmp"
-	"context"
 	"fmt"
 	"log/slog"
 	"os"
@@ -12,7 +11,6 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/membership"
-	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/round"
 )
 
@@ -48,7 +46,8 @@ type ServerConfig struct {
 	Logger *slog.Logger
 	// Network is real TCP if nil.
 	Network rpc.Network
-	// Membership, if not nil, replaces the lighthouse at LighthouseAddr. The server closes it.
+	// Membership is that of the group at the lighthouse (lighthouses.Join), which the caller joins after Validate. NewServer
+	// takes it over, and closes it.
 	Membership membership.Membership
 }
 
@@ -92,16 +91,6 @@ func (c ServerConfig) Validate() error {
 		return fmt.Errorf("quorum_retries is %d: it must be at least 0", c.QuorumRetries)
 	}
 	return c.Security.Validate()
-}
-
-// Join registers a group with the lighthouses of its configuration, as NewServer does if Membership is nil.
-func Join(ctx context.Context, cfg ServerConfig) (membership.Membership, error) {
-	m, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
-		lighthouses.WithNetwork(cfg.Network), lighthouses.WithSecurity(cfg.Security), lighthouses.WithJob(cfg.job()))
-	if err != nil { // a nil *Member in the interface would not be nil
-		return nil, err
-	}
-	return m, nil
 }
 
 func (c ServerConfig) job() string { return cmp.Or(c.Job, os.Getenv(rpc.JobEnv), rpc.DefaultJob) }

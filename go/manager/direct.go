@@ -7,11 +7,12 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/local"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/membership"
-	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // direct calls a server in the same process.
@@ -36,7 +37,7 @@ func (d *direct) err() error {
 	return nil
 }
 
-func (d *direct) Quorum(ctx context.Context, req rankclient.Request) (recovery.Result, error) {
+func (d *direct) Quorum(ctx context.Context, req round.Request) (recovery.Result, error) {
 	if err := d.err(); err != nil {
 		return recovery.Result{}, err
 	}
@@ -51,18 +52,18 @@ func (d *direct) CheckpointMetadata(ctx context.Context, groupRank int64) (strin
 	if err := d.err(); err != nil {
 		return "", err
 	}
-	a := d.server.do(ctx, rankCall{kind: metadataCall, Request: rankclient.Request{GroupRank: groupRank}})
+	a := d.server.do(ctx, rankCall{kind: metadataCall, Request: round.Request{GroupRank: groupRank}})
 	return a.metadata, a.err
 }
 
-func (d *direct) Vote(ctx context.Context, groupRank, step int64, vote bool) (rankclient.Decision, error) {
+func (d *direct) Vote(ctx context.Context, groupRank, step int64, vote bool) (local.Decision, error) {
 	if err := d.err(); err != nil {
-		return rankclient.Decision{}, err
+		return local.Decision{}, err
 	}
 	a := d.server.do(ctx, rankCall{
-		kind: voteCall, Request: rankclient.Request{GroupRank: groupRank, Step: step}, vote: vote, conn: d.conn, traceparent: tracing.ParentOf(ctx),
+		kind: voteCall, Request: round.Request{GroupRank: groupRank, Step: step}, vote: vote, conn: d.conn, traceparent: tracing.ParentOf(ctx),
 	})
-	return rankclient.Decision{Commit: a.commit, Stands: a.stands}, a.err
+	return local.Decision{Commit: a.commit, Stands: a.stands}, a.err
 }
 
 func (d *direct) Leave(ctx context.Context) error {
@@ -74,19 +75,7 @@ func (d *direct) Leave(ctx context.Context) error {
 
 func (d *direct) Notices() <-chan membership.Notice { return d.notices }
 
-func (d *direct) Suspect(quorumID int64, replicaID string) { d.server.suspect(quorumID, replicaID) }
-
-func (d *direct) ReportProgress(groupRank int64, waits bool, what string) {
-	d.server.feed(round.RankProgressed{GroupRank: groupRank, Waits: waits, What: what})
-}
-
-func (d *direct) ReportHealing(p membership.HealProgress) { d.server.healing(p) }
-
-func (d *direct) ReportRecovered(r membership.Recovered) { d.server.recovered(r) }
-
-func (d *direct) ReportCount(c rankclient.Counted) { d.server.counted(c) }
-
-func (d *direct) RequestDrain() { d.server.feed(round.DrainAsked{}) }
+func (d *direct) Report(report *torchftpb.RankRequest) { d.server.report(d.conn, report) }
 
 // Close ends the pending calls, as the end of a connection does.
 func (d *direct) Close() error {

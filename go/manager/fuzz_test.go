@@ -18,7 +18,7 @@ import (
 // fuzzed starts a manager server that runs until the fuzzing ends, and connects to it.
 func fuzzed(f *testing.F) (*grpc.ClientConn, *fttest.Log) {
 	network, log := fttest.NewNetwork(), &fttest.Log{}
-	server, err := manager.NewServer(context.Background(), manager.ServerConfig{
+	server, err := fttest.NewManager(context.Background(), manager.ServerConfig{
 		ReplicaID: "a", Hostname: "a", Bind: "[::]:1", WorldSize: 2, Network: network.Host("a"),
 		HeartbeatInterval: time.Second, ConnectTimeout: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil)),
 		Membership: &fake{},

@@ -4,20 +4,18 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/assert"
-
-	"github.com/torchft/torchft/go/membership"
 )
 
 func TestAGroupsHealIsTheSumOfItsRanks(t *testing.T) {
 	var h groupHeal
 	h.drop(3) // rank 3 has reported nothing
-	h.add(membership.HealProgress{GroupRank: 0, Received: 1, Total: 10})
-	h.add(membership.HealProgress{GroupRank: 1, Received: 2, Total: 20})
-	h.add(membership.HealProgress{GroupRank: 0, Received: 5, Total: 10})
-	assert.Equal(t, membership.HealProgress{Received: 7, Total: 30}, h.group)
+	h.add(0, bytes{1, 10})
+	h.add(1, bytes{2, 20})
+	h.add(0, bytes{5, 10})
+	assert.Equal(t, bytes{7, 30}, h.group)
 	h.drop(0)
 	h.drop(0)
-	assert.Equal(t, membership.HealProgress{Received: 2, Total: 20}, h.group)
+	assert.Equal(t, bytes{2, 20}, h.group)
 }
 
 // A healing group has as many ranks as its source.

@@ -63,7 +63,7 @@ func TestAKillThroughAProxyOnThisHostNeedsTheToken(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			exited := make(chan int, 1)
-			server, err := manager.NewServer(t.Context(), manager.ServerConfig{
+			server, err := fttest.NewManager(t.Context(), manager.ServerConfig{
 				ReplicaID: "a", Hostname: "127.0.0.1", Bind: "127.0.0.1:0", StoreAddr: "store:1", WorldSize: 1,
 				HeartbeatInterval: time.Second, ConnectTimeout: time.Second, Logger: fttest.Quiet, Membership: tenGroups{},
 				Security: security(t, tc.configured), Exit: func(code int) { exited <- code },

@@ -63,12 +63,12 @@ func TestAListOfAddressesIsChecked(t *testing.T) {
 	} {
 		cfg := c.ServerConfig("g", 1)
 		cfg.LighthouseAddr = list
-		_, err := manager.NewServer(context.Background(), cfg)
+		_, err := fttest.NewManager(context.Background(), cfg)
 		assert.ErrorContains(t, err, wantError)
 	}
 	cfg := c.ServerConfig("g", 1)
 	cfg.LighthouseAddr, cfg.ConnectTimeout = theList, 100*time.Millisecond
-	_, err := manager.NewServer(context.Background(), cfg)
+	_, err := fttest.NewManager(context.Background(), cfg)
 	assert.ErrorContains(t, err, "could not connect to a lighthouse at "+theList)
 }
 
@@ -79,7 +79,7 @@ func TestAListWithoutAClusterEndsTheStart(t *testing.T) {
 		cfg := c.ServerConfig("a", 1)
 		cfg.LighthouseAddr = theList
 		began := time.Now()
-		_, err := manager.NewServer(t.Context(), cfg)
+		_, err := fttest.NewManager(t.Context(), cfg)
 		assert.Equal(t, codes.FailedPrecondition, status.Code(err))
 		assert.ErrorContains(t, err, "TORCHFT_LIGHTHOUSE names 3 lighthouses, and this one, http://lighthouse:29510, is in no cluster")
 		assert.True(t, strings.HasPrefix(rpc.Message(err), "attend call to lighthouse at http://lighthouse:29510 failed: TORCHFT_LIGHTHOUSE names"), rpc.Message(err))

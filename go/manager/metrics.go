@@ -12,9 +12,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/logging"
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/membership"
-	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // scrapeTimeout is how long one answer to Prometheus may take.
@@ -34,7 +33,7 @@ type meters struct {
 
 	commits, lost, heals, healed, lostInRecovery prometheus.Counter
 
-	counts map[string]prometheus.Counter // one for each of rankclient.Counters, by the names that ranks send
+	counts map[string]prometheus.Counter // one for each of Counters, by the names that ranks send
 
 	step     prometheus.Histogram // from one commit to the next
 	phases   map[string]prometheus.Observer
@@ -78,7 +77,7 @@ func newMeters(job, replicaID string) *meters {
 	for _, phase := range []string{gatherPhase, quorumPhase, stepPhase, votePhase} {
 		m.phases[phase] = phases.WithLabelValues(phase)
 	}
-	for name, c := range rankclient.Counters {
+	for name, c := range Counters {
 		m.counts[name] = counter(c.Metric, c.Help)
 		m.registry.MustRegister(m.counts[name])
 	}
@@ -149,21 +148,21 @@ func (m *meters) voted(step int64, committed bool, now time.Time) {
 }
 
 // recovered counts the duration of a rank's recovery. Unknown phases are counted as "other": a client must not create labels without bound.
-func (m *meters) recovered(r membership.Recovered) {
+func (m *meters) recovered(r *torchftpb.Recovered) {
 	kind := "failure"
-	if r.Healed {
+	if r.GetHealed() {
 		kind = "heal"
 		m.heals.Inc()
-		m.healed.Add(float64(max(0, r.Bytes)))
+		m.healed.Add(float64(max(0, r.GetBytes())))
 	}
-	m.lostInRecovery.Add(float64(max(0, r.StepsLost)))
-	for _, p := range r.Phases {
+	m.lostInRecovery.Add(float64(max(0, r.GetStepsLost())))
+	for _, p := range r.GetPhases() {
 		phase := "other"
-		if knownPhases[p.Phase] {
-			phase = p.Phase
+		if knownPhases[p.GetPhase()] {
+			phase = p.GetPhase()
 		}
-		if p.Seconds > 0 {
-			m.recovery.WithLabelValues(kind, phase).Add(p.Seconds)
+		if p.GetSeconds() > 0 {
+			m.recovery.WithLabelValues(kind, phase).Add(p.GetSeconds())
 		}
 	}
 }

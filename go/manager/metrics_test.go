@@ -18,8 +18,8 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // scrape returns the metrics of a manager server, requested from another host.
@@ -77,20 +77,20 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 			require.NoError(t, (<-a.Vote(1, step, step != 1, time.Minute)).Err)
 			require.NoError(t, (<-vote).Err)
 		}
-		phases := []membership.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5}, {Phase: "a stranger's", Seconds: 1}}
-		a.Ranks[0].ReportRecovered(membership.Recovered{Healed: true, Bytes: 1000, Phases: phases})
-		a.Ranks[1].ReportRecovered(membership.Recovered{GroupRank: 1, StepsLost: 2, Phases: []membership.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
-		for name := range rankclient.Counters {
-			a.Ranks[1].ReportCount(rankclient.Counted{GroupRank: 1, Name: name, Number: 3})
-			a.Ranks[1].ReportCount(rankclient.Counted{GroupRank: 1, Name: name, Number: -1})
-			a.Ranks[1].ReportCount(rankclient.Counted{GroupRank: 2, Name: name, Number: 1}) // the group has no rank 2
+		phases := []*torchftpb.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5}, {Phase: "a stranger's", Seconds: 1}}
+		a.Ranks[0].ReportRecovered(&torchftpb.Recovered{Healed: true, Bytes: 1000, Phases: phases})
+		a.Ranks[1].ReportRecovered(&torchftpb.Recovered{GroupRank: 1, StepsLost: 2, Phases: []*torchftpb.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
+		for name := range manager.Counters {
+			a.Ranks[1].ReportCount(&torchftpb.Counted{GroupRank: 1, Name: name, Number: 3})
+			a.Ranks[1].ReportCount(&torchftpb.Counted{GroupRank: 1, Name: name, Number: -1})
+			a.Ranks[1].ReportCount(&torchftpb.Counted{GroupRank: 2, Name: name, Number: 1}) // the group has no rank 2
 		}
-		a.Ranks[1].ReportCount(rankclient.Counted{GroupRank: 1, Name: "a_strangers", Number: 1})
+		a.Ranks[1].ReportCount(&torchftpb.Counted{GroupRank: 1, Name: "a_strangers", Number: 1})
 		synctest.Wait()
 		code, body := scrape(t, c, a, "")
 		require.Equal(t, http.StatusOK, code)
 		const labels = `{group="a",training_job="default"`
-		for _, counter := range rankclient.Counters {
+		for _, counter := range manager.Counters {
 			metric := counter.Metric
 			assert.True(t, strings.Contains(body, metric+labels+"} 3\n"), "%s is not in\n%s", metric, body)
 		}

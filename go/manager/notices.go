@@ -7,19 +7,17 @@ import (
 	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // answerTime is how long ranks may take to answer ProgressAsked.
 const answerTime = quorum.AnswerTime / 2
 
 // handleNotices forwards the notices of the membership to the machine and the ranks.
-func (s *Server) handleNotices(source membership.NoticeSource) {
+func (s *Server) handleNotices() {
 	for {
 		select {
-		case notice, open := <-source.Notices():
-			if !open {
-				return
-			}
+		case notice := <-s.membership.Notices():
 			s.handleNotice(notice)
 		case <-s.ctx.Done():
 			return
@@ -55,10 +53,6 @@ func (s *Server) handleNotice(notice membership.Notice) {
 
 // answerProgress waits until the ranks have answered, or answerTime is over, and sends the lighthouse their progress.
 func (s *Server) answerProgress() {
-	witness, ok := s.membership.(membership.Witness)
-	if !ok {
-		return
-	}
 	deadline := time.NewTimer(answerTime)
 	defer deadline.Stop()
 	look := time.NewTicker(answerTime / 20)
@@ -67,25 +61,19 @@ func (s *Server) answerProgress() {
 		s.mu.Lock()
 		p, complete := s.machine.Progress(time.Now())
 		s.mu.Unlock()
-		if complete {
-			witness.ReportProgress(p)
-			return
+		if !complete {
+			select {
+			case <-look.C:
+				continue
+			case <-deadline.C:
+			case <-s.ctx.Done():
+				return
+			}
 		}
-		select {
-		case <-look.C:
-		case <-deadline.C:
-			witness.ReportProgress(p)
-			return
-		case <-s.ctx.Done():
-			return
-		}
-	}
-}
-
-// suspect reports to the lighthouse that a collective of a rank failed, and which member is suspected; empty if it is not known.
-func (s *Server) suspect(quorumID int64, replicaID string) {
-	if witness, ok := s.membership.(membership.Witness); ok {
-		witness.Suspect(quorumID, replicaID)
+		s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
+			Step: p.Step, GroupRank: p.GroupRank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
+		}}})
+		return
 	}
 }
 

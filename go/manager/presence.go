@@ -60,7 +60,7 @@ const rankGrace = 200 * time.Millisecond
 func (s *Server) present(c *connection, groupRank int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed || c == nil || groupRank < 0 || groupRank >= s.cfg.WorldSize {
+	if s.closed || c == nil || !s.has(groupRank) {
 		return
 	}
 	s.presence.seen(c, groupRank)

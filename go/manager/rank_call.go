@@ -12,7 +12,6 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
-	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -21,12 +20,12 @@ import (
 // rankCall is a pending request of a rank. It arrives by one of three paths: a unary call (service.go), a stream (session.go), or a
 // call within this process (direct.go). Each path converts the request, calls Server.begin, and calls end when it has the answer.
 type rankCall struct {
-	kind               callKind
-	rankclient.Request        // for a vote: only rank and step; for a request for metadata: only the rank
-	vote               bool   // for a vote: its value
-	traceparent        string // of the rank's span; empty if it is not traced
-	deadline           time.Time
-	conn               *connection // if it breaks, the rank counts as disconnected; nil if the rank has none
+	kind          callKind
+	round.Request        // for a vote: only rank and step; for a request for metadata: only the rank
+	vote          bool   // for a vote: its value
+	traceparent   string // of the rank's span; empty if it is not traced
+	deadline      time.Time
+	conn          *connection // if it breaks, the rank counts as disconnected; nil if the rank has none
 
 	span *tracing.Span // ended by end
 
@@ -62,7 +61,7 @@ func quorumFromProto(req *torchftpb.ManagerQuorumRequest) rankCall {
 func voteFromProto(req *torchftpb.ShouldCommitRequest) rankCall {
 	return rankCall{
 		kind:        voteCall,
-		Request:     rankclient.Request{GroupRank: req.GetGroupRank(), Step: req.GetStep()},
+		Request:     round.Request{GroupRank: req.GetGroupRank(), Step: req.GetStep()},
 		vote:        req.GetShouldCommit(),
 		traceparent: req.GetTraceparent(),
 	}
@@ -97,7 +96,7 @@ func (s *Server) begin(c *rankCall, answered func(answer)) {
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if c.conn != nil && c.GroupRank >= 0 && c.GroupRank < s.cfg.WorldSize {
+	if c.conn != nil && s.has(c.GroupRank) {
 		s.presence.seen(c.conn, c.GroupRank)
 	}
 	if c.kind == quorumCall && c.span != nil {

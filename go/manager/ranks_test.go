@@ -37,7 +37,7 @@ func BenchmarkRanks(b *testing.B) {
 func benchRanks(b *testing.B, ranks int) {
 	b.Cleanup(func() { runtime.GOMAXPROCS(runtime.NumCPU()) })
 	runtime.GOMAXPROCS(1)
-	server, err := manager.NewServer(b.Context(), manager.ServerConfig{
+	server, err := fttest.NewManager(b.Context(), manager.ServerConfig{
 		ReplicaID: "g0:life", Hostname: "127.0.0.1", Bind: "[::]:0", StoreAddr: "store:1", WorldSize: int64(ranks),
 		HeartbeatInterval: time.Second, ConnectTimeout: time.Second, Logger: fttest.Quiet, Membership: tenGroups{},
 	})
@@ -87,7 +87,7 @@ func processorTime() time.Duration {
 }
 
 // tenGroups returns a quorum of ten groups that differ only in their names.
-type tenGroups struct{}
+type tenGroups struct{ fttest.NoMembership }
 
 func (tenGroups) Quorum(_ context.Context, m quorum.Member, _ int64) (*quorum.Quorum, error) {
 	q := &quorum.Quorum{ID: 1, Created: time.Unix(0, 0)}
@@ -97,14 +97,6 @@ func (tenGroups) Quorum(_ context.Context, m quorum.Member, _ int64) (*quorum.Qu
 	}
 	return q, nil
 }
-
-func (tenGroups) Attend(ctx context.Context, _ time.Duration, reached func()) error {
-	reached()
-	<-ctx.Done()
-	return ctx.Err()
-}
-
-func (tenGroups) Close() error { return nil }
 
 // made is the line that the process of the ranks prints after all ranks have connected, and after all have made a call.
 type made struct {

@@ -1,72 +1,76 @@
 package manager
 
 import (
-	"github.com/torchft/torchft/go/membership"
-	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/torchftpb"
 )
+
+// bytes is the progress of a heal.
+type bytes struct{ received, total int64 }
 
 // groupHeal has the progress of each healing rank; the group's progress is their sum. Ranks report it several times a second.
 type groupHeal struct {
-	ranks map[int64]membership.HealProgress
-	group membership.HealProgress
+	ranks map[int64]bytes
+	group bytes
 }
 
-func (h *groupHeal) add(p membership.HealProgress) {
-	h.drop(p.GroupRank)
+func (h *groupHeal) add(groupRank int64, p bytes) {
+	h.drop(groupRank)
 	if h.ranks == nil {
-		h.ranks = map[int64]membership.HealProgress{}
+		h.ranks = map[int64]bytes{}
 	}
-	h.ranks[p.GroupRank] = p
-	h.group.Received += p.Received
-	h.group.Total += p.Total
+	h.ranks[groupRank] = p
+	h.group.received += p.received
+	h.group.total += p.total
 }
 
 func (h *groupHeal) drop(groupRank int64) {
-	h.group.Received -= h.ranks[groupRank].Received
-	h.group.Total -= h.ranks[groupRank].Total
+	h.group.received -= h.ranks[groupRank].received
+	h.group.total -= h.ranks[groupRank].total
 	delete(h.ranks, groupRank)
 }
 
 // healing records the progress of a rank, and reports the progress of the group.
-func (s *Server) healing(p membership.HealProgress) {
-	if p.GroupRank < 0 || p.GroupRank >= s.cfg.WorldSize || p.Received < 0 || p.Total < p.Received {
+func (s *Server) healing(p *torchftpb.HealProgress) {
+	if !s.has(p.GetGroupRank()) || p.GetReceived() < 0 || p.GetTotal() < p.GetReceived() {
 		return
 	}
 	s.mu.Lock()
-	s.heals.add(p)
-	group := s.heals.group
+	s.heals.add(p.GetGroupRank(), bytes{p.GetReceived(), p.GetTotal()})
+	group := &torchftpb.HealProgress{Received: s.heals.group.received, Total: s.heals.group.total}
 	s.mu.Unlock()
-	if reporter, ok := s.membership.(membership.Reporter); ok {
-		reporter.ReportHealing(group)
-	}
+	s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Healing{Healing: group}})
 }
 
+// mostPhases bounds the memory that a rank's report can use.
+const mostPhases = 16
+
 // recovered counts the duration of a rank's recovery. The recovery of group rank 0 is reported to the lighthouse, for its page.
-func (s *Server) recovered(r membership.Recovered) {
-	if r.GroupRank < 0 || r.GroupRank >= s.cfg.WorldSize {
+func (s *Server) recovered(r *torchftpb.Recovered) {
+	if !s.has(r.GetGroupRank()) {
 		return
 	}
+	r.Phases = r.GetPhases()[:min(len(r.GetPhases()), mostPhases)]
 	s.meters.recovered(r)
 	s.mu.Lock()
-	if r.Healed {
-		s.heals.drop(r.GroupRank)
+	if r.GetHealed() {
+		s.heals.drop(r.GetGroupRank())
 	}
 	s.mu.Unlock()
-	if reporter, ok := s.membership.(membership.Reporter); ok && r.GroupRank == 0 {
-		reporter.ReportRecovered(r)
+	if r.GetGroupRank() == 0 {
+		s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: r}})
 	}
 }
 
 // counted adds to a counter. The rank gets no answer, so a refused count is logged, once.
-func (s *Server) counted(c rankclient.Counted) {
-	if c.GroupRank < 0 || c.GroupRank >= s.cfg.WorldSize {
+func (s *Server) counted(c *torchftpb.Counted) {
+	if !s.has(c.GetGroupRank()) {
 		return
 	}
-	if err := c.Validate(); err != nil {
+	if err := ValidateCounted(c); err != nil {
 		s.badCount.Do(func() {
-			s.log.Warn("torchft: a count of a rank was refused", "group_rank", c.GroupRank, "error", err)
+			s.log.Warn("torchft: a count of a rank was refused", "group_rank", c.GetGroupRank(), "error", err)
 		})
 		return
 	}
-	s.meters.counts[c.Name].Add(float64(c.Number))
+	s.meters.counts[c.GetName()].Add(float64(c.GetNumber()))
 }

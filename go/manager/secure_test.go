@@ -50,7 +50,7 @@ func TestAJobWithTokenAndCertificates(t *testing.T) {
 			change(&wrong)
 			cfg := c.ServerConfig("far", 1)
 			secure(wrong)(&cfg)
-			_, err := manager.NewServer(t.Context(), cfg)
+			_, err := fttest.NewManager(t.Context(), cfg)
 			assert.ErrorContains(t, err, wantError)
 			assert.ErrorContains(t, err, "could not connect to lighthouse at https://lighthouse:29510: timed out after 1s")
 		}

@@ -10,11 +10,11 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/local"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/membership"
-	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -26,8 +26,7 @@ type Server struct {
 	address    string
 	rpc        *rpc.Server
 	membership membership.Membership
-	standing   membership.Standing // the membership, if its quorums can stand; else nil
-	ctx        context.Context     // ends with Shutdown
+	ctx        context.Context // ends with Shutdown
 	cancel     context.CancelFunc
 	tasks      sync.WaitGroup
 	notices    membership.Broadcast
@@ -43,7 +42,7 @@ type Server struct {
 	parent   string // trace context of the rank that was the last one to ask for the quorum; empty if no rank traces
 	heals    groupHeal
 
-	badCount sync.Once // logs only the first refused rankclient.Counted, whichever rank sent it
+	badCount sync.Once // logs only the first refused torchftpb.Counted, whichever rank sent it
 	trouble  string    // why the lighthouse is not reached; empty if it is
 	closed   bool
 }
@@ -57,38 +56,30 @@ const spareConnections = 10_000
 // again, connect to request the metadata of the checkpoint.
 func mostConnections(worldSize int64) int { return spareConnections + 3*int(worldSize) }
 
-// NewServer starts the server of a replica group: it is connected to the lighthouse, bound and serving on
-// return. It returns an error if the lighthouse is not reached within ConnectTimeout. End the server with Shutdown.
-func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
+// NewServer starts the server of a replica group: it is bound and serving on return. End it with Shutdown.
+func NewServer(cfg ServerConfig) (*Server, error) {
 	if err := cfg.Validate(); err != nil {
-		return nil, err
+		return nil, errors.Join(err, cfg.Membership.Close())
 	}
 	cfg = cfg.withDefaults()
 	tracing.Setup(cfg.Logger)
 	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{MaxConnections: mostConnections(cfg.WorldSize)}, cfg.Logger)
 	if err != nil {
-		return nil, err
-	}
-	joined := cfg.Membership
-	if joined == nil {
-		if joined, err = Join(ctx, cfg); err != nil {
-			return nil, err
-		}
+		return nil, errors.Join(err, cfg.Membership.Close())
 	}
 	lis, err := cfg.Network.Listen(cfg.Bind)
 	if err != nil {
-		return nil, errors.Join(err, joined.Close())
+		return nil, errors.Join(err, cfg.Membership.Close())
 	}
 	s := &Server{
 		cfg:        cfg,
 		log:        cfg.Logger.With("replica_id", cfg.ReplicaID),
 		address:    rpc.Announce(cfg.Hostname, lis.Addr(), cfg.Security),
-		membership: joined,
+		membership: cfg.Membership,
 		asking:     map[uint64]context.CancelFunc{},
 		presence:   presence{},
 		meters:     newMeters(cfg.job(), cfg.ReplicaID),
 	}
-	s.standing, _ = joined.(membership.Standing)
 	s.machine = s.newMachine()
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	g := rpc.NewGRPC(gate, s.log, grpc.StatsHandler(connectionTracker{s}))
@@ -96,10 +87,8 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
 	s.rpc = rpc.Serve(lis, gate, g, s.handler(gate), s.log)
 	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
-	if source, ok := joined.(membership.NoticeSource); ok {
-		rpc.Go(&s.tasks, s.log, "notices", func() { s.handleNotices(source) })
-	}
-	s.unregister = rankclient.Register(cfg.Network, s.address, func() rankclient.Calls { return s.direct() })
+	rpc.Go(&s.tasks, s.log, "notices", s.handleNotices)
+	s.unregister = local.Register(cfg.Network, s.address, func() local.Calls { return s.direct() })
 	return s, nil
 }
 
@@ -135,11 +124,7 @@ func (s *Server) Shutdown() {
 }
 
 // Finish makes Shutdown announce that the training of the group is complete.
-func (s *Server) Finish() {
-	if finisher, ok := s.membership.(membership.Finisher); ok {
-		finisher.Finish()
-	}
-}
+func (s *Server) Finish() { s.membership.Finish() }
 
 // leave announces that the group has completed its last step, and waits until its peers have completed that step too and no longer need
 // the group's data.
@@ -148,11 +133,11 @@ func (s *Server) leave(ctx context.Context) error {
 	defer cancel()
 	stop := context.AfterFunc(s.ctx, cancel)
 	defer stop()
-	if leaver, ok := s.membership.(membership.Leaver); ok {
-		return leaver.Leave(ctx)
-	}
-	return nil
+	return s.membership.Leave(ctx)
 }
+
+// has reports whether the group has a rank.
+func (s *Server) has(groupRank int64) bool { return groupRank >= 0 && groupRank < s.cfg.WorldSize }
 
 // Status returns the machine's description of its state.
 func (s *Server) Status() round.Status {
@@ -192,9 +177,7 @@ func (s *Server) step(event round.Event) {
 	defer rpc.Recovered(s.log, "the manager server", &err)
 	now := time.Now()
 	actions := s.machine.Step(event, now)
-	if s.standing != nil {
-		s.standing.Trains(s.machine.Standing()) // before the actions: a stop or a request must not overtake it
-	}
+	s.membership.Trains(s.machine.Standing()) // before the actions: a stop or a request must not overtake it
 	s.meters.observe(event, actions, now)
 	for _, action := range actions {
 		switch a := action.(type) {
@@ -211,19 +194,19 @@ func (s *Server) step(event round.Event) {
 		case round.AnswerMetadata:
 			s.waiters.Answer(a.Waiter, answer{metadata: a.Metadata})
 		case round.Stop:
-			s.standing.Stop(a.QuorumID, a.Step)
+			s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Stopped{
+				Stopped: &torchftpb.Step{QuorumId: a.QuorumID, Step: a.Step},
+			}})
 		case round.Part:
-			s.standing.Part(a.QuorumID, a.Step, a.Reason)
+			s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Parting{
+				Parting: &torchftpb.Parting{QuorumId: a.QuorumID, Step: a.Step, Reason: a.Reason},
+			}})
 		case round.NeedQuorum:
-			s.standing.NeedQuorum(a.Reason)
+			s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Changes{Changes: a.Reason}})
 		case round.RequestDrain:
-			if s.standing != nil {
-				s.standing.RequestDrain("a signal to the group")
-			}
+			s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Drain{Drain: "a signal to the group"}})
 		case round.ReportIncomplete:
-			if witness, ok := s.membership.(membership.Witness); ok {
-				witness.Incomplete(a.Reason)
-			}
+			s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: a.Reason}})
 		case round.Fail:
 			s.waiters.Answer(a.Waiter, answer{err: s.failed(event, a.Failure)})
 		}

@@ -29,6 +29,7 @@ import (
 
 // fake is a Membership whose answers the test sets.
 type fake struct {
+	fttest.NoMembership
 	quorum func(ctx context.Context) (*quorum.Quorum, error)
 	asked  atomic.Int64
 	closed atomic.Bool
@@ -37,11 +38,6 @@ type fake struct {
 func (f *fake) Quorum(ctx context.Context, _ quorum.Member, _ int64) (*quorum.Quorum, error) {
 	f.asked.Add(1)
 	return f.quorum(ctx)
-}
-func (f *fake) Attend(ctx context.Context, _ time.Duration, reached func()) error {
-	reached()
-	<-ctx.Done()
-	return ctx.Err()
 }
 func (f *fake) Close() error { f.closed.Store(true); return nil }
 
@@ -191,7 +187,7 @@ func TestValidate(t *testing.T) {
 	} {
 		cfg := c.ServerConfig("a", 1)
 		change(&cfg)
-		_, err := manager.NewServer(t.Context(), cfg)
+		_, err := fttest.NewManager(t.Context(), cfg)
 		assert.ErrorContains(t, err, setting)
 	}
 }
@@ -202,7 +198,7 @@ func TestNoLighthouse(t *testing.T) {
 		cfg := c.ServerConfig("a", 1)
 		cfg.ConnectTimeout = 2 * time.Second
 		start := time.Now()
-		_, err := manager.NewServer(t.Context(), cfg)
+		_, err := fttest.NewManager(t.Context(), cfg)
 		assert.ErrorContains(t, err, "could not connect to lighthouse at http://lighthouse:29510: timed out after 2s: ")
 		assert.ErrorContains(t, err, "connection refused")
 		assert.False(t, rpc.IsTimeout(err))
@@ -235,7 +231,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	}
 	cfg := realConfig(started.Address(), "a", 2)
 	cfg.Membership = failing
-	server, err := manager.NewServer(t.Context(), cfg)
+	server, err := fttest.NewManager(t.Context(), cfg)
 	require.NoError(t, err)
 	defer server.Shutdown()
 	near, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second)
@@ -310,13 +306,13 @@ func TestAPortInUse(t *testing.T) {
 	defer func() { require.NoError(t, lis.Close()) }()
 	cfg := realConfig(lh.Address(), "a", 1)
 	cfg.Bind = lis.Addr().String()
-	_, err = manager.NewServer(t.Context(), cfg)
+	_, err = fttest.NewManager(t.Context(), cfg)
 	assert.ErrorContains(t, err, `bind is "`+cfg.Bind+`": the port is in use`)
 }
 
 func TestGarbageDoesNotEndTheServer(t *testing.T) {
 	lh := startLighthouse(t, 1)
-	server, err := manager.NewServer(t.Context(), realConfig(lh.Address(), "a", 1))
+	server, err := fttest.NewManager(t.Context(), realConfig(lh.Address(), "a", 1))
 	require.NoError(t, err)
 	defer server.Shutdown()
 	fttest.SendGarbage(t, server.Address())

@@ -9,7 +9,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
-	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -28,7 +28,7 @@ func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest
 }
 
 func (s service) CheckpointMetadata(ctx context.Context, req *torchftpb.CheckpointMetadataRequest) (*torchftpb.CheckpointMetadataResponse, error) {
-	a := s.server.do(ctx, rankCall{kind: metadataCall, Request: rankclient.Request{GroupRank: req.GetRank()}})
+	a := s.server.do(ctx, rankCall{kind: metadataCall, Request: round.Request{GroupRank: req.GetRank()}})
 	if a.err != nil {
 		return nil, a.err
 	}

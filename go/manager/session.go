@@ -15,7 +15,6 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
-	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -103,31 +102,30 @@ func (o *openSession) take(ctx context.Context, req *torchftpb.RankRequest) bool
 	switch {
 	case req.GetCancel():
 		o.cancelCall(req.GetCall())
-	case !o.takeReport(req):
+	case !o.server.report(o.conn, req):
 		return o.start(ctx, req)
 	}
 	return true
 }
 
-// takeReport handles a request that has no answer. It returns false for any other request.
-func (o *openSession) takeReport(req *torchftpb.RankRequest) bool {
+// report handles a request of a rank that has no answer. It returns false for any other request.
+func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 	switch r := req.GetRequest().(type) {
 	case *torchftpb.RankRequest_Suspected:
-		o.server.suspect(r.Suspected.GetQuorumId(), r.Suspected.GetReplicaId())
+		s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{Suspected: r.Suspected}})
 	case *torchftpb.RankRequest_Hello:
-		o.server.present(o.conn, r.Hello)
+		s.present(from, r.Hello)
 	case *torchftpb.RankRequest_Healing:
-		o.server.healing(wire.HealProgressFromProto(r.Healing))
+		s.healing(r.Healing)
 	case *torchftpb.RankRequest_Recovered:
-		o.server.recovered(wire.RecoveredFromProto(r.Recovered))
+		s.recovered(r.Recovered)
 	case *torchftpb.RankRequest_Counted:
-		c := r.Counted
-		o.server.counted(rankclient.Counted{GroupRank: c.GetGroupRank(), Name: c.GetName(), Number: c.GetNumber()})
+		s.counted(r.Counted)
 	case *torchftpb.RankRequest_Progress:
 		p := r.Progress
-		o.server.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})
+		s.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})
 	case *torchftpb.RankRequest_Drain:
-		o.server.feed(round.DrainAsked{})
+		s.feed(round.DrainAsked{})
 	default:
 		return false
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/pyapi/rank"
 	"github.com/torchft/torchft/go/rankclient"
@@ -43,7 +44,13 @@ func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr str
 		return 0, ops.As(ops.Value, err)
 	}
 	return ops.Start(cfg.ConnectTimeout+bindTimeout, func(ctx context.Context) (any, error) {
-		server, err := manager.NewServer(ctx, cfg)
+		joined, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
+			lighthouses.WithSecurity(cfg.Security), lighthouses.WithJob(cfg.Job))
+		if err != nil {
+			return nil, connectFailed(err)
+		}
+		cfg.Membership = joined
+		server, err := manager.NewServer(cfg)
 		return server, connectFailed(err)
 	}), nil
 }

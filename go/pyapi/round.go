@@ -7,10 +7,10 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/pyapi/rank"
-	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // ManagerRoundPrepare prepares ManagerQuorumStart for a rank whose requests differ only in the step. The numbers of a call are
@@ -131,7 +131,7 @@ func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found
 // ManagerSayHealing reports the progress of a heal: the bytes that this rank has received, and the total.
 func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, err error) {
 	return say(handle, func(c *rank.Client) {
-		c.ReportHealing(membership.HealProgress{GroupRank: groupRank, Received: received, Total: total})
+		c.ReportHealing(&torchftpb.HealProgress{GroupRank: groupRank, Received: received, Total: total})
 	})
 }
 
@@ -139,7 +139,7 @@ func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, er
 // the quorum. phases is a JSON list of pairs of a name and seconds.
 func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, bytes, stepsLost int64, phases string) (found bool, err error) {
 	defer ops.Guard(&err)
-	r := membership.Recovered{GroupRank: groupRank, Healed: healed, QuorumID: quorumID, Step: step, Bytes: bytes, StepsLost: stepsLost}
+	r := &torchftpb.Recovered{GroupRank: groupRank, Healed: healed, QuorumId: quorumID, Step: step, Bytes: bytes, StepsLost: stepsLost}
 	var pairs [][2]any
 	if err := json.Unmarshal([]byte(phases), &pairs); err != nil {
 		return false, ops.As(ops.Value, fmt.Errorf("phases: %w", err))
@@ -147,15 +147,15 @@ func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, b
 	for _, pair := range pairs {
 		name, _ := pair[0].(string)
 		seconds, _ := pair[1].(float64)
-		r.Phases = append(r.Phases, membership.PhaseTime{Phase: name, Seconds: seconds})
+		r.Phases = append(r.Phases, &torchftpb.PhaseTime{Phase: name, Seconds: seconds})
 	}
 	return say(handle, func(c *rank.Client) { c.ReportRecovered(r) })
 }
 
 // ManagerSayCounted adds number to the counter of the manager server that has this name.
 func ManagerSayCounted(handle, groupRank int64, name string, number int64) (found bool, err error) {
-	counted := rankclient.Counted{GroupRank: groupRank, Name: name, Number: number}
-	if err := counted.Validate(); err != nil {
+	counted := &torchftpb.Counted{GroupRank: groupRank, Name: name, Number: number}
+	if err := manager.ValidateCounted(counted); err != nil {
 		return false, ops.As(ops.Value, err)
 	}
 	return say(handle, func(c *rank.Client) { c.ReportCount(counted) })

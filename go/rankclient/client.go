@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/local"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
@@ -18,45 +19,17 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Request is a rank's request for the next quorum.
-type Request = round.Request
+// Request is a rank's request for the next quorum, Decision the outcome of a vote.
+type (
+	Request  = round.Request
+	Decision = local.Decision
+)
 
 // Client is one rank's connection to a manager server. To a server in the same process it is direct, without
 // a network. Calls may run at the same time. Each ends at its context's deadline.
 type Client struct {
 	peer string
-	Calls
-}
-
-// Calls are the operations of a client, over the network or within the process.
-type Calls interface {
-	Quorum(ctx context.Context, req Request) (recovery.Result, error)
-	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
-	Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error)
-	// Suspect reports a failed collective of a quorum, and the suspected member; empty if it is not known.
-	Suspect(quorumID int64, replicaID string)
-	// ReportProgress answers ProgressAsked: whether the rank waits for other groups, and its activity in words.
-	ReportProgress(groupRank int64, waits bool, what string)
-	// ReportHealing reports the progress of a heal, ReportRecovered the cost of a recovery. They do not block.
-	ReportHealing(p membership.HealProgress)
-	ReportRecovered(r membership.Recovered)
-	// ReportCount adds to a counter of the server. It does not block.
-	ReportCount(c Counted)
-	// RequestDrain requests that the group leaves. It does not block, and may be lost: Request.Drain repeats it.
-	RequestDrain()
-	// Leave announces that the group has completed its last step, and waits until its peers no longer need its data. Each rank
-	// calls it.
-	Leave(ctx context.Context) error
-	// Notices returns the channel of the notices that the server forwards from the lighthouse. It is nil if the server forwards
-	// none.
-	Notices() <-chan membership.Notice
-	Close() error
-}
-
-// Decision is the outcome of a group's vote on a step.
-type Decision struct {
-	Commit bool
-	Stands bool // the quorum stands: the rank may begin the next step, and need not ask for a quorum
+	local.Calls
 }
 
 // DialOption changes how a client connects.
@@ -87,7 +60,7 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 	}
 	peer := "manager at " + addr
 	if !s.noShortcut {
-		if calls := local.connect(s.network, addr); calls != nil {
+		if calls := local.Connect(s.network, addr); calls != nil {
 			return &Client{peer: peer, Calls: calls}, nil
 		}
 	}
@@ -125,6 +98,40 @@ func (c *Client) Vote(ctx context.Context, groupRank, step int64, vote bool) (De
 // Leave announces that the group has completed its last step, and waits until its peers no longer need its data.
 func (c *Client) Leave(ctx context.Context) error {
 	return rpc.Wrap("leave", c.peer, c.Calls.Leave(ctx))
+}
+
+// Suspect reports a failed collective of a quorum, and the suspected member; empty if it is not known.
+func (c *Client) Suspect(quorumID int64, replicaID string) {
+	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Suspected{
+		Suspected: &torchftpb.PeerSuspected{QuorumId: quorumID, ReplicaId: replicaID},
+	}})
+}
+
+// ReportProgress answers ProgressAsked: whether the rank waits for other groups, and its activity in words.
+func (c *Client) ReportProgress(groupRank int64, waits bool, what string) {
+	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Progress{
+		Progress: &torchftpb.RankProgress{GroupRank: groupRank, Waits: waits, What: what},
+	}})
+}
+
+// ReportHealing reports the progress of a heal.
+func (c *Client) ReportHealing(p *torchftpb.HealProgress) {
+	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Healing{Healing: p}})
+}
+
+// ReportRecovered reports the cost of a recovery.
+func (c *Client) ReportRecovered(r *torchftpb.Recovered) {
+	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Recovered{Recovered: r}})
+}
+
+// ReportCount adds to a counter of the server.
+func (c *Client) ReportCount(counted *torchftpb.Counted) {
+	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Counted{Counted: counted}})
+}
+
+// RequestDrain requests that the group leaves. The request may be lost: Request.Drain repeats it.
+func (c *Client) RequestDrain() {
+	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Drain{Drain: true}})
 }
 
 // remote makes unary calls to a server over the network.
@@ -168,12 +175,7 @@ func (r *remote) Leave(context.Context) error { return nil }
 
 func (r *remote) Notices() <-chan membership.Notice { return nil }
 
-// An upstream server does not accept these reports.
-func (r *remote) Suspect(int64, string)                 {}
-func (r *remote) ReportProgress(int64, bool, string)    {}
-func (r *remote) ReportHealing(membership.HealProgress) {}
-func (r *remote) ReportRecovered(membership.Recovered)  {}
-func (r *remote) ReportCount(Counted)                   {}
-func (r *remote) RequestDrain()                         {}
+// Report does nothing: an upstream server accepts no reports.
+func (r *remote) Report(*torchftpb.RankRequest) {}
 
 func (r *remote) Close() error { return r.conn.Close() }

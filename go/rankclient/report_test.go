@@ -30,7 +30,7 @@ func TestAReportIsSentWhileACallLooksForTheStream(t *testing.T) {
 		defer s.cancel()
 		s.stream.Store(rpc.NewStream[torchftpb.RankRequest, torchftpb.RankResponse, *torchftpb.RankResponse](recorder{sent: sent}, func() {}))
 		s.opening <- struct{}{}
-		s.ReportCount(Counted{Name: "divergences", Number: 1})
+		s.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Counted{Counted: &torchftpb.Counted{Number: 1}}})
 		synctest.Wait()
 		if assert.Len(t, sent, 1) {
 			assert.EqualValues(t, 1, (<-sent).GetCounted().GetNumber())

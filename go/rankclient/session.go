@@ -85,40 +85,10 @@ func (s *session) Leave(ctx context.Context) error {
 
 func (s *session) Notices() <-chan membership.Notice { return s.notices }
 
-func (s *session) Suspect(quorumID int64, replicaID string) {
-	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Suspected{
-		Suspected: &torchftpb.PeerSuspected{QuorumId: quorumID, ReplicaId: replicaID},
-	}})
-}
-
-func (s *session) ReportProgress(groupRank int64, waits bool, what string) {
-	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Progress{
-		Progress: &torchftpb.RankProgress{GroupRank: groupRank, Waits: waits, What: what},
-	}})
-}
-
-func (s *session) ReportHealing(p membership.HealProgress) {
-	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Healing{Healing: wire.HealProgressToProto(p)}})
-}
-
-func (s *session) ReportRecovered(r membership.Recovered) {
-	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Recovered{Recovered: wire.RecoveredToProto(r)}})
-}
-
-func (s *session) ReportCount(c Counted) {
-	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Counted{
-		Counted: &torchftpb.Counted{GroupRank: c.GroupRank, Name: c.Name, Number: c.Number},
-	}})
-}
-
-func (s *session) RequestDrain() {
-	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Drain{Drain: true}})
-}
-
-// report sends a report if the session is open, and drops it otherwise. A report is not answered. report does not take the lock of
+// Report sends a report if the session is open, and drops it otherwise. It does not take the lock of
 // opening: a report must not wait for a stream that is being opened, and must not be dropped because a call checks the stream at the
 // same moment.
-func (s *session) report(req *torchftpb.RankRequest) {
+func (s *session) Report(req *torchftpb.RankRequest) {
 	if stream := s.stream.Load(); stream != nil {
 		stream.Post(req)
 	}

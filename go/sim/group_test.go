@@ -109,17 +109,17 @@ func (g *group) serve() (*manager.Server, error) {
 		if err != nil {
 			return nil, err
 		}
-		cfg.Membership = upstreamMember{g, conn, torchftpb.NewLighthouseServiceClient(conn)}
-		return manager.NewServer(g.ctx, cfg)
+		cfg.Membership = upstreamMember{fttest.NoMembership{}, g, conn, torchftpb.NewLighthouseServiceClient(conn)}
+		return fttest.NewManager(g.ctx, cfg)
 	}
-	m, err := manager.Join(g.ctx, cfg)
+	m, err := fttest.Join(g.ctx, cfg)
 	if err != nil {
 		return nil, err
 	}
-	o := observedMember{m.(*lighthouses.Member), g, make(chan membership.Notice)}
+	o := observedMember{m, g, make(chan membership.Notice)}
 	g.j.tasks.Go(o.listen)
 	cfg.Membership = o
-	return manager.NewServer(g.ctx, cfg)
+	return fttest.NewManager(g.ctx, cfg)
 }
 
 // observedMember reports the messages between a member and its lighthouse to the judge.
@@ -184,6 +184,7 @@ func (g *group) observe(m quorum.Member, ask func() (*quorum.Quorum, error)) (*q
 
 // upstreamMember is the membership of a group of upstream: calls, with the fields that upstream sends.
 type upstreamMember struct {
+	fttest.NoMembership
 	g    *group
 	conn *grpc.ClientConn
 	stub torchftpb.LighthouseServiceClient

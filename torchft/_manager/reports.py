@@ -25,7 +25,7 @@ class Reports:
         self._report = report
 
     def counted(self, name: str, number: int = 1) -> None:
-        """Adds to a counter; go/rankclient/counted.go lists the names (``Counters``)."""
+        """Adds to a counter; go/manager/counted.go lists the names (``Counters``)."""
         self._report("_report_count", name, number)
 
     def healing(self, received: int, total: int) -> None:

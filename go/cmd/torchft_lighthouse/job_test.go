@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/assert"
 
 	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership"
@@ -124,7 +125,7 @@ func (j *job) end() {
 func (g *group) run(ctx context.Context) {
 	var err error
 	for g.server == nil {
-		g.server, err = manager.NewServer(ctx, manager.ServerConfig{
+		g.server, err = fttest.NewManager(ctx, manager.ServerConfig{
 			ReplicaID: g.name, LighthouseAddr: g.j.addresses, Job: "job", Hostname: g.j.hostname, Bind: g.j.bind, StoreAddr: g.j.hostname + ":1",
 			WorldSize: 1, HeartbeatInterval: 100 * time.Millisecond, ConnectTimeout: 10 * time.Second,
 			Security: auth.SecurityFromEnv(),

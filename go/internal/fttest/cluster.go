@@ -16,8 +16,11 @@ import (
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // LighthouseAddr is the address of a cluster's lighthouse, before and after a restart.
@@ -63,6 +66,47 @@ func (c *Cluster) LighthouseOn(host string, minReplicas int, change ...func(*lig
 	return server
 }
 
+// NewManager joins the lighthouses of a configuration, unless it has a Membership, and starts the manager server.
+func NewManager(ctx context.Context, cfg manager.ServerConfig) (*manager.Server, error) {
+	if cfg.Membership == nil {
+		joined, err := Join(ctx, cfg)
+		if err != nil {
+			return nil, err
+		}
+		cfg.Membership = joined
+	}
+	return manager.NewServer(cfg)
+}
+
+// Join joins the lighthouses of a configuration.
+func Join(ctx context.Context, cfg manager.ServerConfig) (*lighthouses.Member, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	return lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
+		lighthouses.WithNetwork(cfg.Network), lighthouses.WithSecurity(cfg.Security), lighthouses.WithJob(cfg.Job))
+}
+
+// NoMembership has the methods of a Membership without effect, for a fake to override.
+type NoMembership struct{}
+
+// Attend reaches the lighthouse.
+func (NoMembership) Attend(ctx context.Context, _ time.Duration, reached func()) error {
+	reached()
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+// Notices has no notice.
+func (NoMembership) Notices() <-chan membership.Notice { return nil }
+
+// Report, Trains, Leave, Finish and Close do nothing.
+func (NoMembership) Report(*torchftpb.MemberMessage) {}
+func (NoMembership) Trains(int64, int64)             {}
+func (NoMembership) Leave(context.Context) error     { return nil }
+func (NoMembership) Finish()                         {}
+func (NoMembership) Close() error                    { return nil }
+
 // Group is one replica group: its server on the host with the group's name, and one client per rank, each on its own host
 // "name/rank".
 type Group struct {
@@ -97,7 +141,7 @@ func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manag
 	for _, f := range change {
 		f(&cfg)
 	}
-	server, err := manager.NewServer(context.Background(), cfg)
+	server, err := NewManager(context.Background(), cfg)
 	require.NoError(c.T, err)
 	c.T.Cleanup(server.Shutdown)
 	g := &Group{c: c, name: name, Server: server, security: cfg.Security}

@@ -5,42 +5,6 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// HealProgressToProto returns the wire form of the progress of a heal.
-func HealProgressToProto(p membership.HealProgress) *torchftpb.HealProgress {
-	return &torchftpb.HealProgress{GroupRank: p.GroupRank, Received: p.Received, Total: p.Total}
-}
-
-// HealProgressFromProto is the inverse of HealProgressToProto.
-func HealProgressFromProto(p *torchftpb.HealProgress) membership.HealProgress {
-	return membership.HealProgress{GroupRank: p.GetGroupRank(), Received: p.GetReceived(), Total: p.GetTotal()}
-}
-
-// mostPhases bounds the memory that a rank's report can use in a server.
-const mostPhases = 16
-
-// RecoveredToProto returns the wire form of the cost of a recovery.
-func RecoveredToProto(r membership.Recovered) *torchftpb.Recovered {
-	p := &torchftpb.Recovered{
-		GroupRank: r.GroupRank, Healed: r.Healed, QuorumId: r.QuorumID, Step: r.Step, Bytes: r.Bytes, StepsLost: r.StepsLost,
-	}
-	for _, phase := range r.Phases {
-		p.Phases = append(p.Phases, &torchftpb.PhaseTime{Phase: phase.Phase, Seconds: phase.Seconds})
-	}
-	return p
-}
-
-// RecoveredFromProto is the inverse of RecoveredToProto, for the first mostPhases phases.
-func RecoveredFromProto(p *torchftpb.Recovered) membership.Recovered {
-	r := membership.Recovered{
-		GroupRank: p.GetGroupRank(), Healed: p.GetHealed(), QuorumID: p.GetQuorumId(), Step: p.GetStep(), Bytes: p.GetBytes(),
-		StepsLost: p.GetStepsLost(),
-	}
-	for _, phase := range p.GetPhases()[:min(len(p.GetPhases()), mostPhases)] {
-		r.Phases = append(r.Phases, membership.PhaseTime{Phase: phase.GetPhase(), Seconds: phase.GetSeconds()})
-	}
-	return r
-}
-
 // NoticeToRank returns the message that forwards a notice to a rank.
 func NoticeToRank(n membership.Notice) *torchftpb.RankResponse {
 	switch n.Kind {

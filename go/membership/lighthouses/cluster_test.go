@@ -20,7 +20,6 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -373,7 +372,7 @@ func TestAMemberThatSendsMuchStaysAtItsLighthouse(t *testing.T) {
 		m.quorum()
 		c.visits()
 		for range 100 {
-			m.ReportHealing(membership.HealProgress{Received: 1, Total: 2})
+			m.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Healing{Healing: &torchftpb.HealProgress{Received: 1, Total: 2}}})
 			time.Sleep(100 * time.Millisecond)
 		}
 		assert.Empty(t, c.visits())

@@ -15,7 +15,6 @@ import (
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
-	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -50,15 +49,7 @@ type Member struct {
 	unary   map[string]bool // which lighthouses have no streams, by address
 }
 
-var (
-	_ membership.Membership   = (*Member)(nil)
-	_ membership.NoticeSource = (*Member)(nil)
-	_ membership.Witness      = (*Member)(nil)
-	_ membership.Standing     = (*Member)(nil)
-	_ membership.Leaver       = (*Member)(nil)
-	_ membership.Finisher     = (*Member)(nil)
-	_ membership.Reporter     = (*Member)(nil)
-)
+var _ membership.Membership = (*Member)(nil)
 
 // Join makes a replica group a member at the lighthouse that serves its job. It returns when a lighthouse of the list is reached, which need
 // not be that one, and an error if that lighthouse is in no cluster and the list has others. Close ends the membership.
@@ -196,48 +187,15 @@ func (m *Member) beat(ctx context.Context, client *Client, interval time.Duratio
 // Notices has a value for each notice of the lighthouse.
 func (m *Member) Notices() <-chan membership.Notice { return m.notices }
 
-func (m *Member) Suspect(quorumID int64, replicaID string) {
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{
-		Suspected: &torchftpb.PeerSuspected{QuorumId: quorumID, ReplicaId: replicaID},
-	}})
-}
-
-func (m *Member) Incomplete(reason string) {
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: reason}})
-}
-
-func (m *Member) ReportProgress(p round.Progress) {
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
-		Step: p.Step, GroupRank: p.GroupRank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
-	}}})
-}
-
 func (m *Member) Trains(quorumID, step int64) {
 	m.standsIn.Store(quorumID)
 	m.step.Store(step)
 }
 
-func (m *Member) Stop(quorumID, step int64) {
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Stopped{Stopped: &torchftpb.Step{QuorumId: quorumID, Step: step}}})
-}
-
-func (m *Member) Part(quorumID, step int64, reason string) {
-	parting := &torchftpb.Parting{QuorumId: quorumID, Step: step, Reason: reason}
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Parting{Parting: parting}})
-}
-
-func (m *Member) NeedQuorum(reason string) {
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Changes{Changes: reason}})
-}
-
-func (m *Member) RequestDrain(reason string) {
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Drain{Drain: reason}})
-}
-
-// report sends a message that is not answered. It is dropped while there is no stream, or the lighthouse does not read. Dropping it is
+// Report sends a message that is not answered. It is dropped while there is no stream, or the lighthouse does not read. Dropping it is
 // safe: the lighthouse has seen the disconnect itself, or the silence, and the manager server reports an incomplete group again at the
 // next stream (lighthouseReached).
-func (m *Member) report(message *torchftpb.MemberMessage) {
+func (m *Member) Report(message *torchftpb.MemberMessage) {
 	if stream := m.stream.Load(); stream != nil {
 		stream.Post(message)
 	}
@@ -277,16 +235,6 @@ func (m *Member) announceEnd() {
 			return
 		}
 	}
-}
-
-// ReportHealing reports the progress of a heal.
-func (m *Member) ReportHealing(p membership.HealProgress) {
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Healing{Healing: wire.HealProgressToProto(p)}})
-}
-
-// ReportRecovered reports the cost of a recovery.
-func (m *Member) ReportRecovered(r membership.Recovered) {
-	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }
 
 // locked runs do while no stream is being opened, so that do may change the choice and the stream. It does nothing if a stream is being

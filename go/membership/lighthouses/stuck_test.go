@@ -45,7 +45,7 @@ func TestReportsAndRequestsAreSentInTheirOrder(t *testing.T) {
 		close(wire.released)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		m.Incomplete("rank 1 is disconnected")
+		m.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "rank 1 is disconnected"}})
 		_, err := stream.ask(ctx, 1, quorum.Member{ReplicaID: "a"}, 0)
 		require.Equal(t, codes.DeadlineExceeded, status.Code(err))
 		synctest.Wait()

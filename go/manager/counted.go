@@ -1,10 +1,12 @@
-package rankclient
+package manager
 
 import (
 	"fmt"
 	"maps"
 	"slices"
 	"strings"
+
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // Counter is a counter of the manager server that ranks add to.
@@ -22,20 +24,13 @@ var Counters = map[string]Counter{
 	},
 }
 
-// Counted is a rank's report of a number to add to a counter.
-type Counted struct {
-	GroupRank int64
-	Name      string // one of Counters
-	Number    int64
-}
-
-// Validate returns why a server would refuse the report.
-func (c Counted) Validate() error {
-	if _, known := Counters[c.Name]; !known {
-		return fmt.Errorf("no counter of a rank is named %q, only: %s", c.Name, strings.Join(slices.Sorted(maps.Keys(Counters)), ", "))
+// ValidateCounted returns why a server would refuse the report of a rank.
+func ValidateCounted(c *torchftpb.Counted) error {
+	if _, known := Counters[c.GetName()]; !known {
+		return fmt.Errorf("no counter of a rank is named %q, only: %s", c.GetName(), strings.Join(slices.Sorted(maps.Keys(Counters)), ", "))
 	}
-	if c.Number < 0 {
-		return fmt.Errorf("counter %q: number=%d must be at least 0", c.Name, c.Number)
+	if c.GetNumber() < 0 {
+		return fmt.Errorf("counter %q: number=%d must be at least 0", c.GetName(), c.GetNumber())
 	}
 	return nil
 }

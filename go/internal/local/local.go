@@ -1,0 +1,69 @@
+// Package local lets the ranks in the process of their group's manager server call it without a network. Group rank 0 is
+// one of them.
+package local
+
+import (
+	"context"
+	"sync"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// Calls are the operations of a rank at its group's manager server, over the network or within the process.
+type Calls interface {
+	Quorum(ctx context.Context, req round.Request) (recovery.Result, error)
+	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
+	Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error)
+	// Report sends a report, which is not answered. It does not block.
+	Report(report *torchftpb.RankRequest)
+	// Leave announces that the group has completed its last step, and waits until its peers no longer need its data. Each rank
+	// calls it.
+	Leave(ctx context.Context) error
+	// Notices returns the channel of the notices that the server forwards from the lighthouse. It is nil if the server forwards
+	// none.
+	Notices() <-chan membership.Notice
+	Close() error
+}
+
+// Decision is the outcome of a group's vote on a step.
+type Decision struct {
+	Commit bool
+	Stands bool // the quorum stands: the rank may begin the next step, and need not ask for a quorum
+}
+
+// servers has the servers of this process: *func() Calls by place.
+var servers sync.Map
+
+// place is an announced address in a network. Tests have several networks in one process.
+type place struct {
+	network rpc.Network
+	address string
+}
+
+func at(network rpc.Network, address string) place {
+	if network == nil {
+		network = rpc.TCP
+	}
+	return place{network, address}
+}
+
+// Register lets clients in this process call the server at an address directly, until unregister is called. connect returns
+// the Calls for one client. Of two servers at one place, the first stays: two servers can announce the same address if they
+// listen on different interfaces; the address is ambiguous in the network, too.
+func Register(network rpc.Network, address string, connect func() Calls) (unregister func()) {
+	servers.LoadOrStore(at(network, address), &connect)
+	return func() { servers.CompareAndDelete(at(network, address), &connect) }
+}
+
+// Connect returns the Calls of the server at an address, nil if no server of this process has it.
+func Connect(network rpc.Network, address string) Calls {
+	connect, found := servers.Load(at(network, address))
+	if !found {
+		return nil
+	}
+	return (*connect.(*func() Calls))()
+}

@@ -20,7 +20,7 @@ const (
 	ProgressAsked                   // each rank is asked for its progress
 	Regressed                       // the quorum is below the step that the job had reached
 	Drained                         // this group is asked to leave; its ranks learn that from their next quorum
-	Called                          // the quorum after this one is called: the group tells where it stops (Standing.Stop)
+	Called                          // the quorum after this one is called: the group tells where it stops (MemberMessage.stopped)
 	RoundKnown                      // the first step that needs another quorum
 )
 

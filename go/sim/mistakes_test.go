@@ -191,9 +191,9 @@ var mistakes = []mistake{
 	// The shells.
 	{
 		"no greeting on a new stream", "membership/lighthouses/member.go",
-		"	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
-		"	if m.stream != nil && $ {\n		go stream.receive()\n		return stream, client, nil\n	}\n" +
-			"	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
+		"	stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
+		"	if m.stream.Load() != nil && $ {\n		go stream.Receive(stream.take)\n		return stream, client, nil\n	}\n" +
+			"	stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
 		nil, []string{ruleEarly},
 	},
 	{
@@ -206,8 +206,8 @@ var mistakes = []mistake{
 	},
 	{
 		"waiting members silent", "membership/lighthouses/stream.go",
-		"			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})\n",
-		"			if !$ {\n				s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})\n			}\n",
+		"			s.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})\n",
+		"			if !$ {\n				s.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})\n			}\n",
 		nil, []string{ruleTogether, ruleCalm, ruleCause},
 	},
 	{

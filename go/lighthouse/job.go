@@ -61,8 +61,7 @@ type job struct {
 
 	greeting *stream // the stream whose greeting is being handled
 
-	snapshot  snapshot // has a lock of its own
-	described int      // number of calls of describe, for a test
+	snapshot snapshot // has a lock of its own
 }
 
 // answer is the result of a quorum request.
@@ -208,7 +207,6 @@ func (j *job) safely(use func()) (err error) {
 // describe returns the machine's description of its state. It changes nothing, so a panic costs only the description: the job goes
 // on. The caller holds mu.
 func (j *job) describe(now time.Time) (status quorum.Status) {
-	j.described++
 	var err error
 	defer func() {
 		if err != nil {

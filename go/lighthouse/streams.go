@@ -9,9 +9,8 @@ import (
 
 // streams holds the open streams, by member. The job's lock guards them.
 type streams struct {
-	of      map[string][]*stream // a member has more than one while it replaces a half-open one
-	open    int
-	visited int // how many streams were visited, for growth_test.go
+	of   map[string][]*stream // a member has more than one while it replaces a half-open one
+	open int
 }
 
 func (s *streams) add(one *stream) {
@@ -57,7 +56,6 @@ func (s *streams) all() iter.Seq[*stream] {
 func (s *streams) each(replicaID string) iter.Seq[*stream] {
 	return func(yield func(*stream) bool) {
 		for _, one := range s.of[replicaID] {
-			s.visited++
 			if !yield(one) {
 				return
 			}

@@ -159,7 +159,6 @@ func (m *memory) pick(d decision) (in []*record, changed bool) {
 	in = make([]*record, 0, d.eligible())
 	for e := m.roster.queue.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*record)
-		r.looks++
 		if r.previous || !d.shrink {
 			in = append(in, r)
 		}

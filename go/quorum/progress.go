@@ -124,7 +124,6 @@ func (w *watch) progressed(e Progressed) {
 
 // answer returns a member's answer since it was last asked.
 func (w *watch) answer(r *record) (p Progress, found bool) {
-	r.looks++
 	p, found = w.answers[r.id]
 	return p, found
 }

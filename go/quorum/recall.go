@@ -89,7 +89,6 @@ func (s *search) searching() bool { return s.round != Claim{} }
 // the adopted quorum, which may be training. A greeting of any other member is not enough: it may never show its quorum.
 func (s *search) each(do func(r *record)) {
 	visit := func(r *record) {
-		r.looks++
 		if !r.unshown && s.claims(r) {
 			do(r)
 		}

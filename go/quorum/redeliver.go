@@ -35,7 +35,6 @@ func (m *Machine) redeliverPending() {
 	var missed []*record
 	for e := m.roster.formers.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*record)
-		r.looks++
 		if !m.missed(r, r.member()) { // invariant 2
 			return
 		}

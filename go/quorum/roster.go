@@ -45,8 +45,6 @@ type record struct {
 	finished bool   // it has reported that its training is complete
 
 	out string // why it counts as failed until it asks again, even if it sends heartbeats; empty if it does not
-
-	looks int // how often the machine visited it: a test checks how that grows with the number of members
 }
 
 type request struct {
@@ -56,15 +54,9 @@ type request struct {
 	recallable bool  // it answers a Recall
 }
 
-func (r *record) alive() bool {
-	r.looks++
-	return r.pulse != nil && r.out == ""
-}
+func (r *record) alive() bool { return r.pulse != nil && r.out == "" }
 
-func (r *record) waiting() bool {
-	r.looks++
-	return len(r.requests) > 0
-}
+func (r *record) waiting() bool { return len(r.requests) > 0 }
 
 func (r *record) candidate() bool { return r.alive() && r.waiting() }
 
@@ -72,10 +64,7 @@ func (r *record) candidate() bool { return r.alive() && r.waiting() }
 const OnlyBeats = "it has sent heartbeats only, and has not asked for a quorum yet"
 
 // byID orders members by replica_id.
-func byID(a, b *record) int {
-	a.looks++
-	return strings.Compare(a.id, b.id)
-}
+func byID(a, b *record) int { return strings.Compare(a.id, b.id) }
 
 // member returns the member record of the newest request. At least one request must be pending.
 func (r *record) member() *Member { return &r.newest().member }

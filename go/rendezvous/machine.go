@@ -16,7 +16,6 @@ type Machine struct {
 	wake      time.Time
 	remembers bool // it was started with a saved state
 	ahead     ahead
-	looks     int // how often the standing of a group was looked at, for a test
 }
 
 // ahead has those groups whose standings decide for the others (Machine.others): two of each kind, since one of them may be the group
@@ -266,7 +265,6 @@ func sizeOfOther(g *group, of [2]*group) int {
 func (m *Machine) lookAhead() {
 	m.ahead = ahead{known: true}
 	for _, g := range m.groups {
-		m.looks++
 		if g.stood.size == 0 {
 			continue
 		}

@@ -100,7 +100,6 @@ func (m *Machine) askLighthouse() Action {
 	g.round = m.round
 	ask := AskLighthouse{Round: g.round, KnownQuorumID: m.knownQuorumID, Deadline: g.asked[0].Deadline}
 	for _, a := range g.asked {
-		m.looks++
 		if a.Deadline.Before(ask.Deadline) {
 			ask.Deadline = a.Deadline
 		}
@@ -152,7 +151,6 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	actions := m.endBallot(Failure{KindAborted, "the ranks asked for the next quorum before all of them had voted"})
 	actions = slices.Grow(actions, len(g.asked))
 	for r, a := range g.asked {
-		m.looks++
 		g.asked[r] = nil
 		m.ranks[r].begin(inStep, results[r].MaxStep, m.now)
 		actions = append(actions, AnswerQuorum{a.Waiter, &results[r]})
@@ -182,7 +180,6 @@ func (m *Machine) quorumWithdrawn(e Withdrawn) []Action {
 		return nil
 	}
 	for r, a := range g.asked {
-		m.looks++
 		if a == nil || a.Waiter != e.Waiter {
 			continue
 		}
@@ -221,7 +218,6 @@ func (m *Machine) endGathering(f Failure) []Action {
 		actions = append(actions, CancelLighthouse{g.round})
 	}
 	for r := g.first; g.count > 0; r++ {
-		m.looks++
 		if a := g.asked[r]; a != nil {
 			g.count--
 			actions = append(actions, Fail{a.Waiter, f})

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/quorum"
 )
 
@@ -48,38 +49,42 @@ func (c *many) withdraw(int64) Event { return Withdrawn{Waiter: c.waiter, Timeou
 
 func disconnected(rank int64) Event { return RankDisconnected{rank} }
 
-// If all ranks do the same, the number of ranks that the machine visits grows linearly with the size of the group, not with its
-// square.
+// sameOfAll has events in which all ranks of a group do the same.
+var sameOfAll = map[string]func(t *testing.T, c *many){
+	"a quorum and a vote": func(t *testing.T, c *many) {
+		c.each(0, c.ask(1))
+		asked := slices.IndexFunc(c.actions, func(a Action) bool { _, ok := a.(AskLighthouse); return ok })
+		require.GreaterOrEqual(t, asked, 0)
+		q := &quorum.Quorum{ID: 1, Members: []quorum.Member{c.actions[asked].(AskLighthouse).Member}}
+		answers := c.machine.Step(QuorumKnown{Round: c.actions[asked].(AskLighthouse).Round, Quorum: q}, epoch)
+		require.Len(t, answers, c.n)
+		c.each(0, c.vote)
+		require.Equal(t, AnswerVote{c.actions[len(c.actions)-1].(AnswerVote).Waiter, true, false}, c.actions[len(c.actions)-1])
+	},
+	"a quorum that all withdraw from": func(t *testing.T, c *many) { c.each(1, c.ask(1)); c.waiter = 0; c.each(1, c.withdraw) },
+	"a vote that all withdraw from":   func(t *testing.T, c *many) { c.each(1, c.vote); c.waiter = 0; c.each(1, c.withdraw) },
+	"all connections break":           func(t *testing.T, c *many) { c.each(1, c.ask(1)); c.each(0, disconnected) },
+	"all ask and one is absent":       func(t *testing.T, c *many) { c.machine.Step(RankDisconnected{0}, epoch); c.each(1, c.ask(1)) },
+	"all vote and one is absent": func(t *testing.T, c *many) {
+		c.machine.Step(RankDisconnected{0}, epoch)
+		c.each(1, c.vote)
+	},
+}
+
+// If all ranks do the same, the cost grows linearly with the size of the group, not with its square.
 func TestCostOfEventsOfAllRanksIsLinear(t *testing.T) {
-	const most = 6 // visits for each rank
-	for name, did := range map[string]func(c *many){
-		"a quorum and a vote": func(c *many) {
-			c.each(0, c.ask(1))
-			asked := slices.IndexFunc(c.actions, func(a Action) bool { _, ok := a.(AskLighthouse); return ok })
-			require.GreaterOrEqual(t, asked, 0)
-			q := &quorum.Quorum{ID: 1, Members: []quorum.Member{c.actions[asked].(AskLighthouse).Member}}
-			answers := c.machine.Step(QuorumKnown{Round: c.actions[asked].(AskLighthouse).Round, Quorum: q}, epoch)
-			require.Len(t, answers, c.n)
-			c.each(0, c.vote)
-			require.Equal(t, AnswerVote{c.actions[len(c.actions)-1].(AnswerVote).Waiter, true, false}, c.actions[len(c.actions)-1])
-		},
-		"a quorum that all withdraw from": func(c *many) { c.each(1, c.ask(1)); c.waiter = 0; c.each(1, c.withdraw) },
-		"a vote that all withdraw from":   func(c *many) { c.each(1, c.vote); c.waiter = 0; c.each(1, c.withdraw) },
-		"all connections break":           func(c *many) { c.each(1, c.ask(1)); c.each(0, disconnected) },
-		"all ask and one is absent":       func(c *many) { c.machine.Step(RankDisconnected{0}, epoch); c.each(1, c.ask(1)) },
-		"all vote and one is absent": func(c *many) {
-			c.machine.Step(RankDisconnected{0}, epoch)
-			c.each(1, c.vote)
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			for _, n := range []int{100, 1000} {
-				c := newMany(n)
-				did(c)
-				assert.LessOrEqual(t, c.machine.looks, most*n, "%d ranks", n)
-				assert.Positive(t, c.machine.looks)
-			}
-		})
+	statements := testmain.Statements(t, "TestOneEventOfAllRanks")
+	for name := range sameOfAll {
+		few, many := statements(t, name, 100), statements(t, name, 1000)
+		assert.LessOrEqual(t, many, 15*few, "%s: statements with 100 ranks: %d, with 1,000: %d", name, few, many)
+	}
+}
+
+// TestOneEventOfAllRanks is what TestCostOfEventsOfAllRanksIsLinear measures.
+func TestOneEventOfAllRanks(t *testing.T) {
+	name, n := testmain.Case()
+	if event := sameOfAll[name]; event != nil {
+		event(t, newMany(n))
 	}
 }
 

@@ -30,7 +30,6 @@ type Machine struct {
 	group  Group
 	ranks  []rank
 	absent []int // ranks that no request waits for, in order; rank.absent has the reason
-	looks  int   // how often a rank was visited, for growth_test.go
 
 	gathering     gathering
 	round         uint64 // number of the latest request to the lighthouse
@@ -173,7 +172,6 @@ func (m *Machine) close(e Closed) []Action {
 // still ask.
 func (m *Machine) hopeless(present func(rank int) bool) *Failure {
 	for _, r := range m.absent {
-		m.looks++
 		if !present(r) {
 			return m.ranks[r].absent
 		}

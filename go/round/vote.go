@@ -74,7 +74,6 @@ func (m *Machine) voted(e Voted) []Action {
 	}
 	actions = slices.Grow(actions, len(b.votes))
 	for r, v := range b.votes {
-		m.looks++
 		actions = append(actions, AnswerVote{v.Waiter, commit, stands})
 		b.votes[r] = nil
 		if stands {
@@ -113,7 +112,6 @@ func (m *Machine) abandonedBefore(voter int64) int {
 		return -1
 	}
 	return slices.IndexFunc(g.asked, func(a *QuorumAsked) bool {
-		m.looks++
 		return a != nil && !m.ballot.has(int(a.GroupRank))
 	})
 }
@@ -124,7 +122,6 @@ func (m *Machine) voteWithdrawn(e Withdrawn) []Action {
 		return nil
 	}
 	for r, v := range b.votes {
-		m.looks++
 		if v == nil || v.Waiter != e.Waiter {
 			continue
 		}
@@ -151,7 +148,6 @@ func (m *Machine) closeBallot(reason string, answer func(*Voted) Action) []Actio
 		actions = m.part(reason)
 	}
 	for r := b.first; b.count > 0; r++ {
-		m.looks++
 		if v := b.votes[r]; v != nil {
 			b.count--
 			actions = append(actions, answer(v))

@@ -18,6 +18,9 @@ const (
 
 // Watched is a value read from files. It is read again when they change, so that tokens and certificates can be renewed while a job
 // runs. While the files are invalid, the last valid value is used: a file that is being written must not break calls.
+//
+// gRPC's certprovider/pemfile does this for certificates only, and its errors name no setting: tokens would need Watched
+// all the same.
 type Watched[T any] struct {
 	log   *slog.Logger
 	paths []string

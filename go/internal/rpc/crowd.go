@@ -29,6 +29,8 @@ const (
 // crowd bounds the connections of a listener by kind. Each kind has its own limit, so that other connections never take the places
 // of members. Above the limit for members, a new connection is closed. Above the limits for connections without a request and for
 // HTTP connections, whose pages need no token, the oldest one is closed.
+//
+// netutil.LimitListener has one limit for all, and waits at it: idle connections of anybody would keep the members out.
 type crowd struct {
 	net.Listener
 	most               int

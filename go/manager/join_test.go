@@ -17,7 +17,6 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/lighthouse"
-	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 )
@@ -57,7 +56,7 @@ type reduced struct {
 // group runs a group until the job ends. The first groups begin at step 1 with the same weights, one that joins has none.
 func (j *largeJob) group(name string, joins bool) {
 	cfg := j.c.ServerConfig(name, 1)
-	server, err := manager.NewServer(j.ctx, cfg)
+	server, err := fttest.NewManager(j.ctx, cfg)
 	if !assert.NoError(j.t, err) {
 		return
 	}

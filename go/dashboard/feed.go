@@ -28,7 +28,7 @@ const (
 // Feed is the history and the board of a job, and its viewers. It is safe for concurrent use, and its methods do not wait for viewers.
 type Feed struct {
 	job    string
-	status func() quorum.Status
+	status func() Status
 	now    func() time.Time
 
 	mu      sync.Mutex
@@ -61,7 +61,7 @@ func (w *whole) message() []byte {
 }
 
 // NewFeed returns the feed of a job; status returns the present status of the job's machine.
-func NewFeed(job string, status func() quorum.Status) *Feed {
+func NewFeed(job string, status func() Status) *Feed {
 	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{}, wholes: map[int64]*whole{}, meters: newMeters(job)}
 }
 

@@ -23,17 +23,17 @@ import (
 // job provides a status, like a job of a lighthouse.
 type job struct {
 	mu     sync.Mutex
-	status quorum.Status
+	status Status
 	asked  int // number of calls of current
 }
 
-func (j *job) set(members ...quorum.MemberStatus) {
+func (j *job) set(members ...Member) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.status = quorum.Status{QuorumID: 3, Members: members}
+	j.status = Status{Status: quorum.Status{QuorumID: 3}, Members: members}
 }
 
-func (j *job) current() quorum.Status {
+func (j *job) current() Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.asked++
@@ -280,7 +280,7 @@ func TestAnErrorIsJSONWithAReason(t *testing.T) {
 func TestAThousandGroupsFitIntoAMegabyte(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := &job{}
-		var members []quorum.MemberStatus
+		var members []Member
 		for i := range 1000 {
 			m := member(fmt.Sprintf("train_%d:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11", i), 123456789)
 			m.Address = "http://host-with-a-long-name.example.com:29600"

@@ -176,7 +176,7 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	states := map[State]int{Training: 0, Healing: 0, Waiting: 0, Joining: 0, Suspect: 0, Stalled: 0, Draining: 0, Failed: 0}
 	oldest := int64(0)
 	for _, m := range status.Members {
-		states[stateOf(m)]++
+		states[stateOf(m.MemberStatus)]++
 		if m.Healthy {
 			oldest = max(oldest, m.HeartbeatAgeMS)
 		}

@@ -74,7 +74,7 @@ type Board struct {
 }
 
 // Look compares a status with the previous one, and returns the changes.
-func (b *Board) Look(status quorum.Status, now time.Time) Change {
+func (b *Board) Look(status Status, now time.Time) Change {
 	before := b.rows
 	b.rows = make(map[string]Row, len(status.Members))
 	b.order = b.order[:0]
@@ -107,14 +107,14 @@ func (b *Board) Whole() Change {
 	return whole
 }
 
-func headOf(old Head, s quorum.Status, now time.Time) Head {
+func headOf(old Head, s Status, now time.Time) Head {
 	h := Head{
 		QuorumID: s.QuorumID, Groups: len(s.Quorum), Healthy: s.Healthy, Waiting: s.Candidates,
 		MinReplicas: s.MinReplicas, Step: s.MaxStep, StepMicros: s.StepTime.Microseconds(), Reason: s.Reason, Unkept: s.Unkept,
 	}
 	// In a healthy job, the first group that asks for the next quorum waits for the others, for less than a step.
 	long := max(leastWait.Milliseconds(), s.MedianStepMS)
-	if s.QuorumID != 0 && !slices.ContainsFunc(s.Members, func(m quorum.MemberStatus) bool { return m.WaitingMS > long }) {
+	if s.QuorumID != 0 && !slices.ContainsFunc(s.Members, func(m Member) bool { return m.WaitingMS > long }) {
 		h.Reason = ""
 	}
 	switch s.QuorumID {
@@ -127,9 +127,9 @@ func headOf(old Head, s quorum.Status, now time.Time) Head {
 	return h
 }
 
-func follow(old Row, known bool, m quorum.MemberStatus, now time.Time) Row {
+func follow(old Row, known bool, m Member, now time.Time) Row {
 	row := Row{
-		ID: m.ReplicaID, State: stateOf(m), Since: old.Since, Step: m.Step,
+		ID: m.ReplicaID, State: stateOf(m.MemberStatus), Since: old.Since, Step: m.Step,
 		HeardOf: now.Add(-time.Duration(m.HeartbeatAgeMS) * time.Millisecond).Truncate(time.Second).UnixMilli(),
 		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
 		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining),

@@ -9,14 +9,14 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-func member(id string, step int64) quorum.MemberStatus {
-	return quorum.MemberStatus{ReplicaID: id, Step: step, Healthy: true, InQuorum: true, WorldSize: 2}
+func member(id string, step int64) Member {
+	return Member{MemberStatus: quorum.MemberStatus{ReplicaID: id, Step: step, Healthy: true, InQuorum: true, WorldSize: 2}}
 }
 
 func TestALookReturnsTheChanges(t *testing.T) {
 	var b Board
-	look := func(after time.Duration, members ...quorum.MemberStatus) Change {
-		return b.Look(quorum.Status{Members: members}, start.Add(after))
+	look := func(after time.Duration, members ...Member) Change {
+		return b.Look(Status{Members: members}, start.Add(after))
 	}
 	first := look(0, member("a", 1), member("b", 1))
 	assert.Len(t, first.Rows, 2)
@@ -52,9 +52,9 @@ func TestTheHeadTellsThatThereIsACluster(t *testing.T) {
 
 func TestAFailedGroupKeepsItsStepWhenTheOthersGoOnWithoutIt(t *testing.T) {
 	var b Board
-	b.Look(quorum.Status{Members: []quorum.MemberStatus{member("a", 1404)}}, start)
-	gone := quorum.MemberStatus{ReplicaID: "a"} // it is in no quorum any more, so its step is not known
-	change := b.Look(quorum.Status{Members: []quorum.MemberStatus{gone}}, start.Add(time.Second))
+	b.Look(Status{Members: []Member{member("a", 1404)}}, start)
+	gone := Member{MemberStatus: quorum.MemberStatus{ReplicaID: "a"}} // it is in no quorum any more, so its step is not known
+	change := b.Look(Status{Members: []Member{gone}}, start.Add(time.Second))
 	assert.Equal(t, Failed, change.Rows[0].State)
 	assert.EqualValues(t, 1404, change.Rows[0].Step)
 }
@@ -77,7 +77,7 @@ func TestTheStateOfAMember(t *testing.T) {
 func TestTheQuorumLastsFromItsFirstStep(t *testing.T) {
 	var b Board
 	look := func(after time.Duration, id, age int64) Head {
-		return b.Look(quorum.Status{QuorumID: id, QuorumAgeMS: age, StepTime: 20 * time.Millisecond}, start.Add(after)).Head
+		return b.Look(Status{Status: quorum.Status{QuorumID: id, QuorumAgeMS: age, StepTime: 20 * time.Millisecond}}, start.Add(after)).Head
 	}
 	assert.Zero(t, look(0, 0, 0).QuorumSince)
 	began := start.Add(800 * time.Millisecond).UnixMilli()
@@ -99,7 +99,8 @@ func TestTheReasonIsShownIfAGroupWaitsLongerThanAStep(t *testing.T) {
 		"a long step":               {1, 5000, 4000, ""},
 		"a member is missing":       {1, 5000, 5001, "b is missing"},
 	} {
-		s := quorum.Status{QuorumID: c.quorumID, MedianStepMS: c.medianMS, Reason: "b is missing", Members: []quorum.MemberStatus{{WaitingMS: c.waitingMS}}}
+		s := Status{Status: quorum.Status{QuorumID: c.quorumID, MedianStepMS: c.medianMS, Reason: "b is missing"}}
+		s.Members = []Member{{MemberStatus: quorum.MemberStatus{WaitingMS: c.waitingMS}}}
 		assert.Equal(t, c.want, headOf(Head{}, s, start).Reason, name)
 	}
 }

@@ -13,12 +13,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/testmain"
-	"github.com/torchft/torchft/go/quorum"
 )
 
 // busy fills the history of the site, so that its first message to a viewer has about 100 KB.
 func busy(s *site, j *job) {
-	var members []quorum.MemberStatus
+	var members []Member
 	for i := range 200 {
 		members = append(members, member(fmt.Sprintf("train_%d:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11", i), 123456789))
 		s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i].ReplicaID}, Reason: "every healthy member asked"})

@@ -73,7 +73,7 @@ var errNoStream = errors.New("it has no stream to this lighthouse, as groups of 
 
 // has reports whether a member is known and alive.
 func (j *job) has(replicaID string) bool {
-	return slices.ContainsFunc(j.status().Members, func(m quorum.MemberStatus) bool { return m.ReplicaID == replicaID && m.Healthy })
+	return slices.ContainsFunc(j.status().Members, func(m dashboard.Member) bool { return m.ReplicaID == replicaID && m.Healthy })
 }
 
 // drain asks a member to leave.

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
@@ -128,7 +129,7 @@ func TestPagesAreForwardedToTheLeader(t *testing.T) {
 			code, body := fetch("GET", host, "/status", "")
 			assert.Equal(t, http.StatusOK, code)
 			var shown struct {
-				quorum.Status
+				dashboard.Status
 				Cluster replica.Status
 			}
 			require.NoError(t, json.Unmarshal([]byte(body), &shown))

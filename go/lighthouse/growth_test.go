@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"google.golang.org/grpc"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/quorum"
@@ -140,7 +141,7 @@ func TestReadersShareASnapshot(t *testing.T) {
 		j, _ := crowd(1000)
 		defer j.shutDown()
 		var all sync.WaitGroup
-		shared := make([]*quorum.MemberStatus, 9)
+		shared := make([]*dashboard.Member, 9)
 		for i := range shared {
 			all.Go(func() { shared[i] = &j.shown().Members[0] })
 		}

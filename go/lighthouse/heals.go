@@ -69,12 +69,14 @@ func seconds(phases []dashboard.Phase) (all float64) {
 	return math.Round(1000*all) / 1000
 }
 
-// addHeals adds the reported heals to the machine's status. The caller holds mu.
-func (j *job) addHeals(status quorum.Status) {
-	for i := range status.Members {
-		m := &status.Members[i]
+// withHeals adds the reported heals to the members of the machine's status. The caller holds mu.
+func (j *job) withHeals(members []quorum.MemberStatus) []dashboard.Member {
+	with := make([]dashboard.Member, len(members))
+	for i, m := range members {
+		with[i].MemberStatus = m
 		if h, heals := j.heals[m.ReplicaID]; heals && m.Healthy {
-			m.Healing, m.HealReceived, m.HealTotal = true, h.received, h.total
+			with[i].Healing, with[i].HealReceived, with[i].HealTotal = true, h.received, h.total
 		}
 	}
+	return with
 }

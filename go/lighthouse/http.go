@@ -15,7 +15,6 @@ import (
 
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/replica"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -61,7 +60,7 @@ func (s *Server) handler() http.Handler {
 func (s *Server) serveStatus(w http.ResponseWriter, r *http.Request) {
 	if j := s.jobFor(w, r); j != nil {
 		s.json(w, struct {
-			quorum.Status
+			dashboard.Status
 			Cluster *replica.Status `json:"cluster,omitempty"`
 		}{j.shown(), s.cluster.status()})
 	}

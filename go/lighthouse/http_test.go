@@ -60,7 +60,7 @@ func TestStatusHasTheMembersAndTheReasonWhyThereIsNoQuorum(t *testing.T) {
 		time.Sleep(2 * time.Second)
 		code, body := get(t, client, "/status")
 		assert.Equal(t, http.StatusOK, code)
-		var status quorum.Status
+		var status dashboard.Status
 		require.NoError(t, json.Unmarshal([]byte(body), &status))
 		assert.Equal(t, 1, status.Candidates)
 		require.Len(t, status.Members, 1)

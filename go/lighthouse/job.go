@@ -369,11 +369,12 @@ func some(names []string) []string {
 }
 
 // status returns the machine's description of its state, with the progress of heals and the trouble with the disk.
-func (j *job) status() quorum.Status {
+func (j *job) status() dashboard.Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	status := j.describe(time.Now())
-	j.addHeals(status)
+	status := dashboard.Status{Status: j.describe(time.Now())}
+	status.Members = j.withHeals(status.Status.Members)
+	status.Status.Members = nil
 	if why, unkept := j.keeper.trouble(time.Now()); why != "" {
 		status.Unkept, status.UnkeptMS = why, unkept.Milliseconds()
 	}

@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
 )
@@ -100,10 +101,10 @@ func (s *Server) Jobs() []string {
 }
 
 // StatusOf returns the status of a job; false if there is no such job.
-func (s *Server) StatusOf(name string) (quorum.Status, bool) {
+func (s *Server) StatusOf(name string) (dashboard.Status, bool) {
 	j := s.find(name)
 	if j == nil {
-		return quorum.Status{}, false
+		return dashboard.Status{}, false
 	}
 	return j.status(), true
 }

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
@@ -56,7 +57,7 @@ func TestJobsAreIsolated(t *testing.T) {
 
 		code, body := get(t, client, "/status?job=red")
 		assert.Equal(t, http.StatusOK, code)
-		var s quorum.Status
+		var s dashboard.Status
 		require.NoError(t, json.Unmarshal([]byte(body), &s))
 		assert.Equal(t, []string{"a", "b"}, s.Quorum)
 		_, body = get(t, client, "/jobs")

@@ -19,7 +19,6 @@ import (
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/replica"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -151,12 +150,13 @@ func TestTheExampleOfABodyIsAccepted(t *testing.T) {
 func TestOpenAPINamesEachField(t *testing.T) {
 	o := readOpenAPI(t)
 	for schema, value := range map[string]any{
-		"Status": quorum.Status{}, "Member": quorum.MemberStatus{}, "Event": dashboard.Event{}, "Point": dashboard.Point{},
+		"Status": dashboard.Status{}, "Member": dashboard.Member{}, "Event": dashboard.Event{}, "Point": dashboard.Point{},
 		"Cluster": replica.Status{}, "ClusterMember": replica.Member{},
 	} {
 		var fields, named []string
-		for field := range reflect.TypeOf(value).Fields() {
-			if name, _, _ := strings.Cut(field.Tag.Get("json"), ","); name != "-" {
+		for _, field := range reflect.VisibleFields(reflect.TypeOf(value)) {
+			name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
+			if name != "-" && name != "" { // not embedded
 				fields = append(fields, name)
 			}
 		}

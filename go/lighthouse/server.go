@@ -10,9 +10,9 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/replica"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -171,7 +171,7 @@ func (s *Server) tick() {
 }
 
 // Status returns the status of the default job.
-func (s *Server) Status() quorum.Status {
+func (s *Server) Status() dashboard.Status {
 	status, _ := s.StatusOf(rpc.DefaultJob)
 	return status
 }

@@ -4,7 +4,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/dashboard"
 )
 
 const (
@@ -18,12 +18,12 @@ const (
 // snapshot is the status that requests share. The status is read-only.
 type snapshot struct {
 	mu     sync.Mutex // also held while a new status is made, so that concurrent requests share it
-	status quorum.Status
+	status dashboard.Status
 	until  time.Time
 }
 
 // shown returns a status that is recent enough to display. Code that makes decisions calls status instead.
-func (j *job) shown() quorum.Status {
+func (j *job) shown() dashboard.Status {
 	s := &j.snapshot
 	s.mu.Lock()
 	defer s.mu.Unlock()

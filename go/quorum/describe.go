@@ -20,11 +20,6 @@ type Status struct {
 	Waiters     int            `json:"waiters"`    // pending requests
 	Members     []MemberStatus `json:"members"`    // all that are alive, have a pending request, or are in the latest quorum
 
-	// Why the latest state is not on the lighthouse's disk, and for how long; set by the shell. Empty if the state is on the disk,
-	// or if no state is kept.
-	Unkept   string `json:"unkept,omitempty"`
-	UnkeptMS int64  `json:"unkept_ms,omitempty"`
-
 	MinReplicas        int   `json:"min_replicas"`
 	JoinTimeoutMS      int64 `json:"join_timeout_ms"`
 	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`
@@ -49,14 +44,11 @@ type MemberStatus struct {
 	WorldSize      uint64 `json:"world_size"`
 	CommitFailures int64  `json:"commit_failures"`
 	ShrinkOnly     bool   `json:"shrink_only"`
-	Stalled        string `json:"stalled,omitempty"` // its activity while the others wait for it
-	Out            string `json:"out,omitempty"`     // why it counts as failed until it asks again
-	Suspect        bool   `json:"suspect,omitempty"` // its connection broke a moment ago
-	Healing        bool   `json:"healing,omitempty"` // it is behind the others of its quorum, and receives their state
-	// Received and total bytes of that state; set by the shell if the group reports them.
-	HealReceived int64  `json:"heal_received,omitempty"`
-	HealTotal    int64  `json:"heal_total,omitempty"`
-	Draining     string `json:"draining,omitempty"` // who requested that it leaves
+	Stalled        string `json:"stalled,omitempty"`  // its activity while the others wait for it
+	Out            string `json:"out,omitempty"`      // why it counts as failed until it asks again
+	Suspect        bool   `json:"suspect,omitempty"`  // its connection broke a moment ago
+	Healing        bool   `json:"healing,omitempty"`  // it is behind the others of its quorum, and receives their state
+	Draining       string `json:"draining,omitempty"` // who requested that it leaves
 }
 
 // Describe returns the state at a time. It changes nothing: a member whose heartbeat has become too old since the last event counts as failed

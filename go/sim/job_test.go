@@ -11,9 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/lighthouse"
-	"github.com/torchft/torchft/go/quorum"
 )
 
 // job is one history: the lighthouse, groups, and the network between them.
@@ -163,7 +163,7 @@ func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 }
 
 // status returns what the lighthouse knows, nil while it does not run.
-func (h *lighthouseHost) status() *quorum.Status {
+func (h *lighthouseHost) status() *dashboard.Status {
 	h.life.Lock()
 	defer h.life.Unlock()
 	if h.server == nil {

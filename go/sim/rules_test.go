@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
 )
@@ -315,7 +316,7 @@ func (j *judge) regressed(quorumID int64) {
 }
 
 // ticked checks what holds at any time. It is called often.
-func (j *judge) ticked(remembered *quorum.Status) {
+func (j *judge) ticked(remembered *dashboard.Status) {
 	j.doubts = slices.DeleteFunc(j.doubts, func(d doubt) bool {
 		if d.at > j.now {
 			return false
@@ -334,7 +335,7 @@ func (j *judge) ticked(remembered *quorum.Status) {
 }
 
 // remembers checks how many groups the lighthouse remembers, and that it does not hold requests of ended ones.
-func (j *judge) remembers(s *quorum.Status) {
+func (j *judge) remembers(s *dashboard.Status) {
 	if s == nil || !j.clear() {
 		return
 	}

@@ -1,0 +1,22 @@
+package dashboard
+
+import "github.com/torchft/torchft/go/quorum"
+
+// Status is the state of a job: that of its machine, and what else the lighthouse knows.
+type Status struct {
+	quorum.Status
+	Members []Member `json:"members"` // instead of those of the machine, which is nil
+
+	// Why the latest state is not on the lighthouse's disk, and for how long. Empty if the state is on the disk, or if no
+	// state is kept.
+	Unkept   string `json:"unkept,omitempty"`
+	UnkeptMS int64  `json:"unkept_ms,omitempty"`
+}
+
+// Member is one replica group in Status.
+type Member struct {
+	quorum.MemberStatus
+	// Received and total bytes of the state that it heals from, if the group reports them.
+	HealReceived int64 `json:"heal_received,omitempty"`
+	HealTotal    int64 `json:"heal_total,omitempty"`
+}

@@ -13,7 +13,7 @@ import (
 )
 
 // statementsCase and statementsSize are the environment variables of the process that Statements runs.
-const statementsCase, statementsSize = "TORCHFT_TEST_CASE", "TORCHFT_TEST_SIZE"
+const statementsCase, statementsSize = "TEST_CASE", "TEST_SIZE"
 
 // Case returns the case and the size for which a test runs in the process of Statements: "" and 0 in another process.
 func Case() (name string, size int) {

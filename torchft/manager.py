@@ -521,7 +521,10 @@ class Manager(Stateful, Stepping):
         step.connected()
         # A group that does not fit never heals.
         with nullcontext() if self._connection.unsupported else self._heal_wait.following(plan):
-            fetched = self._transfers.run(self._connection.without_unconnected(plan), self._manager_state_dict)
+            # The quorum of a replay, in which this group is behind, serves the next step too: it heals before that.
+            replays = len(step.inputs) > 0
+            plan = self._connection.without_unconnected(plan)
+            fetched = self._transfers.run(plan, self._manager_state_dict, at_once=replays)
         if fetched is not None:
             self._position = fetched
 

@@ -17,11 +17,13 @@ from torch.utils._pytree import tree_map_only
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.integration.test_divergence import WITHIN, Flip, Training, names, run
 from tests.integration.test_divergence import reported as reported
-from torchft._manager import giving, joining
+from tests.integration.test_replay import DRAIN_SEC, OPERATION
+from torchft._manager import collectives, giving, joining
 from torchft._manager.along import Heal
 from torchft.checkpointing import HTTPTransport
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
+from torchft.process_group import ProcessGroupGloo
 
 State = dict[str, Any]
 
@@ -74,6 +76,7 @@ class Loop:
     settings: dict[str, Any] = field(default_factory=dict)
     agreed: Callable[[nn.Module, int], None] = lambda model, step: None  # called in each round once its step is known
     begun: Callable[[Rank, int], None] = lambda rank, round: None  # called at the start of each round of the loop
+    quorum: Callable[[Rank], None] = lambda rank: None  # called in each round once its quorum is known
     reduced: Callable[[Rank, int], None] = lambda rank, round: None
     counts: Callable[[Manager], bool] = lambda manager: True  # whether a step can be the first of these steps
     joined: dict[int, int] = field(default_factory=dict)  # number of rounds until a group committed its first step
@@ -101,6 +104,7 @@ class Loop:
         settings = {"heal_along": True, "load_state_dict": load, "state_dict": save, **self.settings}
         manager = rank.start_manager(**settings)
         optimizer = OptimizerWrapper(manager, inner)
+        manager.register_replay_hook(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
         log = self.histories[rank.group] = []
         manager.register_commit_hook(lambda *decision: log.append(decision))
         last: Optional[int] = None
@@ -112,6 +116,9 @@ class Loop:
             optimizer.zero_grad()
             manager.wait_quorum()
             self.agreed(model, manager.current_step())
+            self.quorum(rank)
+            if rank.crashed:
+                return None
             data = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * rank.group + round))
             model(data.to(device)).square().mean().backward()
             works = [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]
@@ -348,6 +355,33 @@ def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture) ->
     loop = Loop(together=2, begun=fails, counts=without_it)
     found = _run(cluster, loop, first=2, later=1)
     assert len(found) == 2 and len(crashed) == 1
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_the_others_replay_a_step_while_a_group_heals(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group fails in mid-step while pieces arrive. The others lose no step; the newcomer adds zeros meanwhile."""
+
+    def fails(rank: Rank) -> None:
+        if rank.group == 1 and halfway(cluster, 3):
+            crashed.append(rank.group)
+            rank.crash()
+
+    def without_it(manager: Manager) -> bool:
+        plan = manager._current.plan
+        return bool(crashed) and plan is not None and len(plan.replica_ids) == 3
+
+    cluster.make_pg = lambda group: ProcessGroupGloo(timeout=OPERATION)
+    monkeypatch.setattr(collectives, "_DRAIN_SEC", DRAIN_SEC)
+    crashed: list[int] = []
+    loop = Loop(together=3, quorum=fails, counts=without_it, settings={"replay_failed_step": True})
+    with caplog.at_level(logging.INFO):
+        found = _run(cluster, loop, first=3, later=1)
+    assert len(found) == 3
+    assert loop.joined[3] >= LEAST_ROUNDS
+    assert all(committed for group in (0, 2) for _, committed, _ in loop.histories[group])
+    assert [r for r in caplog.records if "reduced again with 2 groups" in r.getMessage()]
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
 
 
@@ -653,11 +687,3 @@ def test_a_gradient_scaler_of_another_scale_is_a_difference(cluster: Cluster, ca
     (logged,) = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
     assert "or of its optimizer state, differ from the source's" in logged
     assert models[1].scale == 4
-
-
-def test_it_excludes_replay(cluster: Cluster) -> None:
-    def make(rank: Rank) -> None:
-        with pytest.raises(ValueError, match="heal_along=True and replay_failed_step=True exclude each other"):
-            rank.start_manager(heal_along=True, replay_failed_step=True)
-
-    results(cluster.start(make, group=0))

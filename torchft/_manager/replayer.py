@@ -103,7 +103,9 @@ class Replayer:
             finish: ends the attempt; returns whether the group commits it.
             load: loads the state of a heal, if any; returns the group's position then, None after an error.
         """
-        if not self.enabled:
+        if not self.enabled or (step.plan is not None and step.plan.heal and step.plan.max_step > 0):
+            # All ranks of a group that heals return here. It reduces its zeros in its next step, in the quorum in which
+            # the other groups replay. At step 0 its ranks may not all heal, so they vote.
             return False
         for replays in range(MOST_REPLAYS + 1):
             reason = self._why_not(step.inputs, replays)

@@ -241,12 +241,6 @@ def _check(settings: Settings) -> None:
             raise ValueError(f"{name}={value}: a port is {lowest} to 65535")
     for name in ("timeout", "quorum_timeout", "connect_timeout", "heartbeat_interval"):
         check_positive(name, getattr(settings, name))
-    if settings.heal_along and settings.replay_failed_step:
-        raise ValueError(
-            "heal_along=True and replay_failed_step=True exclude each other: a group that heals along needs each step "
-            f"to be committed or lost in its quorum. Choose one of them ({HEAL_ALONG_ENV} and {REPLAY_FAILED_STEP_ENV} "
-            "set what is not given)"
-        )
     if settings.quorum_retries < 0:
         raise ValueError(f"quorum_retries={settings.quorum_retries}: allowed are 0 and more")
 

@@ -50,12 +50,13 @@ class Transfers:
         self._errors = errors
         self._logger = logger
 
-    def run(self, plan: Plan, state: Callable[[], dict[str, Any]]) -> Optional[Position]:
+    def run(self, plan: Plan, state: Callable[[], dict[str, Any]], at_once: bool) -> Optional[Position]:
         """Serves this group's state or fetches a peer's. An error makes this group, and no other, lose the step.
 
         Args:
             plan: the plan of this rank.
             state: reads the state.
+            at_once: whether a heal needs the whole state before the next step.
 
         Returns:
             The position of the fetched state; None if there is none.
@@ -65,7 +66,7 @@ class Transfers:
         with self._background.running():
             try:
                 self._recovery.serve(plan, state)
-                if plan.heal and not self._recovery.join(plan):
+                if plan.heal and (at_once or not self._recovery.join(plan)):
                     return self._recovery.fetch(plan)
             except Exception as e:
                 self._logger.exception(f"healing failed: {e}")

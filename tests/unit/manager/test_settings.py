@@ -200,7 +200,3 @@ def test_bad_settings_of_healing_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HEAL_ALONG", "yes")
     with pytest.raises(ValueError, match=re.escape("TORCHFT_HEAL_ALONG='yes': allowed are 0 (off) and 1 (on)")):
         make()
-    monkeypatch.setenv("TORCHFT_HEAL_ALONG", "1")
-    with pytest.raises(ValueError, match="heal_along=True and replay_failed_step=True exclude each other"):
-        make(replay_failed_step=True)
-    assert make(replay_failed_step=True, heal_along=False).replay_failed_step

@@ -534,8 +534,12 @@ class Manager(Stateful, Stepping):
             return "use_async_quorum=False: each step waits for its heals"
         if not self._transport.gives_pieces:
             return "the checkpoint transport gives a state as a whole only, HTTPTransport gives it in pieces as well"
-        if self._layout.lines is not None:
-            return "the groups train on units of a data loader, or on their own between two averages"
+        if self._layout.lines is not None and not self._data.adds_gradients:
+            return "the groups train on their own between two averages"
+        if self._settings.reproducible_reduction:
+            return "reproducible_reduction=True: the scales of the sums come with the last part of a state"
+        if self._data.at_end:
+            return "this group is at the end of its data, and waits for the groups that heal"
         return None
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:

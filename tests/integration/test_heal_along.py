@@ -472,10 +472,8 @@ def test_what_does_not_qualify_is_healed_as_a_whole(
     assert loop.joined[1] < LEAST_ROUNDS, "it waits for its connection only"
 
 
-def test_a_job_with_units_or_local_steps_is_healed_as_a_whole(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As LocalSGD, DiLoCo and ElasticDataLoader register what they do."""
+def test_a_job_with_local_steps_is_healed_as_a_whole(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """As LocalSGD and DiLoCo register what they do."""
 
     def registers(rank: Rank, round: int) -> None:
         if round == 0:
@@ -484,7 +482,7 @@ def test_a_job_with_units_or_local_steps_is_healed_as_a_whole(
 
     _run(cluster, Loop(together=2, begun=registers), first=1, later=1)
     logged = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
-    assert len(logged) == 1 and "units of a data loader, or on their own between two averages" in logged[0]
+    assert len(logged) == 1 and "on their own between two averages" in logged[0]
 
 
 def test_much_state_that_belongs_to_no_parameter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
@@ -215,6 +216,26 @@ def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
     assert len(training.lost) >= 2
 
 
+class ConnectsAtOnce(ProcessGroupGloo):
+    connects_beside = False  # else the others could be at their end before the newcomer is connected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_group_joins_while_its_state_arrives_in_pieces(
+    workers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It trains along on a unit of weight 0. Its position comes with the last part of the state."""
+    monkeypatch.setitem(SETTINGS, "epochs", 40)
+    training = Training(start_with=3, settings={"heal_along": True}, loader={"num_workers": workers})
+    with caplog.at_level(logging.INFO):
+        ended = ends_of_a_failure_and_a_join(training, lambda group: ConnectsAtOnce(timeout=DEADLINE))
+    check(training, ended)
+    assert sum(weights is not None for weights in ended) == 3
+    logged = [record.getMessage() for record in caplog.records]
+    assert any("training along from step" in text for text in logged)
+    assert not [text for text in logged if "transferred as a whole" in text]
+
+
 def test_a_step_in_which_a_group_fails_is_repeated() -> None:
     training = Training(start_with=3)
     training.events[1, 0, 3] = lambda rank: "failed" if training.lost == [] else None
@@ -227,14 +248,16 @@ def test_a_step_in_which_a_group_fails_is_repeated() -> None:
 LAST = 7  # the number of the last step
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_a_group_that_loses_the_last_step_heals_before_the_others_end(use_async_quorum: bool) -> None:
-    training = Training(start_with=3, settings={"use_async_quorum": use_async_quorum})
+@pytest.mark.parametrize("settings", [{"use_async_quorum": True}, {"use_async_quorum": False}, {"heal_along": True}])
+def test_a_group_that_loses_the_last_step_heals_before_the_others_end(settings: dict[str, Any]) -> None:
+    """With heal_along it learns in one more step that the others are at the end, and take no further one."""
+    training = Training(start_with=3, settings=settings)
     training.events[1, 0, LAST] = lambda rank: "failed"
     with Cluster(min_replicas=3) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(3)))
     check(training, ended, incomplete=frozenset({LAST}))
-    assert len(training.lost) <= 2  # its own failure, and the step that shows it that there is no more data
+    # Its own failure, and the step that shows it that there is no more data
+    assert len(training.lost) <= 2 + ("heal_along" in settings)
 
 
 def plain(manager: Manager, net: nn.Module) -> nn.Module:

@@ -112,17 +112,21 @@ class Along:
             self.stop()
             self._prepared = None
         self._head = None
-        if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
-            self._head = head(self._optimizers)
+        serves = plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and plan.max_step > 0
+        if serves and self._transport.gives_pieces:
+            reason = self._refuses()
+            self._head = head(self._optimizers) if reason is None else {"unfit": reason}
             self._transport.note_step(plan.max_step, self._head)
 
     def decided(self, plan: Plan, committed: bool) -> None:
         """Called when this group has decided on a step; targets can request the decision."""
-        if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
+        if self._gives:
             self._transport.note_decision(plan.max_step, plan.quorum_id, committed)
 
-    def _can(self, plan: Plan) -> bool:
-        return plan.max_step > 0 and plan.in_background and self._refuses() is None
+    @property
+    def _gives(self) -> bool:
+        """Whether this group offers the state of the present step in pieces."""
+        return self._head is not None and "unfit" not in self._head
 
     def offer(self, plan: Plan, whole: Callable[[], None]) -> bool:
         """Offers the state of a step in pieces.
@@ -132,10 +136,9 @@ class Along:
             whole: offers the whole state, on another thread; called if a target requests it.
 
         Returns:
-            False if this group offers its state only as a whole. If the reason is an optimizer, the head that
-            :meth:`follow` announced contains it.
+            False if this group offers its state only as a whole. The head that :meth:`follow` announced has the reason.
         """
-        if not self._can(plan) or self._head is None or "unfit" in self._head:
+        if not self._gives:
             return False
         self._transport.offer_pieces(plan.max_step, Giver(self._optimizers, self._read, whole))
         return True

@@ -1,9 +1,9 @@
 """The Manager's part for an :class:`~torchft.data.ElasticDataLoader`: checks that all groups train on the same batch.
 
 The loader weights each loss by its samples, so gradients are added, and not divided by the number of groups. That is
-correct only if each sample of the batch is in the sum once. In the first step of a quorum the groups therefore reduce
-24 additional bytes: the number of samples that each of them contributes, and a digest of the settings and the position
-of its loader. A group that finds a wrong sum votes against the step.
+correct only if each sample of the batch is in the sum once. In the first step of a quorum, and in each step in which a
+group heals, the groups therefore reduce 24 additional bytes: the number of samples that each of them contributes, and a
+digest of the settings and the position of its loader. A group that finds a wrong sum votes against the step.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ class Loader(Protocol):
         """A digest of 64 bits, in hex, of the stamp and the state of the sums, which must be equal in all groups."""
         ...
 
+    @property
+    def at_end(self) -> bool:
+        """Whether it has no more data."""
+        ...
+
     def units_added(self) -> bool:
         """Whether the gradients hold all units of this rank; False before its first unit. Raises an error if they
         hold only some of the units.
@@ -103,7 +108,7 @@ class BatchDiffers(RuntimeError):
 
 
 class BatchCheck:
-    """Compares, once per quorum, the batches on which its groups train.
+    """Compares the batches on which the groups of a quorum train: in its first step, and while a group heals.
 
     Args:
         loader: the loader of this rank.
@@ -118,6 +123,7 @@ class BatchCheck:
         self._loader = loader
         self._whole: Optional[Step] = None  # the last step in which the gradients hold all units of this rank
         self._checked = -1  # the id of the last quorum in which the comparison was begun
+        self._compared: Optional[Step] = None  # the last step in which it was begun
         self._sums: Optional[torch.Tensor] = None
         self._work: Optional[_ManagedWork] = None
 
@@ -132,14 +138,19 @@ class BatchCheck:
             self._whole = step
 
     def is_due(self, step: Step) -> bool:
-        """Whether the groups of this quorum still have to be compared."""
-        return step.plan is not None and self._checked != step.plan.quorum_id
+        """Whether the groups still have to be compared in this step. A group that heals may load its position in any
+        step of a quorum.
+        """
+        plan = step.plan
+        if plan is None or self._compared is step:
+            return False
+        return self._checked != plan.quorum_id or plan.num_up_to_date < plan.replica_world_size
 
-    def words(self, plan: Plan, device: torch.device) -> torch.Tensor:
+    def words(self, step: Step, plan: Plan, device: torch.device) -> torch.Tensor:
         """The values that this rank adds to the reduction. In a group that does not participate, the Manager sends
         zeros.
         """
-        self._checked = plan.quorum_id
+        self._checked, self._compared = plan.quorum_id, step
         return torch.tensor(entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device)
 
     def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
@@ -196,16 +207,11 @@ class AverageCheck(BatchCheck):
     groups are at the same position.
     """
 
-    def __init__(self, loader: Loader) -> None:
-        super().__init__(loader)
-        self._step: Optional[Step] = None
-
     def reduces(self, step: Step) -> None:
         pass  # weights are averaged: their sample count covers all inner steps, so no unit can be missing unnoticed
 
     def is_due(self, step: Step) -> bool:
-        due, self._step = self._step is not step, step
-        return due
+        return self._compared is not step
 
     def _expect(self, samples: int, participants: int) -> None:
         self._loader.samples_averaged(samples)
@@ -293,6 +299,11 @@ class Data:
         """Whether gradients are weighted by samples, so that their sum over the groups is not divided."""
         return self._loader is not None and self._local_steps is None
 
+    @property
+    def at_end(self) -> bool:
+        """Whether this group has no more data."""
+        return self._loader is not None and self._loader.at_end
+
     # What is refused
 
     def check_layout(self, what: str) -> None:
@@ -343,7 +354,7 @@ class Data:
         batches.reduces(step)
         if step.plan is None or not batches.is_due(step):
             return
-        sums = batches.words(step.plan, device)
+        sums = batches.words(step, step.plan, device)
         batches.begun(sums, reduce(sums, ReduceOp.SUM, False))
 
     def register_check(self, check: Callable[[], None]) -> None:

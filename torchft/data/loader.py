@@ -137,6 +137,8 @@ class ElasticDataLoader:
         self._prefetcher = Prefetcher(self._start_reading)
         # membership and position of the forecast's next step
         self._forecast: Optional[tuple[Membership, Position]] = None
+        # The last unit of a group that does not participate. One that heals over several steps stays at its position.
+        self._again: Optional[tuple[Key, Any]] = None
         self._account = Account()  # counts the samples of LocalSGD's or DiLoCo's inner steps
         self._local_steps: Optional[LocalSteps] = None
         self._counted = 0
@@ -212,17 +214,18 @@ class ElasticDataLoader:
             participants: groups whose gradients count.
         """
         position = self._position
-        if rank is None and self._at_end:
+        if rank is None and self.at_end:
             position = Position()  # any position is valid, because the weight is 0
         return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
 
     def check_samples(self, counted: int, participants: int) -> None:
         """Raises SamplesDiffer unless a step at this position has ``counted`` samples for this data rank."""
-        if not self._at_end:
+        if not self.at_end:
             self.share(None, participants).check(counted)
 
     @property
-    def _at_end(self) -> bool:
+    def at_end(self) -> bool:
+        """Whether the position is behind the last step of the job."""
         return self._position == self._plan.end
 
     def units_added(self) -> bool:
@@ -241,11 +244,11 @@ class ElasticDataLoader:
         if self._local_steps is not None:
             return
         self._check_units(self._step)
-        if self._exact is not None and not (self._step is None and self._at_end):
+        if self._exact is not None and not (self._step is None and self.at_end):
             self._exact.verify(self._plan.num_units(self._position))
 
     def _check_units(self, step: Optional[Step]) -> None:
-        if step is None and self._at_end:
+        if step is None and self.at_end:
             return
         try:
             if step is None:
@@ -293,7 +296,7 @@ class ElasticDataLoader:
             plan = manager._begin_batch()
             self._check_ranks_alike(before)
             what = turn(
-                at_end=self._at_end,
+                at_end=self.at_end,
                 heals_in_background=plan.heal and plan.in_background,
                 all_up_to_date=plan.num_up_to_date == plan.replica_world_size,
             )
@@ -454,8 +457,9 @@ class ElasticDataLoader:
     def _read(self, step: Step, place: int) -> Unit:
         position, unit = step.position, step._share.units[place]
         key = Key(position, unit.number)
+        again, self._again = self._again, None
         try:
-            data = self._prefetcher.take(key)
+            data = again[1] if again is not None and again[0] == key else self._prefetcher.take(key)
         except ReadFailed as e:
             failure = ReadFailed(
                 f"unit {unit.number} of batch {position.batch} of epoch {position.epoch} could not be read: {e}"
@@ -466,6 +470,8 @@ class ElasticDataLoader:
         except BaseException:  # Ctrl-C: what is read ahead is forecast anew
             self._stop_reading()
             raise
+        if step._membership.rank is None:
+            self._again = key, data
         seed = self._seed(key) if self._reproducible_rng else None
         return Unit(step, place, data, unit.weight * self._factor * self._scale, seed)
 

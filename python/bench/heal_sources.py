@@ -57,7 +57,7 @@ class Worker:
         tensors = STATE_BYTES // (10 << 20)
         state = {f"t{i}": self.torch.full((10 << 20,), 1, dtype=self.torch.uint8) for i in range(tensors)}
         timeout = timedelta(seconds=TIMEOUT_S)
-        self.transport = self.make(timeout, 0, snapshot=False, **kwargs)
+        self.transport = self.make(timeout, 0, **kwargs)
         if helps:
             self.transport.help_checkpoint(1, state)
         else:

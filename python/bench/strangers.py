@@ -99,7 +99,7 @@ class Worker:
 
         if not native:
             _native_transfer.native = lambda: None
-        return HTTPTransport(timedelta(seconds=TIMEOUT_S), 0, snapshot=False)
+        return HTTPTransport(timedelta(seconds=TIMEOUT_S), 0)
 
 
 def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.gpu.device import DEVICE, busy
+from tests.gpu.test_heal_memory import InUpstreamFormat
 from tests.unit.process_group.ranks import connect
 from torchft.checkpointing import HTTPTransport, _staging
 from torchft.checkpointing.pg_transport import PGTransport
@@ -20,10 +20,9 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo
 TIMEOUT = timedelta(seconds=30)
 
 
-@pytest.mark.parametrize("snapshot", [None, False])
 @pytest.mark.parametrize("num_chunks", [0, 3])
-def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -> None:
-    """Without a snapshot, the state is sent in the upstream format."""
+@pytest.mark.parametrize("make", [HTTPTransport[Any], InUpstreamFormat])
+def test_a_state_on_the_device_arrives(num_chunks: int, make: type[HTTPTransport[Any]]) -> None:
     state = {
         "weights": torch.arange(1 << 20, dtype=torch.float32, device=DEVICE),
         "half": torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE).t(),
@@ -32,7 +31,7 @@ def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -
         "step": 7,
     }
     torch.cuda.synchronize()
-    source, target = HTTPTransport(TIMEOUT, num_chunks, snapshot), HTTPTransport(TIMEOUT, num_chunks)
+    source, target = make(TIMEOUT, num_chunks), HTTPTransport[Any](TIMEOUT, num_chunks)
     try:
         busy(0.2)
         state["late"].fill_(3)  # type: ignore[attr-defined]
@@ -50,14 +49,14 @@ def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -
         assert torch.equal(theirs.cpu(), mine.cpu()), name
 
 
-@pytest.mark.parametrize(("snapshot", "blocks"), [(False, 2), (True, 4)])
+@pytest.mark.parametrize(("make", "blocks"), [(InUpstreamFormat, 2), (HTTPTransport[Any], 4)])
 def test_two_page_locked_blocks_are_enough_for_any_state(
-    monkeypatch: pytest.MonkeyPatch, snapshot: bool, blocks: int
+    monkeypatch: pytest.MonkeyPatch, make: type[HTTPTransport[Any]], blocks: int
 ) -> None:
     """Two blocks at the source, and two at the target unless it reads the upstream format."""
     monkeypatch.setattr(_staging, "_free", {})
     state = {"w": torch.arange(5 * _staging.BLOCK // 8 + 3, device=DEVICE)}
-    source, target = HTTPTransport(TIMEOUT, 0, snapshot), HTTPTransport(TIMEOUT, 0)
+    source, target = make(TIMEOUT, 0), HTTPTransport[Any](TIMEOUT, 0)
     try:
         for step in (1, 2):
             source.send_checkpoint([1], step, state, TIMEOUT)
@@ -96,30 +95,6 @@ def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFi
     for name, mine in own.items():
         assert got[name] is mine and torch.equal(mine, theirs[name]), name
     assert "digest " in caplog.text
-
-
-def test_the_source_continues_while_its_state_is_copied() -> None:
-    state = torch.zeros(8 * _staging.BLOCK // 4, device=DEVICE)
-    source, target = HTTPTransport(TIMEOUT, 0), HTTPTransport(TIMEOUT, 0)
-    try:
-        for step in range(1, 6):
-            state.fill_(step)
-            source.send_checkpoint([1], step, {"w": state}, TIMEOUT)
-            got: list[torch.Tensor] = []
-            heal = threading.Thread(
-                target=lambda step=step, got=got: got.append(
-                    target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)["w"]
-                )
-            )
-            heal.start()
-            source.disallow_checkpoint()
-            state.fill_(-1)
-            torch.cuda.synchronize()
-            heal.join(60)
-            assert len(got) == 1 and bool((got[0] == step).all())
-    finally:
-        source.shutdown()
-        target.shutdown()
 
 
 def test_close_waits_for_a_copy_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,15 @@ def http(rank: Rank) -> CheckpointTransport[Any]:
     return HTTPTransport(DEADLINE, 0)
 
 
+class InUpstreamFormat(HTTPTransport[Any]):
+    """A source that cannot copy its state on a device to host memory."""
+
+    def _may_stage(self, nbytes: int) -> tuple[bool, None]:
+        return False, None
+
+
 def http_without_a_copy(rank: Rank) -> CheckpointTransport[Any]:
-    """For state on a device, `snapshot=False` makes HTTPTransport send in the upstream format."""
-    return HTTPTransport(DEADLINE, 0, snapshot=False)
+    return InUpstreamFormat(DEADLINE, 0)
 
 
 def by_group(rank: Rank) -> CheckpointTransport[Any]:
@@ -53,15 +59,15 @@ def test_a_heal_takes_no_second_copy_on_the_device(
 
 
 @pytest.mark.parametrize("writable", [None, True, False], ids=["no target", "in place", "settled"])
-@pytest.mark.parametrize("snapshot", [None, False], ids=["native", "upstream format"])
-def test_a_sparse_tensor_heals(snapshot: bool | None, writable: bool | None) -> None:
+@pytest.mark.parametrize("source", [HTTPTransport[Any], InUpstreamFormat], ids=["native", "upstream format"])
+def test_a_sparse_tensor_heals(source: type[HTTPTransport[Any]], writable: bool | None) -> None:
     """A sparse tensor is sent as a pickle. The target receives it in host memory, and its own function moves
     it to the device.
     """
     state = {"s": torch.eye(300, device=DEVICE).to_sparse(), "w": torch.full((300,), 2.0, device=DEVICE)}
     own = {"s": torch.zeros(300, 300, device=DEVICE).to_sparse(), "w": torch.zeros(300, device=DEVICE)}
     target = None if writable is None else Target(lambda: own, writable)
-    ends = HTTPTransport[Any](DEADLINE, 0, snapshot), HTTPTransport[Any](DEADLINE, 0)
+    ends = source(DEADLINE, 0), HTTPTransport[Any](DEADLINE, 0)
     try:
         ends[0].send_checkpoint([1], 1, state, DEADLINE)
         got = ends[1].recv_checkpoint(0, ends[0].metadata(), 1, DEADLINE, target=target)

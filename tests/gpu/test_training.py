@@ -15,8 +15,8 @@ from torch import nn
 
 import torchft.process_group
 from tests.gpu.device import DEVICE
+from tests.gpu.test_heal_memory import InUpstreamFormat
 from tests.integration.cluster import DEADLINE, Cluster, Rank, results
-from torchft.checkpointing import HTTPTransport
 from torchft.ddp import DistributedDataParallel
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
@@ -111,8 +111,8 @@ def test_a_group_crashes_and_heals(kind: str, use_async_quorum: bool) -> None:
 
 
 def test_a_heal_in_the_upstream_format() -> None:
-    """The same format as with upstream groups: without a snapshot, in chunks."""
-    check(Training(lambda: HTTPTransport(DEADLINE, 3, False)), KINDS["gloo"])
+    """The same format as with upstream groups, in chunks."""
+    check(Training(lambda: InUpstreamFormat(DEADLINE, 3)), KINDS["gloo"])
 
 
 @pytest.mark.usefixtures("fork_server")

@@ -147,8 +147,7 @@ def test_the_network_fetches_while_the_source_copies(make: Any, device: type[Obs
         assert_same(got.result(60), state)
 
 
-def test_the_source_is_not_copied_before_a_request(make: Any, device: type[Observed], monkeypatch: Any) -> None:
-    monkeypatch.setattr(_offer, "_COPY_DELAY", 60)
+def test_the_source_is_not_copied_before_a_request(make: Any, device: type[Observed]) -> None:
     source, additional, state = make(), make(), {"w": numbers(4 * BLOCK)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     additional.help_checkpoint(1, state)
@@ -188,14 +187,6 @@ def test_the_source_continues_to_train(make: Any, device: type[Observed]) -> Non
         for reader in readers:
             reader.result(60)
     assert len(set(reads)) >= 5
-
-
-def test_a_late_target_gets_the_copy(make: Any) -> None:
-    source, state = make(), {"w": numbers(4 * BLOCK)}
-    source.send_checkpoint([1], 1, state, TIMEOUT)
-    source.disallow_checkpoint()
-    state["w"].fill_(99)
-    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), {"w": numbers(4 * BLOCK)})
 
 
 # Faults
@@ -311,7 +302,7 @@ def test_when_the_state_cannot_be_staged(make: Any, upstream: list[str], caplog:
     caplog.set_level("INFO")
     started = threading.Event()
 
-    def fail(self: Any, memory: Any) -> Iterator[None]:
+    def fail(self: Any, memory: Any, closed: Any) -> Iterator[None]:
         assert started.wait(60)
         raise RuntimeError("not enough memory")
         yield

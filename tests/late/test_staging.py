@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.late.observed import BLOCK, Observed, numbers, until
-from torchft.checkpointing import HTTPTransport, _staging
+from torchft.checkpointing import HTTPTransport, _offer, _staging
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._pacer import Pacer
@@ -74,39 +74,35 @@ def test_close_waits_for_copies_and_ends_readers(device: type[Observed], monkeyp
     assert torch.equal(torch.cat(got), expected[: 2 * BLOCK])
 
 
-@pytest.mark.parametrize("copy", [True, False])
-def test_an_offer_of_device_memory(device: type[Observed], copy: bool) -> None:
-    """A reader in the middle of a tensor continues with the copy, or gets an error if there is none."""
+def test_an_offer_of_device_memory(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader in the middle of a tensor gets an error."""
+    monkeypatch.setattr(_offer, "_SMALL_TENSORS", 0)
     state = {"w": numbers(4 * BLOCK)}
     expected = state["w"].cpu()
     checkpoint = Checkpoint(state, 0)
-    offer = Offer(checkpoint, copy)
+    offer = Offer(checkpoint)
     stream = checkpoint.stream(FULL)
     assert stream is not None
     pieces = offer.read(stream, lambda: None, Pacer())
     got = bytes(next(pieces)) and bytes(next(pieces))
-    offer.close(keep_copy=copy, timeout=10)
+    offer.close(timeout=10)
     state["w"].fill_(7)
-    if copy:
-        for piece in pieces:
-            got += bytes(piece)
-        assert torch.equal(torch.frombuffer(bytearray(got), dtype=torch.uint8), expected)
-    else:
-        got += bytes(next(pieces))  # copied before
-        with pytest.raises(ConnectionAbortedError, match="has resumed training"):
-            next(pieces)
-        assert torch.equal(torch.frombuffer(bytearray(got), dtype=torch.uint8), expected[: len(got)])
+    got += bytes(next(pieces))  # copied before
+    with pytest.raises(ConnectionAbortedError, match="has resumed training"):
+        next(pieces)
+    assert torch.equal(torch.frombuffer(bytearray(got), dtype=torch.uint8), expected[: len(got)])
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
-def test_a_heal_from_device_memory(device: type[Observed], num_chunks: int) -> None:
+def test_a_heal_from_device_memory(device: type[Observed], num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HTTPTransport, "_may_stage", lambda self, nbytes: (False, None))
     state = {
         "w": numbers(3 * BLOCK + 7),
         "b": torch.ones(3, device="late"),
         "empty": torch.empty(0, device="late"),
         "lr": 0.1,
     }
-    source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, snapshot=False)
+    source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
     target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
     try:
         source.send_checkpoint([1], 1, state, TIMEOUT)

@@ -54,7 +54,7 @@ def test_a_target_without_memory_for_the_state() -> None:
     """The allocation fails, as on a host without memory overcommit. The target retries later."""
     state = {"w": torch.zeros(512 << 20, dtype=torch.uint8)}
     state["w"][-1] = 7
-    source: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0, snapshot=False)
+    source: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0)
     try:
         source.send_checkpoint([1], 1, state, TIMEOUT)
         target = subprocess.run(

@@ -31,7 +31,8 @@ class Checkpoint:
     def __init__(self, state_dict: object, num_chunks: int) -> None:
         self.num_chunks = num_chunks
         self.encoded = Encoded(state_dict)
-        self.nbytes = sum(storage.nbytes() for storage in self.encoded.storages)
+        storages = self.encoded.storages
+        self.nbytes_on_devices = sum(storage.nbytes() for storage in storages if storage.device.type != "cpu")
         self._lock = threading.Lock()
         self._streams: Optional[Dict[str, Pickled]] = None
 

@@ -17,6 +17,9 @@ from torchft.checkpointing.transport import Role
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+# Seconds without data after which a reader counts as stuck.
+_STUCK_SEC = 2.0
+
 
 class WrongStep(Exception):
     """The offered step is not the requested one."""
@@ -29,12 +32,10 @@ class Unavailable(Exception):
 class Source:
     """Coordinates requests, the training thread and shutdown.
 
-    A checkpoint is offered from `publish` or `allow` until `disallow`. If it is copied, requests for its step after
-    `disallow` are served from the copy, until all receivers have the checkpoint, the next checkpoint is offered, or
-    `keep` seconds have passed.
+    A checkpoint is offered from `publish` or `allow` until `disallow`.
 
     Args:
-        keep: seconds that a checkpoint is kept after `disallow`
+        keep: seconds for which `allow` can offer a checkpoint again after `disallow`
     """
 
     def __init__(self, keep: float) -> None:
@@ -50,14 +51,14 @@ class Source:
         self._served: Counter[str] = collections.Counter()
         self._drop_at = float("inf")
         self._refused: Optional[Tuple[int, str]] = None  # a step without a state to send, and the reason
-        self._retired: List[Offer] = []  # replaced offers, which `drop_old` frees
+        self._retired: List[object] = []  # replaced offers, and copies, which `drop_old` frees
 
     def publish(
         self,
         step: int,
         checkpoint: Checkpoint,
         receivers: int,
-        copy: bool,
+        stage: bool,
         role: Role = Role.ASSIGNED,
         room: Optional[Reservation] = None,
     ) -> None:
@@ -67,17 +68,17 @@ class Source:
             step: step of the checkpoint
             checkpoint: the checkpoint
             receivers: number of replica groups that will fetch it
-            copy: whether to copy it. An additional source copies only tensors on a device, when a target requests them
+            stage: whether to copy tensors on a device when a target requests them
             role: the role of this source. Readers of an additional source also read from the assigned one, so
                 `disallow` closes their connections at once
-            room: the memory that is reserved for the copy
+            room: the memory that is reserved for that copy
         """
         with self._cond:
             last = self._offer  # read once: another thread may drop it
         if last is not None:
             # the caller did not disallow the previous one, and may change its tensors now
-            last.close(keep_copy=False, timeout=self._keep)
-        offer = Offer(checkpoint, copy and role is Role.ASSIGNED, stage=copy, room=room)
+            last.close(self._keep)
+        offer = Offer(checkpoint, stage, room)
         with self._cond:
             self._receivers = receivers
             self._role = role
@@ -102,13 +103,13 @@ class Source:
             if self._allowed:
                 self._step = step
                 return
-        offer = Offer(last.checkpoint, last.copies, last.stages)
+        offer = Offer(last.checkpoint, last.stages)
         with self._cond:
             self._set_offer(step, offer)
 
     def _set_offer(self, step: int, offer: Offer) -> None:
         if self._closed:
-            offer.close(keep_copy=False, timeout=self._keep)
+            offer.close(self._keep)
             return
         if self._offer is not None:
             self._retired.append(self._offer)
@@ -123,10 +124,9 @@ class Source:
     def disallow(self, timeout: float) -> None:
         """Returns the tensors to the caller: after this call no reader uses them.
 
-        With a copy, this call waits until the copy is complete, unless every receiver has the state already. Without a
-        copy, it waits at most `timeout` seconds until no reader is left or every receiver has the state; an additional
-        source does not wait. Then it closes the connections of readers that still use the tensors: a slow peer must not
-        delay training on this replica group.
+        It waits at most `timeout` seconds until no reader is left or every receiver has the state, and only as long as
+        readers take data: a peer that hangs must not delay training on this replica group. An additional source does
+        not wait. Then the connections of readers that still use the tensors are closed.
 
         Raises:
             TimeoutError: the tensors are still in use; they must not be changed
@@ -138,17 +138,26 @@ class Source:
             if self._allowed:
                 self._allowed = False
                 self._drop_at = time.monotonic() + (self._keep if self._role is Role.ASSIGNED else 0.0)
-            if not offer.copies and self._role is Role.ASSIGNED:
-                # once all receivers have it, the remaining readers are other peers, which are not waited for
-                checkpoint = offer.checkpoint
-                self._cond.wait_for(lambda: self._readers == 0 or self._all_received(checkpoint), timeout)
-            keep_copy = offer.copies and not self._all_received(offer.checkpoint)
-        offer.close(keep_copy, timeout)
-        with self._cond:
-            self._cond.notify_all()  # readers that arrived in the meantime wait for the copy, which is complete now
+                if self._role is Role.ASSIGNED:
+                    self._await_readers(offer, timeout)
+        offer.close(timeout)
+        if copy := offer.take_copy():
+            with self._cond:
+                self._retired.append(copy)
+
+    def _await_readers(self, offer: Offer, timeout: float) -> None:
+        def gone() -> bool:
+            # once all receivers have it, the remaining readers are other peers, which are not waited for
+            return self._readers == 0 or self._all_received(offer.checkpoint)
+
+        deadline, before = time.monotonic() + timeout, -1
+        while not self._cond.wait_for(gone, min(_STUCK_SEC, deadline - time.monotonic())):
+            served, before = before, offer.served
+            if before == served or time.monotonic() >= deadline:
+                return
 
     def drop_old(self, now: float) -> None:
-        """Frees replaced checkpoints, a copy that all receivers have, and a checkpoint whose time is over.
+        """Frees replaced checkpoints and copies, and a checkpoint whose time is over.
 
         Called on background threads, because returning much memory to the system takes a while.
         """
@@ -156,13 +165,9 @@ class Source:
         with self._cond:
             unneeded += self._retired
             self._retired.clear()
-            offer = self._offer
-            if offer is not None and not self._allowed:
-                if now >= self._drop_at:
-                    unneeded.append(offer)
-                    self._offer = None
-                elif self._readers == 0 and self._all_received(offer.checkpoint):
-                    unneeded += offer.take_copy()
+            if not self._allowed and now >= self._drop_at:
+                unneeded.append(self._offer)
+                self._offer = None
 
     def _all_received(self, checkpoint: Checkpoint) -> bool:
         chunks = [self._served[str(i)] for i in range(checkpoint.num_chunks)]
@@ -196,7 +201,7 @@ class Source:
             return self._refused is not None and self._refused[0] == step
 
         def settled() -> bool:
-            return self._closed or self._allowed or self._kept(step) or refused()
+            return self._closed or self._allowed or refused()
 
         in_time = self._cond.wait_for(settled, timeout)
         if self._closed:
@@ -212,20 +217,15 @@ class Source:
         assert self._offer is not None
         return self._offer
 
-    def _kept(self, step: int) -> bool:
-        return self._offer is not None and self._step == step and self._offer.copies and self._offer.complete
-
     def count_served(self, offer: Offer, key: str) -> None:
         """Notes that a peer has received a complete part of this checkpoint."""
         with self._cond:
             if offer is self._offer and key != METADATA:
                 self._served[key] += 1
-                if self._all_received(offer.checkpoint):
-                    offer.abort_copy()
-                    self._cond.notify_all()
+                self._cond.notify_all()
 
     def close(self, timeout: float) -> None:
-        """Ends every wait and drops the checkpoint. A copy in progress is aborted, within `timeout` seconds."""
+        """Ends every wait and drops the checkpoint. A copy in progress ends within `timeout` seconds."""
         with self._cond:
             offer, self._offer = self._offer, None
             self._closed = True
@@ -233,6 +233,6 @@ class Source:
             self._cond.notify_all()
         if offer is not None:
             try:
-                offer.close(keep_copy=False, timeout=timeout)
+                offer.close(timeout)
             except TimeoutError as error:
                 logger.warning("shutdown: %s", error)

@@ -47,15 +47,13 @@ class HTTPTransport(CheckpointTransport[T]):
     """Serves the state of this replica group to groups that heal from it, and fetches the state of a source when this
     group heals.
 
-    Readers have usually finished before the source changes its state. So that the source need not wait for slower ones,
-    the state is copied in the background if it fits into half of the free memory; `disallow_checkpoint` then waits for
-    the copy only. Without a copy, `disallow_checkpoint` waits for the readers, at most `timeout`, and then closes their
-    connections.
+    Readers have usually finished before the source changes its state. `disallow_checkpoint` waits for those that still
+    take data, at most `timeout`, and then closes their connections.
 
     Between two transports of this class the native core moves the tensors' memory, in blocks with checksums, on several
     connections at once. If its connections break, a retry fetches only the rest. State on a GPU goes through
-    page-locked blocks of host memory on both ends. With an upstream peer, and for state on a GPU that is not copied,
-    PyTorch's streaming format over HTTP is used.
+    page-locked blocks of host memory on both ends. With an upstream peer, and for state on a GPU that does not fit into
+    half of the free memory of the source's host, PyTorch's streaming format over HTTP is used.
 
     The received state consists of tensors, plain values and containers; other types are read by PyTorch's restricted
     unpickler, and need `torch.serialization.add_safe_globals`. If TORCHFT_TOKEN_FILE names a file, its content is a
@@ -63,11 +61,9 @@ class HTTPTransport(CheckpointTransport[T]):
 
     Args:
         timeout: limit for each wait at the source: for a checkpoint that a peer requests, for readers in
-            `disallow_checkpoint`, for a peer that takes no data. Also how long a copy is kept for slow targets after
-            `disallow_checkpoint`.
+            `disallow_checkpoint`, for a peer that takes no data.
         num_chunks: for upstream peers: 0 sends the state in one stream, n in n streams at once. Must be the same in
             every replica group.
-        snapshot: True always copies, False never; None decides by the free memory
         state_dict: returns the target's own state. Its tensors are received in place; tensors that only the source has
             are allocated. A state that lacks one of the target's tensors, or has it with another shape or dtype, is
             refused. After a failed transfer, tensors may be partly old and partly new; they are consistent again after
@@ -76,7 +72,7 @@ class HTTPTransport(CheckpointTransport[T]):
         checksum: whether received data is verified by checksums
         bandwidth_limit: bytes per second for all targets together; 0: no limit. The native core's data connections have
             this limit, and, separately, the parts of `offer_pieces` and PyTorch's streaming format together. The latter
-            cannot be resumed: without a copy of the state (`snapshot`), it must be transferred within the timeout.
+            cannot be resumed: it must be transferred within the timeout.
         background: whether this source serves with the lowest priority on its host. By default only additional sources
             do so, because the whole job waits for the assigned source. Set it where sources continue to train while a
             group heals, as with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor
@@ -95,7 +91,6 @@ class HTTPTransport(CheckpointTransport[T]):
         self,
         timeout: timedelta,
         num_chunks: int,
-        snapshot: Optional[bool] = None,
         *,
         state_dict: Optional[Callable[[], object]] = None,
         checksum: bool = True,
@@ -117,7 +112,6 @@ class HTTPTransport(CheckpointTransport[T]):
         self.in_place = state_dict is not None
         self._checksum = checksum
         self._num_chunks = num_chunks
-        self._snapshot = snapshot
         self._source = Source(keep=self._timeout)
         self._native = _native_transfer.ServerSlot(self._timeout, bandwidth_limit, background)
         pacer = Pacer(bandwidth_limit)
@@ -151,35 +145,26 @@ class HTTPTransport(CheckpointTransport[T]):
         except Unsendable as error:
             self._source.refuse(step, str(error))
             raise
-        copy, room = self._may_copy(checkpoint)
-        if not copy and self._snapshot is None:
-            logger.warning(
-                "the state of %d bytes is not copied (%s bytes of memory free, less what other ranks of this host have "
-                "reserved): training waits for its readers",
-                checkpoint.nbytes,
-                available_memory(),
-            )
-        self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=copy, room=room)
-        self._window.note_whole(step)
+        self._publish(step, checkpoint, len(dst_ranks), Role.ASSIGNED)
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
         self._source.refuse(step, reason)
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:
         self._maker.check()
-        checkpoint = Checkpoint(state_dict, self._num_chunks)
-        copy, room = self._may_copy(checkpoint)
-        self._source.publish(step, checkpoint, receivers=0, copy=copy, role=Role.ADDITIONAL, room=room)
+        self._publish(step, Checkpoint(state_dict, self._num_chunks), 0, Role.ADDITIONAL)
+
+    def _publish(self, step: int, checkpoint: Checkpoint, receivers: int, role: Role) -> None:
+        stage, room = self._may_stage(checkpoint.nbytes_on_devices)
+        self._source.publish(step, checkpoint, receivers, stage, role, room)
         self._window.note_whole(step)
 
-    def _may_copy(self, checkpoint: Checkpoint) -> Tuple[bool, Optional[Reservation]]:
-        """Whether the state is copied, and the memory that is reserved for that."""
-        if self._snapshot is not None:
-            return self._snapshot, None
-        if available_memory() is None:
+    def _may_stage(self, nbytes: int) -> Tuple[bool, Optional[Reservation]]:
+        """Whether state on devices may be copied to host memory, and the memory that is reserved for that."""
+        if nbytes == 0 or available_memory() is None:
             return False, None
         try:
-            return True, reserve(checkpoint.nbytes, share=2)
+            return True, reserve(nbytes, share=2)
         except NoRoom:
             return False, None
 
@@ -418,8 +403,7 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server.native.get()
         if server is None:
             return  # the transport is being shut down
-        grant = native.grant()
-        try:
+        with offer.granted(native) as grant:
             self.send_response(HTTPStatus.SWITCHING_PROTOCOLS)
             self.send_header("Connection", "Upgrade")
             self.send_header("Upgrade", PROTOCOL)
@@ -428,10 +412,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.sendall(ticket.frame() + offer.checkpoint.structure_frame())
             if self._receive_done(grant):
                 self.server.source.count_served(offer, FULL)
-        finally:
-            # Closes the target's data connections, also those of a target that has failed. Otherwise they would keep
-            # reading the offer.
-            grant.end()
 
     def _receive_done(self, grant: _native_transfer.Grant) -> bool:
         """Whether the target reported that it has received everything. Otherwise its connection ended, or it received

@@ -150,13 +150,13 @@ def test_random_transfers_with_an_additional_source(
 
 
 def test_a_source_that_continued_with_another_step(target: Any) -> None:
-    """The source needed its memory during the transfer and had no copy, so it has a later step when the target
+    """The source needed its memory during the transfer, so it has a later step when the target
     retries.
     """
     state = large_state()
     later = {"w0": state["w0"][:1000]}
     # slow enough that most data is missing when its step changes
-    source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0, snapshot=False, bandwidth_limit=8 * MB)
+    source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0, bandwidth_limit=8 * MB)
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = Wire(source, [], [Fault("reset", MB, True)])
 
@@ -258,7 +258,6 @@ def test_a_source_that_fails_half_way_is_named(source: Any, target: Any, wire: A
 def test_a_source_whose_memory_changes_is_noticed(source: Any, target: Any) -> None:
     """For example, a training loop writes before disallow_checkpoint, so that two reads of the memory differ."""
     state = {"w": torch.zeros(8 * MB)}
-    source._snapshot = False
     source.send_checkpoint([1, 2], 1, state, TIMEOUT)
     assert_same(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
     state["w"][5] = 1

@@ -9,7 +9,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Callable
 from unittest.mock import MagicMock
 from urllib.parse import urlsplit
@@ -17,12 +16,11 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-import torchft.checkpointing.http_transport as http_transport
 from tests.promises import within
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.waiting import wait_until
-from torchft.checkpointing import HTTPTransport, _memory, _native_transfer, _offer, _room
-from torchft.checkpointing._offer import Offer
+from torchft.checkpointing import HTTPTransport, _native_transfer, _source
+from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._source import Unavailable
 from torchft.checkpointing.transport import CheckpointError
 
@@ -128,9 +126,8 @@ def test_a_wrong_step_names_both(make: Any, num_chunks: int) -> None:
     assert status == 400 and b"3" in body and b"4" in body
 
 
-@pytest.mark.parametrize("snapshot", [True, False])
-def test_a_request_waits_until_it_is_allowed(make: Any, snapshot: bool) -> None:
-    source, target = make(snapshot=snapshot), make()
+def test_a_request_waits_until_it_is_allowed(make: Any) -> None:
+    source, target = make(), make()
     for step in (1, 2):
         got = in_thread(partial(target.recv_checkpoint, 0, source.metadata(), step, TIMEOUT))
         with pytest.raises(TimeoutError):
@@ -141,7 +138,7 @@ def test_a_request_waits_until_it_is_allowed(make: Any, snapshot: bool) -> None:
 
 
 def test_allow_offers_the_last_checkpoint_again(make: Any) -> None:
-    source, target = make(snapshot=False), make()
+    source, target = make(), make()
     with pytest.raises(RuntimeError, match="send_checkpoint comes first"):
         source.allow_checkpoint(1)
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
@@ -219,17 +216,6 @@ def open_sockets() -> set[str]:
 # The state that is served
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
-def test_the_state_may_change_after_disallow(make: Any, num_chunks: int) -> None:
-    source, target = make(num_chunks=num_chunks), make(num_chunks=num_chunks)
-    state = large_state(1.0)
-    source.send_checkpoint([1, 2], 5, state, TIMEOUT)
-    source.disallow_checkpoint()
-    fill(state, 2.0)
-    for _ in range(2):
-        assert_same(target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT), large_state(1.0))
-
-
 def test_small_tensors_are_copied_at_once(make: Any) -> None:
     source = make()
     model = torch.nn.BatchNorm1d(3)
@@ -244,12 +230,11 @@ def test_small_tensors_are_copied_at_once(make: Any) -> None:
     assert got["settings"] == {"lr": [0.1]}
 
 
-@pytest.mark.parametrize("snapshot", [True, False])
-def test_heals_while_the_source_trains(make: Any, snapshot: bool) -> None:
+def test_heals_while_the_source_trains(make: Any) -> None:
     """Targets read all the time, and the source changes all tensors between disallow and send. No target reads a
     mixture of two steps.
     """
-    source, target = make(snapshot=snapshot), make()
+    source, target = make(), make()
     state = large_state(0.0)
     steps = 8
     current = threading.Event()
@@ -286,24 +271,13 @@ def test_heals_while_the_source_trains(make: Any, snapshot: bool) -> None:
     assert reads >= steps
 
 
-def test_a_copy_is_dropped_when_all_receivers_have_it(make: Any) -> None:
-    source, target = make(), make()
-    source.send_checkpoint([1, 2], 5, large_state(), TIMEOUT)
-    target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT)
-    source.disallow_checkpoint()
-    assert_same(target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT), large_state())  # the second of two
-    wait_until(lambda: all(block.mine is None for block in source._source._offer._blocks.values()))
-    with pytest.raises(TimeoutError):
-        target.recv_checkpoint(0, source.metadata(), 5, SHORT)
-
-
-def test_a_copy_is_dropped_by_age(make: Any) -> None:
+def test_a_checkpoint_is_dropped_by_age(make: Any) -> None:
     source = make(timeout=timedelta(seconds=0.3))
     source.send_checkpoint([1], 5, {"a": 1}, TIMEOUT)
     source.disallow_checkpoint()
 
     def dropped() -> bool:
-        source.disallow_checkpoint()  # a training loop does this in every step; the copy must expire nevertheless
+        source.disallow_checkpoint()  # a training loop does this in every step
         return source._source._offer is None
 
     wait_until(dropped)
@@ -312,105 +286,29 @@ def test_a_copy_is_dropped_by_age(make: Any) -> None:
 # Memory
 
 
-def test_a_state_that_does_not_fit_is_served_without_a_copy(
-    make: Any, monkeypatch: Any, caplog: Any, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(_room, "host", _room.Host(tmp_path))
-    state = large_state()
-    nbytes = sum(t.numel() * 4 for t in state.values())
-    for free, copied in ((2 * nbytes, True), (2 * nbytes - 2, False), (None, False)):
-        for module in (http_transport, _memory):
-            monkeypatch.setattr(module, "available_memory", partial(int, free) if free is not None else lambda: None)
-        source = make()
-        source.send_checkpoint([1], 1, state, TIMEOUT)
-        assert source._source._offer.copies is copied
-        assert ("training waits for its readers" in caplog.text) is not copied
-        assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
-
-
-def test_memory_for_the_copy_is_reserved_until_it_is_made(make: Any, monkeypatch: Any, tmp_path: Path) -> None:
-    state = large_state()
-    nbytes = sum(t.numel() * 4 for t in state.values())
-    monkeypatch.setattr(_room, "host", _room.Host(tmp_path))
-    monkeypatch.setattr(_offer, "_COPY_DELAY", 60.0)
-    monkeypatch.setattr(_memory, "available_memory", lambda: 2 * nbytes)
-    first, second, other = make(), make(), _room.Host(tmp_path)
-    first.send_checkpoint([1], 1, state, TIMEOUT)
-    second.send_checkpoint([1], 1, state, TIMEOUT)
-    assert [transport._source._offer.copies for transport in (first, second)] == [True, False]
-    with pytest.raises(_room.NoRoom):
-        other.reserve(nbytes + 1, lambda: 2 * nbytes)
-    first.disallow_checkpoint()  # waits for the copy
-    other.reserve(2 * nbytes, lambda: 2 * nbytes)
-
-
-def test_the_setting_decides(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(http_transport, "available_memory", lambda: 0)
-    source = make(snapshot=True)
-    source.send_checkpoint([1], 1, {"a": torch.ones(2)}, TIMEOUT)
-    assert source._source._offer.copies
-
-
-@pytest.mark.parametrize("state", [{"small": torch.ones(2)}, {"large": torch.ones(1 << 20)}])
-def test_no_memory_for_the_copy(make: Any, monkeypatch: Any, state: Any, caplog: Any) -> None:
-    def fail(self: Any, memory: Any) -> None:
+def test_no_memory_for_the_copy_of_small_tensors(make: Any, monkeypatch: Any, caplog: Any) -> None:
+    def fail(self: Any, memory: Any, closed: Any) -> None:
         raise RuntimeError("not enough memory")
 
     monkeypatch.setattr("torchft.checkpointing._offer._Block.copy", fail)
-    source, target = make(), make()
+    source, target, state = make(), make(), {"small": torch.ones(2)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     assert_same(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
-    source.send_checkpoint([1], 1, state, TIMEOUT)
     source.disallow_checkpoint()  # the training continues
     assert "the state to send could not be copied: not enough memory" in caplog.text
     with pytest.raises(TimeoutError):
         target.recv_checkpoint(0, source.metadata(), 1, SHORT)
 
 
-def test_nothing_is_copied_for_a_heal_that_is_over(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("torchft.checkpointing._offer._COPY_DELAY", 60)
-    source = make()
-    source.send_checkpoint([1], 1, large_state(), TIMEOUT)
-    make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    wait_until(lambda: source._source._readers == 0)
-    source.disallow_checkpoint()
-    large = [block for block in source._source._offer._blocks.values() if block.nbytes > MB]
-    assert len(large) == 4 and all(block.mine is None for block in large)
-
-
-def test_a_long_heal_is_copied_meanwhile(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("torchft.checkpointing._offer._COPY_DELAY", 0.01)
-    source = make()
-    state = large_state()
+def test_the_memory_of_large_tensors_is_not_copied(make: Any, monkeypatch: Any) -> None:
+    copied: list[int] = []
+    take = HostMemory.take
+    monkeypatch.setattr(HostMemory, "take", lambda self, nbytes: copied.append(nbytes) or take(self, nbytes))
+    source, state = make(), {**large_state(), "small": torch.ones(2)}  # 40 bytes, and 8
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    wait_until(lambda: source._source._offer.complete)
+    assert sum(copied) == 48
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
     source.disallow_checkpoint()
-    fill(state, 3.0)
-    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
-
-
-def test_a_long_heal_is_not_copied_while_its_target_reads(make: Any, monkeypatch: Any) -> None:
-    """The source waits for that target in the step's collectives, before its state changes."""
-    copy_later, reads = Offer._copy_later, threading.Event()
-
-    def copy_later_when_a_target_reads(self: Offer, blocks: Any) -> None:
-        assert reads.wait(TIMEOUT.total_seconds())
-        copy_later(self, blocks)
-
-    monkeypatch.setattr(Offer, "_copy_later", copy_later_when_a_target_reads)
-    monkeypatch.setattr("torchft.checkpointing._offer._COPY_DELAY", 0.05)
-    source = make()
-    state = large_state()
-    source.send_checkpoint([1], 1, state, TIMEOUT)
-    offer = source._source._offer
-    offer.want()
-    reads.set()
-    time.sleep(0.3)
-    large = [block for block in offer._blocks.values() if block.nbytes > MB]
-    assert len(large) == 4 and all(block.coming is None for block in large)
-    source.disallow_checkpoint()  # the state is about to change nevertheless
-    fill(state, 3.0)
-    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
 
 
 # Slow readers
@@ -424,19 +322,29 @@ def slow_reader(source: HTTPTransport[Any], step: int) -> socket.socket:
     return sock
 
 
-def test_a_slow_reader_does_not_delay_a_copy(make: Any) -> None:
+def test_a_reader_that_takes_nothing_is_not_waited_for(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_source, "_STUCK_SEC", 0.1)
     source = make()
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     with slow_reader(source, 1):
         start = time.monotonic()
         source.disallow_checkpoint()
-        source.send_checkpoint([1], 2, large_state(2.0), TIMEOUT)
-        assert_same(make().recv_checkpoint(0, source.metadata(), 2, TIMEOUT), large_state(2.0))
         assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
 
 
-def test_without_a_copy_a_slow_reader_is_cut_off(make: Any) -> None:
-    source = make(timeout=timedelta(seconds=0.3), snapshot=False)
+def test_a_target_that_takes_data_is_waited_for(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_source, "_STUCK_SEC", 0.5)
+    source, target, state = make(bandwidth_limit=16 * MB), make(), large_state()  # for 1 s
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    got = in_thread(lambda: target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT))
+    wait_until(lambda: source._source._readers > 0)
+    source.disallow_checkpoint()
+    fill(state, 2.0)
+    assert_same(got.result(TIMEOUT.total_seconds()), large_state())
+
+
+def test_a_slow_reader_is_cut_off(make: Any) -> None:
+    source = make(timeout=timedelta(seconds=0.3))
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     with slow_reader(source, 1) as sock:
         start = time.monotonic()
@@ -451,8 +359,8 @@ def test_without_a_copy_a_slow_reader_is_cut_off(make: Any) -> None:
         assert received < sum(t.numel() * 4 for t in large_state().values())
 
 
-def test_without_a_copy_other_readers_are_cut_off_when_all_targets_have_the_state(make: Any) -> None:
-    source = make(snapshot=False)
+def test_other_readers_are_cut_off_when_all_targets_have_the_state(make: Any) -> None:
+    source = make()
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     with slow_reader(source, 1):
         assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
@@ -461,8 +369,8 @@ def test_without_a_copy_other_readers_are_cut_off_when_all_targets_have_the_stat
         assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
 
 
-def test_without_a_copy_a_slow_reader_does_not_delay_a_target(make: Any) -> None:
-    source = make(snapshot=False)
+def test_a_slow_reader_does_not_delay_a_target(make: Any) -> None:
+    source = make()
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     with slow_reader(source, 1):
         got = in_thread(lambda: make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT))
@@ -470,7 +378,7 @@ def test_without_a_copy_a_slow_reader_does_not_delay_a_target(make: Any) -> None
 
 
 def test_a_target_that_is_cut_off_gets_an_error(make: Any) -> None:
-    source, target = make(timeout=timedelta(seconds=0.3), snapshot=False, bandwidth_limit=MB), make()
+    source, target = make(timeout=timedelta(seconds=0.3), bandwidth_limit=MB), make()
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)  # 16 MB
     got = in_thread(lambda: target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT))
     wait_until(lambda: source._source._readers > 0)

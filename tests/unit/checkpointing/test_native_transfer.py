@@ -388,10 +388,9 @@ def test_data_of_the_assigned_source_only_is_requested_again(
 # Consistency
 
 
-@pytest.mark.parametrize("snapshot", [True, False])
-def test_the_source_continues_to_train(make: Any, snapshot: bool) -> None:
+def test_the_source_continues_to_train(make: Any) -> None:
     """Every step changes all tensors. No target reads a mixture of two steps."""
-    source = make(snapshot=snapshot)
+    source = make()
     state = {f"w{i}": torch.zeros(MB) for i in range(4)}
     done, steps, healed = threading.Event(), [0], []
     source.send_checkpoint([1], 0, state, TIMEOUT)

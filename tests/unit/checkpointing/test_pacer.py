@@ -46,10 +46,9 @@ def test_bytes_are_sent_at_once_after_a_pause_that_was_long_enough(monkeypatch: 
     assert [call.args[0] for call in sleep.call_args_list] == pytest.approx([0.0, 0.1, 0.0])
 
 
-@pytest.mark.parametrize("snapshot", [True, False])
-def test_streams_share_the_limit(make: Any, monkeypatch: pytest.MonkeyPatch, snapshot: bool) -> None:
+def test_streams_share_the_limit(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native_transfer, "native", lambda: None)
-    source, state = make(bandwidth_limit=20 * MB, snapshot=snapshot), {"w": torch.rand(MB)}
+    source, state = make(bandwidth_limit=20 * MB), {"w": torch.rand(MB)}
     source.send_checkpoint([1, 2], 1, state, TIMEOUT)
     start = time.monotonic()
     with ThreadPoolExecutor() as pool:
@@ -77,7 +76,7 @@ def test_a_part_waits_for_the_bytes_of_a_stream(make: Any, monkeypatch: pytest.M
 
 def test_a_reader_that_waits_for_the_limit_does_not_delay_the_end_of_an_offer() -> None:
     checkpoint = Checkpoint({"w": torch.ones(MB)}, 0)
-    offer = Offer(checkpoint, copy=False)
+    offer = Offer(checkpoint)
     stream = checkpoint.stream(FULL)
     assert stream is not None
     cut_off, pacer = MagicMock(), Pacer(1 << 30)
@@ -86,7 +85,7 @@ def test_a_reader_that_waits_for_the_limit_does_not_delay_the_end_of_an_offer() 
 
     def wait(nbytes: int) -> None:
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(partial(offer.close, keep_copy=False, timeout=10)).result(20)
+            pool.submit(partial(offer.close, 10)).result(20)
 
     pacer.wait = wait  # type: ignore[method-assign]
     with pytest.raises(ConnectionAbortedError, match="has resumed training"):

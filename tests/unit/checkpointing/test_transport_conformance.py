@@ -38,12 +38,12 @@ class Pair:
         return got
 
 
-def _http(num_chunks: int, snapshot: bool, native: bool = True) -> Callable[[], Iterator[Pair]]:
+def _http(num_chunks: int, native: bool = True) -> Callable[[], Iterator[Pair]]:
     def make() -> Iterator[Pair]:
         with pytest.MonkeyPatch.context() as patch:
             if not native:
                 patch.setattr(_native_transfer, "native", lambda: None)
-            source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, snapshot=snapshot)
+            source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
             target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
             yield Pair(source, target)
             target.shutdown()
@@ -68,11 +68,9 @@ def _process_group() -> Iterator[Pair]:
 
 
 PAIRS = {
-    "http": _http(0, True),
-    "http without a copy": _http(0, False),
-    "http, upstream format": _http(0, True, native=False),
-    "http, upstream format in chunks": _http(3, True, native=False),
-    "http, upstream format without a copy": _http(0, False, native=False),
+    "http": _http(0),
+    "http, upstream format": _http(0, native=False),
+    "http, upstream format in chunks": _http(3, native=False),
     "process group": _process_group,
 }
 

@@ -35,6 +35,7 @@ from torchft._manager.extras import OwnExtras
 from torchft._manager.failures import FailureCallback, Failures
 from torchft._manager.group import join_group
 from torchft._manager.heal_along import Along, StillHealing
+from torchft._manager.heal_plan import Mode
 from torchft._manager.heal_wait import HealWait
 from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
@@ -148,9 +149,11 @@ class Manager(Stateful, Stepping):
             the process group is not torchft's). The same in all groups.
         on_divergence: the reaction of a group whose bits differ from those of most groups: "report", "heal" (from
             another group) or "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says (report).
-        heal_along: a group that joins trains along with weight 0 while its state arrives in pieces, so that the others
-            do not wait for it: docs/healing.md says what it covers. All groups should have it; None: as
-            TORCHFT_HEAL_ALONG says (off).
+        heal: "at_once": a group that joins gets its state within one step, for which the others wait. "in_passing": it
+            trains along with weight 0 while its state arrives in pieces, so that they do not wait: docs/healing.md says
+            what that covers. "auto": begins in passing, and goes on so if that loses less time of all groups. All
+            groups should have the same; None: as TORCHFT_HEAL says (at_once).
+        heal_along: True stands for ``heal="in_passing"``, False for "at_once"; None: as TORCHFT_HEAL_ALONG says.
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -190,6 +193,7 @@ class Manager(Stateful, Stepping):
         compare_commits: Union[int, str, None] = None,
         on_divergence: Optional[str] = None,
         heal_along: Optional[bool] = None,
+        heal: Optional[str] = None,
     ) -> None:
         self._maker = Maker("Manager")
         self._peers = as_peers(pg)  # raises for a bad process group before the environment is read
@@ -210,6 +214,7 @@ class Manager(Stateful, Stepping):
             reproducible_reduction=reproducible_reduction,
             compare_commits=compare_commits,
             on_divergence=on_divergence,
+            heal=heal,
             heal_along=heal_along,
         )
         check_limits(min_replica_size, max_retries)
@@ -231,7 +236,7 @@ class Manager(Stateful, Stepping):
         self._server = Server(None, settings.group_rank)  # a placeholder until the group's server is known
         self._manager: Optional[ManagerServer] = None
         self._rounds: Optional[Rounds] = None
-        self._along: Optional[Along] = None  # None if heal_along is off
+        self._along: Optional[Along] = None  # None if groups heal at once
         self._signals = Signals(default_signals)
         try:
             self._join_group(replica_id, hostname)
@@ -327,7 +332,7 @@ class Manager(Stateful, Stepping):
             wait=self._heal_wait,
             logger=self._logger,
         )
-        if settings.heal_along:
+        if settings.heal is not Mode.AT_ONCE:
             self._along = self._recovery.along = Along(
                 self._transport,
                 self._replicas.state.optimizers,
@@ -338,6 +343,7 @@ class Manager(Stateful, Stepping):
                 settings.timeout.total_seconds(),
                 settings.heal_sources - 1,
                 self._logger,
+                chooses=settings.heal is Mode.AUTO,
             )
         self._transfers = Transfers(
             self._recovery,

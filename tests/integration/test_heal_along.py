@@ -20,6 +20,7 @@ from tests.integration.test_divergence import reported as reported
 from tests.integration.test_replay import DRAIN_SEC, OPERATION
 from torchft._manager import collectives, giving, joining
 from torchft._manager.along import Heal
+from torchft._manager.heal_plan import Figures, Mode
 from torchft.checkpointing import HTTPTransport
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
@@ -483,6 +484,21 @@ def test_a_job_with_local_steps_is_healed_as_a_whole(cluster: Cluster, caplog: p
     _run(cluster, Loop(together=2, begun=registers), first=1, later=1)
     logged = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
     assert len(logged) == 1 and "on their own between two averages" in logged[0]
+
+
+@pytest.mark.parametrize("mode", [Mode.AT_ONCE, Mode.IN_PASSING])
+def test_auto_chooses_after_some_steps(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    monkeypatch.setattr(Figures, "mode", mode)
+    settings = {"heal": "auto", "heal_along": None}
+    with caplog.at_level(logging.INFO):
+        _run(cluster, Loop(together=2, settings=settings), first=1, later=1)
+    logged = [r.getMessage() for r in caplog.records]
+    assert [text for text in logged if "training along from step" in text]
+    whole = [text for text in logged if "transferred as a whole" in text]
+    assert len(whole) == (mode is Mode.AT_ONCE)
+    assert all("s of all groups together, and the rest in pieces would lose" in text for text in whole)
 
 
 def test_much_state_that_belongs_to_no_parameter(

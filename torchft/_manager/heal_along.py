@@ -42,6 +42,7 @@ class Along:
         timeout: timeout of a request in seconds; a request may wait for the source's next step.
         additional: the most additional sources from which a target requests pieces.
         logger: the Manager's logger.
+        chooses: whether a heal in pieces ends, and the state is transferred as a whole, if that loses less time.
 
     Attributes:
         began: when the present heal began, by time.monotonic().
@@ -63,8 +64,10 @@ class Along:
         timeout: float,
         additional: int,
         logger: _ManagerLogger,
+        chooses: bool = False,
     ) -> None:
         self._transport = transport
+        self._chooses = chooses
         self._optimizers = optimizers
         self._read = read
         self._refuses = refuses
@@ -174,6 +177,9 @@ class Along:
             self.began = time.monotonic()
             self._target = target = self._make_target(parameters)
         target.quorum(plan, together=progress is Progress.READY)
+        if self._chooses and (reason := target.why_at_once()) is not None:
+            self._abandon(reason, plan.max_step)
+            return False
         return True
 
     @property
@@ -222,7 +228,7 @@ class Along:
         """Called by the training thread when it reduces a tensor."""
         target = self._target
         if target is not None:
-            target.pace.reduces()
+            target.pace.reduces(time.monotonic())
 
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
         """Called on any thread when a group of a quorum is reported to have failed."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from torchft._manager.along import Advance, Ask, Fate, Heal, Kind, cut
+from torchft._manager.heal_plan import Measured, Mode
 from torchft._manager.lifetime import weakly
 from torchft._manager.pace import Pace
 from torchft._manager.sources import MAX_FAILURES, Sources
@@ -98,6 +99,7 @@ class Target:
         self._decider: Optional[tuple[str, Asker]] = None  # the assigned source, asked by the training thread
         self._silent = ""  # an assigned source that did not report whether it committed
         self._ended: Optional[int] = None  # the step in which the state was complete
+        self._measured = Measured()
         self._over = False
         self._gives_way = False  # another thread waits for the lock
         self._thread = DeviceThread(target=self._run, name="torchft_heal_along")
@@ -135,6 +137,21 @@ class Target:
                 self._logger.info(f"training along from step {plan.max_step} on while the state arrives in pieces")
                 self._thread.start()
             self._cond.notify_all()
+
+    def why_at_once(self) -> Optional[str]:
+        """Called after each quorum. Returns once why this heal should end, and the whole state be transferred at once;
+        None: it should not, or that is not known.
+        """
+        with self._soon():
+            assert self._plan is not None
+            elements, groups = sum(self._parameters.sizes()), self._plan.num_up_to_date
+            figures = self._measured.quorum(time.monotonic(), elements, self.pace.overlap, groups)
+        if figures is None or figures.mode is Mode.IN_PASSING:
+            return None
+        return (
+            f"that loses {figures.lost_at_once:.1f} s of all groups together, and the rest in pieces would lose "
+            f"{figures.lost_in_passing:.1f} s"
+        )
 
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
         """Called when a group of a quorum has failed. If it is this group's assigned source, the vote must not wait for
@@ -464,9 +481,12 @@ class Target:
         with self._cond:
             assert self.heal.step is not None
             about = self.heal.pieces[want.number] if want.number >= 0 else (self.heal.step,)
+        began = time.monotonic()
         answer = asker.ask(want.kind.value, "-".join(map(str, about)))
+        elements, seconds = 0, time.monotonic() - began
         if want.kind is Kind.PIECE:
             number, begin, end = self.heal.pieces[want.number]
+            elements = end - begin
             expected = sum(self._parameters.bytes_of(number, begin, end, answer.value))
             if answer.memory.numel() != expected:
                 raise ValueError(f"a piece of {answer.memory.numel()} bytes in place of {expected}")
@@ -476,6 +496,7 @@ class Target:
                 self._rest = answer
             else:
                 if want.kind is Kind.PIECE:
+                    self._measured.piece(answer.memory.numel(), elements, seconds)
                     self._given[want.number] = source, source == self.sources.assigned
                 self._arrived.append((want, answer))
                 self._waiting += answer.memory.numel()

@@ -11,7 +11,13 @@ SHARE = 0.25
 
 
 class Pace:
-    """The pauses of one target. Times are in seconds, of any monotonic clock."""
+    """The pauses of one target. Times are in seconds, of any monotonic clock.
+
+    Attributes:
+        overlap: seconds from a quorum to the first reduction of its step, in the last step.
+    """
+
+    overlap = 0.0
 
     def __init__(self) -> None:
         self._in_pass = False
@@ -25,9 +31,10 @@ class Pace:
         """
         self._in_pass, self._began, self._spent = True, now, 0.0
 
-    def reduces(self) -> None:
+    def reduces(self, now: float) -> None:
         """Called before each reduction of a step."""
-        self._in_pass = False
+        if self._in_pass:
+            self._in_pass, self.overlap = False, max(0.0, now - self._began)
 
     def spent(self, began: float, now: float) -> None:
         """Called when a request was answered, or an answer was taken up, in the time from ``began`` to ``now``."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Optional, Union
 
 from torchft._manager.divergence import OnDivergence
+from torchft._manager.heal_plan import Mode
 
 MANAGER_ADDR_KEY: str = "manager_addr"
 REPLICA_ID_KEY: str = "replica_id"
@@ -22,6 +23,7 @@ HEAL_SOURCES_ENV: str = "TORCHFT_HEAL_SOURCES"
 REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
 COMPARE_COMMITS_ENV: str = "TORCHFT_COMPARE_COMMITS"
 ON_DIVERGENCE_ENV: str = "TORCHFT_ON_DIVERGENCE"
+HEAL_ENV: str = "TORCHFT_HEAL"
 HEAL_ALONG_ENV: str = "TORCHFT_HEAL_ALONG"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 
@@ -59,7 +61,7 @@ class Settings:
     # known (replicas.py).
     compares_by_default: bool = False
     on_divergence: OnDivergence = OnDivergence.REPORT
-    heal_along: bool = False
+    heal: Mode = Mode.AT_ONCE
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -89,6 +91,7 @@ def resolve(
     reproducible_reduction: bool = False,
     compare_commits: Union[int, str, None] = None,
     on_divergence: Optional[str] = None,
+    heal: Optional[str] = None,
     heal_along: Optional[bool] = None,
 ) -> Settings:
     """Takes settings that the caller left out from the environment, and checks all of them.
@@ -116,7 +119,7 @@ def resolve(
         compare_commits=_compare_commits(compare_commits),
         compares_by_default=compare_commits is None and COMPARE_COMMITS_ENV not in os.environ,
         on_divergence=_on_divergence(on_divergence),
-        heal_along=switch(heal_along, HEAL_ALONG_ENV, default=False),
+        heal=_heal(heal, heal_along),
     )
     _check(settings)
     return settings
@@ -180,6 +183,20 @@ def _on_divergence(given: Optional[str]) -> OnDivergence:
         return OnDivergence(value)
     except ValueError:
         raise ValueError(f"{name}={value!r}: allowed are {', '.join(each.value for each in OnDivergence)}") from None
+
+
+def _heal(given: Optional[str], along: Optional[bool]) -> Mode:
+    """How groups heal. ``along`` and its variable are other names of in_passing and at_once."""
+    if given is not None and along is not None:
+        raise ValueError(f"heal={given!r} and heal_along={along}: these are two names of one setting, pass one of them")
+    name = HEAL_ENV if given is None else "heal"
+    value = os.environ.get(HEAL_ENV) if given is None and along is None else given
+    if value is None:
+        return Mode.IN_PASSING if switch(along, HEAL_ALONG_ENV, default=False) else Mode.AT_ONCE
+    try:
+        return Mode(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(each.value for each in Mode)}") from None
 
 
 def heal_sources_from_env() -> int:

@@ -28,8 +28,9 @@ def test_after_the_pass_requests_take_what_it_has_left(in_pass: float, then: flo
     pace = Pace()
     pace.quorum(10.0)
     pace.spent(10.0, 10.0 + in_pass)
-    for _ in range(2):
-        pace.reduces()
+    for reduced in (10.2, 10.4):
+        pace.reduces(reduced)
+    assert pace.overlap == pytest.approx(0.2)
     pace.spent(at - then, at)
     assert pace.pause(at) == pytest.approx(pause)
 
@@ -37,12 +38,12 @@ def test_after_the_pass_requests_take_what_it_has_left(in_pass: float, then: flo
 def test_a_quorum_ends_a_pause() -> None:
     """The request may have waited for the step of that quorum at its source, for example during an evaluation."""
     pace = Pace()
-    pace.reduces()
+    pace.reduces(10.0)
     pace.spent(10.0, 40.0)
     pace.quorum(40.0)
     assert pace.pause(40.0) == 0
     pace.spent(39.0, 39.9)  # it had ended before the quorum
-    pace.reduces()
+    pace.reduces(10.0)
     assert pace.pause(40.1) == 0
     pace.spent(10.0, 40.1)
     assert pace.pause(40.1) == pytest.approx(0.3)
@@ -51,7 +52,7 @@ def test_a_quorum_ends_a_pause() -> None:
 def test_without_a_pass_a_fixed_part_of_the_time_is_spent() -> None:
     pace, now, spent = Pace(), 0.0, 0.0
     pace.quorum(now)
-    pace.reduces()
+    pace.reduces(10.0)
     for number in range(1000):
         now += pace.pause(now)
         seconds = 0.001 * (1 + number % 7)

@@ -186,17 +186,30 @@ def test_the_action_of_a_group_that_differs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "variable", "on"), [(None, None, False), (True, None, True), (None, "1", True), (False, "1", False)]
+    ("given", "variables", "mode"),
+    [
+        ({}, {}, "at_once"),
+        ({"heal": "auto"}, {"TORCHFT_HEAL": "in_passing", "TORCHFT_HEAL_ALONG": "1"}, "auto"),
+        ({}, {"TORCHFT_HEAL": "auto", "TORCHFT_HEAL_ALONG": "1"}, "auto"),
+        ({"heal_along": True}, {"TORCHFT_HEAL": "at_once"}, "in_passing"),
+        ({"heal_along": False}, {"TORCHFT_HEAL_ALONG": "1"}, "at_once"),
+        ({}, {"TORCHFT_HEAL_ALONG": "1"}, "in_passing"),
+    ],
 )
-def test_whether_groups_heal_along(
-    given: bool | None, variable: str | None, on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if variable is not None:
-        monkeypatch.setenv("TORCHFT_HEAL_ALONG", variable)
-    assert make(heal_along=given).heal_along is on
+def test_how_groups_heal(given: Any, variables: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert make(**given).heal.value == mode
 
 
-def test_bad_settings_of_healing_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_settings_of_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="heal='auto' and heal_along=True: these are two names of one setting"):
+        make(heal="auto", heal_along=True)
+    with pytest.raises(ValueError, match="heal='slow': allowed are at_once, in_passing, auto"):
+        make(heal="slow")
     monkeypatch.setenv("TORCHFT_HEAL_ALONG", "yes")
     with pytest.raises(ValueError, match=re.escape("TORCHFT_HEAL_ALONG='yes': allowed are 0 (off) and 1 (on)")):
+        make()
+    monkeypatch.setenv("TORCHFT_HEAL", "no")
+    with pytest.raises(ValueError, match="TORCHFT_HEAL='no': allowed are at_once, in_passing, auto"):
         make()

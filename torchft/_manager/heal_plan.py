@@ -1,0 +1,105 @@
+"""Decides whether a group takes over a state at once or in passing, so that a job loses the least time. Pure code.
+
+At once, all groups wait for the transfer, apart from what passes before the first reduction of the step. In passing,
+none waits, but the group that heals is missing for longer: pieces are requested in a part of the time only. The loss is
+counted in seconds of groups that do not train.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple, Optional
+
+# Steps from the last piece to the first step that counts: the pieces are compared, and the rest is fetched.
+_LAST_STEPS = 2
+# Steps that are measured before the choice.
+_STEPS = 3
+
+
+class Mode(Enum):
+    """How groups heal."""
+
+    AT_ONCE = "at_once"
+    IN_PASSING = "in_passing"
+    AUTO = "auto"
+
+
+class Figures(NamedTuple):
+    """What a heal in passing has measured so far.
+
+    Attributes:
+        nbytes: bytes of the state.
+        left: bytes of it that have not arrived.
+        rate: bytes a second, while they are requested.
+        pace: bytes a second, over all of the time.
+        step_sec: seconds of a step.
+        overlap_sec: seconds of a step before its first reduction, in which no group waits.
+        groups: number of groups that would wait.
+    """
+
+    nbytes: float
+    left: float
+    rate: float
+    pace: float
+    step_sec: float
+    overlap_sec: float
+    groups: int
+
+    @property
+    def lost_at_once(self) -> float:
+        """The loss if the whole state is transferred within the next step."""
+        transfer = self.nbytes / self.rate
+        return transfer + self.groups * max(0.0, transfer - self.overlap_sec)
+
+    @property
+    def lost_in_passing(self) -> float:
+        """The further loss if the heal goes on in passing."""
+        return self.left / self.pace + _LAST_STEPS * self.step_sec
+
+    @property
+    def mode(self) -> Mode:
+        """The way that loses less: AT_ONCE or IN_PASSING."""
+        return Mode.AT_ONCE if self.lost_at_once < self.lost_in_passing else Mode.IN_PASSING
+
+
+class Measured:
+    """Measures a heal in passing, until there are figures. Times are in seconds, of any monotonic clock."""
+
+    def __init__(self) -> None:
+        self._began: Optional[float] = None
+        self._steps = -1
+        self._nbytes = self._elements = 0
+        self._seconds = 0.0
+
+    def piece(self, nbytes: int, elements: int, seconds: float) -> None:
+        """Called when a piece has arrived.
+
+        Args:
+            nbytes: its bytes, with optimizer state.
+            elements: its elements of a parameter.
+            seconds: time of the request.
+        """
+        self._nbytes += nbytes
+        self._elements += elements
+        self._seconds += seconds
+
+    def quorum(self, now: float, elements: int, overlap_sec: float, groups: int) -> Optional[Figures]:
+        """Called at each quorum. Returns the figures once, after some steps in which a piece has arrived.
+
+        Args:
+            now: the time.
+            elements: number of elements of all parameters.
+            overlap_sec, groups: see :class:`Figures`.
+        """
+        self._steps += 1
+        if self._began is None:
+            self._began = now
+        if self._steps != _STEPS:
+            return None
+        if not self._elements or self._seconds <= 0 or now <= self._began:
+            self._steps -= 1  # none has arrived yet
+            return None
+        nbytes, seconds = self._nbytes * elements / self._elements, now - self._began
+        left = max(0.0, nbytes - self._nbytes)
+        rate, pace = self._nbytes / self._seconds, self._nbytes / seconds
+        return Figures(nbytes, left, rate, pace, seconds / _STEPS, overlap_sec, groups)

@@ -92,7 +92,11 @@ func Open(ctx context.Context, cfg Config) (*Node, error) {
 		}
 		seeds = append(seeds, found)
 	}
-	w, err := listen(settings, cfg.Port)
+	w, err := memberlist.NewNetTransport(&memberlist.NetTransportConfig{
+		BindAddrs: []string{""}, // all addresses, of both families
+		BindPort:  cfg.Port,
+		Logger:    settings.Logger,
+	})
 	if err != nil {
 		return nil, fmt.Errorf("gossip: port %d of TCP and UDP cannot be used: %w", cfg.Port, err)
 	}

@@ -577,24 +577,6 @@ func TestSockets(t *testing.T) {
 	require.ErrorContains(t, err, "token_file")
 }
 
-// A peer that accepts a connection and does not read, like a stopped process, must not block a sender.
-func TestAPeerThatDoesNotRead(t *testing.T) {
-	listener, err := net.Listen("tcp", "localhost:0")
-	require.NoError(t, err)
-	defer func() { _ = listener.Close() }()
-	cfg := Config{Log: discard}
-	w, err := listen(cfg.settings(), 0)
-	require.NoError(t, err)
-	conn, err := w.DialAddressTimeout(memberlist.Address{Addr: listener.Addr().String()}, 100*time.Millisecond)
-	require.NoError(t, err)
-	for err == nil {
-		_, err = conn.Write(make([]byte, 1<<20))
-	}
-	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
-	require.NoError(t, conn.Close())
-	require.NoError(t, w.Shutdown())
-}
-
 // Messages arrive on goroutines of memberlist: a panic there would end the training process.
 func TestAPanicOnAReceivedMessageIsLogged(t *testing.T) {
 	var log bytes.Buffer

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from torchft._forked import Maker
+from torchft._manager import hyperparameters
 from torchft._manager.background import Background
 from torchft._manager.calls import Calls
 from torchft._manager.collectives import Backlog, Collectives, check_reducible
@@ -322,6 +323,7 @@ class Manager(Stateful, Stepping):
         self._recovery = Recovery(
             transport=self._transport,
             user_state=self._user_state,
+            optimizers=self._replicas.state.optimizers,
             group_rank=self._group_rank,
             connect=lambda address, timeout: ManagerClient(address, connect_timeout=timeout),
             check_peers=self._failures.check,
@@ -336,7 +338,7 @@ class Manager(Stateful, Stepping):
             self._along = self._recovery.along = Along(
                 self._transport,
                 self._replicas.state.optimizers,
-                lambda: self._manager_state_dict(),  # read at each call: other projects set it, too
+                lambda: self._served_state(),
                 self._recovery.locate,
                 self._why_not_along,
                 Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
@@ -530,9 +532,14 @@ class Manager(Stateful, Stepping):
             # The quorum of a replay, in which this group is behind, serves the next step too: it heals before that.
             replays = len(step.inputs) > 0
             plan = self._connection.without_unconnected(plan)
-            fetched = self._transfers.run(plan, self._manager_state_dict, at_once=replays)
+            fetched = self._transfers.run(plan, self._served_state, at_once=replays)
         if fetched is not None:
             self._position = fetched
+
+    def _served_state(self) -> Dict[str, Any]:
+        """The state for the groups that heal from this one."""
+        state, optimizers = self._manager_state_dict(), self._replicas.state.optimizers
+        return {**state, hyperparameters.KEY: hyperparameters.read(optimizers)} if optimizers else state
 
     def _why_not_along(self) -> Optional[str]:
         """The reason why groups of this job must not train along while their state arrives; None if they may."""

@@ -101,8 +101,7 @@ optimizers = TorchFTOptimizersContainer(
     model_parts=[model],
     ft_manager=ft,
 )
-# Constant, because with torchtitan 0.3.0 the step of a heal still uses the old learning rate; see docs/integrations.md.
-schedulers = LRSchedulersContainer.Config(warmup_steps=0, total_steps=1000, min_lr_factor=1.0).build(
+schedulers = LRSchedulersContainer.Config(warmup_steps=2, total_steps=1000).build(
     optimizers=optimizers, training_steps=1000
 )
 steps, data = Steps(), Data()

@@ -15,9 +15,10 @@ A step:
     allreduce returns.
 
 Heals:
-    state: the state of a group, and the user's functions for it. recovery: serves, fetches and loads it. transfers:
-    calls recovery at the right moments of a step. heal_wait: lets the other groups wait for a heal that makes progress.
-    phases: how long each phase takes. background: the CUDA stream of a heal.
+    state: the state of a group, and the user's functions for it. hyperparameters: those of its optimizers.
+    recovery: serves, fetches and loads the state. transfers: calls recovery at the right moments of a step.
+    heal_wait: lets the other groups wait for a heal that makes progress. phases: how long each phase takes.
+    background: the CUDA stream of a heal.
     Heals in pieces: heal_along decides whether they are possible, heal_plan whether they are worth it. joining is the
     target's side, giving the source's.
     along, sources and pace make the target's decisions (without importing torch). tracked: cuts parameters and

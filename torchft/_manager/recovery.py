@@ -10,8 +10,9 @@ import time
 import warnings
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, TypeVar
 
+from torchft._manager import hyperparameters
 from torchft._manager.failures import PeerFailed
 from torchft._manager.phases import Phases, tensor_bytes
 from torchft._manager.plan import Plan, Source
@@ -22,6 +23,8 @@ from torchft.checkpointing._target import Target
 from torchft.checkpointing.transport import Unsendable, bounded
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from torchft._manager.edge import Transport
     from torchft._manager.heal_along import Along
     from torchft._manager.heal_wait import HealWait
@@ -45,6 +48,7 @@ class Recovery:
     Args:
         transport: moves the bytes.
         user_state: reads and loads the user's part.
+        optimizers: their hyperparameters travel with the state. More may be added to this sequence.
         group_rank: which rank of a source serves this one.
         connect: opens a client to a manager server, within a timeout.
         check_peers: raises if a member of the quorum is known to have failed.
@@ -68,6 +72,7 @@ class Recovery:
         *,
         transport: Transport,
         user_state: UserState,
+        optimizers: Sequence[Optimizer],
         group_rank: int,
         connect: Callable[[str, timedelta], ManagerClient],
         check_peers: Callable[[], None],
@@ -80,6 +85,7 @@ class Recovery:
     ) -> None:
         self._transport = transport
         self._user_state = user_state
+        self._optimizers = optimizers
         self._group_rank = group_rank
         self._connect = connect
         self._check_peers = check_peers
@@ -349,6 +355,7 @@ class Recovery:
             with self.phases.measure("load"):
                 state = self._target.settle(state, self._timeout.total_seconds())
                 self._user_state.load(state["user"])
+                self._set_hyperparameters(state)
         except BaseException as e:  # also Ctrl-C, after which a notebook may go on
             self._spoiled = True
             if self.along is not None:
@@ -361,6 +368,15 @@ class Recovery:
             self.along.healed()
         self._logger.recovery_event(before.step if before else 0, self.phases)
         return True
+
+    def _set_hyperparameters(self, state: dict[str, Any]) -> None:
+        given = state.get(hyperparameters.KEY)  # upstream's sources have none
+        if given is None:
+            return
+        try:
+            hyperparameters.write(self._optimizers, given)
+        except ValueError as e:
+            self._logger.warn(f"the hyperparameters are those that load_state_dict has set: {e}")
 
     def discard(self) -> Optional[Position]:
         """Drops a heal that was not loaded.

@@ -403,6 +403,7 @@ def recovery_of(connect: Callable[[str, timedelta], Any]) -> Recovery:
     return Recovery(
         transport=cast(Any, MagicMock(in_place=False)),
         user_state=MagicMock(),
+        optimizers=[],
         group_rank=0,
         connect=connect,
         check_peers=lambda: None,

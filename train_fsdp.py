@@ -149,15 +149,10 @@ def shard(net: Transformer, manager: Manager, device: torch.device, replicate: s
 
 
 def heal_with(manager: Manager, net: nn.Module, adam: torch.optim.Optimizer) -> None:
-    """Registers the state that a healing group takes over: for each rank the shards of its counterpart.
-
-    FSDP2's state_dict() puts the shards back into the modules, but a peer may request the state while the forward pass
-    uses the gathered weights. So state_dict() is called only once, here; its tensors are the shards themselves.
-    """
-    shards = net.state_dict()
+    """Registers the state that a healing group takes over: for each rank the shards of its counterpart."""
 
     def save_state() -> dict[str, Any]:
-        return {"net": shards, "adam": adam.state_dict()}
+        return {"net": net.state_dict(), "adam": adam.state_dict()}
 
     def load_state(state: dict[str, Any]) -> None:
         net.load_state_dict(state["net"])

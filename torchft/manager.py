@@ -338,7 +338,6 @@ class Manager(Stateful, Stepping):
             self._along = self._recovery.along = Along(
                 self._transport,
                 self._replicas.state.optimizers,
-                lambda: self._served_state(),
                 self._recovery.locate,
                 self._why_not_along,
                 Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
@@ -409,9 +408,10 @@ class Manager(Stateful, Stepping):
     ) -> None:
         """Begins a step: requests its quorum. Every rank of the group calls it, before the forward pass.
 
-        With ``use_async_quorum`` it returns at once, and the first allreduce waits for the quorum; else, and with
-        LocalSGD, it returns when there is one and this group has healed. With a :class:`torchft.data.ElasticDataLoader`
-        it does nothing: the loader begins each step.
+        With ``use_async_quorum`` it returns at once while the quorum stands. Otherwise it waits for the new quorum, and
+        reads the state if groups heal from this one; they heal, and all connect, in the background until the first
+        allreduce. Without ``use_async_quorum``, and with LocalSGD, it returns when all that is done. With a
+        :class:`torchft.data.ElasticDataLoader` it does nothing: the loader begins each step.
 
         If this rank has reduced in the step before, and not voted on it, that step is lost for all groups.
 
@@ -432,12 +432,21 @@ class Manager(Stateful, Stepping):
                 self._current.inputs.forget()
                 return
             self._current.collectives.abort()  # this group leaves a quorum in which the other groups count on it
-        self._begin_round(request)
-        if not self._use_async_quorum or self._data.averages_weights:  # an average has nothing to compute meanwhile
+        # an average has nothing to compute meanwhile
+        at_once = not self._use_async_quorum or self._data.averages_weights
+        self._begin_round(request, reads_state=not at_once and self._server.native)
+        if at_once:
             self._settle()
 
-    def _begin_round(self, request: Request, inputs: Optional[Inputs] = None) -> None:
-        """Begins an attempt at a step."""
+    def _begin_round(self, request: Request, inputs: Optional[Inputs] = None, reads_state: bool = False) -> None:
+        """Begins an attempt at a step.
+
+        Args:
+            request: for its quorum.
+            inputs: those of the attempt before.
+            reads_state: whether to wait for the answer, unless the quorum stands, and to read the state if groups heal
+                from this one. Otherwise ``wait_quorum`` reads it.
+        """
         self._maker.check()
         rounds = self._rounds  # read once: another thread may shut the Manager down
         if rounds is None:
@@ -493,7 +502,27 @@ class Manager(Stateful, Stepping):
         )
         begin = partial(rounds.begin, partial(self._follow, step), sent, request.timeout)
         # The first forward and backward pass takes longer than later ones: the others do not wait for it.
+        step.reads_state = reads_state
         self._round = begin() if self._along is None or not first else LateRound(begin, self._along.prepare)
+        if not self._round.asks:
+            step.reads_state = False
+        elif reads_state:
+            with suppress(Exception):  # `wait_quorum` raises the error of the round
+                plan = self._planner.plan(self._round.answer(), request.allow_heal)
+                if plan.serves and plan.in_background:
+                    self._read_state(step)
+
+    def _read_state(self, step: Step) -> None:
+        """Calls the functions of the user's state, on the training thread and once in a step."""
+        if step.served.done():
+            return
+        try:
+            state, optimizers = self._manager_state_dict(), self._replicas.state.optimizers
+            if optimizers:
+                state = {**state, hyperparameters.KEY: hyperparameters.read(optimizers)}
+            step.served.set_result(state)
+        except Exception as e:
+            step.served.set_exception(e)
 
     def _settle(self) -> None:
         """Waits until the quorum is known and followed. Loads a heal that precedes the step."""
@@ -527,19 +556,24 @@ class Manager(Stateful, Stepping):
             return
         step.peers = self._connection.members or plan.replica_ids
         step.connected()
+        plan = self._connection.without_unconnected(plan)
+        if plan.in_background and (step.reads_state or not plan.serves):
+            self._transfer(step, plan)
+        else:
+            step.owed = partial(self._transfer, step, plan)
+
+    def _transfer(self, step: Step, plan: Plan) -> None:
+        """Serves this group's state, or fetches a peer's. On the training thread, or after it has read the state."""
+        if plan.serves and (not step.reads_state or threading.get_ident() == step.thread):
+            self._read_state(step)
         # A group that does not fit never heals.
         with nullcontext() if self._connection.unsupported else self._heal_wait.following(plan):
             # The quorum of a replay, in which this group is behind, serves the next step too: it heals before that.
             replays = len(step.inputs) > 0
-            plan = self._connection.without_unconnected(plan)
-            fetched = self._transfers.run(plan, self._served_state, at_once=replays)
+            read = partial(step.served.result, self._timeout.total_seconds())
+            fetched = self._transfers.run(plan, read, at_once=replays)
         if fetched is not None:
             self._position = fetched
-
-    def _served_state(self) -> Dict[str, Any]:
-        """The state for the groups that heal from this one."""
-        state, optimizers = self._manager_state_dict(), self._replicas.state.optimizers
-        return {**state, hyperparameters.KEY: hyperparameters.read(optimizers)} if optimizers else state
 
     def _why_not_along(self) -> Optional[str]:
         """The reason why groups of this job must not train along while their state arrives; None if they may."""
@@ -694,7 +728,7 @@ class Manager(Stateful, Stepping):
     def _begin_batch(self) -> Plan:
         """Begins a step if none has begun, and waits until its quorum is known. A heal continues in the background."""
         if not self._loader_can_use_step():
-            self._begin_round(Request(True, False, self._quorum_timeout))
+            self._begin_round(Request(True, False, self._quorum_timeout), reads_state=self._server.native)
         self._maker.check()
         assert self._round is not None
         plan = self._planner.plan(self._round.answer(), self._current.request.allow_heal)

@@ -13,13 +13,17 @@ from typing import Any, Callable, Iterator, Optional
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import TCPStore
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.promises import ABORT_S, KILL_S, within
+from torchft._manager.rounds import Round
 from torchft.checkpointing import HTTPTransport, _receive, http_transport
+from torchft.checkpointing.pg_transport import PGTransport
 from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
+from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 from torchft.process_group._gloo import reaper
 
@@ -167,6 +171,56 @@ def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
     if world_size == 1:
         # The second incarnation of group 1 begins at the survivor's step, not at 0
         assert [step for step, _, _ in loop.history[1, 0]][3] >= 3
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "along", "pg"])
+def test_the_functions_of_the_state_run_on_the_training_thread(kind: str) -> None:
+    """Groups heal at step 0, and in a later step. FSDP2's state_dict, for one, works on no other thread."""
+    threads: dict[str, set[threading.Thread]] = {"read": set(), "load": set(), "train": set()}
+
+    def train(rank: Rank) -> list[float]:
+        weights = nn.Parameter(torch.full((4,), float(rank.group)))
+        buffer = torch.tensor([float(rank.group)])
+
+        def read() -> dict[str, Any]:
+            threads["read"].add(threading.current_thread())
+            where.append((rank.group, asked[rank.group]))
+            return {"weights": weights.data, "buffer": buffer}
+
+        def load(state: dict[str, Any]) -> None:
+            threads["load"].add(threading.current_thread())
+            weights.data.copy_(state["weights"])
+            buffer.copy_(state["buffer"])
+
+        settings: dict[str, Any] = {"use_async_quorum": kind != "sync", "heal_along": kind == "along"}
+        if kind == "pg":
+            settings["checkpoint_transport"] = PGTransport(rank.pg, DEADLINE, torch.device("cpu"))
+        manager = rank.start_manager(load_state_dict=load, state_dict=read, **settings)
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD([weights], lr=1.0))
+        threads["train"].add(threading.current_thread())
+        rank.cluster.wait_for_healthy(2 if rank.group < 2 else 1)
+        while manager.current_step() < 2 * STEPS:
+            if rank.group == 0 and manager.current_step() == 3:
+                later.open()
+                rank.cluster.wait_for_healthy(3)
+            asked[rank.group] = True
+            optimizer.zero_grad()
+            asked[rank.group] = False
+            weights.grad = torch.full((4,), float(rank.group))
+            manager.allreduce(weights.grad).wait()
+            optimizer.step()
+        return [*weights.tolist(), buffer.item()]
+
+    later, asked, where = Gate(), {}, []
+    with Cluster(min_replicas=2) as cluster:
+        first = [cluster.start(train, group=group) for group in range(2)]
+        cluster.wait(later)
+        ended = results(*first, cluster.start(train, group=2))
+    assert ended[0] == ended[1] == ended[2]
+    assert threads["read"] and threads["load"]
+    assert threads["read"] | threads["load"] <= threads["train"]
+    sources = {group for group, _ in where}
+    assert {group for group, at_boundary in where if at_boundary} == sources, "the state was read within a step"
 
 
 def test_two_ranks_a_group_commit_together() -> None:
@@ -503,11 +557,22 @@ def test_shutdown_ends_a_quorum_that_waits(cluster: Cluster) -> None:
 
     def loop(rank: Rank) -> None:
         manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=dict)
-        if rank.rank == 1:
-            manager.start_quorum()
-            manager.shutdown()
-            with pytest.raises((RuntimeError, TimeoutError)):
-                manager.wait_quorum()
+        if rank.rank == 0:
+            return
+        begin, asked = manager._rounds.begin, Gate()  # type: ignore[union-attr]
+
+        def begun(*request: Any) -> Round:
+            round = begin(*request)
+            asked.open()
+            return round
+
+        manager._rounds.begin = begun  # type: ignore[method-assign, union-attr]
+        other = threading.Thread(target=lambda: (asked.wait(), manager.shutdown()))
+        other.start()
+        manager.start_quorum()  # waits for the answer
+        with pytest.raises((RuntimeError, TimeoutError)):
+            manager.wait_quorum()
+        other.join()
 
     started = time.monotonic()
     results(cluster.start(loop, group=0, world_size=2))

@@ -123,12 +123,9 @@ else:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-# state_dict() is called once, here; its tensors are the sharded weights themselves. FSDP's state_dict() puts the shards
-# back into the modules, but the quorum thread reads the state while the forward pass uses the gathered weights.
-weights = model.state_dict()
 manager.set_state_dict_fns(
     lambda s: (model.load_state_dict(s["model"]), adam.load_state_dict(s["optim"])),
-    lambda: {"model": weights, "optim": adam.state_dict()},
+    lambda: {"model": model.state_dict(), "optim": adam.state_dict()},
 )
 optimizer = Optimizer(manager, adam)
 emit("ready")

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.append(os.environ["TORCHTITAN_PATH"])
-from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig
 from torchtitan.distributed.utils import dist_max, dist_sum
@@ -116,10 +115,6 @@ checkpoints = TorchFTCheckpointManager(
     base_folder=args.folder,
     ft_manager=ft,
 )
-# torchtitan calls FSDP2's state_dict() whenever a peer needs the state, on the quorum thread, while the forward pass
-# may use the gathered weights; see docs/integrations.md. The cache filled here holds the shards themselves.
-shown = checkpoints.states[MODEL]
-shown.state_dict = lambda: shown.cached_state_dict
 found = checkpoints.load(step=-1)
 emit("ready", step=steps.step, place=data.place, found=found)
 assert commands.next()["do"] == "train"

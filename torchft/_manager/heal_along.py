@@ -34,7 +34,6 @@ class Along:
     Args:
         transport: the transport, whose ``offer_pieces`` serves the pieces.
         optimizers: their parameters, with optimizer state, are healed in pieces. More may be added to this sequence.
-        read: returns the state that a heal transfers.
         locate: given the address of a group's manager server, returns where the same rank of that group offers its
             state.
         refuses: returns why a group cannot train along while it heals; None if it can.
@@ -57,7 +56,6 @@ class Along:
         self,
         transport: Transport,
         optimizers: Sequence[Optimizer],
-        read: ReadState,
         locate: Locate,
         refuses: Callable[[], Optional[str]],
         ranks: Ranks,
@@ -69,7 +67,6 @@ class Along:
         self._transport = transport
         self._chooses = chooses
         self._optimizers = optimizers
-        self._read = read
         self._refuses = refuses
         self._ranks = ranks
         self._logger = logger
@@ -131,11 +128,12 @@ class Along:
         """Whether this group offers the state of the present step in pieces."""
         return self._head is not None and "unfit" not in self._head
 
-    def offer(self, plan: Plan, whole: Callable[[], None]) -> bool:
+    def offer(self, plan: Plan, read: ReadState, whole: Callable[[], None]) -> bool:
         """Offers the state of a step in pieces.
 
         Args:
             plan: the plan of the quorum.
+            read: returns the state of this step, on any thread.
             whole: offers the whole state, on another thread; called if a target requests it.
 
         Returns:
@@ -143,7 +141,7 @@ class Along:
         """
         if not self._gives:
             return False
-        self._transport.offer_pieces(plan.max_step, Giver(self._optimizers, self._read, whole))
+        self._transport.offer_pieces(plan.max_step, Giver(self._optimizers, read, whole))
         return True
 
     def join(self, plan: Plan, may_write: bool) -> bool:

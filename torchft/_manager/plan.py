@@ -58,6 +58,11 @@ class Plan:
         return self.source is not None
 
     @property
+    def serves(self) -> bool:
+        """Whether this group is a source, or an additional one."""
+        return bool(self.recover_dst or self.help_dst)
+
+    @property
     def divisor(self) -> int:
         """The divisor of an average, the same in all groups of a quorum."""
         return self.participants

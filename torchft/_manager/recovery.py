@@ -151,12 +151,16 @@ class Recovery:
         self.phases = Phases(quorum=time.monotonic() - asked)
 
     def serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
-        """Offers the state that ``read`` returns to the targets that this group is a source or additional source of.
+        """Offers the state of a step to the targets that this group is a source or additional source of.
+
+        Args:
+            plan: the plan of this rank.
+            read: returns the state, on any thread until the step ends.
 
         Raises:
             Exception: the transport failed.
         """
-        if self.along is not None and self.along.offer(plan, partial(self._offer_whole, plan, read)):
+        if self.along is not None and self.along.offer(plan, read, partial(self._offer_whole, plan, read)):
             return
         self._offer(plan, read)
 

@@ -25,7 +25,14 @@ _LONGEST_WAIT = timedelta(hours=1)
 
 
 class Round:
-    """One quorum round of this rank, which ends when its result has been followed."""
+    """One quorum round of this rank, which ends when its result has been followed.
+
+    Attributes:
+        asks: whether the core asks for a quorum, in which groups may heal: the training thread then waits for the
+            answer when the step begins, and reads the state that other groups need.
+    """
+
+    asks = False
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -153,13 +160,15 @@ class _Thread:
 
 
 class _NativeRound(Round):
-    """A round in the native core.
+    """A round in the native core, which asks the other groups.
 
     Args:
         take: waits for the result. If only the step differs from the last result, it returns that very object.
         follow: acts on a result.
         last: the last result.
     """
+
+    asks = True
 
     def __init__(self, take: Callable[[], QuorumResult], follow: Follow, last: Optional[QuorumResult]) -> None:
         super().__init__()

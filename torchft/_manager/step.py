@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from torchft._manager.errors import ExceptionWithTraceback
 
@@ -136,9 +137,17 @@ class Step:
         participants: number of participating groups.
         peers: replica ids of the groups that it reduces with, this one among them.
         began: time.monotonic() at the start.
+        thread: the training thread.
         healing: whether this group contributes zeros, because it heals.
         error: the first error; None if there is none.
+        owed: what the training thread has to do when it waits for the quorum, because the user's functions run on
+            no other thread; None: nothing.
+        reads_state: whether the training thread waits for the answer when the step begins, and fills :attr:`served`.
     """
+
+    owed: Optional[Callable[[], None]] = None
+    reads_state = False
+    _served: Optional[Future[dict[str, Any]]] = None
 
     def __init__(
         self,
@@ -154,12 +163,21 @@ class Step:
         self._take(plan)
         self.state = state
         self.began = time.monotonic()
+        self.thread = threading.get_ident()
         self.healing = False
         self.error: Optional[ExceptionWithTraceback] = None
         self._enough = True
         self._lock = threading.Lock()
         # Each is set before the other is read: whichever comes second aborts.
         self._connected = self._aborts = False
+
+    @property
+    def served(self) -> Future[dict[str, Any]]:
+        """The state that this group serves: the training thread reads it, another one may wait for it."""
+        with self._lock:
+            if self._served is None:
+                self._served = Future()
+            return self._served
 
     def _on(self, event: Event) -> None:
         with self._lock:

@@ -43,7 +43,8 @@ class Stepping:
 
     @ranged("wait_quorum")
     def wait_quorum(self) -> None:
-        """Waits until this step's quorum is known, the process group is ready and a heal has arrived.
+        """Waits until this step's quorum is known, the process group is ready and a heal has arrived. The functions of
+        the user's state run in it, unless they have run in start_quorum.
 
         Raises:
             RuntimeError: there is no quorum, or start_quorum was not called.
@@ -53,6 +54,9 @@ class Stepping:
         begun = self._check_begun("wait_quorum")
         try:
             begun.result()
+            owed, self._current.owed = self._current.owed, None
+            if owed is not None:
+                owed()
         except RuntimeError as e:
             refused = self._layout.explain(e, self._group_rank)
             if refused is None:

@@ -55,13 +55,13 @@ class Transfers:
 
         Args:
             plan: the plan of this rank.
-            state: reads the state.
+            state: returns the state that the training thread has read, or raises its error.
             at_once: whether a heal needs the whole state before the next step.
 
         Returns:
             The position of the fetched state; None if there is none.
         """
-        if not (plan.recover_dst or plan.help_dst or plan.heal):
+        if not (plan.serves or plan.heal):
             return None
         with self._background.running():
             try:
@@ -144,7 +144,7 @@ class Transfers:
     def end_in_step(self, step: Step) -> None:
         """Does the same as :meth:`end_serving`, but during the step."""
         plan = step.plan
-        if plan is not None and (plan.recover_dst or plan.help_dst):
+        if plan is not None and plan.serves:
             step.collectives.wait()
             self.arrived()  # the transport of a process group has only queued the sends
             self.end_serving(step)

@@ -31,11 +31,11 @@ def test_at_step_0_the_state_is_transferred_as_a_whole(step: int) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     transport = MagicMock(gives_pieces=True)
     along = Along(
-        transport, [optimizer], dict, str, lambda: None, MagicMock(), DEADLINE_SEC, additional=3, logger=MagicMock()
+        transport, [optimizer], str, lambda: None, MagicMock(), DEADLINE_SEC, additional=3, logger=MagicMock()
     )
     of_source = plan_of_source(step)
     along.follow(of_source)
-    assert along.offer(of_source, whole=lambda: None) == (step > 0)
+    assert along.offer(of_source, dict, whole=lambda: None) == (step > 0)
     assert transport.offer_pieces.called == (step > 0)
     try:
         assert along.join(plan(step, "source"), may_write=True) == along.joining == (step > 0)
@@ -56,7 +56,7 @@ def test_what_is_prepared_before_the_first_quorum_is_used_for_one_heal(
     monkeypatch.setattr(heal_along, "Parameters", make)
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
     along = Along(
-        MagicMock(gives_pieces=True), [optimizer], dict, str, lambda: None, MagicMock(), DEADLINE_SEC, 3, MagicMock()
+        MagicMock(gives_pieces=True), [optimizer], str, lambda: None, MagicMock(), DEADLINE_SEC, 3, MagicMock()
     )
     along.prepare()
     assert made[0]._memory._prepared
@@ -78,7 +78,7 @@ def test_what_is_prepared_before_the_first_quorum_is_used_for_one_heal(
 def test_nothing_is_prepared_where_groups_do_not_train_along() -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
     along = Along(
-        MagicMock(gives_pieces=True), [optimizer], dict, str, lambda: "why", MagicMock(), DEADLINE_SEC, 3, MagicMock()
+        MagicMock(gives_pieces=True), [optimizer], str, lambda: "why", MagicMock(), DEADLINE_SEC, 3, MagicMock()
     )
     along.prepare()
     assert along._prepared is None
@@ -120,9 +120,7 @@ def test_what_cannot_be_prepared_is_no_error(monkeypatch: pytest.MonkeyPatch, re
     if reason == "its step fails":
         monkeypatch.setattr(torch.optim.Adam, "step", MagicMock(side_effect=RuntimeError(reason)))
     optimizers = [optimizer] if reason == "its step fails" else []
-    along = Along(
-        MagicMock(gives_pieces=True), optimizers, dict, str, lambda: None, MagicMock(), DEADLINE_SEC, 3, logger
-    )
+    along = Along(MagicMock(gives_pieces=True), optimizers, str, lambda: None, MagicMock(), DEADLINE_SEC, 3, logger)
     along.prepare()
     assert reason in logger.info.call_args.args[0] and along._prepared is None
 
@@ -131,10 +129,10 @@ def test_a_source_describes_its_parameters_once_in_a_step(monkeypatch: pytest.Mo
     """The other groups train meanwhile: with thousands of parameters a description takes some milliseconds."""
     described = MagicMock(return_value={"layout": "", "hyperparameters": []})
     monkeypatch.setattr(heal_along, "head", described)
-    along = Along(MagicMock(gives_pieces=True), [], dict, str, lambda: None, MagicMock(), DEADLINE_SEC, 3, MagicMock())
+    along = Along(MagicMock(gives_pieces=True), [], str, lambda: None, MagicMock(), DEADLINE_SEC, 3, MagicMock())
     for step in (1, 2):
         along.follow(plan_of_source(step))
-        assert along.offer(plan_of_source(step), whole=lambda: None)
+        assert along.offer(plan_of_source(step), dict, whole=lambda: None)
         assert described.call_count == step
 
 

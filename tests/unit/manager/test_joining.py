@@ -483,7 +483,7 @@ def test_weights_that_were_written_after_a_vote_are_of_no_step(monkeypatch: pyte
     monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=lambda: None, close=lambda: None))
     recovery = recovery_of(MagicMock())
     recovery.along = along = Along(
-        MagicMock(), [optimizer], dict, str, lambda: None, Ranks(MagicMock(), "", 0, 1), DEADLINE_SEC, 0, MagicMock()
+        MagicMock(), [optimizer], str, lambda: None, Ranks(MagicMock(), "", 0, 1), DEADLINE_SEC, 0, MagicMock()
     )
     alone = cast(Any, SimpleNamespace(heal=False, up_to_date=False, quorum_id=8))
     recovery.begin(Position(0, 0, -1), 0.0)

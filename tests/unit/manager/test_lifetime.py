@@ -166,6 +166,7 @@ def test_groups_of_one_name_on_threads_of_their_own_are_left_alone_and_named(
     def replica() -> None:
         made.append(host.manager())
         gate.wait()
+        made[0].start_quorum()
 
     other = threading.Thread(target=replica, name="replica 1")
     other.start()
@@ -173,15 +174,12 @@ def test_groups_of_one_name_on_threads_of_their_own_are_left_alone_and_named(
     mine = host.manager()
     (line,) = [r.getMessage() for r in caplog.records if "another Manager" in r.getMessage()]
     assert made[0]._replica_id in line and "replica 1" in line and "replica_id" in line
-    for manager in (mine, made[0]):
-        manager.start_quorum()
-    for manager in (mine, made[0]):
-        manager.wait_quorum()
-        assert manager.num_participants() == 2
-    for manager in (mine, made[0]):
-        manager.shutdown()
     gate.set()
+    mine.start_quorum()
     other.join()
+    for manager in (mine, made[0]):
+        assert manager.num_participants() == 2
+        manager.shutdown()
 
 
 # A Manager without references

@@ -50,7 +50,7 @@ from torchft._manager.recovery import Recovery
 from torchft._manager.replayer import Replayer
 from torchft._manager.replicas import Replicas
 from torchft._manager.reports import Reports
-from torchft._manager.rounds import LateRound, Rounds
+from torchft._manager.rounds import Rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_ADDR_KEY,
@@ -500,10 +500,10 @@ class Manager(Stateful, Stepping):
             drain=self._signals.drain_request(self._logger.info),
             traceparent=self._trace.asks(self._step),
         )
-        begin = partial(rounds.begin, partial(self._follow, step), sent, request.timeout)
-        # The first forward and backward pass takes longer than later ones: the others do not wait for it.
         step.reads_state = reads_state
-        self._round = begin() if self._along is None or not first else LateRound(begin, self._along.prepare)
+        if first and self._along is not None:
+            self._along.prepare()
+        self._round = rounds.begin(partial(self._follow, step), sent, request.timeout)
         if not self._round.asks:
             step.reads_state = False
         elif reads_state:

@@ -173,6 +173,38 @@ def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
         assert [step for step, _, _ in loop.history[1, 0]][3] >= 3
 
 
+@pytest.mark.parametrize("settings", [{}, {"use_async_quorum": False}, {"heal": "in_passing"}, {"heal": "auto"}])
+def test_the_first_quorum_comes_before_the_first_forward_pass(cluster: Cluster, settings: dict[str, Any]) -> None:
+    known: dict[int, bool] = {}
+
+    def train(rank: Rank) -> list[float]:
+        weights = nn.Parameter(torch.full((4,), float(rank.group)))
+        manager = rank.start_manager(
+            load_state_dict=lambda state: weights.data.copy_(state["weights"]),
+            state_dict=lambda: {"weights": weights.data},
+            **settings,
+        )
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD([weights], lr=1.0))
+        while manager.current_step() < 3 * STEPS:
+            if rank.group == 0 and manager.current_step() == 3:
+                later.open()
+                rank.cluster.wait_for_another()
+            optimizer.zero_grad()
+            if rank.group not in known:  # the forward pass would be here
+                assert manager._round is not None
+                known[rank.group] = manager._round._answered.is_set()
+            weights.grad = torch.ones(4)
+            manager.allreduce(weights.grad).wait()
+            optimizer.step()
+        return weights.tolist()
+
+    later = Gate()
+    first = cluster.start(train, group=0)
+    cluster.wait(later)
+    one, other = results(first, cluster.start(train, group=1))
+    assert known == {0: True, 1: True} and one == other
+
+
 @pytest.mark.parametrize("kind", ["sync", "async", "along", "pg"])
 def test_the_functions_of_the_state_run_on_the_training_thread(kind: str) -> None:
     """Groups heal at step 0, and in a later step. FSDP2's state_dict, for one, works on no other thread."""

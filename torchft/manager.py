@@ -291,6 +291,7 @@ class Manager(Stateful, Stepping):
         self._failures = Failures(
             settings.enable_error_bus,
             first,
+            current_step=self._place.current_step,
             abort=self._peers.abort,
             report=self._errors.of_collective,
             fetching=lambda: self._recovery.fetching and not self._connection.apart,

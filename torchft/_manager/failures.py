@@ -120,6 +120,7 @@ class Failures:
     Args:
         enabled: whether failures end anything (``enable_error_bus``).
         step: a placeholder until the first step begins.
+        current_step: returns the number of the step in progress.
         abort: aborts the process group.
         report: called with the error and with the running collectives that the error ends.
         fetching: returns whether this rank waits for the state of a peer.
@@ -135,6 +136,7 @@ class Failures:
         enabled: bool,
         step: Step,
         *,
+        current_step: Callable[[], int],
         abort: Callable[[], None],
         report: Callable[[Exception, Collectives], None],
         fetching: Callable[[], bool],
@@ -147,6 +149,7 @@ class Failures:
         self.enabled = enabled
         self._enter_thread = enter_thread
         self._step = step
+        self._current_step = current_step
         self._abort = abort
         self._report = report
         self._fetching = fetching
@@ -247,8 +250,9 @@ class Failures:
 
     def _has_done_its_part(self, failure: MemberFailure) -> bool:
         """Whether a member of the present quorum has failed after its part of the step in progress."""
+        # Not the step of the plan: while the quorum stands, that is the one in which it began.
         plan = self._step.plan
-        return plan is not None and failure.quorum_id == plan.quorum_id and plan.max_step < failure.step
+        return plan is not None and failure.quorum_id == plan.quorum_id and self._current_step() < failure.step
 
     def _end_connecting(self, failure: MemberFailure) -> None:
         # Repeated: an abort that comes before the process group has begun to connect ends nothing.

@@ -113,6 +113,19 @@ def test_a_step_that_does_not_end_after_a_failure_is_aborted(fixture: Fixture, m
     assert not manager.should_commit()
 
 
+def test_a_member_that_leaves_a_later_step_of_a_quorum_ends_that_step(fixture: Fixture) -> None:
+    """The plan of a quorum that stands has the step in which it began."""
+    manager, group = started(fixture)
+    assert manager.should_commit()
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert manager.current_step() == 1 and group.works == []
+    manager._failures.member_failed(failure(step=1))
+    manager.allreduce(torch.ones(1)).wait()
+    assert group.works == [] and not manager.should_commit()
+    assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+
+
 def test_a_late_failure_of_an_earlier_step_does_not_fail_the_next_one(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult]
 ) -> None:

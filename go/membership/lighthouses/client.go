@@ -9,7 +9,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/auth"
@@ -177,30 +176,6 @@ func (c *Client) Heartbeat(ctx context.Context, replicaID string) error {
 	defer cancel()
 	_, err := c.stub.Heartbeat(rpc.WithJob(ctx, c.job), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: replicaID})
 	return rpc.Wrap("heartbeat", c.peer, err)
-}
-
-// reconnects waits until a broken connection is open again, and reports whether that succeeded in time.
-func (c *Client) reconnects(ctx context.Context, until time.Time) bool {
-	ctx, cancel := context.WithDeadline(ctx, until)
-	defer cancel()
-	if c == nil || ctx.Err() != nil {
-		return false
-	}
-	// A random pause, since all members may have lost their connections at the same moment. And gRPC notices the break a little later than
-	// the stream.
-	if !rpc.Pause(ctx, 1) {
-		return false
-	}
-	for {
-		state := c.conn.GetState()
-		if state == connectivity.Ready {
-			return true
-		}
-		c.conn.Connect()
-		if !c.conn.WaitForStateChange(ctx, state) {
-			return false
-		}
-	}
 }
 
 // Close ends the connection, and every call with it.

@@ -63,13 +63,6 @@ func (l *lighthouses) reach(address string) (*Client, error) {
 	return c, nil
 }
 
-// client returns the client of a lighthouse, nil if it has not been asked.
-func (l *lighthouses) client(address string) *Client {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.clients[address]
-}
-
 // drop closes the connection to a lighthouse that does not answer: the next attempt opens a new one. On the old one, TCP may wait for
 // minutes before it sends anything again.
 func (l *lighthouses) drop(address string) {

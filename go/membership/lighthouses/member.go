@@ -127,13 +127,12 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 		cancel()
 		if err == nil {
 			err = stream.attend(ctx, reached)
-			until = time.Now().Add(reconnectTime)
-			if stream.answers && rpc.IsUnavailable(err) && rpc.Pause(ctx, 1) {
-				until = time.Time{} // the attempt that follows asks the other lighthouses, too
-				continue
+			if until = time.Now(); !stream.answers { // otherwise the next attempt asks the other lighthouses, too
+				until = until.Add(reconnectTime)
 			}
 		}
-		if rpc.IsUnavailable(err) && m.lighthouses.client(m.lighthouses.list[0]).reconnects(ctx, until) {
+		// All members may have lost their streams at the same moment: each one pauses for another time.
+		if rpc.IsUnavailable(err) && (stream != nil || time.Now().Before(until)) && rpc.Pause(ctx, 1) {
 			continue
 		}
 		if client == nil {

@@ -54,7 +54,7 @@ type MemberStatus struct {
 // Describe returns the state at a time. It changes nothing: a member whose heartbeat has become too old since the last event counts as failed
 // from the next tick on.
 //
-// Describe, Knows and Remembers are the only queries; all other results of the machine are actions. The status is a query, since its ages
+// Describe and Knows are the only queries; all other results of the machine are actions. The status is a query, since its ages
 // depend on the time of the query, and since its cost grows with the number of groups. The shell only displays it.
 func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
@@ -127,11 +127,6 @@ func (m *Machine) Describe(now time.Time) Status {
 
 // Knows reports whether a member has a record: it is alive, asks, or is in the latest quorum.
 func (m *Machine) Knows(replicaID string) bool { return m.roster.members[replicaID] != nil }
-
-// Remembers returns how many members and requests Describe would count. The simulation checks it after each event.
-func (m *Machine) Remembers() (members, waiters int) {
-	return len(m.roster.members), len(m.roster.waiters)
-}
 
 // explain returns the reason of a decision in words, with the names of the members that are missing.
 func (s *roster) explain(d decision) string {

@@ -31,6 +31,9 @@ class Extras:
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Registers tensors that an optimizer will read. A step can be replayed only if it reduces all of them."""
 
+    def computes(self) -> None:
+        """Reports a forward pass whose gradients this step, or the next one, may reduce."""
+
     def register_check(self, check: Callable[[], None]) -> None:
         """Registers what raises an error if gradients of this step were not reduced; the step is then not committed."""
 

@@ -97,6 +97,11 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
         self._extras.register_check(_finished(weakref.ref(self)))
         self._extras.register_parameters(lambda: [p for p in module.named_parameters() if p[0] not in ignored])
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._extras.computes()
+        return super().forward(*inputs, **kwargs)
+
     def _register_hook(self) -> None:
         # The reducer, which owns the hook, is C++ code whose references the garbage collector does not see: a Manager
         # whose state functions refer to the model would never be collected.
@@ -283,4 +288,6 @@ class PureDistributedDataParallel(Copyable, nn.Module):
 
     def forward(self, *args: object) -> object:
         self._works = None  # works left by a backward pass that raised an error
+        if torch.is_grad_enabled() and (manager := self._manager_ref()) is not None:
+            extras_of(manager).computes()
         return self.module(*args)

@@ -526,9 +526,12 @@ class Manager(Stateful, Stepping):
             step.served.set_exception(e)
 
     def _settle(self) -> None:
-        """Waits until the quorum is known and followed. Loads a heal that precedes the step."""
+        """Waits until the quorum is known and followed. Loads a heal that precedes the step, unless the forward pass
+        did: gradients of the old weights must not count, so this group adds zeros, and loads the state in the vote.
+        """
         self.wait_quorum()
-        self._transfers.load_before(self._current)
+        if not self._place.computed or self._data.averages_weights:
+            self._transfers.load_before(self._current)
 
     @ranged("_async_quorum")
     def _follow(self, step: Step, result: QuorumResult) -> None:
@@ -924,6 +927,7 @@ class Manager(Stateful, Stepping):
             self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
+        self._place.computed = False
         self._transfers.decided(step, committed)
         self._transfers.end_serving(step)  # after this line the weights may change
         return committed

@@ -386,3 +386,40 @@ def test_a_group_that_joins_with_other_reductions_ends(
         newer.result(timeout=90)
     cluster.ranks[1].close()
     assert older.result(timeout=90).count(False) == lost
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_zero_grad_after_the_forward_pass(cluster: Cluster, use_async_quorum: bool, wrap: Any) -> None:
+    """As in many scripts of PyTorch. Gradients of the weights before a heal do not count."""
+    counted: dict[int, list[tuple[bool, bool]]] = {0: [], 1: []}  # whether it counts, whether its weights changed
+
+    def train(rank: Rank) -> list[torch.Tensor]:
+        torch.manual_seed(rank.group)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager = rank.start_manager(
+            load_state_dict=lambda s: model.load_state_dict(s["model"]),
+            state_dict=lambda: {"model": model.state_dict()},
+            use_async_quorum=use_async_quorum,
+        )
+        ddp, optimizer = wrap(manager, model), OptimizerWrapper(manager, inner)
+        while (step := manager.current_step()) < STEPS:
+            if rank.group == 0 and step == JOIN_AT:
+                join.open()
+                rank.cluster.wait_for_another()
+            with_weights = [p.detach().clone() for p in model.parameters()]
+            loss = ddp(torch.randn(4, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            changed = any(not torch.equal(one, p) for one, p in zip(with_weights, model.parameters()))
+            counted[rank.group].append((manager.is_participating(), changed))
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    join = Gate()
+    first = cluster.start(train, group=0)
+    cluster.wait(join)
+    ended = results(first, cluster.start(train, group=1))
+    assert all(torch.equal(one, other) for one, other in zip(*ended))
+    assert counted[1] and (True, True) not in counted[0] + counted[1]

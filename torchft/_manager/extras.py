@@ -52,6 +52,9 @@ class OwnExtras(Extras):
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._replayer.register_gradients(gradients)
 
+    def computes(self) -> None:
+        self._place.computed = True
+
     def register_check(self, check: Callable[[], None]) -> None:
         self._data.register_check(check)
 

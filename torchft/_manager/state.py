@@ -53,12 +53,14 @@ class Place:
         step: number of the step in progress, which is the number of committed steps.
         quorum_id: number of the quorum for which the process group is configured; -1 before the first.
         timeout: the value of the argument; tests of other projects replace it.
+        computed: whether a model has computed something since the last vote.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self.step = 0
         self.quorum_id = -1
+        self.computed = False
 
     # The same values under the names of the Manager's attributes, which upstream's _ManagerLogger reads.
 

@@ -276,12 +276,12 @@ class Failures:
         self._enter_thread()
         collectives = self._step.collectives
         running = collectives.running()
+        if function := self._user_function():  # on the training thread: no later call comes before it ends
+            return False, f"runs the {function}"
         if self._connecting:
             return True, "connects with its peers"
         if running is not None:
             return True, f"waits for its peers in collective {running} of this step"
-        if function := self._user_function():
-            return False, f"runs the {function}"
         if self._fetching():
             return True, "fetches the state of a peer"
         if self._awaiting_heal():

@@ -42,10 +42,9 @@ func followers(l *fttest.Agreeing) (hosts []string) {
 }
 
 // dialAt returns a client as upstream's, which only makes calls, and knows one lighthouse.
-func dialAt(t *testing.T, l *fttest.Agreeing, host, at string, options ...lighthouses.DialOption) *lighthouses.Client {
+func dialAt(t *testing.T, l *fttest.Agreeing, host, at, job string) *lighthouses.Client {
 	t.Helper()
-	options = append(options, lighthouses.WithNetwork(l.Net.Host(host)))
-	client, err := lighthouses.Dial(t.Context(), addressOf(at), 5*time.Second, options...)
+	client, err := lighthouses.Dial(t.Context(), addressOf(at), 5*time.Second, rpc.Dialing{Network: l.Net.Host(host), Job: job})
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = client.Close() })
 	return client
@@ -55,7 +54,7 @@ func TestCallsAreForwardedToTheLeader(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 2)
 		at := followers(l)
-		a, b := dialAt(t, l, "a", at[0]), dialAt(t, l, "b", at[1])
+		a, b := dialAt(t, l, "a", at[0], ""), dialAt(t, l, "b", at[1], "")
 		require.NoError(t, a.Heartbeat(t.Context(), "a"))
 		waiting := ask(a, quorum.Member{ReplicaID: "a", Step: 3}, time.Minute)
 		time.Sleep(time.Second)
@@ -84,7 +83,7 @@ func TestAForwardedCallDoesNotDelayTheEnd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 2)
 		at := followers(l)[0]
-		waiting := ask(dialAt(t, l, "a", at), quorum.Member{ReplicaID: "a"}, time.Minute)
+		waiting := ask(dialAt(t, l, "a", at, ""), quorum.Member{ReplicaID: "a"}, time.Minute)
 		time.Sleep(time.Second)
 		began := time.Now()
 		l.Server(at).Shutdown()
@@ -121,7 +120,7 @@ func TestPagesAreForwardedToTheLeader(t *testing.T) {
 		}
 		code, page := fetch("GET", at[0], "/", "")
 		require.Equal(t, http.StatusOK, code, "before the first group: %s", page)
-		require.NoError(t, (<-ask(dialAt(t, l, "a", l.Leader()), quorum.Member{ReplicaID: "a", Step: 4}, time.Minute)).Err)
+		require.NoError(t, (<-ask(dialAt(t, l, "a", l.Leader(), ""), quorum.Member{ReplicaID: "a", Step: 4}, time.Minute)).Err)
 		for _, host := range fttest.AgreeingHosts {
 			code, page := fetch("GET", host, "/", "")
 			assert.Equal(t, http.StatusOK, code)
@@ -195,7 +194,7 @@ func TestALighthouseIsReplaced(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 		defer cancel()
 		assert.NotEmpty(t, l.Leader())
-		_, err := dialAt(t, l, "a", "four").Quorum(ctx, quorum.Member{ReplicaID: "a"}, 0)
+		_, err := dialAt(t, l, "a", "four", "").Quorum(ctx, quorum.Member{ReplicaID: "a"}, 0)
 		assert.NoError(t, err)
 	})
 }
@@ -227,7 +226,7 @@ func TestStatesOfEndedJobs(t *testing.T) {
 		first := map[string]int64{}
 		train := func(job string) int64 {
 			t.Helper()
-			got := <-ask(dialAt(t, l, "a", l.Leader(), lighthouses.WithJob(job)), quorum.Member{ReplicaID: "a"}, 10*time.Second)
+			got := <-ask(dialAt(t, l, "a", l.Leader(), job), quorum.Member{ReplicaID: "a"}, 10*time.Second)
 			require.NoError(t, got.Err)
 			return got.Value.ID
 		}
@@ -261,7 +260,7 @@ func TestALeaderContinuesAfterAPanicOfTheMachine(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)
 		clients := map[string]*lighthouses.Client{}
 		for _, id := range []string{"a", "b", "c"} {
-			clients[id] = dialAt(t, l, id, l.Leader())
+			clients[id] = dialAt(t, l, id, l.Leader(), "")
 			require.NoError(t, clients[id].Heartbeat(t.Context(), id))
 		}
 		a, b := ask(clients["a"], quorum.Member{ReplicaID: "a", Step: 7}, time.Minute), ask(clients["b"], quorum.Member{ReplicaID: "b", Step: 7}, time.Minute)

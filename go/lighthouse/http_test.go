@@ -18,6 +18,7 @@ import (
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership/lighthouses"
@@ -219,7 +220,7 @@ func TestOnePort(t *testing.T) {
 	defer func() { require.NoError(t, silent.Close()) }()
 	fttest.SendGarbage(t, server.Address())
 
-	client, err := lighthouses.Dial(t.Context(), server.Address(), 5*time.Second)
+	client, err := lighthouses.Dial(t.Context(), server.Address(), 5*time.Second, rpc.Dialing{})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, client.Close()) }()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)

@@ -30,7 +30,7 @@ import (
 
 func dialJob(t *testing.T, c *fttest.Cluster, host, job string) *lighthouses.Client {
 	t.Helper()
-	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host(host)), lighthouses.WithJob(job))
+	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host(host), Job: job})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	return client
@@ -223,7 +223,7 @@ func TestBadJobsAreNamed(t *testing.T) {
 		for _, job := range []string{"default", "x", "Run_2026-11.3", strings.Repeat("x", 128)} {
 			assert.NoError(t, heartbeat("torchft-job", job))
 		}
-		_, err = lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host("x")), lighthouses.WithJob("a/b"))
+		_, err = lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host("x"), Job: "a/b"})
 		assert.ErrorContains(t, err, `TORCHFT_JOB_ID is "a/b"`)
 		cfg := c.ServerConfig("g", 1)
 		cfg.Job = "a/b"
@@ -241,7 +241,7 @@ func TestTheStatesOfJobsAreApart(t *testing.T) {
 		return s
 	}
 	askAs := func(s *lighthouse.Server, job string) int64 {
-		client, err := lighthouses.Dial(t.Context(), s.Address(), 10*time.Second, lighthouses.WithJob(job))
+		client, err := lighthouses.Dial(t.Context(), s.Address(), 10*time.Second, rpc.Dialing{Job: job})
 		require.NoError(t, err)
 		defer func() { require.NoError(t, client.Close()) }()
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)

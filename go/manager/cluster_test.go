@@ -95,7 +95,7 @@ func TestSourceAndTargetsAreSentOverTheWire(t *testing.T) {
 		assert.Equal(t, a.Server.Address(), got[1].Sources[0].ManagerAddress)
 		assert.Nil(t, got[1].MaxReplicaRank)
 
-		source, err := rankclient.Dial(t.Context(), got[1].Sources[0].ManagerAddress, time.Second, rankclient.WithNetwork(c.Net.Host("b")))
+		source, err := rankclient.Dial(t.Context(), got[1].Sources[0].ManagerAddress, time.Second, rpc.Dialing{Network: c.Net.Host("b")})
 		require.NoError(t, err)
 		defer func() { require.NoError(t, source.Close()) }()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -387,7 +387,7 @@ func TestAGhostIsNoCandidate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 1)
-		ghost, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host("ghost")))
+		ghost, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host("ghost")})
 		require.NoError(t, err)
 		defer func() { require.NoError(t, ghost.Close()) }()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)

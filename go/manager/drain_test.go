@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/rankclient"
@@ -293,7 +294,7 @@ func TestMembersThatCannotBeDrained(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		assert.Equal(t, http.StatusNotFound, drain(t, c, "unknown"))
-		client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host("old")))
+		client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host("old")})
 		require.NoError(t, err)
 		defer func() { _ = client.Close() }()
 		require.NoError(t, client.Heartbeat(t.Context(), "old")) // by a call, like an upstream group

@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/rankclient"
@@ -61,7 +62,7 @@ func (j *largeJob) group(name string, joins bool) {
 		return
 	}
 	defer server.Shutdown()
-	client, err := rankclient.Dial(j.ctx, server.Address(), time.Minute, rankclient.WithNetwork(cfg.Network)) // in this process
+	client, err := rankclient.Dial(j.ctx, server.Address(), time.Minute, rpc.Dialing{Network: cfg.Network}) // in this process
 	if !assert.NoError(j.t, err) {
 		return
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rankclient"
@@ -157,7 +158,7 @@ func simulateRanks() {
 	server := os.Getenv(ranksEnv)
 	clients := make([]*rankclient.Client, n)
 	took, err := ofAll(n, func(rank int) (err error) {
-		clients[rank], err = rankclient.Dial(context.Background(), server, time.Minute)
+		clients[rank], err = rankclient.Dial(context.Background(), server, time.Minute, rpc.Dialing{})
 		return err
 	})
 	did, step := made{Took: took}, int64(1)

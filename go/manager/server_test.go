@@ -223,7 +223,7 @@ func TestTheLighthouseMayStartAfterTheManagerServer(t *testing.T) {
 func TestTheShortcutInOneProcess(t *testing.T) {
 	started := startLighthouse(t, 1)
 	failing := &reporter{failures: make(chan membership.Notice)}
-	lighthouse, err := lighthouses.Dial(t.Context(), started.Address(), 10*time.Second)
+	lighthouse, err := lighthouses.Dial(t.Context(), started.Address(), 10*time.Second, rpc.Dialing{})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, lighthouse.Close()) }()
 	failing.quorum = func(ctx context.Context) (*quorum.Quorum, error) {
@@ -234,9 +234,9 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	server, err := fttest.NewManager(t.Context(), cfg)
 	require.NoError(t, err)
 	defer server.Shutdown()
-	near, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second)
+	near, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rpc.Dialing{})
 	require.NoError(t, err)
-	far, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rankclient.WithoutShortcut())
+	far, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rpc.Dialing{NoShortcut: true})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, far.Close()) }()
 
@@ -272,13 +272,13 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	_, err = near.ShouldCommit(ctx, 0, 1, true)
 	assert.ErrorContains(t, err, "closed")
 
-	other, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second)
+	other, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rpc.Dialing{})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, other.Close()) }()
 	server.Shutdown()
 	_, err = other.ShouldCommit(ctx, 0, 1, true)
 	assert.Equal(t, codes.Unavailable, status.Code(err))
-	_, err = rankclient.Dial(t.Context(), server.Address(), 50*time.Millisecond)
+	_, err = rankclient.Dial(t.Context(), server.Address(), 50*time.Millisecond, rpc.Dialing{})
 	assert.ErrorContains(t, err, "could not connect to manager at "+server.Address())
 }
 
@@ -316,7 +316,7 @@ func TestGarbageDoesNotEndTheServer(t *testing.T) {
 	require.NoError(t, err)
 	defer server.Shutdown()
 	fttest.SendGarbage(t, server.Address())
-	client, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rankclient.WithoutShortcut())
+	client, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rpc.Dialing{NoShortcut: true})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, client.Close()) }()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)

@@ -47,7 +47,7 @@ func TestAServerWithoutSessions(t *testing.T) {
 				net := fttest.NewNetwork()
 				upstream := &upstreamManager{}
 				defer net.Host("upstream").Serve(t, ":1", upstream.register)()
-				client, err := rankclient.Dial(t.Context(), "http://upstream:1", time.Second, rankclient.WithNetwork(net.Host("rank")))
+				client, err := rankclient.Dial(t.Context(), "http://upstream:1", time.Second, rpc.Dialing{Network: net.Host("rank")})
 				require.NoError(t, err)
 				defer func() { require.NoError(t, client.Close()) }()
 

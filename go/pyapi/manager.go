@@ -44,8 +44,7 @@ func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr str
 		return 0, ops.As(ops.Value, err)
 	}
 	return ops.Start(cfg.ConnectTimeout+bindTimeout, func(ctx context.Context) (any, error) {
-		joined, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
-			lighthouses.WithSecurity(cfg.Security), lighthouses.WithJob(cfg.Job))
+		joined, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout, rpc.Dialing{Security: cfg.Security, Job: cfg.Job})
 		if err != nil {
 			return nil, connectFailed(err)
 		}
@@ -64,7 +63,7 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := rankclient.Dial(ctx, addr, timeout, rankclient.WithSecurity(protected.Security))
+		client, err := rankclient.Dial(ctx, addr, timeout, rpc.Dialing{Security: protected.Security})
 		if err != nil {
 			return nil, connectFailed(err)
 		}

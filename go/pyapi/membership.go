@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/quorum"
@@ -19,7 +20,7 @@ func LighthouseClientStart(addr string, connectTimeoutUs int64, security string)
 	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := lighthouses.Dial(ctx, addr, timeout, lighthouses.WithSecurity(protected.Security), lighthouses.WithJob(protected.Job))
+		client, err := lighthouses.Dial(ctx, addr, timeout, rpc.Dialing{Security: protected.Security, Job: protected.Job})
 		return client, connectFailed(err)
 	}), nil
 }

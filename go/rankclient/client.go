@@ -8,7 +8,6 @@ import (
 
 	"google.golang.org/grpc"
 
-	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/local"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
@@ -32,39 +31,15 @@ type Client struct {
 	local.Calls
 }
 
-// DialOption changes how a client connects.
-type DialOption func(*settings)
-
-type settings struct {
-	network    rpc.Network
-	security   auth.Security
-	noShortcut bool
-}
-
-// WithNetwork connects through another network than real TCP.
-func WithNetwork(n rpc.Network) DialOption { return func(s *settings) { s.network = n } }
-
-// WithSecurity authenticates by the job's token and certificates, and checks the certificate of the server.
-func WithSecurity(security auth.Security) DialOption {
-	return func(s *settings) { s.security = security }
-}
-
-// WithoutShortcut uses the network even for a server in this process.
-func WithoutShortcut() DialOption { return func(s *settings) { s.noShortcut = true } }
-
 // Dial connects to the manager server at addr, and retries until connectTimeout is over.
-func Dial(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*Client, error) {
-	var s settings
-	for _, option := range options {
-		option(&s)
-	}
+func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing) (*Client, error) {
 	peer := "manager at " + addr
-	if !s.noShortcut {
-		if calls := local.Connect(s.network, addr); calls != nil {
+	if !with.NoShortcut {
+		if calls := local.Connect(with.Network, addr); calls != nil {
 			return &Client{peer: peer, Calls: calls}, nil
 		}
 	}
-	conn, err := rpc.DialSecurely(ctx, s.security, s.network, "manager", addr, connectTimeout)
+	conn, err := rpc.DialSecurely(ctx, with.Security, with.Network, "manager", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
@@ -56,7 +57,7 @@ func (r *rank) run(address string) {
 	if r.index > 0 {
 		network = r.g.j.net.Host(r.host)
 	}
-	client, err := rankclient.Dial(r.ctx, address, time.Minute, rankclient.WithNetwork(network))
+	client, err := rankclient.Dial(r.ctx, address, time.Minute, rpc.Dialing{Network: network})
 	if err != nil {
 		return
 	}
@@ -379,7 +380,7 @@ func (r *rank) heal(source string, res *recovery.Result) (digest uint64, ok bool
 	j := r.g.j
 	ctx, cancel := context.WithTimeout(r.ctx, j.setup.timeout)
 	defer cancel()
-	client, err := rankclient.Dial(ctx, res.Sources[0].ManagerAddress, j.setup.timeout, rankclient.WithNetwork(j.net.Host(r.host)))
+	client, err := rankclient.Dial(ctx, res.Sources[0].ManagerAddress, j.setup.timeout, rpc.Dialing{Network: j.net.Host(r.host)})
 	if err != nil {
 		return 0, false
 	}

@@ -18,6 +18,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership"
@@ -136,7 +137,7 @@ func (g *group) run(ctx context.Context) {
 		}
 	}
 	defer g.server.Shutdown()
-	client, err := rankclient.Dial(ctx, g.server.Address(), 10*time.Second, rankclient.WithoutShortcut(), rankclient.WithSecurity(auth.SecurityFromEnv()))
+	client, err := rankclient.Dial(ctx, g.server.Address(), 10*time.Second, rpc.Dialing{NoShortcut: true, Security: auth.SecurityFromEnv()})
 	if err != nil {
 		return
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/lighthouse"
@@ -83,8 +84,7 @@ func Join(ctx context.Context, cfg manager.ServerConfig) (*lighthouses.Member, e
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	return lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
-		lighthouses.WithNetwork(cfg.Network), lighthouses.WithSecurity(cfg.Security), lighthouses.WithJob(cfg.Job))
+	return lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout, rpc.Dialing{Network: cfg.Network, Security: cfg.Security, Job: cfg.Job})
 }
 
 // NoMembership has the methods of a Membership without effect, for a fake to override.
@@ -155,7 +155,7 @@ func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manag
 // Dial returns another client of the group's server, on a host.
 func (g *Group) Dial(host string) *rankclient.Client {
 	g.c.Net.Host(host).Revive()
-	client, err := rankclient.Dial(context.Background(), g.Server.Address(), 10*time.Second, rankclient.WithNetwork(g.c.Net.Host(host)), rankclient.WithSecurity(g.security))
+	client, err := rankclient.Dial(context.Background(), g.Server.Address(), 10*time.Second, rpc.Dialing{Network: g.c.Net.Host(host), Security: g.security})
 	require.NoError(g.c.T, err)
 	g.c.T.Cleanup(func() { _ = client.Close() })
 	return client

@@ -11,7 +11,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
@@ -34,20 +33,20 @@ type Client struct {
 
 // Dial connects to the lighthouse at addr, and retries until connectTimeout is over. If addr is a list, separated by commas, it connects
 // to the first lighthouse that it reaches.
-func Dial(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*Client, error) {
+func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing) (*Client, error) {
 	list, err := rpc.ParseAddresses("lighthouse address", addr)
 	if err != nil {
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
 	end := time.Now().Add(connectTimeout)
 	if len(list) == 1 {
-		return dialOne(ctx, list[0], connectTimeout, options)
+		return dialOne(ctx, list[0], connectTimeout, with)
 	}
 	var last atomic.Value // the error of the last attempt, in words
 	last.Store("the first attempt has not ended")
 	defer rpc.LogLongWait("lighthouse", addr, connectTimeout, func() string { return last.Load().(string) })()
 	for tried := 0; ; tried++ {
-		c, err := dialOne(ctx, list[tried%len(list)], max(1, min(attemptTimeout, time.Until(end))), options)
+		c, err := dialOne(ctx, list[tried%len(list)], max(1, min(attemptTimeout, time.Until(end))), with)
 		if err != nil {
 			last.Store(rpc.Message(err))
 		}
@@ -69,64 +68,33 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 	}
 }
 
-// DialOption changes how a client connects.
-type DialOption func(*settings)
-
-type settings struct {
-	network  rpc.Network
-	security auth.Security
-	job      string
-}
-
-func settingsOf(options []DialOption) settings {
-	var s settings
-	for _, option := range options {
-		option(&s)
-	}
-	return s
-}
-
-// WithNetwork connects through another network than real TCP.
-func WithNetwork(n rpc.Network) DialOption { return func(s *settings) { s.network = n } }
-
-// WithSecurity authenticates by the job's token and certificates, and checks the certificate of the server.
-func WithSecurity(security auth.Security) DialOption {
-	return func(s *settings) { s.security = security }
-}
-
-// WithJob sets the id of the job. Without it, TORCHFT_JOB_ID of the environment is used.
-func WithJob(job string) DialOption { return func(s *settings) { s.job = job } }
-
 // dialOne connects to a lighthouse.
-func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, options []DialOption) (*Client, error) {
-	return newClient(addr, options, func(s settings) (*grpc.ClientConn, error) {
-		return rpc.DialSecurely(ctx, s.security, s.network, "lighthouse", addr, connectTimeout)
+func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing) (*Client, error) {
+	return newClient(addr, with, func() (*grpc.ClientConn, error) {
+		return rpc.DialSecurely(ctx, with.Security, with.Network, "lighthouse", addr, connectTimeout)
 	})
 }
 
 // dialLater returns a client that connects with its first call.
-func dialLater(addr string, options []DialOption) (*Client, error) {
-	return newClient(addr, options, func(s settings) (*grpc.ClientConn, error) {
-		return rpc.DialLater(s.security, s.network, "lighthouse", addr)
+func dialLater(addr string, with rpc.Dialing) (*Client, error) {
+	return newClient(addr, with, func() (*grpc.ClientConn, error) {
+		return rpc.DialLater(with.Security, with.Network, "lighthouse", addr)
 	})
 }
 
-func newClient(addr string, options []DialOption, dial func(settings) (*grpc.ClientConn, error)) (*Client, error) {
-	d := settingsOf(options)
-	if d.job == "" {
-		d.job = cmp.Or(os.Getenv(rpc.JobEnv), rpc.DefaultJob)
-	}
-	if err := rpc.ValidateJob(rpc.JobEnv, d.job); err != nil {
+func newClient(addr string, with rpc.Dialing, dial func() (*grpc.ClientConn, error)) (*Client, error) {
+	job := cmp.Or(with.Job, os.Getenv(rpc.JobEnv), rpc.DefaultJob)
+	if err := rpc.ValidateJob(rpc.JobEnv, job); err != nil {
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
-	conn, err := dial(d)
+	conn, err := dial()
 	if err != nil {
 		return nil, err
 	}
 	c := &Client{
 		addr: addr,
 		peer: "lighthouse at " + addr,
-		job:  d.job,
+		job:  job,
 		conn: conn,
 		stub: torchftpb.NewLighthouseServiceClient(conn),
 	}

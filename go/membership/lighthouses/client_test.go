@@ -25,7 +25,7 @@ import (
 func TestABadSettingIsNotTriedAgain(t *testing.T) {
 	const timeout = 50 * time.Millisecond
 	for _, addresses := range []string{"http://a:1", "http://a:1,http://b:1"} {
-		_, err := Dial(t.Context(), addresses, timeout, WithJob("no job"))
+		_, err := Dial(t.Context(), addresses, timeout, rpc.Dialing{Job: "no job"})
 		assert.Equal(t, codes.InvalidArgument, status.Code(err), err)
 		assert.ErrorContains(t, err, `"no job"`)
 	}
@@ -48,7 +48,7 @@ func TestALongWaitForAListIsLogged(t *testing.T) {
 		before := slog.Default()
 		slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
 		defer slog.SetDefault(before)
-		_, err := Dial(t.Context(), "http://a:1,http://b:1", time.Minute, WithNetwork(refusing{dialed: func() {}}))
+		_, err := Dial(t.Context(), "http://a:1,http://b:1", time.Minute, rpc.Dialing{Network: refusing{dialed: func() {}}})
 		require.Error(t, err)
 		assert.Equal(t, 1, log.Count("\n"), log.String())
 		assert.Contains(t, log.String(), `msg="torchft: waiting for the lighthouse" address=http://a:1,http://b:1 timeout=1m0s`)
@@ -64,13 +64,13 @@ func TestAFileThatIsBeingReplacedIsReadAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := refusing{dialed: func() { _ = os.Truncate(path, 0) }}
 		began := time.Now()
-		options := []DialOption{WithNetwork(network), WithSecurity(auth.Security{TokenFile: path})}
-		_, err := Dial(t.Context(), "http://a:1,http://b:1", 10*time.Second, options...)
+		with := rpc.Dialing{Network: network, Security: auth.Security{TokenFile: path}}
+		_, err := Dial(t.Context(), "http://a:1,http://b:1", 10*time.Second, with)
 		assert.Equal(t, codes.Unavailable, status.Code(err), err)
 		assert.ErrorContains(t, err, "token_file")
 		assert.GreaterOrEqual(t, time.Since(began), 10*time.Second)
 
-		l := &lighthouses{list: []string{"http://a:1", "http://b:1"}, options: options, clients: map[string]*Client{}}
+		l := &lighthouses{list: []string{"http://a:1", "http://b:1"}, with: with, clients: map[string]*Client{}}
 		_, err = l.reach("http://b:1")
 		assert.Equal(t, codes.Unavailable, status.Code(err), "the manager server asks again after this code only")
 	})

@@ -157,7 +157,7 @@ func (c *cluster) join(addresses string) *member { return c.joinOver(c.net.Host(
 
 func (c *cluster) joinOver(network rpc.Network, addresses string) *member {
 	c.t.Helper()
-	joined, err := lighthouses.Join(c.t.Context(), addresses, "m", 10*time.Second, lighthouses.WithNetwork(network))
+	joined, err := lighthouses.Join(c.t.Context(), addresses, "m", 10*time.Second, rpc.Dialing{Network: network})
 	require.NoError(c.t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})

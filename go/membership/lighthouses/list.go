@@ -21,8 +21,8 @@ const (
 
 // lighthouses has a client for each lighthouse of a job that has been asked.
 type lighthouses struct {
-	list    []string // the addresses in TORCHFT_LIGHTHOUSE
-	options []DialOption
+	list []string // the addresses in TORCHFT_LIGHTHOUSE
+	with rpc.Dialing
 
 	mu      sync.Mutex
 	clients map[string]*Client // by address; also for leaders that are not in the list
@@ -30,17 +30,17 @@ type lighthouses struct {
 }
 
 // dialLighthouses connects to the first lighthouse of a list that it reaches, and returns its address.
-func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.Duration, options []DialOption) (l *lighthouses, at string, err error) {
+func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.Duration, with rpc.Dialing) (l *lighthouses, at string, err error) {
 	list, err := rpc.ParseAddresses("lighthouse address", addresses)
 	if err != nil {
 		return nil, "", status.Error(codes.InvalidArgument, err.Error())
 	}
-	first, err := Dial(ctx, addresses, connectTimeout, options...)
+	first, err := Dial(ctx, addresses, connectTimeout, with)
 	if err != nil {
 		return nil, "", err
 	}
 	first.of = len(list)
-	return &lighthouses{list: list, options: options, clients: map[string]*Client{first.addr: first}}, first.addr, nil
+	return &lighthouses{list: list, with: with, clients: map[string]*Client{first.addr: first}}, first.addr, nil
 }
 
 // reach returns the client of a lighthouse. A new client connects with its first call.
@@ -53,7 +53,7 @@ func (l *lighthouses) reach(address string) (*Client, error) {
 	if c := l.clients[address]; c != nil {
 		return c, nil
 	}
-	c, err := dialLater(address, l.options)
+	c, err := dialLater(address, l.with)
 	if err != nil {
 		// The settings were valid when the first lighthouse was reached, so a file is being replaced: another attempt may succeed.
 		return nil, status.Error(codes.Unavailable, rpc.Message(err))

@@ -53,8 +53,8 @@ var _ membership.Membership = (*Member)(nil)
 
 // Join makes a replica group a member at the lighthouse that serves its job. It returns when a lighthouse of the list is reached, which need
 // not be that one, and an error if that lighthouse is in no cluster and the list has others. Close ends the membership.
-func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, options ...DialOption) (*Member, error) {
-	l, at, err := dialLighthouses(ctx, addresses, connectTimeout, options)
+func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, with rpc.Dialing) (*Member, error) {
+	l, at, err := dialLighthouses(ctx, addresses, connectTimeout, with)
 	if err != nil {
 		return nil, err
 	}

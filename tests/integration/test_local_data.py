@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class Training:
     fails: set[tuple[int, int]] = field(default_factory=set)
     seen: dict[int, Counter[int]] = field(default_factory=dict)
     parts: dict[tuple[int, Position], int] = field(default_factory=dict)
+    reduced: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
 
     def __call__(self, rank: Rank) -> Optional[Ended]:
         model = make_model()
@@ -72,7 +74,10 @@ class Training:
         votes, vote = iter(range(100)), manager.should_commit
 
         def should_commit() -> bool:
-            if (rank.group, next(votes)) in self.fails:
+            number = next(votes)
+            if number in {vote for _, vote in self.fails}:
+                self.reduced.wait(60)  # else the abort of one group would end the reduction of another one
+            if (rank.group, number) in self.fails:
                 manager.report_error(RuntimeError("planned"))
             return vote()
 

@@ -119,7 +119,7 @@ class Manager(Stateful, Stepping):
         load_state_dict: loads what a peer's ``state_dict`` gave; None: registered later.
         state_dict: gives all state that a group needs to catch up; None: registered later.
         min_replica_size: fewest groups that may commit a step, at least 1.
-        use_async_quorum: ask for the quorum during the forward pass; a group that heals then sits out one step.
+        use_async_quorum: connect and heal during the forward pass; a group that heals then sits out one step.
         timeout: for collectives, heals and commit votes.
         quorum_timeout: for waiting until there is a quorum.
         connect_timeout: for reaching the lighthouse and manager servers.

@@ -1,7 +1,8 @@
 """Healing: sends this group's state to groups that are behind, and receives a peer's state when this group is behind.
 
-A state is *fetched* on the quorum thread while the model runs, and *loaded* on the training thread, the only one that
-may change the model. Until it is loaded it can be *discarded*; the group then reports the step of its own weights.
+A state is *fetched* on the quorum thread while the model runs. It is read at the source, and *loaded*, on the training
+thread, the only one that calls the user's functions. Until it is loaded it can be *discarded*; the group then reports
+the step of its own weights.
 """
 
 from __future__ import annotations

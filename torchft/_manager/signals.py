@@ -106,7 +106,7 @@ class Signals:
 
     def __init__(self, default: tuple[int, ...] = ()) -> None:
         self.wanted = False
-        self.report: Callable[[], None] = bool
+        self.report: Callable[[], object] = bool
         self._default = default
         self._previous: dict[int, Any] = {}  # the previous handler of each signal
         self._logged = False

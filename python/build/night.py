@@ -117,13 +117,13 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     test = [GO, "test", "-trimpath"]
     # With FULL, histories are longer, servers run longer, and there are more of both.
     full = {"FULL": "1"}
+    again = [GO, "tool", "-modfile=tools/go.mod", "gotestsum", "--format=standard-quiet", f"--rerun-fails={reruns}"]
+    again += ["--rerun-fails-max-failures=1", "--rerun-fails-run-root-test", "--rerun-fails-abort-on-data-race"]
+    options = ["--", "-trimpath", "-vet=off", "-timeout=20m"]
     # Without -count=1, because the histories are the same each time, so Go may reuse an earlier result. Runs with the
     # race detector differ in their schedules.
-    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", "./gossip/..."], go, full, needs_s=90)
-    again = ["tool", "-modfile=tools/go.mod", "gotestsum", "--format=standard-quiet", f"--rerun-fails={reruns}"]
-    again += ["--rerun-fails-max-failures=1", "--rerun-fails-run-root-test", "--rerun-fails-abort-on-data-race"]
-    options = ["-race", "-trimpath", "-vet=off", "-count=1", "-timeout=20m"]
-    race = Part("race", [GO, *again, "--packages=./...", "--", *options], go, {**cgo, **full}, needs_s=240)
+    sim = Part("sim", [*again, "--packages=./sim ./gossip/...", *options], go, full, needs_s=90)
+    race = Part("race", [*again, "--packages=./...", *options, "-race", "-count=1"], go, {**cgo, **full}, needs_s=240)
     fuzz = [
         Part(
             f"fuzz-{Path(package).name}-{name}",

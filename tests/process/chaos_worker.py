@@ -250,7 +250,7 @@ class Worker:
         # PyTorch's groups are destroyed on separate threads. And its store looks for a killed peer until its own
         # timeout of some seconds, on a thread that a step has abandoned.
         deadline = time.monotonic() + ENDS_S
-        while self.kind != "native" and (listens() or left_over()["torchft_connect"]) and time.monotonic() < deadline:
+        while ((self.kind != "native" and listens()) or left_over()["torchft_connect"]) and time.monotonic() < deadline:
             time.sleep(0.01)
         emit("ended", kind=self.kind, listens=listens(), left=dict(left_over()), holders=holders())
 

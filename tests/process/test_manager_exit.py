@@ -17,6 +17,8 @@ from tests.promises import LEAVE_PYTHON_S, within
 SCRIPT = """
 import signal
 import sys
+import threading
+import time
 from datetime import timedelta
 from torch.distributed import TCPStore
 from torchft.coordination import LighthouseServer
@@ -31,11 +33,14 @@ manager = Manager(
     rank=0, world_size=1, store_addr="localhost", store_port=store.port, lighthouse_addr=lighthouse.address(),
     quorum_timeout=timedelta(seconds=600),
 )
-manager.start_quorum()
+if sys.argv[1] == "raises":
+    threading.Thread(target=manager.start_quorum, daemon=True).start()
+    while manager._round is None:
+        time.sleep(0.01)
 print('{"event": "waiting"}', flush=True)
 if sys.argv[1] == "raises":
     raise ValueError("the user's own")
-manager.wait_quorum()
+manager.start_quorum()
 """
 
 

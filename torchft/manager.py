@@ -50,7 +50,7 @@ from torchft._manager.recovery import Recovery
 from torchft._manager.replayer import Replayer
 from torchft._manager.replicas import Replicas
 from torchft._manager.reports import Reports
-from torchft._manager.rounds import Rounds
+from torchft._manager.rounds import LateRound, Rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_ADDR_KEY,
@@ -501,10 +501,10 @@ class Manager(Stateful, Stepping):
             drain=self._signals.drain_request(self._logger.info),
             traceparent=self._trace.asks(self._step),
         )
+        begin = partial(rounds.begin, partial(self._follow, step), sent, request.timeout)
+        # The first forward and backward pass takes longer than later ones: the others do not wait for it.
         step.reads_state = reads_state
-        if first and self._along is not None:
-            self._along.prepare()
-        self._round = rounds.begin(partial(self._follow, step), sent, request.timeout)
+        self._round = begin() if self._along is None or not first else LateRound(begin, self._along.prepare)
         if not self._round.asks:
             step.reads_state = False
         elif reads_state:
@@ -522,15 +522,18 @@ class Manager(Stateful, Stepping):
             if optimizers:
                 state = {**state, hyperparameters.KEY: hyperparameters.read(optimizers)}
             step.served.set_result(state)
-        except Exception as e:
+        except BaseException as e:
             step.served.set_exception(e)
+            if not isinstance(e, Exception):  # Ctrl-C
+                raise
 
     def _settle(self) -> None:
         """Waits until the quorum is known and followed. Loads a heal that precedes the step, unless the forward pass
         did: gradients of the old weights must not count, so this group adds zeros, and loads the state in the vote.
+        With a loader the forward pass comes later.
         """
         self.wait_quorum()
-        if not self._place.computed or self._data.averages_weights:
+        if not self._place.computed or self._data.averages_weights or self._data.adds_gradients:
             self._transfers.load_before(self._current)
 
     @ranged("_async_quorum")

@@ -265,11 +265,12 @@ func (s *standing) stopped(e Stopped) {
 		return // it has asked meanwhile, or the quorum has ended
 	}
 	r.stop = max(e.Step, r.step+1) // it is in r.step, whatever it answers
-	r.reached(r.stop - 1)
 	delete(s.awaited, r)
 	switch {
 	case s.round == 0:
+		r.reached(r.stop - 1) // after the round it answers with that, if its step is earlier
 	case r.stop > s.round:
+		r.reached(r.stop - 1)
 		s.part(r, fmt.Sprintf("it has begun step %d, and the next quorum is that of step %d", r.stop-1, s.round))
 	default: // it has begun another stream, and may have missed the round
 		s.do(Round{e.QuorumID, s.round, []string{r.id}})

@@ -31,6 +31,8 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	m.expect(e.GroupRank)
 	r.begin(inQuorum, e.Step, m.now)
 	news := r.last.announces() != e.announces()
+	// Otherwise a rank does not ask while the quorum stands, unless it begins the step again.
+	asks := news || r.last.CommittedQuorumID != e.CommittedQuorumID || r.last.Drain != e.Drain
 	r.last = e.Request
 
 	g := &m.gathering
@@ -38,7 +40,8 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	if e.Drain {
 		actions = append(actions, m.drainAsked()...)
 	}
-	if m.ballot.count > 0 && (!m.standing.begins(e) || m.ballot.has(int(e.GroupRank))) {
+	late := asks && m.standing.begins(e) && !m.ballot.has(int(e.GroupRank))
+	if m.ballot.count > 0 && !late {
 		actions = append(actions, m.abandoned(e.GroupRank)...)
 	}
 	answers, stands := m.stands(e, news)

@@ -66,12 +66,16 @@ func (m *Machine) stand(q *quorum.Quorum) []Action {
 	if !q.Stands || q.ID == m.broken {
 		return nil
 	}
+	var actions []Action
+	if m.draining { // the report of it may have been lost
+		actions = append(actions, RequestDrain{})
+	}
 	first := q.Members[0] // all members are in its state
 	m.standing = standing{quorum: q, allowed: first.Step, begun: first.Step, committed: first.CommittedQuorumID}
 	if called {
-		return m.called(Called{q.ID})
+		return append(actions, m.called(Called{q.ID})...)
 	}
-	return nil
+	return actions
 }
 
 // part ends the quorum that stands, if there is one, because this group leaves it.

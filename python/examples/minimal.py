@@ -30,7 +30,7 @@ model = DistributedDataParallel(manager, net)
 optimizer = Optimizer(manager, adam)
 
 while manager.current_step() < 1000 and not manager.draining():
-    optimizer.zero_grad()  # asks in the background which groups take part in this step
+    optimizer.zero_grad()  # asks which groups take part in this step, if they may have changed
     inputs = torch.rand(8, 2)
     loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
     loss.backward()  # averages the gradients over these groups

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from torchft.optim import OptimizerWrapper
 
 STEPS, CRASH_AT, JOIN_AT = 12, 3, 6
 
-Parts = tuple[nn.Module, Optimizer, LRScheduler]
+Made = tuple[Optimizer, Optional[LRScheduler]]
+Parts = tuple[nn.Module, Optimizer, Optional[LRScheduler]]
 
 
 def sgd(parameters: Any) -> tuple[Optimizer, LRScheduler]:
@@ -36,6 +38,10 @@ def adam_with_a_tensor(parameters: Any) -> tuple[Optimizer, LRScheduler]:
     return optimizer, CosineAnnealingLR(optimizer, T_max=STEPS)
 
 
+def sgd_by_step(parameters: Any) -> tuple[Optimizer, None]:
+    return torch.optim.SGD(parameters, lr=0.1), None
+
+
 class Everything:
     """The functions of a script that gives and loads all."""
 
@@ -46,13 +52,14 @@ class Everything:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
+            "scheduler": self.scheduler and self.scheduler.state_dict(),
         }
 
     def load(self, state: Any) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
 
 
 class KeptOptimizer(Everything):
@@ -96,7 +103,7 @@ class NoGroups(Everything):
 class Training:
     """Two groups: the second crashes, and joins again."""
 
-    def __init__(self, make: Callable[[Any], tuple[Optimizer, LRScheduler]], functions: type[Everything]) -> None:
+    def __init__(self, make: Callable[[Any], Made], functions: type[Everything]) -> None:
         self.make = make
         self.functions = functions
         self.crashed, self.join, self.healed = Gate(), Gate(), 0
@@ -117,6 +124,9 @@ class Training:
                 self.join.open()
                 rank.cluster.wait_for_another()
             optimizer.zero_grad()
+            if scheduler is None:
+                manager.wait_quorum()  # the step is known then
+                inner.param_groups[0]["lr"] = 0.1 / (1 + manager.current_step())
             generator = torch.Generator().manual_seed(100 * step + rank.group)
             loss = ddp(torch.randn(4, 8, generator=generator)).square().mean()
             if rank.group == 1 and not restarted and step == CRASH_AT:
@@ -129,14 +139,21 @@ class Training:
             scaler.step(optimizer)
             scaler.update()
             if manager.batches_committed() > before:
-                scheduler.step()
+                if scheduler is not None:
+                    scheduler.step()
                 ended = manager.current_step()
                 self.weights[rank.group, ended] = [p.detach().clone() for p in model.parameters()]
         self.healed += manager.recovery_seconds()["load"] > 0
 
 
-@pytest.mark.parametrize("functions", [Everything, KeptOptimizer, NoGroups])
-@pytest.mark.parametrize("make", [sgd, adam, adam_with_a_tensor])
+@pytest.mark.parametrize(
+    ("make", "functions"),
+    [
+        *itertools.product([sgd, adam, adam_with_a_tensor], [Everything, KeptOptimizer, NoGroups]),
+        (sgd_by_step, NoGroups),
+        (sgd_by_step, Everything),
+    ],
+)
 def test_a_group_that_heals_steps_with_the_learning_rate_of_the_others(
     make: Any, functions: type[Everything], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -173,7 +173,7 @@ def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
         assert [step for step, _, _ in loop.history[1, 0]][3] >= 3
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_async_quorum": False}, {"heal": "in_passing"}, {"heal": "auto"}])
+@pytest.mark.parametrize("settings", [{}, {"use_async_quorum": False}])
 def test_the_first_quorum_comes_before_the_first_forward_pass(cluster: Cluster, settings: dict[str, Any]) -> None:
     known: dict[int, bool] = {}
 

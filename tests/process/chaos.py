@@ -264,7 +264,7 @@ class Chaos:
         last = max(e["step"] for life in self.lives for e in self._steps(life)) + 10
         for child in self._children():
             child.send(do="finish", step=last)
-        self.job.wait_exit(self._children(), HEAL_BOUND_S)
+        self.job.wait_exit(self._children(), 2 * HEAL_BOUND_S)
         for life in self.spares:
             for child in life.ranks:
                 child.kill()

@@ -39,7 +39,7 @@ SIZE = 64
 RATE = 0.125
 TIMEOUT = timedelta(seconds=30)
 # After a stop a Gloo operation may hang until its timeout, and its group and port remain until then.
-ENDS_S = TIMEOUT.total_seconds() + 5
+ENDS_S = 2 * TIMEOUT.total_seconds() + 5
 
 
 def gradient(step: int, group: int, bucket: int) -> torch.Tensor:

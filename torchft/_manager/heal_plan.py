@@ -35,6 +35,7 @@ class Figures(NamedTuple):
         step_sec: seconds of a step.
         overlap_sec: seconds of a step before its first reduction, in which no group waits.
         groups: number of groups that would wait.
+        timeout_sec: limit for a transfer of the whole state.
     """
 
     nbytes: float
@@ -44,6 +45,7 @@ class Figures(NamedTuple):
     step_sec: float
     overlap_sec: float
     groups: int
+    timeout_sec: float
 
     @property
     def lost_at_once(self) -> float:
@@ -59,7 +61,8 @@ class Figures(NamedTuple):
     @property
     def mode(self) -> Mode:
         """The way that loses less: AT_ONCE or IN_PASSING."""
-        return Mode.AT_ONCE if self.lost_at_once < self.lost_in_passing else Mode.IN_PASSING
+        ends = self.nbytes / self.rate < self.timeout_sec / 2  # all groups may be slower then
+        return Mode.AT_ONCE if ends and self.lost_at_once < self.lost_in_passing else Mode.IN_PASSING
 
 
 class Measured:
@@ -83,13 +86,15 @@ class Measured:
         self._elements += elements
         self._seconds += seconds
 
-    def quorum(self, now: float, elements: int, overlap_sec: float, groups: int) -> Optional[Figures]:
+    def quorum(
+        self, now: float, elements: int, overlap_sec: float, groups: int, timeout_sec: float
+    ) -> Optional[Figures]:
         """Called at each quorum. Returns the figures once, after some steps in which a piece has arrived.
 
         Args:
             now: the time.
             elements: number of elements of all parameters.
-            overlap_sec, groups: see :class:`Figures`.
+            overlap_sec, groups, timeout_sec: see :class:`Figures`.
         """
         self._steps += 1
         if self._began is None:
@@ -102,4 +107,4 @@ class Measured:
         nbytes, seconds = self._nbytes * elements / self._elements, now - self._began
         left = max(0.0, nbytes - self._nbytes)
         rate, pace = self._nbytes / self._seconds, self._nbytes / seconds
-        return Figures(nbytes, left, rate, pace, seconds / _STEPS, overlap_sec, groups)
+        return Figures(nbytes, left, rate, pace, seconds / _STEPS, overlap_sec, groups, timeout_sec)

@@ -58,9 +58,28 @@ def _travels(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(one, torch.Tensor) for one in (value if isinstance(value, (tuple, list)) else [value]))
+
+
+def changed(before: Groups, after: Groups) -> Groups:
+    """Returns the values of ``after`` that differ from ``before``. Tensors, which change in place, never do."""
+    return [
+        [
+            {
+                key: value
+                for key, value in values.items()
+                if key in old and not _has_tensors(value) and not _has_tensors(old[key]) and old[key] != value
+            }
+            for old, values in zip(old_groups, groups)
+        ]
+        for old_groups, groups in zip(before, after)
+    ]
+
+
 @torch.no_grad()
 def write(optimizers: Sequence[Optimizer], given: Groups) -> None:
-    """Sets the hyperparameters that :func:`read` of a source returned.
+    """Sets hyperparameters, as :func:`read` returns them.
 
     Raises:
         ValueError: the source has other optimizers, or other parameter groups.

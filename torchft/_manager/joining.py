@@ -145,7 +145,7 @@ class Target:
         with self._soon():
             assert self._plan is not None
             elements, groups = sum(self._parameters.sizes()), self._plan.num_up_to_date
-            figures = self._measured.quorum(time.monotonic(), elements, self.pace.overlap, groups)
+            figures = self._measured.quorum(time.monotonic(), elements, self.pace.overlap, groups, self._timeout)
         if figures is None or figures.mode is Mode.IN_PASSING:
             return None
         return (

@@ -99,6 +99,7 @@ class Recovery:
         self.phases = Phases()
         self.along: Optional[Along] = None
         self._before: Optional[Position] = None
+        self._hyperparameters: hyperparameters.Groups = []  # at the begin of the step
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, during the transfer
         self._target = Target(self._own, writable=False)  # of the current heal
         self.in_background = in_background
@@ -149,6 +150,7 @@ class Recovery:
             asked: the time.monotonic() of the quorum request whose result names this group as a target.
         """
         self._before = before
+        self._hyperparameters = hyperparameters.read(self._optimizers)
         self.phases = Phases(quorum=time.monotonic() - asked)
 
     def serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
@@ -359,8 +361,10 @@ class Recovery:
         try:
             with self.phases.measure("load"):
                 state = self._target.settle(state, self._timeout.total_seconds())
+                # a script may set the learning rate of a step in it, when it knows the step
+                own = hyperparameters.changed(self._hyperparameters, hyperparameters.read(self._optimizers))
                 self._user_state.load(state["user"])
-                self._set_hyperparameters(state)
+                self._set_hyperparameters(state, own)
         except BaseException as e:  # also Ctrl-C, after which a notebook may go on
             self._spoiled = True
             if self.along is not None:
@@ -374,12 +378,13 @@ class Recovery:
         self._logger.recovery_event(before.step if before else 0, self.phases)
         return True
 
-    def _set_hyperparameters(self, state: dict[str, Any]) -> None:
+    def _set_hyperparameters(self, state: dict[str, Any], own: hyperparameters.Groups) -> None:
         given = state.get(hyperparameters.KEY)  # upstream's sources have none
         if given is None:
             return
         try:
             hyperparameters.write(self._optimizers, given)
+            hyperparameters.write(self._optimizers, own)
         except ValueError as e:
             self._logger.warn(f"the hyperparameters are those that load_state_dict has set: {e}")
 

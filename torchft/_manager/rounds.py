@@ -83,6 +83,41 @@ class Round:
             raise self._error
 
 
+class LateRound(Round):
+    """A round that begins when its result is first needed: other groups do not wait for what this one does before.
+
+    Args:
+        begin: begins it.
+        prepare: called before that.
+    """
+
+    def __init__(self, begin: Callable[[], Round], prepare: Callable[[], None]) -> None:
+        super().__init__()
+        self._begin = begin
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._begun: Optional[Round] = None
+
+    def ended(self) -> bool:
+        return self._begun is not None and self._begun.ended()
+
+    def wait(self) -> None:
+        self._needed().wait()
+
+    def answer(self) -> QuorumResult:
+        return self._needed().answer()
+
+    def result(self) -> None:
+        self._needed().result()
+
+    def _needed(self) -> Round:
+        with self._lock:
+            if self._begun is None:
+                self._prepare()
+                self._begun = self._begin()
+            return self._begun
+
+
 class Rounds(Protocol):
     """Begins the rounds of one rank, one after the other."""
 

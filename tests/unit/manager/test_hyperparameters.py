@@ -60,6 +60,14 @@ def test_an_optimizer_that_holds_others() -> None:
     assert len(hyperparameters.read([source])) == 3
 
 
+def test_what_a_script_has_changed() -> None:
+    one = SGD([parameter()], lr=0.5)
+    one.param_groups[0]["pair"] = (0.1, torch.ones(2))
+    before = hyperparameters.read([one])
+    one.param_groups[0].update(lr=0.25, pair=(0.1, torch.zeros(2)), new=1)
+    assert hyperparameters.changed(before, hyperparameters.read([one])) == [[{"lr": 0.25}]]
+
+
 def test_other_parameter_groups() -> None:
     one, two = SGD([parameter()], lr=0.1), SGD([{"params": [parameter()]}, {"params": [parameter()]}], lr=0.2)
     with pytest.raises(ValueError, match=r"the optimizers here have \[1\] parameter groups, those of the source \[2\]"):

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Optional
+from unittest.mock import MagicMock
 
 import pytest
 
 from torchft._manager.edge import as_server
-from torchft._manager.rounds import NativeRounds, Round, ThreadRounds
+from torchft._manager.rounds import LateRound, NativeRounds, Round, ThreadRounds
 from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 
 LONG = timedelta(seconds=60)
@@ -261,3 +262,32 @@ def test_rounds_of_the_native_core() -> None:
     rounds.shutdown(wait=True)
     server.shutdown()
     lighthouse.shutdown()
+
+
+@pytest.mark.parametrize("need", ["wait", "answer", "result"])
+def test_a_late_round_begins_when_it_is_needed(need: str) -> None:
+    begun: list[Round] = []
+    prepare = MagicMock()
+
+    def begin() -> Round:
+        prepare.assert_called_once()
+        begun.append(Round())
+        begun[0]._set_answer(MagicMock())
+        begun[0].end()
+        return begun[0]
+
+    late = LateRound(begin, prepare)
+    assert not late.ended() and not begun and not prepare.called
+    for _ in range(2):
+        getattr(late, need)()
+    assert late.ended() and len(begun) == prepare.call_count == 1
+    assert late.answer() is begun[0].answer()
+
+
+def test_a_late_round_fails_as_the_one_that_it_begins() -> None:
+    failed = Round()
+    failed.end(TimeoutError("no quorum in time"))
+    late = LateRound(lambda: failed, prepare=lambda: None)
+    late.wait()
+    with pytest.raises(TimeoutError, match="no quorum in time"):
+        late.result()

@@ -185,6 +185,9 @@ func TestManyMembersAgreeAlthoughPacketsAreLost(t *testing.T) {
 		}
 		until(t, all, count)
 		for _, node := range all[0].list.Members() {
+			if testmain.Race() {
+				break // memberlist changes these records without a lock that a reader could take
+			}
 			require.LessOrEqual(t, len(node.Meta), memberlist.MetaMaxSize)
 			require.Equal(t, long, len(node.Meta) > memberlist.MetaMaxSize*8/10)
 		}

@@ -34,10 +34,7 @@ func TestALighthouseIsReplaced(t *testing.T) {
 		require.NoError(t, leader.node.Add(t.Context(), d.address), "it is added already")
 		require.NoError(t, leader.node.Propose(term, "job", []byte("2")))
 		w.agree("job", "2")
-		settle(t, "d is a voter", func() bool {
-			s := d.node.Status()
-			return len(s.Members) == 3 && s.Trouble == "" && !slices.ContainsFunc(s.Members, func(m replica.Member) bool { return !m.Voter || !m.Reached })
-		})
+		settle(t, "d is a voter", func() bool { return knowsThreeVoters(d) })
 		// The removed one comes back with its log: it takes no part, and disturbs nobody.
 		gone.start()
 		time.Sleep(20 * time.Second)
@@ -45,6 +42,13 @@ func TestALighthouseIsReplaced(t *testing.T) {
 		require.NoError(t, leader.node.Verify(t.Context(), term))
 		require.Equal(t, term, leader.node.Status().Term)
 	})
+}
+
+// knowsThreeVoters reports whether a lighthouse knows three voters, and reaches them.
+func knowsThreeVoters(h *host) bool {
+	s := h.node.Status()
+	return len(s.Members) == 3 && s.Trouble == "" &&
+		!slices.ContainsFunc(s.Members, func(m replica.Member) bool { return !m.Voter || !m.Reached })
 }
 
 // A lighthouse that has lost its directory must not vote for the one that it was.
@@ -154,6 +158,8 @@ func TestASurvivorRecoversTheCluster(t *testing.T) {
 		require.NoError(t, survivor.node.Add(t.Context(), back.address))
 		require.NoError(t, survivor.node.Add(t.Context(), w.hosts[2].address))
 		w.agree("job", "next")
+		// A voter refuses the vote to one whose addition it has not received (hashicorp/raft).
+		settle(t, "all are voters", func() bool { return knowsThreeVoters(back) && knowsThreeVoters(w.hosts[2]) })
 		survivor.kill()
 		next, newest := w.leads(survivor)
 		require.NoError(t, next.node.Propose(newest, "job", []byte("more")))

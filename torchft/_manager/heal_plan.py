@@ -25,7 +25,7 @@ class Mode(Enum):
 
 
 class Figures(NamedTuple):
-    """What a heal in passing has measured so far.
+    """The measurements of a heal in passing, some steps after its begin.
 
     Attributes:
         nbytes: bytes of the state.

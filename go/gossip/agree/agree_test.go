@@ -524,8 +524,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 	require.Equal(t, "a later incarnation of a has taken its place", j.machines["other a"].News().Ended)
 }
 
-// What a member decides about a view: each row is a view of a to e, in the order of their starts, after
-// another one of them.
+// Whether a member may join the second view of a row after the first one: views of a to e, in the order of their starts.
 func TestAViewFollowsAnother(t *testing.T) {
 	view := func(number int64, names string) *View {
 		v := &View{Number: number}

@@ -307,7 +307,6 @@ def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch:
     """Otherwise the vote would wait until the request times out: a stopped process keeps its connection open."""
     ours, theirs = nn.Linear(2, 2), nn.Linear(2, 2)
     parameters, source = (Parameters([torch.optim.SGD(model.parameters())]) for model in (ours, theirs))
-    step = 7
     aborted, asked_for_rest = threading.Event(), threading.Event()
 
     def ask(kind: str, argument: str) -> Answer:
@@ -324,14 +323,14 @@ def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch:
     monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=aborted.set, close=lambda: None))
     target = target_of(parameters, lambda address: address)
     try:
-        while not asked_for_rest.is_set():
+        for step in range(7, 20):
             target.quorum(plan(step, "source"))
             with target._cond:
                 assert target._cond.wait_for(lambda: asked_for_rest.is_set() or target._wanted() is None, DEADLINE_SEC)
-            if not asked_for_rest.is_set():
-                assert target.advance(reduced=True) is None
-                step += 1
-            assert step < 20
+            if asked_for_rest.is_set():
+                break
+            assert target.advance(reduced=True) is None
+        assert asked_for_rest.is_set()
         waits, wait_for = threading.Event(), target._cond.wait_for
 
         def reported_wait(predicate: Callable[[], bool], timeout: float) -> bool:

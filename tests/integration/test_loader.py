@@ -42,7 +42,8 @@ def make_model() -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    # With 0.3 some initial weights diverge so far that rounding alone exceeds what check() allows.
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def flat(model: nn.Module) -> torch.Tensor:

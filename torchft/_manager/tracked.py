@@ -167,15 +167,6 @@ class Parameters:
             for one in self._optimizers
         ]
 
-    def set_hyperparameters(self, given: Json) -> None:
-        """Sets the values that :meth:`hyperparameters` of a source returned."""
-        for optimizer, groups in zip(self._optimizers, given, strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                for key, value in values.items():
-                    if key == "params":
-                        raise ValueError("a hyperparameter named params")
-                    group[key] = _value(value)
-
     # Pieces
 
     def read(self, number: int, begin: int, end: int) -> tuple[Json, list[torch.Tensor]]:
@@ -339,7 +330,9 @@ class Parameters:
         return same
 
     def step(self, numbers: set[int], gradients: dict[int, torch.Tensor], hyperparameters: Json) -> None:
-        """Steps only these parameters, with these gradients.
+        """Steps only these parameters, with these gradients and with a source's :meth:`hyperparameters`.
+
+        The optimizers keep their own hyperparameters until the whole state is loaded.
 
         Another thread may train at the same time, and may read old or new values. The optimizer steps aliases: tensors
         that share the parameters' memory, but have their own gradients and versions, so that a backward pass does not
@@ -349,13 +342,12 @@ class Parameters:
             Unfit: the parameters of the optimizers have changed since the start.
         """
         self.check_groups()
-        self.set_hyperparameters(hyperparameters)
         number = 0
-        for optimizer in self._optimizers:
+        for optimizer, given in zip(self._optimizers, hyperparameters, strict=True):
             groups: list[dict[str, Any]] = []
             state: State = defaultdict(dict)
             pairs = []
-            for group in optimizer.param_groups:
+            for group, plain in zip(optimizer.param_groups, given, strict=True):
                 aliases = []
                 for parameter in group["params"]:
                     gradient = gradients.get(number) if number in numbers else None
@@ -368,7 +360,8 @@ class Parameters:
                     pairs.append((parameter, alias))
                     if parameter in optimizer.state:
                         state[alias] = optimizer.state[parameter]
-                groups.append({**group, "params": aliases})
+                values = {key: self._located(value) for key, value in plain.items()}
+                groups.append({**group, **values, "params": aliases})
             _step_with(optimizer, groups, state)
             for parameter, alias in pairs:
                 if alias in state:

@@ -91,6 +91,7 @@ def test_pieces_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer]
         own = [p.grad for p in target.parameters()]
         ours.step(tracked, kept, sent)
         assert all(a is b for a, b in zip(own, (p.grad for p in target.parameters())))
+        assert optimizers[1].param_groups[0]["lr"] == settings["lr"], "else it would count as set by the script"
         optimizers[0].step()
         assert theirs.digest(*piece) == ours.digest(*piece)
     for one, other in zip(source.parameters(), target.parameters()):

@@ -2,6 +2,7 @@ package sim
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/torchft/torchft/go/recovery"
@@ -366,10 +367,11 @@ func (r *model) agreed(all bool) {
 	r.j.result.replays++
 }
 
-// redone counts a step that a rank computes again although it had kept the gradients. If all faults are failures of groups, that
-// is allowed only after mostReplays replays of the step.
+// redone counts a step that a rank computes again although it had kept the gradients, as all ranks of its group. A rank that learns of
+// a failure before it begins a step asks for a quorum instead, and the others, which have begun it, cannot reduce it again without this
+// rank. If all faults are failures of groups, that is allowed only after mostReplays replays of the step.
 func (r *model) redone() {
-	if !r.kept {
+	if slices.ContainsFunc(r.l.ranks, func(o *model) bool { return !o.kept }) {
 		return
 	}
 	r.j.result.notReplayed++

@@ -90,7 +90,7 @@ def test_a_heal_contains_changes_after_the_last_step() -> None:
         ended = results(*first, cluster.start(job, group=1))
     one, other = (weights for weights in ended if weights is not None)
     assert torch.equal(one, other)
-    assert job.rates == {step: {0.3 * 0.5**step} for step in range(STEPS)}
+    assert job.rates == {step: {0.1 * 0.5**step} for step in range(STEPS)}
 
 
 def test_a_checkpoint_between_two_steps_is_consistent() -> None:

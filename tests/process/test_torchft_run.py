@@ -160,12 +160,14 @@ def test_no_step_is_lost_when_the_leading_lighthouse_is_killed(tmp_path: Path) -
         run.wait(lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train")
         (addresses,) = re.findall(r"^lighthouses: (\S+)$", run.log.read_text(), re.M)
         run.wait(more(), "both train together")
-        leader = cluster()["leader"]
+        before = cluster()
+        leader = before["leader"]
         bind = f"--bind\0{leader.removeprefix('http://')}\0"
         (pid,) = (pid for pid, command in run.commands().items() if bind in command)
         os.kill(pid, signal.SIGKILL)
         run.wait(more(), "they go on")
-        run.wait(lambda: cluster()["leader"] not in ("", leader), "another one leads")
+        # on a busy host the killed one may be back before the others have missed it, and lead again
+        run.wait(lambda: (now := cluster())["leader"] and now["term"] > before["term"], "one leads in a later term")
         run.wait(lambda: all(one["reached"] for one in cluster()["members"]), "the killed one is restarted")
         run.wait(more(), "they go on with three")
         for group in steps():

@@ -15,6 +15,7 @@ so that no replica group serves the rendezvous of all ranks.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -95,8 +96,7 @@ class Handle:
     first: Optional[str] = None
 
     def encode(self) -> str:
-        left_out = [name for name in _OPTIONAL if getattr(self, name) is None]
-        return json.dumps({name: value for name, value in vars(self).items() if name not in left_out})
+        return _encoded(self)
 
     @classmethod
     def decode(cls, text: str) -> Handle:
@@ -122,6 +122,12 @@ class Handle:
             group_rank=fields.get("group_rank"),
             **{name: fields[name] for name in _OPTIONAL if isinstance(fields.get(name), str)},
         )
+
+
+@functools.lru_cache(maxsize=8)  # each step encodes the handle of its group again
+def _encoded(handle: Handle) -> str:
+    left_out = [name for name in _OPTIONAL if getattr(handle, name) is None]
+    return json.dumps({name: value for name, value in vars(handle).items() if name not in left_out})
 
 
 @dataclass(frozen=True)

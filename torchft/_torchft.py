@@ -314,11 +314,11 @@ class ManagerClient(_Native):
 
     def _suspect(self, quorum_id: int, replica_id: str) -> None:
         """Reports a failed collective to the lighthouse, with the suspected peer; empty if the peer is not known."""
-        self._go.pyapi_ManagerSuspect(self._handle, quorum_id, replica_id)
+        self._report(suspected={"quorum_id": quorum_id, "replica_id": replica_id})
 
     def _report_progress(self, group_rank: int, waits: bool, what: str) -> None:
         """Answers the lighthouse's ``progress``: whether this rank waits for other groups, and what it does."""
-        self._go.pyapi_ManagerSayProgress(self._handle, group_rank, waits, what)
+        self._report(progress={"group_rank": group_rank, "waits": waits, "what": what})
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """The value that group rank ``rank`` announced as ``checkpoint_metadata`` in its last quorum."""
@@ -362,11 +362,11 @@ class ManagerClient(_Native):
 
     def _request_drain(self) -> None:
         """Requests that the group leaves. The next request for a quorum repeats it, in case that it is lost."""
-        self._go.pyapi_ManagerSayDrain(self._handle)
+        self._report(drain=True)
 
     def _report_healing(self, group_rank: int, received: int, total: int) -> None:
         """Reports the progress of a heal: the bytes of a peer's state that have arrived, and the total."""
-        self._go.pyapi_ManagerSayHealing(self._handle, group_rank, received, total)
+        self._report(healing={"group_rank": group_rank, "received": received, "total": total})
 
     def _report_count(self, group_rank: int, name: str, number: int) -> None:
         """Adds to a counter of the manager server the number of events in this rank since the last call.
@@ -374,7 +374,7 @@ class ManagerClient(_Native):
         Raises:
             ValueError: there is no counter of this name.
         """
-        self._go.pyapi_ManagerSayCounted(self._handle, group_rank, name, number)
+        self._report(counted={"group_rank": group_rank, "name": name, "number": number})
 
     def _report_recovered(
         self,
@@ -388,9 +388,21 @@ class ManagerClient(_Native):
         phases: dict[str, float],
     ) -> None:
         """Reports the duration of a heal, or of a peer's failure in ``quorum_id``, in seconds by phase."""
-        self._go.pyapi_ManagerSayRecovered(
-            self._handle, group_rank, healed, quorum_id, step, nbytes, steps_lost, json.dumps(list(phases.items()))
+        self._report(
+            recovered={
+                "group_rank": group_rank,
+                "healed": healed,
+                "quorum_id": quorum_id,
+                "step": step,
+                "bytes": nbytes,
+                "steps_lost": steps_lost,
+                "phases": [{"phase": phase, "seconds": seconds} for phase, seconds in phases.items()],
+            }
         )
+
+    def _report(self, **report: object) -> None:
+        """Sends a request of RankRequest (proto/torchft.proto) that has no answer. It may be lost."""
+        self._go.pyapi_ManagerReport(self._handle, json.dumps(report))
 
     def shutdown(self) -> None:
         """Closes the connection; calls that wait for an answer get an error. A second shutdown does nothing."""

@@ -79,7 +79,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 			cfg.Hostname, cfg.Network, cfg.Exit = "lighthouse", c.Net.Host("lighthouse"), func(int) {}
 		})
 		require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
-		g.Ranks[0].ReportHealing(&torchftpb.HealProgress{Received: 1, Total: 2})
+		fttest.ReportHealing(g.Ranks[0], &torchftpb.HealProgress{Received: 1, Total: 2})
 		synctest.Wait()
 		seen := map[string]bool{}
 		ask := func(method, path, body string, want int, headers ...string) {
@@ -121,7 +121,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 			ask("POST", path, `{"replica_id": "a"}`, 403, "Origin", "http://evil.example")
 			ask("POST", path, `{"replica_id": "a"}`, 200)
 		}
-		g.Ranks[0].ReportRecovered(&torchftpb.Recovered{Healed: true, Bytes: 5, Phases: []*torchftpb.PhaseTime{{Phase: "load", Seconds: 1}}})
+		fttest.ReportRecovered(g.Ranks[0], &torchftpb.Recovered{Healed: true, Bytes: 5, Phases: []*torchftpb.PhaseTime{{Phase: "load", Seconds: 1}}})
 		synctest.Wait()
 		ask("GET", "/api/v1/history", "", 200)
 		g.Server.Shutdown()

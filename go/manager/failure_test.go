@@ -237,10 +237,10 @@ func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 		before := round(t, 0, a, b, d)
 		d.Host(-1).Freeze()
 		at := time.Now()
-		a.Ranks[0].Suspect(before[0].QuorumID, "")
+		fttest.Suspect(a.Ranks[0], before[0].QuorumID, "")
 		time.Sleep(2 * time.Second)
 		assert.Zero(t, c.Log.Count("a member failed"), "one report is not enough")
-		b.Ranks[0].Suspect(before[0].QuorumID, "d")
+		fttest.Suspect(b.Ranks[0], before[0].QuorumID, "d")
 		failure := nextFailure(t, a, 0)
 		assert.Equal(t, "d", failure.ReplicaID)
 		assert.Contains(t, failure.Reason, "its peers lost the connection with it")
@@ -253,7 +253,7 @@ func TestAFalseReportEvictsNoMember(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		before := round(t, 0, a, b)
-		a.Ranks[0].Suspect(before[0].QuorumID, "b") // with two groups, one report suffices for a check
+		fttest.Suspect(a.Ranks[0], before[0].QuorumID, "b") // with two groups, one report suffices for a check
 		time.Sleep(2 * time.Second)
 		assert.Equal(t, 1, c.Log.Count("peers suspect a member"))
 		after := round(t, 1, a, b)
@@ -278,7 +278,7 @@ func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *
 		for reported := false; !reported; {
 			switch notice := <-a.Ranks[0].Notices(); notice.Kind {
 			case membership.ProgressAsked:
-				a.Ranks[0].ReportProgress(0, true, "waits in allreduce")
+				fttest.ReportProgress(a.Ranks[0], 0, true, "waits in allreduce")
 			case membership.MemberFailed:
 				assert.Equal(t, before.QuorumID, notice.QuorumID)
 				assert.Equal(t, "b", notice.ReplicaID)
@@ -310,7 +310,7 @@ func hangs(t *testing.T, a, b *fttest.Group, later time.Duration) (reason string
 				select {
 				case notice := <-r.g.Ranks[r.rank].Notices():
 					if notice.Kind == membership.ProgressAsked {
-						r.g.Ranks[r.rank].ReportProgress(r.rank, true, "waits in allreduce")
+						fttest.ReportProgress(r.g.Ranks[r.rank], r.rank, true, "waits in allreduce")
 					}
 				case <-done:
 					return

@@ -25,13 +25,13 @@ func TestTheLighthouseShowsTheProgressAndTheCostOfAHeal(t *testing.T) {
 		}
 		is, _, _ := healing()
 		assert.True(t, is, "the group is behind in its quorum")
-		b.Ranks[0].ReportHealing(&torchftpb.HealProgress{Received: 10, Total: 100})
-		b.Ranks[1].ReportHealing(&torchftpb.HealProgress{GroupRank: 1, Received: 1, Total: 200})
+		fttest.ReportHealing(b.Ranks[0], &torchftpb.HealProgress{Received: 10, Total: 100})
+		fttest.ReportHealing(b.Ranks[1], &torchftpb.HealProgress{GroupRank: 1, Received: 1, Total: 200})
 		synctest.Wait()
-		b.Ranks[1].ReportHealing(&torchftpb.HealProgress{GroupRank: 1, Received: 50, Total: 200})
+		fttest.ReportHealing(b.Ranks[1], &torchftpb.HealProgress{GroupRank: 1, Received: 50, Total: 200})
 		synctest.Wait()
 		for _, nonsense := range []*torchftpb.HealProgress{{GroupRank: 2, Total: 1}, {GroupRank: -1, Total: 1}, {Received: 2, Total: 1}, {Received: -1}} {
-			b.Ranks[0].ReportHealing(nonsense)
+			fttest.ReportHealing(b.Ranks[0], nonsense)
 		}
 		is, received, total := healing()
 		assert.True(t, is)
@@ -39,14 +39,14 @@ func TestTheLighthouseShowsTheProgressAndTheCostOfAHeal(t *testing.T) {
 		assert.EqualValues(t, 300, total)
 
 		phases := []*torchftpb.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: math.NaN()}}
-		b.Ranks[1].ReportRecovered(&torchftpb.Recovered{GroupRank: 1, Healed: true, Step: 5, Bytes: 200})
+		fttest.ReportRecovered(b.Ranks[1], &torchftpb.Recovered{GroupRank: 1, Healed: true, Step: 5, Bytes: 200})
 		synctest.Wait()
-		b.Ranks[0].ReportRecovered(&torchftpb.Recovered{Healed: true, Step: 5, Bytes: 100, Phases: phases})
+		fttest.ReportRecovered(b.Ranks[0], &torchftpb.Recovered{Healed: true, Step: 5, Bytes: 100, Phases: phases})
 		_, received, _ = healing()
 		assert.Zero(t, received)
 		// All survivors of a failure report it. It is shown once.
 		for _, g := range []*fttest.Group{a, b} {
-			g.Ranks[0].ReportRecovered(&torchftpb.Recovered{QuorumId: 7, Step: 9, StepsLost: 1, Phases: []*torchftpb.PhaseTime{{Phase: "abort", Seconds: 0.5}}})
+			fttest.ReportRecovered(g.Ranks[0], &torchftpb.Recovered{QuorumId: 7, Step: 9, StepsLost: 1, Phases: []*torchftpb.PhaseTime{{Phase: "abort", Seconds: 0.5}}})
 			synctest.Wait()
 		}
 		events := history(t, c)
@@ -69,8 +69,8 @@ func TestAHealThatWasAbandonedIsNotShownAnyMore(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		answers{a.Quorum(0, 5, time.Minute), a.Quorum(1, 5, time.Minute), b.Quorum(0, 0, time.Minute), b.Quorum(1, 0, time.Minute)}.results(t)
-		b.Ranks[0].ReportHealing(&torchftpb.HealProgress{Received: 10, Total: 100})
-		b.Ranks[1].ReportHealing(&torchftpb.HealProgress{GroupRank: 1, Received: 10, Total: 100})
+		fttest.ReportHealing(b.Ranks[0], &torchftpb.HealProgress{Received: 10, Total: 100})
+		fttest.ReportHealing(b.Ranks[1], &torchftpb.HealProgress{GroupRank: 1, Received: 10, Total: 100})
 		synctest.Wait()
 		a.Server.Shutdown()
 		answers(b.QuorumOfAll(0, time.Minute)).results(t)
@@ -79,7 +79,7 @@ func TestAHealThatWasAbandonedIsNotShownAnyMore(t *testing.T) {
 		assert.False(t, members[len(members)-1].Healing)
 
 		// The progress of the next heal begins at zero.
-		b.Ranks[0].ReportHealing(&torchftpb.HealProgress{Received: 5, Total: 100})
+		fttest.ReportHealing(b.Ranks[0], &torchftpb.HealProgress{Received: 5, Total: 100})
 		synctest.Wait()
 		members = c.Lighthouse.Status().Members
 		assert.True(t, members[len(members)-1].Healing)
@@ -92,7 +92,7 @@ func TestAGroupThatFailsWhileItHealsIsNotShownAsHealing(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		answers{a.Quorum(0, 5, time.Minute), b.Quorum(0, 0, time.Minute)}.results(t)
-		b.Ranks[0].ReportHealing(&torchftpb.HealProgress{Received: 10, Total: 100})
+		fttest.ReportHealing(b.Ranks[0], &torchftpb.HealProgress{Received: 10, Total: 100})
 		synctest.Wait()
 		b.Server.Shutdown()
 		time.Sleep(time.Second)

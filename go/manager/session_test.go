@@ -3,7 +3,6 @@ package manager_test
 import (
 	"context"
 	"fmt"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -23,50 +22,34 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// upstreamManager serves quorums and votes by unary calls, like an upstream manager server.
+// upstreamManager has no sessions, like an upstream manager server.
 type upstreamManager struct {
 	torchftpb.UnimplementedManagerServiceServer
-	quorums, votes atomic.Int64
 }
 
-func (s *upstreamManager) Quorum(context.Context, *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error) {
-	return &torchftpb.ManagerQuorumResponse{QuorumId: s.quorums.Add(1)}, nil
+func (upstreamManager) CheckpointMetadata(
+	context.Context, *torchftpb.CheckpointMetadataRequest,
+) (*torchftpb.CheckpointMetadataResponse, error) {
+	return &torchftpb.CheckpointMetadataResponse{CheckpointMetadata: "http://upstream:2"}, nil
 }
 
-func (s *upstreamManager) ShouldCommit(_ context.Context, req *torchftpb.ShouldCommitRequest) (*torchftpb.ShouldCommitResponse, error) {
-	s.votes.Add(1)
-	return &torchftpb.ShouldCommitResponse{ShouldCommit: req.GetShouldCommit()}, nil
-}
+// A group may heal from one of upstream. Its ranks train with a server of this package.
+func TestAServerWithoutSessionsGivesItsMetadata(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		net := fttest.NewNetwork()
+		defer net.Host("upstream").Serve(t, ":1", func(g *grpc.Server) { torchftpb.RegisterManagerServiceServer(g, upstreamManager{}) })()
+		client, err := rankclient.Dial(t.Context(), "http://upstream:1", time.Second, rpc.Dialing{Network: net.Host("rank")})
+		require.NoError(t, err)
+		defer func() { require.NoError(t, client.Close()) }()
 
-func (s *upstreamManager) register(g *grpc.Server) { torchftpb.RegisterManagerServiceServer(g, s) }
-
-func TestAServerWithoutSessions(t *testing.T) {
-	for _, first := range []string{"quorum", "vote"} {
-		t.Run(first, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				net := fttest.NewNetwork()
-				upstream := &upstreamManager{}
-				defer net.Host("upstream").Serve(t, ":1", upstream.register)()
-				client, err := rankclient.Dial(t.Context(), "http://upstream:1", time.Second, rpc.Dialing{Network: net.Host("rank")})
-				require.NoError(t, err)
-				defer func() { require.NoError(t, client.Close()) }()
-
-				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-				defer cancel()
-				for round := range int64(2) {
-					if first == "quorum" || round > 0 {
-						r, err := client.Quorum(ctx, rankclient.Request{})
-						require.NoError(t, err)
-						assert.Equal(t, upstream.quorums.Load(), r.QuorumID)
-					}
-					commit, err := client.ShouldCommit(ctx, 0, round, round == 0)
-					require.NoError(t, err)
-					assert.Equal(t, round == 0, commit)
-				}
-				assert.EqualValues(t, 2, upstream.votes.Load())
-			})
-		})
-	}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		metadata, err := client.CheckpointMetadata(ctx, 0)
+		require.NoError(t, err)
+		assert.Equal(t, "http://upstream:2", metadata)
+		_, err = client.Quorum(ctx, rankclient.Request{})
+		assert.Equal(t, codes.Unimplemented, status.Code(err))
+	})
 }
 
 func TestASessionReconnectsWhenItsConnectionBreaks(t *testing.T) {

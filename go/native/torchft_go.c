@@ -782,6 +782,29 @@ PyObject * _wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSE
 
 
 PyObject *
+_wrap__torchft_go_pyapi_ManagerReport(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t handle;
+    char *report;
+    const char *keywords[] = {"handle", "report", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ls", (char **) keywords, &handle, &report)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerReport(handle, report);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerReport(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_ManagerRoundPrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -802,136 +825,6 @@ _wrap__torchft_go_pyapi_ManagerRoundPrepare(PyObject * PYBINDGEN_UNUSED(dummy), 
     return py_retval;
 }
 PyObject * _wrap__torchft_go_pyapi_ManagerRoundPrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__torchft_go_pyapi_ManagerSayCounted(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    bool retval;
-    int64_t handle;
-    int64_t groupRank;
-    char *name;
-    int64_t number;
-    const char *keywords[] = {"handle", "groupRank", "name", "number", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLsL", (char **) keywords, &handle, &groupRank, &name, &number)) {
-        return NULL;
-    }
-    retval = pyapi_ManagerSayCounted(handle, groupRank, name, number);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_ManagerSayCounted(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__torchft_go_pyapi_ManagerSayDrain(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    bool retval;
-    int64_t handle;
-    const char *keywords[] = {"handle", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &handle)) {
-        return NULL;
-    }
-    retval = pyapi_ManagerSayDrain(handle);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_ManagerSayDrain(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__torchft_go_pyapi_ManagerSayHealing(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    bool retval;
-    int64_t handle;
-    int64_t groupRank;
-    int64_t received;
-    int64_t total;
-    const char *keywords[] = {"handle", "groupRank", "received", "total", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLL", (char **) keywords, &handle, &groupRank, &received, &total)) {
-        return NULL;
-    }
-    retval = pyapi_ManagerSayHealing(handle, groupRank, received, total);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_ManagerSayHealing(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__torchft_go_pyapi_ManagerSayProgress(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    bool retval;
-    int64_t handle;
-    int64_t groupRank;
-    bool waits;
-    PyObject *py_waits;
-    char *what;
-    const char *keywords[] = {"handle", "groupRank", "waits", "what", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLOs", (char **) keywords, &handle, &groupRank, &py_waits, &what)) {
-        return NULL;
-    }
-    waits = (bool) PyObject_IsTrue(py_waits);
-    retval = pyapi_ManagerSayProgress(handle, groupRank, waits, what);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_ManagerSayProgress(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__torchft_go_pyapi_ManagerSayRecovered(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    bool retval;
-    int64_t handle;
-    int64_t groupRank;
-    bool healed;
-    PyObject *py_healed;
-    int64_t quorumID;
-    int64_t step;
-    int64_t bytes;
-    int64_t stepsLost;
-    char *phases;
-    const char *keywords[] = {"handle", "groupRank", "healed", "quorumID", "step", "bytes", "stepsLost", "phases", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLOLLLLs", (char **) keywords, &handle, &groupRank, &py_healed, &quorumID, &step, &bytes, &stepsLost, &phases)) {
-        return NULL;
-    }
-    healed = (bool) PyObject_IsTrue(py_healed);
-    retval = pyapi_ManagerSayRecovered(handle, groupRank, healed, quorumID, step, bytes, stepsLost, phases);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_ManagerSayRecovered(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -985,30 +878,6 @@ _wrap__torchft_go_pyapi_ManagerServerStart(PyObject * PYBINDGEN_UNUSED(dummy), P
     return py_retval;
 }
 PyObject * _wrap__torchft_go_pyapi_ManagerServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__torchft_go_pyapi_ManagerSuspect(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    bool retval;
-    int64_t handle;
-    int64_t quorumID;
-    char *replicaID;
-    const char *keywords[] = {"handle", "quorumID", "replicaID", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLs", (char **) keywords, &handle, &quorumID, &replicaID)) {
-        return NULL;
-    }
-    retval = pyapi_ManagerSuspect(handle, quorumID, replicaID);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_ManagerSuspect(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -1230,15 +1099,10 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerLeaveStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerLeaveStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerLeaveStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerNoticeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerNoticeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerNoticeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, request, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_ManagerReport", (PyCFunction) _wrap__torchft_go_pyapi_ManagerReport, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerReport(handle, report)\n\ntype: handle: int64_t\ntype: report: char *" },
     {(char *) "pyapi_ManagerRoundPrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundPrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundPrepare(handle, request)\n\ntype: handle: int64_t\ntype: request: char *" },
-    {(char *) "pyapi_ManagerSayCounted", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayCounted, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayCounted(handle, groupRank, name, number)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: name: char *\ntype: number: int64_t" },
-    {(char *) "pyapi_ManagerSayDrain", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayDrain, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayDrain(handle)\n\ntype: handle: int64_t" },
-    {(char *) "pyapi_ManagerSayHealing", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayHealing, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayHealing(handle, groupRank, received, total)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: received: int64_t\ntype: total: int64_t" },
-    {(char *) "pyapi_ManagerSayProgress", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayProgress, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayProgress(handle, groupRank, waits, what)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: waits: bool\ntype: what: char *" },
-    {(char *) "pyapi_ManagerSayRecovered", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayRecovered, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayRecovered(handle, groupRank, healed, quorumID, step, bytes, stepsLost, phases)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: healed: bool\ntype: quorumID: int64_t\ntype: step: int64_t\ntype: bytes: int64_t\ntype: stepsLost: int64_t\ntype: phases: char *" },
     {(char *) "pyapi_ManagerServerFinish", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerFinish, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerFinish(handle)\n\ntype: handle: int64_t" },
     {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, security)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: security: char *" },
-    {(char *) "pyapi_ManagerSuspect", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSuspect, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSuspect(handle, quorumID, replicaID)\n\ntype: handle: int64_t\ntype: quorumID: int64_t\ntype: replicaID: char *" },
     {(char *) "pyapi_ManagerTrace", (PyCFunction) _wrap__torchft_go_pyapi_ManagerTrace, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerTrace(handle, traceparent)\n\ntype: handle: int64_t\ntype: traceparent: char *" },
     {(char *) "pyapi_ManagerVotePrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerVotePrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerVotePrepare(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ProbeStart", (PyCFunction) _wrap__torchft_go_pyapi_ProbeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ProbeStart(outcome, delayUs, timeoutUs)\n\ntype: outcome: char *\ntype: delayUs: int64_t\ntype: timeoutUs: int64_t" },

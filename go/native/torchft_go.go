@@ -441,6 +441,18 @@ func pyapi_ManagerQuorumStart(handle C.longlong, request *C.char, timeoutUs C.lo
 	return C.longlong(cret)
 }
 
+//export pyapi_ManagerReport
+func pyapi_ManagerReport(handle C.longlong, report *C.char) C.char {
+	cret, __err := pyapi.ManagerReport(int64(handle), C.GoString(report))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
 //export pyapi_ManagerRoundPrepare
 func pyapi_ManagerRoundPrepare(handle C.longlong, request *C.char) C.longlong {
 	cret, __err := pyapi.ManagerRoundPrepare(int64(handle), C.GoString(request))
@@ -451,66 +463,6 @@ func pyapi_ManagerRoundPrepare(handle C.longlong, request *C.char) C.longlong {
 		return C.longlong(0)
 	}
 	return C.longlong(cret)
-}
-
-//export pyapi_ManagerSayCounted
-func pyapi_ManagerSayCounted(handle C.longlong, groupRank C.longlong, name *C.char, number C.longlong) C.char {
-	cret, __err := pyapi.ManagerSayCounted(int64(handle), int64(groupRank), C.GoString(name), int64(number))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
-	}
-	return boolGoToPy(cret)
-}
-
-//export pyapi_ManagerSayDrain
-func pyapi_ManagerSayDrain(handle C.longlong) C.char {
-	cret, __err := pyapi.ManagerSayDrain(int64(handle))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
-	}
-	return boolGoToPy(cret)
-}
-
-//export pyapi_ManagerSayHealing
-func pyapi_ManagerSayHealing(handle C.longlong, groupRank C.longlong, received C.longlong, total C.longlong) C.char {
-	cret, __err := pyapi.ManagerSayHealing(int64(handle), int64(groupRank), int64(received), int64(total))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
-	}
-	return boolGoToPy(cret)
-}
-
-//export pyapi_ManagerSayProgress
-func pyapi_ManagerSayProgress(handle C.longlong, groupRank C.longlong, waits C.char, what *C.char) C.char {
-	cret, __err := pyapi.ManagerSayProgress(int64(handle), int64(groupRank), boolPyToGo(waits), C.GoString(what))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
-	}
-	return boolGoToPy(cret)
-}
-
-//export pyapi_ManagerSayRecovered
-func pyapi_ManagerSayRecovered(handle C.longlong, groupRank C.longlong, healed C.char, quorumID C.longlong, step C.longlong, bytes C.longlong, stepsLost C.longlong, phases *C.char) C.char {
-	cret, __err := pyapi.ManagerSayRecovered(int64(handle), int64(groupRank), boolPyToGo(healed), int64(quorumID), int64(step), int64(bytes), int64(stepsLost), C.GoString(phases))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
-	}
-	return boolGoToPy(cret)
 }
 
 //export pyapi_ManagerServerFinish
@@ -535,18 +487,6 @@ func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostnam
 		return C.longlong(0)
 	}
 	return C.longlong(cret)
-}
-
-//export pyapi_ManagerSuspect
-func pyapi_ManagerSuspect(handle C.longlong, quorumID C.longlong, replicaID *C.char) C.char {
-	cret, __err := pyapi.ManagerSuspect(int64(handle), int64(quorumID), C.GoString(replicaID))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
-	}
-	return boolGoToPy(cret)
 }
 
 //export pyapi_ManagerTrace

@@ -11,7 +11,6 @@ import (
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/pyapi/ops"
-	"github.com/torchft/torchft/go/pyapi/rank"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 )
@@ -64,10 +63,7 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
 		client, err := rankclient.Dial(ctx, addr, timeout, rpc.Dialing{Security: protected.Security})
-		if err != nil {
-			return nil, connectFailed(err)
-		}
-		return rank.New(client), nil
+		return client, connectFailed(err)
 	}), nil
 }
 
@@ -79,8 +75,8 @@ func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64
 	if err != nil {
 		return 0, err
 	}
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
-		result, err := client.Quorum(client.Below(ctx), req)
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
+		result, err := client.Quorum(ctx, req)
 		if err != nil {
 			return nil, callFailed(err)
 		}
@@ -100,7 +96,7 @@ func parseRequest(text string) (req rankclient.Request, err error) {
 
 // ManagerCheckpointMetadataStart requests the checkpoint address that a group rank announced; the result is text.
 func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
 		metadata, err := client.CheckpointMetadata(ctx, groupRank)
 		return metadata, callFailed(err)
 	})
@@ -116,7 +112,7 @@ func ManagerServerFinish(handle int64) (found bool, err error) {
 
 // ManagerTrace sets the W3C trace context of the step for the next quorum and vote. A rank that traces calls it before each quorum.
 func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
-	return with(handle, func(client *rank.Client) (bool, error) {
+	return with(handle, func(client *rankclient.Client) (bool, error) {
 		client.Trace.Store(&traceparent)
 		return true, nil
 	})
@@ -124,7 +120,7 @@ func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
 
 // ManagerLeaveStart announces that the group has completed its last step, and waits until its peers no longer need its data.
 func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
 		return nil, callFailed(client.Leave(ctx))
 	})
 }

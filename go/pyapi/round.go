@@ -2,14 +2,15 @@ package pyapi
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"time"
 
+	"google.golang.org/protobuf/encoding/protojson"
+
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/pyapi/ops"
-	"github.com/torchft/torchft/go/pyapi/rank"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -19,7 +20,7 @@ import (
 // Every result in JSON also ends a wait of ManagerChangeStart.
 func ManagerRoundPrepare(handle int64, request string) (prepared int64, err error) {
 	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
+	client, err := ops.Get[*rankclient.Client](handle)
 	if err != nil {
 		return 0, err
 	}
@@ -31,7 +32,7 @@ func ManagerRoundPrepare(handle int64, request string) (prepared int64, err erro
 		req, timeoutUs, first := asked, n[1], n[2] != 0
 		req.Step = n[0]
 		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			result, err := client.Quorum(client.Below(ctx), req)
+			result, err := client.Quorum(ctx, req)
 			if err != nil {
 				return nil, callFailed(err)
 			}
@@ -48,14 +49,14 @@ func ManagerRoundPrepare(handle int64, request string) (prepared int64, err erro
 // begin the next step without a quorum round. The numbers of a call are step, vote and timeoutUs.
 func ManagerVotePrepare(handle, groupRank int64) (prepared int64, err error) {
 	defer ops.Guard(&err)
-	client, err := ops.Get[*rank.Client](handle)
+	client, err := ops.Get[*rankclient.Client](handle)
 	if err != nil {
 		return 0, err
 	}
 	return ops.Put(ops.Prepared(func(n [ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) {
 		step, vote, timeoutUs := n[0], n[1] != 0, n[2]
 		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			d, err := client.Vote(client.Below(ctx), groupRank, step, vote)
+			d, err := client.Vote(ctx, groupRank, step, vote)
 			result := int64(0)
 			if d.Commit {
 				result++
@@ -77,11 +78,11 @@ func Forget(prepared int64) (found bool, err error) {
 // ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundPrepare). ManagerChangeStart's own result is
 // true, or false if there was no such round within the timeout.
 func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
 		select {
 		case <-client.Change:
 			return true, nil
-		case <-client.Closed:
+		case <-client.Closed():
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():
 			return false, nil
@@ -92,11 +93,11 @@ func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 // ManagerNoticeStart waits for a notice of the lighthouse: a member failed or stalled, the job regresses, or the lighthouse asks for
 // the progress of this rank. The result is the JSON of notice, or nil if there was none within the timeout.
 func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rank.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
 		select {
 		case f := <-client.Notices():
 			return toJSON(notice{[...]string{"failed", "stalled", "progress", "regressed"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason, f.Step})
-		case <-client.Closed:
+		case <-client.Closed():
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():
 			return nil, nil
@@ -104,61 +105,23 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	})
 }
 
-// say makes a report, on a goroutine, so that Python does not wait for the network.
-func say(handle int64, report func(*rank.Client)) (found bool, err error) {
-	return with(handle, func(client *rank.Client) (bool, error) {
-		go report(client)
+// ManagerReport sends a report of this rank, which is not answered: the JSON of one of the requests in torchftpb.RankRequest that have no
+// answer. It is sent on a goroutine, so that Python does not wait for the network.
+func ManagerReport(handle int64, report string) (found bool, err error) {
+	defer ops.Guard(&err)
+	request := &torchftpb.RankRequest{}
+	if err := protojson.Unmarshal([]byte(report), request); err != nil {
+		return false, ops.As(ops.Value, fmt.Errorf("report: %w", err))
+	}
+	if counted := request.GetCounted(); counted != nil {
+		if err := manager.ValidateCounted(counted); err != nil {
+			return false, ops.As(ops.Value, err)
+		}
+	}
+	return with(handle, func(client *rankclient.Client) (bool, error) {
+		go client.Report(request)
 		return true, nil
 	})
-}
-
-// ManagerSuspect reports that a collective of a quorum has failed. replicaID is the member that is suspected, or empty if none
-// is.
-func ManagerSuspect(handle, quorumID int64, replicaID string) (found bool, err error) {
-	return say(handle, func(c *rank.Client) { c.Suspect(quorumID, replicaID) })
-}
-
-// ManagerSayDrain requests that the group leaves.
-func ManagerSayDrain(handle int64) (found bool, err error) {
-	return say(handle, func(c *rank.Client) { c.RequestDrain() })
-}
-
-// ManagerSayProgress reports whether this rank waits for other groups, and its activity in words.
-func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found bool, err error) {
-	return say(handle, func(c *rank.Client) { c.ReportProgress(groupRank, waits, what) })
-}
-
-// ManagerSayHealing reports the progress of a heal: the bytes that this rank has received, and the total.
-func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, err error) {
-	return say(handle, func(c *rank.Client) {
-		c.ReportHealing(&torchftpb.HealProgress{GroupRank: groupRank, Received: received, Total: total})
-	})
-}
-
-// ManagerSayRecovered reports what a recovery has cost this rank: a heal if healed is true, otherwise the failure of a peer in
-// the quorum. phases is a JSON list of pairs of a name and seconds.
-func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, bytes, stepsLost int64, phases string) (found bool, err error) {
-	defer ops.Guard(&err)
-	r := &torchftpb.Recovered{GroupRank: groupRank, Healed: healed, QuorumId: quorumID, Step: step, Bytes: bytes, StepsLost: stepsLost}
-	var pairs [][2]any
-	if err := json.Unmarshal([]byte(phases), &pairs); err != nil {
-		return false, ops.As(ops.Value, fmt.Errorf("phases: %w", err))
-	}
-	for _, pair := range pairs {
-		name, _ := pair[0].(string)
-		seconds, _ := pair[1].(float64)
-		r.Phases = append(r.Phases, &torchftpb.PhaseTime{Phase: name, Seconds: seconds})
-	}
-	return say(handle, func(c *rank.Client) { c.ReportRecovered(r) })
-}
-
-// ManagerSayCounted adds number to the counter of the manager server that has this name.
-func ManagerSayCounted(handle, groupRank int64, name string, number int64) (found bool, err error) {
-	counted := &torchftpb.Counted{GroupRank: groupRank, Name: name, Number: number}
-	if err := manager.ValidateCounted(counted); err != nil {
-		return false, ops.As(ops.Value, err)
-	}
-	return say(handle, func(c *rank.Client) { c.ReportCount(counted) })
 }
 
 // notice is the JSON of a notice. The fields other than kind are the attributes of MemberFailure in torchft/_records.py, with the

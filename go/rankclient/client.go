@@ -1,21 +1,18 @@
 // Package rankclient is the client that a rank uses to call its group's manager server. A rank in the server's own process calls it
-// directly (Register). Other ranks keep a stream open, their session; an upstream server, which has no sessions, gets unary calls.
+// directly (package local). Other ranks keep a stream open, their session.
 package rankclient
 
 import (
 	"context"
+	"sync"
+	"sync/atomic"
 	"time"
-
-	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/local"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/internal/wire"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
-	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // Request is a rank's request for the next quorum, Decision the outcome of a vote.
@@ -29,6 +26,23 @@ type (
 type Client struct {
 	peer string
 	local.Calls
+
+	// Change contains a value while a changed quorum has not been read (Notify).
+	Change chan struct{}
+	// Trace is the trace context of the step, from its quorum on; nil unless the rank traces.
+	Trace atomic.Pointer[string]
+
+	closed context.Context
+	end    context.CancelFunc
+
+	mu   sync.Mutex
+	last *recovery.Result // result of the last round
+}
+
+func newClient(peer string, calls local.Calls) *Client {
+	c := &Client{peer: peer, Calls: calls, Change: make(chan struct{}, 1)}
+	c.closed, c.end = context.WithCancel(context.Background())
+	return c
 }
 
 // Dial connects to the manager server at addr, and retries until connectTimeout is over.
@@ -36,19 +50,19 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with r
 	peer := "manager at " + addr
 	if !with.NoShortcut {
 		if calls := local.Connect(with.Network, addr); calls != nil {
-			return &Client{peer: peer, Calls: calls}, nil
+			return newClient(peer, calls), nil
 		}
 	}
 	conn, err := rpc.DialSecurely(ctx, with.Security, with.Network, "manager", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}
-	return &Client{peer: peer, Calls: newSession(conn)}, nil
+	return newClient(peer, newSession(conn)), nil
 }
 
 // Quorum waits until every rank of the group has asked and the lighthouse has answered.
 func (c *Client) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
-	r, err := c.Calls.Quorum(ctx, req)
+	r, err := c.Calls.Quorum(c.below(ctx), req)
 	return r, rpc.Wrap("quorum", c.peer, err)
 }
 
@@ -66,7 +80,7 @@ func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 
 // Vote does the same as ShouldCommit, and returns more.
 func (c *Client) Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error) {
-	d, err := c.Calls.Vote(ctx, groupRank, step, vote)
+	d, err := c.Calls.Vote(c.below(ctx), groupRank, step, vote)
 	return d, rpc.Wrap("should_commit", c.peer, err)
 }
 
@@ -75,82 +89,37 @@ func (c *Client) Leave(ctx context.Context) error {
 	return rpc.Wrap("leave", c.peer, c.Calls.Leave(ctx))
 }
 
-// Suspect reports a failed collective of a quorum, and the suspected member; empty if it is not known.
-func (c *Client) Suspect(quorumID int64, replicaID string) {
-	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Suspected{
-		Suspected: &torchftpb.PeerSuspected{QuorumId: quorumID, ReplicaId: replicaID},
-	}})
+// Close ends the connection, with every call and every wait for Change.
+func (c *Client) Close() error {
+	c.end()
+	return c.Calls.Close()
 }
 
-// ReportProgress answers ProgressAsked: whether the rank waits for other groups, and its activity in words.
-func (c *Client) ReportProgress(groupRank int64, waits bool, what string) {
-	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Progress{
-		Progress: &torchftpb.RankProgress{GroupRank: groupRank, Waits: waits, What: what},
-	}})
-}
+// Closed returns a channel that is closed by Close.
+func (c *Client) Closed() <-chan struct{} { return c.closed.Done() }
 
-// ReportHealing reports the progress of a heal.
-func (c *Client) ReportHealing(p *torchftpb.HealProgress) {
-	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Healing{Healing: p}})
-}
-
-// ReportRecovered reports the cost of a recovery.
-func (c *Client) ReportRecovered(r *torchftpb.Recovered) {
-	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Recovered{Recovered: r}})
-}
-
-// ReportCount adds to a counter of the server.
-func (c *Client) ReportCount(counted *torchftpb.Counted) {
-	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Counted{Counted: counted}})
-}
-
-// RequestDrain requests that the group leaves. The request may be lost: Request.Drain repeats it.
-func (c *Client) RequestDrain() {
-	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Drain{Drain: true}})
-}
-
-// remote makes unary calls to a server over the network.
-type remote struct {
-	conn *grpc.ClientConn
-	stub torchftpb.ManagerServiceClient
-}
-
-func quorumMessage(ctx context.Context, req Request) *torchftpb.ManagerQuorumRequest {
-	message := wire.RequestToProto(req)
-	message.Traceparent = tracing.ParentOf(ctx)
-	return message
-}
-
-func (r *remote) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
-	ctx, cancel := rpc.WithDefaultDeadline(ctx)
-	defer cancel()
-	resp, err := r.stub.Quorum(ctx, quorumMessage(ctx, req))
-	if err != nil {
-		return recovery.Result{}, err
+// Notify puts a value into Change, unless there is one.
+func (c *Client) Notify() {
+	select {
+	case c.Change <- struct{}{}:
+	default:
 	}
-	return wire.ResultFromProto(resp), nil
 }
 
-func (r *remote) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
-	ctx, cancel := rpc.WithDefaultDeadline(ctx)
-	defer cancel()
-	resp, err := r.stub.CheckpointMetadata(ctx, &torchftpb.CheckpointMetadataRequest{Rank: groupRank})
-	return resp.GetCheckpointMetadata(), err
+// Changed records a round's result, and reports whether it differs from the previous one in more than the step, or the group takes part
+// in a heal.
+func (c *Client) Changed(r recovery.Result) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	before := c.last
+	c.last = &r
+	return before == nil || r.Heal || len(r.RecoverDstReplicaRank) > 0 || len(r.HelpDstReplicaRank) > 0 || !before.SameButStep(&r)
 }
 
-func (r *remote) Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error) {
-	ctx, cancel := rpc.WithDefaultDeadline(ctx)
-	defer cancel()
-	resp, err := r.stub.ShouldCommit(ctx, &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote})
-	return Decision{Commit: resp.GetShouldCommit(), Stands: resp.GetStands()}, err
+// below makes the spans of a call children of the step's span, if the step is traced.
+func (c *Client) below(ctx context.Context) context.Context {
+	if parent := c.Trace.Load(); parent != nil {
+		return tracing.Below(ctx, *parent)
+	}
+	return ctx
 }
-
-// Leave does nothing: an upstream server has no such call, and notices the end of the connection.
-func (r *remote) Leave(context.Context) error { return nil }
-
-func (r *remote) Notices() <-chan membership.Notice { return nil }
-
-// Report does nothing: an upstream server accepts no reports.
-func (r *remote) Report(*torchftpb.RankRequest) {}
-
-func (r *remote) Close() error { return r.conn.Close() }

@@ -2,7 +2,6 @@ package rankclient
 
 import (
 	"context"
-	"errors"
 	"sync/atomic"
 	"time"
 
@@ -18,14 +17,12 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// session makes the calls of a rank over one stream, at a fraction of the cost of unary calls. If the server has no sessions, it
-// makes unary calls.
+// session makes the calls of a rank over one stream, at a fraction of the cost of unary calls. The server has to be one of this package:
+// upstream's has no sessions, and gets only the unary call for metadata.
 type session struct {
-	remote
+	conn      *grpc.ClientConn
 	ctx       context.Context // ends with Close
 	cancel    context.CancelFunc
-	stub      torchftpb.RankServiceClient
-	unary     atomic.Bool // the server has no sessions
 	broadcast membership.Broadcast
 	notices   <-chan membership.Notice
 
@@ -39,8 +36,7 @@ type stream = rpc.Stream[torchftpb.RankRequest, torchftpb.RankResponse, *torchft
 
 func newSession(conn *grpc.ClientConn) *session {
 	s := &session{
-		remote:  remote{conn: conn, stub: torchftpb.NewManagerServiceClient(conn)},
-		stub:    torchftpb.NewRankServiceClient(conn),
+		conn:    conn,
 		opening: make(chan struct{}, 1),
 	}
 	s.rank.Store(-1)
@@ -49,15 +45,11 @@ func newSession(conn *grpc.ClientConn) *session {
 	return s
 }
 
-// errUnary reports that a call on a session must be repeated as a unary call.
-var errUnary = errors.New("the server does not support sessions")
-
 func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
 	s.rank.Store(req.GroupRank)
-	resp, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: quorumMessage(ctx, req)}})
-	if errors.Is(err, errUnary) {
-		return s.remote.Quorum(ctx, req)
-	}
+	message := wire.RequestToProto(req)
+	message.Traceparent = tracing.ParentOf(ctx)
+	resp, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: message}})
 	if err != nil {
 		return recovery.Result{}, err
 	}
@@ -65,22 +57,22 @@ func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, err
 }
 
 func (s *session) Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error) {
-	req := &torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{
+	resp, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{
 		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote, Traceparent: tracing.ParentOf(ctx)},
-	}}
-	resp, err := s.call(ctx, req)
-	if errors.Is(err, errUnary) {
-		return s.remote.Vote(ctx, groupRank, step, vote)
-	}
+	}})
 	return Decision{Commit: resp.GetShouldCommit().GetShouldCommit(), Stands: resp.GetShouldCommit().GetStands()}, err
 }
 
 func (s *session) Leave(ctx context.Context) error {
 	_, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Leave{Leave: true}})
-	if errors.Is(err, errUnary) {
-		return s.remote.Leave(ctx)
-	}
 	return err
+}
+
+func (s *session) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	resp, err := torchftpb.NewManagerServiceClient(s.conn).CheckpointMetadata(ctx, &torchftpb.CheckpointMetadataRequest{Rank: groupRank})
+	return resp.GetCheckpointMetadata(), err
 }
 
 func (s *session) Notices() <-chan membership.Notice { return s.notices }
@@ -102,13 +94,10 @@ func (s *session) Close() error {
 		}
 	}
 	s.cancel()
-	return s.remote.Close()
+	return s.conn.Close()
 }
 
 func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchftpb.RankResponse, error) {
-	if s.unary.Load() {
-		return nil, errUnary
-	}
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	stream, err := s.connect(ctx)
@@ -117,13 +106,8 @@ func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchf
 	}
 	deadline, _ := ctx.Deadline()
 	req.Call, req.TimeoutUs = s.number.Add(1), max(1, time.Until(deadline).Microseconds())
-	resp, err := stream.Call(ctx, req.GetCall(), func() *torchftpb.RankRequest { return req },
+	return stream.Call(ctx, req.GetCall(), func() *torchftpb.RankRequest { return req },
 		&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_Cancel{Cancel: true}})
-	if status.Code(err) == codes.Unimplemented {
-		s.unary.Store(true)
-		return nil, errUnary
-	}
-	return resp, err
 }
 
 // connect returns the open stream. If it broke, connect opens another one, and blocks until the connection is established.
@@ -138,7 +122,7 @@ func (s *session) connect(ctx context.Context) (*stream, error) {
 	if before != nil && !before.Broken() {
 		return before, nil
 	}
-	wire, cancel, err := rpc.OpenStream(ctx, s.ctx, s.stub.Session)
+	wire, cancel, err := rpc.OpenStream(ctx, s.ctx, torchftpb.NewRankServiceClient(s.conn).Session)
 	if err != nil {
 		return nil, err
 	}

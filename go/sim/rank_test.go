@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/rankclient"
@@ -154,7 +155,7 @@ func (r *rank) handleNotices() {
 			case membership.ProgressAsked:
 				waits := false
 				r.note(func(*judge) { waits = r.comm != nil && r.comm.waiting[r.g.life.id] != nil })
-				r.client.ReportProgress(int64(r.index), waits, "train")
+				fttest.ReportProgress(r.client, int64(r.index), waits, "train")
 			}
 		}
 	}
@@ -253,7 +254,7 @@ func (r *rank) attempt() error {
 	r.stall()
 	sum, ok := r.reduce()
 	if !ok {
-		r.client.Suspect(res.QuorumID, r.onlyPeer(&res))
+		fttest.Suspect(r.client, res.QuorumID, r.onlyPeer(&res))
 	}
 	vote := false
 	r.note(func(*judge) { vote = r.model.reduced(sum, ok) })
@@ -370,7 +371,7 @@ func (r *rank) accuse() {
 		}
 	})
 	if suspect != "" {
-		r.client.Suspect(quorumID, suspect)
+		fttest.Suspect(r.client, quorumID, suspect)
 	}
 }
 

@@ -7,6 +7,8 @@ import (
 	"net"
 	"net/http"
 	"time"
+
+	"github.com/torchft/torchft/go/internal/fttest"
 )
 
 // schedule begins each fault at its time.
@@ -98,7 +100,7 @@ func (g *group) strike(f *fault) {
 		r := g.ranks[min(int(f.n), len(g.ranks)-1)]
 		g.note(func(*judge) { r.signalled, g.life.hinted = true, true })
 		if client := r.client; client != nil {
-			client.RequestDrain() // the report may be lost: the rank's next request repeats it
+			fttest.RequestDrain(client) // the report may be lost: the rank's next request repeats it
 		}
 	case drain:
 		j.drain(g.life.id)

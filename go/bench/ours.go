@@ -2,25 +2,24 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ours is a group that keeps a stream, like the manager server of this repository. Unlike the manager server, it stores quorums
-// encoded, and decodes them only in check: thousands of decoded ones would not fit into memory.
+// ours is a group that keeps a stream, like the manager server of this repository. Unlike the manager server, it does not unpack quorums,
+// but those that check sees: thousands of unpacked ones would not fit into memory.
 type ours struct {
 	conn     *grpc.ClientConn
-	stream   grpc.ClientStream
+	stream   torchftpb.MemberService_AttendClient
 	cancel   context.CancelFunc
 	member   *torchftpb.QuorumMember // nil once it was sent
 	interval time.Duration
@@ -32,7 +31,7 @@ type ours struct {
 	answers chan answer // to the requests, in order
 
 	keeps         atomic.Bool
-	whole, latest []byte // the first quorum, and the latest one
+	whole, latest *torchftpb.Delivery // the first quorum, and the latest one
 }
 
 // answer has the size of the messages received since the previous answer, up to and including a quorum or the end of the stream.
@@ -42,14 +41,13 @@ type answer struct {
 }
 
 func newOurs(ctx context.Context, lighthouse string, member *torchftpb.QuorumMember) (group, error) {
-	// Thousands of connections live in this one process.
-	conn, err := dial(ctx, lighthouse, grpc.WithReadBufferSize(4<<10))
+	conn, err := rpc.Dial(ctx, nil, "lighthouse", lighthouse, requestTimeout)
 	if err != nil {
 		return nil, err
 	}
 	o := &ours{conn: conn, member: member, done: make(chan struct{}), answers: make(chan answer, 1)}
 	ctx, o.cancel = context.WithCancel(context.Background())
-	o.stream, err = conn.NewStream(ctx, &torchftpb.MemberService_ServiceDesc.Streams[0], torchftpb.MemberService_Attend_FullMethodName)
+	o.stream, err = torchftpb.NewMemberServiceClient(conn).Attend(ctx)
 	if err == nil {
 		err = o.greet()
 	}
@@ -78,7 +76,7 @@ func (o *ours) speak() {
 			wait = o.interval
 			o.spoke = time.Now()
 			// An error means that the stream has broken; wait returns that error.
-			_ = o.stream.SendMsg(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+			_ = o.stream.Send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 		}
 		o.sending.Unlock()
 		timer.Reset(wait)
@@ -86,14 +84,13 @@ func (o *ours) speak() {
 }
 
 func (o *ours) greet() error {
-	err := o.stream.SendMsg(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
+	err := o.stream.Send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
 		Greeting: &torchftpb.Greeting{ReplicaId: o.member.GetReplicaId()},
 	}})
 	if err != nil {
 		return err
 	}
-	var welcome torchftpb.LighthouseMessage
-	err = o.stream.RecvMsg(&welcome)
+	welcome, err := o.stream.Recv()
 	o.interval = time.Duration(welcome.GetWelcome().GetAliveIntervalUs()) * time.Microsecond
 	return err
 }
@@ -113,13 +110,13 @@ func (o *ours) wait() (received int, err error) {
 func (o *ours) listen() {
 	received := 0
 	for {
-		message, err := o.receive()
-		received += message.size
-		field := protowire.Number(0)
+		message, err := o.stream.Recv()
+		received += proto.Size(message)
+		answers := false
 		if err == nil {
-			field, err = o.handle(message.bytes)
+			answers, err = o.handle(message)
 		}
-		if err == nil && field != deliveryField {
+		if err == nil && !answers {
 			continue
 		}
 		select {
@@ -134,83 +131,40 @@ func (o *ours) listen() {
 	}
 }
 
-func (o *ours) receive() (message raw, err error) {
-	err = o.stream.RecvMsg(&message)
-	return message, err
-}
-
-// handle handles a message and returns its field number.
-func (o *ours) handle(message []byte) (protowire.Number, error) {
-	field, err := kindOf(message)
-	if err != nil {
-		return 0, err
-	}
-	switch field {
-	case deliveryField:
+// handle handles a message, and reports whether it answers the request.
+func (o *ours) handle(message *torchftpb.LighthouseMessage) (answers bool, err error) {
+	switch m := message.GetMessage().(type) {
+	case *torchftpb.LighthouseMessage_Delivery:
 		if o.keeps.Load() {
+			o.latest = m.Delivery
 			if o.whole == nil {
-				o.whole = message
+				o.whole = m.Delivery
 			}
-			o.latest = message
 		}
-	case progressAskedField: // always the same answer: a simulated group computes nothing, it only waits for quorums
-		return field, o.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
+		return true, nil
+	case *torchftpb.LighthouseMessage_ProgressAsked: // always the same answer: a simulated group computes nothing, it only waits for quorums
+		return false, o.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
 			Progress: &torchftpb.GroupProgress{Phase: "waits for the other groups", Waits: true},
 		}})
-	case memberFailedField, memberStalledField: // ignored: the group asks again in the next round
-	default:
-		return field, fmt.Errorf("unexpected message of the lighthouse: %s", text(message))
+	case *torchftpb.LighthouseMessage_MemberFailed, *torchftpb.LighthouseMessage_MemberStalled: // the group asks again in the next round
+		return false, nil
 	}
-	return field, nil
+	return false, fmt.Errorf("unexpected message of the lighthouse: %s", message)
 }
 
 func (o *ours) send(m *torchftpb.MemberMessage) error {
 	o.sending.Lock()
 	defer o.sending.Unlock()
 	o.spoke = time.Now()
-	return o.stream.SendMsg(m)
-}
-
-// The fields of torchftpb.LighthouseMessage.
-const (
-	numberField       = 1
-	memberFailedField = 7
-
-	memberStalledField = 60
-	progressAskedField = 61
-	deliveryField      = 85
-)
-
-// kindOf returns the field number of the message in a LighthouseMessage.
-func kindOf(message []byte) (protowire.Number, error) {
-	for rest := message; len(rest) > 0; {
-		field, _, n := protowire.ConsumeField(rest)
-		if n < 0 {
-			return 0, protowire.ParseError(n)
-		}
-		if field != numberField {
-			return field, nil
-		}
-		rest = rest[n:]
-	}
-	return 0, errors.New("a message of the lighthouse is empty")
-}
-
-func text(message []byte) string {
-	var m torchftpb.LighthouseMessage
-	if err := proto.Unmarshal(message, &m); err != nil {
-		return err.Error()
-	}
-	return m.String()
+	return o.stream.Send(m)
 }
 
 func (o *ours) keep() { o.keeps.Store(true) }
 
 func (o *ours) check() (members int, steps int64) {
 	var received wire.Delivered
-	for _, message := range [][]byte{o.whole, o.latest} {
-		var m torchftpb.LighthouseMessage
-		if proto.Unmarshal(message, &m) != nil || received.Next(m.GetDelivery()) != nil {
+	for _, delivery := range []*torchftpb.Delivery{o.whole, o.latest} {
+		if received.Next(delivery) != nil {
 			return 0, 0
 		}
 	}

@@ -139,13 +139,6 @@ func (s *Server) leave(ctx context.Context) error {
 // has reports whether the group has a rank.
 func (s *Server) has(groupRank int64) bool { return groupRank >= 0 && groupRank < s.cfg.WorldSize }
 
-// Status returns the machine's description of its state.
-func (s *Server) Status() round.Status {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.machine.Describe()
-}
-
 // failed returns the error of a call. If its deadline passed while the lighthouse could not be reached, the error contains the
 // reason for that.
 func (s *Server) failed(event round.Event, f round.Failure) error {

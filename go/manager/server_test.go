@@ -266,7 +266,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	assert.ErrorContains(t, err, "ranks 1")
 
 	vote := fttest.Start(func() (bool, error) { return far.ShouldCommit(ctx, 1, 1, true) })
-	require.Eventually(t, func() bool { return len(server.Status().Vote.Waiting) == 1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, server.AllRanksWait, time.Minute, time.Millisecond)
 	require.NoError(t, near.Close())
 	assert.Equal(t, codes.Aborted, status.Code((<-vote).Err), "a closed client counts as a failed rank")
 	_, err = near.ShouldCommit(ctx, 0, 1, true)

@@ -8,19 +8,6 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Compute returns the part of one rank of a replica group in a quorum: its index, its store, and the source or targets of its heal.
-// With initSync, all groups of a job at step 0 take over the state of one of them, so that they need not start with equal weights.
-//
-// Groups of other versions compute the same from the same quorum, so every index below is part of the protocol. Compute fails if
-// the group is not in the quorum, or if group_rank is negative.
-func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool) (Result, error) {
-	view, err := NewView(replicaID, q)
-	if err != nil {
-		return Result{}, err
-	}
-	return view.Compute(groupRank, initSync)
-}
-
 // View is a quorum from the point of view of one of its groups. Results that are the same for all ranks of the group are computed
 // once. That matters for groups of thousands of ranks: each member then has thousands of handles, of which each rank needs one.
 type View struct {
@@ -71,7 +58,12 @@ func NewView(replicaID string, q *quorum.Quorum) (*View, error) {
 	return &View{members: members, complete: complete, common: r, upToDate: upToDate}, nil
 }
 
-// Compute does the work of the function Compute for one rank. The results of several ranks share slices: do not change them.
+// Compute returns the part of one rank of the group: its index, its store, and the source or targets of its heal. With initSync, all
+// groups of a job at step 0 take over the state of one of them, so that they need not start with equal weights. The results of several
+// ranks share slices: do not change them.
+//
+// Groups of other versions compute the same from the same quorum, so every index below is part of the protocol. Compute fails if
+// group_rank is negative.
 func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
 	if groupRank < 0 {
 		return Result{}, fmt.Errorf("group_rank is %d: it must be at least 0", groupRank)

@@ -12,6 +12,14 @@ import (
 )
 
 // at returns a quorum of groups a, b, c, … at these steps.
+func compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool) (Result, error) {
+	view, err := NewView(replicaID, q)
+	if err != nil {
+		return Result{}, err
+	}
+	return view.Compute(groupRank, initSync)
+}
+
 func at(steps ...int64) *quorum.Quorum {
 	q := &quorum.Quorum{ID: 7}
 	for i, step := range steps {
@@ -64,7 +72,7 @@ func TestComputeOfOneRank(t *testing.T) {
 			heal: true, sources: []int64{0}, store: "store a", maxWorld: 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			r, err := Compute(c.replica, c.groupRank, at(c.steps...), c.initSync)
+			r, err := compute(c.replica, c.groupRank, at(c.steps...), c.initSync)
 			require.NoError(t, err)
 			require.Equal(t, int64(7), r.QuorumID)
 			require.Equal(t, c.heal, r.Heal)
@@ -110,7 +118,7 @@ func TestEqualStepsOfDifferentQuorums(t *testing.T) {
 			}
 			var upToDate []int64
 			for i, m := range q.Members {
-				r, err := Compute(m.ReplicaID, 0, q, c.initSync)
+				r, err := compute(m.ReplicaID, 0, q, c.initSync)
 				require.NoError(t, err)
 				require.Equal(t, c.want, r.CommittedQuorumID)
 				if r.MaxReplicaRank != nil {
@@ -132,7 +140,7 @@ func TestEqualStepsOfDifferentQuorums(t *testing.T) {
 func TestCommitFailuresAreTheLargest(t *testing.T) {
 	q := at(1, 1, 1)
 	q.Members[1].CommitFailures = 3
-	r, err := Compute("a", 0, q, true)
+	r, err := compute("a", 0, q, true)
 	require.NoError(t, err)
 	require.Equal(t, int64(3), r.CommitFailures)
 }
@@ -167,7 +175,7 @@ func TestHandlesOnlyIfAllRanksSentThem(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			q := complete()
 			c.change(q)
-			r, err := Compute("a", 1, q, true)
+			r, err := compute("a", 1, q, true)
 			require.NoError(t, err)
 			require.Equal(t, c.want, r.Handles)
 			require.Equal(t, c.lack, r.WithoutHandles)
@@ -176,11 +184,11 @@ func TestHandlesOnlyIfAllRanksSentThem(t *testing.T) {
 }
 
 func TestErrorsOfCompute(t *testing.T) {
-	_, err := Compute("x", 0, at(1, 1), true)
+	_, err := compute("x", 0, at(1, 1), true)
 	require.EqualError(t, err, "member x is not in quorum 7 of 2 members")
-	_, err = Compute("x", 0, at(), true)
+	_, err = compute("x", 0, at(), true)
 	require.EqualError(t, err, "member x is not in quorum 7 of 0 members")
-	_, err = Compute("a", -1, at(1), true)
+	_, err = compute("a", -1, at(1), true)
 	require.EqualError(t, err, "group_rank is -1: it must be at least 0")
 }
 
@@ -204,7 +212,7 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 		plans := make([]Result, len(steps))
 		for i := range steps {
 			var err error
-			plans[i], err = Compute(string(rune('a'+i)), groupRank, q, initSync)
+			plans[i], err = compute(string(rune('a'+i)), groupRank, q, initSync)
 			require.NoError(t, err)
 		}
 		healing, served, additional := 0, map[int64]int64{}, map[int64][]string{}
@@ -275,7 +283,7 @@ func TestAdditionalSources(t *testing.T) {
 				q.Members[i].CommittedQuorumID = c.committed[i]
 			}
 			for _, m := range q.Members {
-				r, err := Compute(m.ReplicaID, 0, q, true)
+				r, err := compute(m.ReplicaID, 0, q, true)
 				require.NoError(t, err)
 				var want []string
 				for _, id := range c.additional[m.ReplicaID] {

@@ -41,7 +41,7 @@ func TestReplay(t *testing.T) {
 			}
 			var got []bool
 			for _, m := range q.Members {
-				r, err := Compute(m.ReplicaID, 0, q, c.initSync)
+				r, err := compute(m.ReplicaID, 0, q, c.initSync)
 				require.NoError(t, err)
 				got = append(got, r.Replay)
 			}

@@ -74,7 +74,7 @@ func requireAsRecorded(t *testing.T, recorded recordedQuorum) {
 		})
 	}
 	for _, want := range recorded.Results {
-		got, err := Compute(want.ID, want.GroupRank, q, recorded.InitSync)
+		got, err := compute(want.ID, want.GroupRank, q, recorded.InitSync)
 		require.NoError(t, err)
 		require.Equal(t, want.ReplicaRank, got.ReplicaRank)
 		require.Equal(t, int64(len(recorded.Members)), got.ReplicaWorldSize)

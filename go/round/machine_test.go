@@ -1,7 +1,6 @@
 package round
 
 import (
-	"encoding/json"
 	"testing"
 	"time"
 
@@ -45,19 +44,6 @@ func TestGroupValidate(t *testing.T) {
 	} {
 		require.EqualError(t, c.group.Validate(), c.want)
 	}
-}
-
-func TestDescribeAsJSON(t *testing.T) {
-	m := NewMachine(Group{ReplicaID: "g", WorldSize: 3})
-	m.Step(QuorumAsked{Waiter: 1}, epoch)
-	m.Step(Voted{Waiter: 2, GroupRank: 0, Step: 4}, epoch)
-	text, err := json.Marshal(m.Describe())
-	require.NoError(t, err)
-	require.JSONEq(t, `{
-		"replica_id": "g", "world_size": 3, "known_quorum_id": 0, "round": 0, "asking": false,
-		"quorum": {"waiting": [0], "missing": [1, 2]}, "vote": {"waiting": [0], "missing": [1, 2]}, "vote_step": 4,
-		"absent": {}, "closed": false
-	}`, string(text))
 }
 
 // A reason lists only the first of many ranks.

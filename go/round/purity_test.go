@@ -37,7 +37,7 @@ func TestThePureHaveNoGoroutinesLocksOrClocks(t *testing.T) {
 	allowed := map[string]bool{
 		"bytes": true, "cmp": true, "container/list": true, "crypto/sha256": true, "encoding/binary": true,
 		"encoding/json": true, "errors": true, "fmt": true,
-		"maps": true, "math": true, "math/bits": true, "slices": true, "strings": true, "time": true,
+		"maps": true, "math": true, "math/bits": true, "reflect": true, "slices": true, "strings": true, "time": true,
 		module + "quorum": true, module + "recovery": true,
 	}
 	clocks := map[string]bool{"Now": true, "Since": true, "Until": true, "After": true, "AfterFunc": true,

@@ -1,23 +1,23 @@
 package round
 
-// Status is the state of a manager server for people and for dashboards.
+// Status is the state of a machine, for transcripts and models.
 type Status struct {
-	ReplicaID     string           `json:"replica_id"`
-	WorldSize     int64            `json:"world_size"`
-	KnownQuorumID int64            `json:"known_quorum_id"` // the largest id answered so far, 0 before the first
-	Round         uint64           `json:"round"`           // requests to the lighthouse so far
-	Asking        bool             `json:"asking"`          // the lighthouse has not answered yet
-	Quorum        Attendance       `json:"quorum"`
-	Vote          Attendance       `json:"vote"`
-	VoteStep      int64            `json:"vote_step"` // of the open vote, 0 if there is none
-	Absent        map[int64]string `json:"absent"`    // ranks that no request waits for, and why
-	Closed        bool             `json:"closed"`
+	ReplicaID     string
+	WorldSize     int64
+	KnownQuorumID int64  // the largest id answered so far, 0 before the first
+	Round         uint64 // requests to the lighthouse so far
+	Asking        bool   // the lighthouse has not answered yet
+	Quorum        Attendance
+	Vote          Attendance
+	VoteStep      int64            // of the open vote, 0 if there is none
+	Absent        map[int64]string // ranks that no request waits for, and why
+	Closed        bool
 }
 
 // Attendance lists the ranks with a pending request in a gathering, and the missing ranks. Both are empty if there is no gathering.
 type Attendance struct {
-	Waiting []int64 `json:"waiting"`
-	Missing []int64 `json:"missing"`
+	Waiting []int64
+	Missing []int64
 }
 
 // Describe returns the state. It changes nothing.

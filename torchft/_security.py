@@ -22,13 +22,17 @@ _FILES = {
 }
 
 
-def security() -> str:
-    """Returns the files for the Go core, and the job that its calls name, as JSON.
+def files() -> dict[str, str]:
+    """Returns the names of the files for the Go core, by their settings; empty for a file that the environment lacks.
 
     They are passed explicitly, because Go copies the environment when its library is loaded and sees no later change.
     """
-    files = {name: os.environ.get(env, "") for name, env in _FILES.items()}
-    return json.dumps({**files, "job": os.environ.get(JOB_ENV) or DEFAULT_JOB})
+    return {name: os.environ.get(env, "") for name, env in _FILES.items()}
+
+
+def security() -> str:
+    """Returns the files, and the job that calls name, as JSON."""
+    return json.dumps({**files(), "job": os.environ.get(JOB_ENV) or DEFAULT_JOB})
 
 
 def tokens() -> list[str]:

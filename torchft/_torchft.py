@@ -34,7 +34,7 @@ from torchft._records import (
     Timestamp,
     integer,
 )
-from torchft._security import security
+from torchft._security import files, security
 from torchft.addresses import announced_host
 
 __all__ = [
@@ -448,17 +448,19 @@ class LighthouseServer(_Server):
         heartbeat_timeout_ms: int | None = None,
         state_dir: str | None = None,
     ) -> None:
-        self._serve(
-            "pyapi_LighthouseServerStart",
-            bind,
-            announced_host(),
-            integer("min_replicas", min_replicas, 1),
-            integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms, 0),
-            integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms, 1),
-            integer("heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms, 1),
-            security(),
-            state_dir or "",
-        )
+        settings = {
+            "bind": bind,
+            "min_replicas": integer("min_replicas", min_replicas, 1),
+            "join_timeout_ms": integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms, 0),
+            "quorum_tick_ms": integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms, 1),
+            "heartbeat_timeout_ms": integer(
+                "heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms, 1
+            ),
+            "state_dir": state_dir or "",
+            **files(),
+        }
+        arguments = json.dumps([f"--{name}={value}" for name, value in settings.items()])
+        self._serve("pyapi_LighthouseStart", arguments, announced_host(), False)
 
 
 class LighthouseClient(_Native):
@@ -532,7 +534,7 @@ class _LighthouseCommand(_Server):
     __slots__ = ()
 
     def __init__(self, arguments: str) -> None:
-        self._serve("pyapi_LighthouseCommandStart", arguments, announced_host())
+        self._serve("pyapi_LighthouseStart", arguments, announced_host(), True)
 
 
 @contextmanager

@@ -67,8 +67,8 @@ type Event struct {
 	StepsLost int64   `json:"steps_lost,omitempty"`
 }
 
-// took returns how long a recovery took: the sum of its phases. The phase "total" is not added, since it is that sum already.
-func (e Event) took() (seconds float64) {
+// Took returns how long a recovery took: the sum of its phases. The phase "total" is not added, since it is that sum already.
+func (e Event) Took() (seconds float64) {
 	for _, p := range e.Phases {
 		if p.Name != "total" {
 			seconds += p.Seconds

@@ -151,10 +151,10 @@ func (m *meters) event(e Event) {
 	case Healed:
 		m.heals.Inc()
 		m.healed.Add(float64(e.Bytes))
-		m.recovery[Healed].Observe(e.took())
+		m.recovery[Healed].Observe(e.Took())
 	case Recovered:
 		m.lost.Add(float64(e.StepsLost))
-		m.recovery[Recovered].Observe(e.took())
+		m.recovery[Recovered].Observe(e.Took())
 	default: // failures are counted by cause (Feed.Failed), other events are not counted
 	}
 }

@@ -43,30 +43,21 @@ func (j *job) recovered(replicaID string, r *torchftpb.Recovered) {
 			e.Phases = append(e.Phases, dashboard.Phase{Name: p.GetPhase()[:min(len(p.GetPhase()), longestPhase)], Seconds: s})
 		}
 	}
+	seconds := math.Round(1000*e.Took()) / 1000
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	switch {
 	case r.GetHealed():
 		delete(j.heals, replicaID)
-		j.log.Info("torchft: a member healed", "member", replicaID, "step", e.Step, "bytes", e.Bytes, "seconds", seconds(e.Phases))
+		j.log.Info("torchft: a member healed", "member", replicaID, "step", e.Step, "bytes", e.Bytes, "seconds", seconds)
 	case r.GetQuorumId() == j.blamed:
 		return
 	default:
 		j.blamed = r.GetQuorumId()
 		e.Kind, e.QuorumID, e.StepsLost = dashboard.Recovered, r.GetQuorumId(), max(0, r.GetStepsLost())
-		j.log.Info("torchft: the other groups continue after a failure", "quorum_id", e.QuorumID, "step", e.Step, "steps_lost", e.StepsLost, "seconds", seconds(e.Phases))
+		j.log.Info("torchft: the other groups continue after a failure", "quorum_id", e.QuorumID, "step", e.Step, "steps_lost", e.StepsLost, "seconds", seconds)
 	}
 	j.board.Record(e)
-}
-
-// seconds returns the sum of all phases except the one named total, rounded to milliseconds.
-func seconds(phases []dashboard.Phase) (all float64) {
-	for _, p := range phases {
-		if p.Name != "total" {
-			all += p.Seconds
-		}
-	}
-	return math.Round(1000*all) / 1000
 }
 
 // withHeals adds the reported heals to the members of the machine's status. The caller holds mu.

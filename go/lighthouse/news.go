@@ -21,14 +21,33 @@ const (
 	mostNews = 32
 )
 
-// news has the reports that have not been sent to all members yet: failed, ended and stalled members. The job's lock guards it.
+// news has the reports that have not been sent to all members yet, by kind. The job's lock guards it.
 type news struct {
-	failed  []trouble
-	ended   []trouble
-	parted  []trouble
-	stalled []trouble
+	pending [4][]trouble
 	next    time.Time   // the earliest time of the next report
 	timer   *time.Timer // runs sendLater
+}
+
+// The kinds of news.
+const (
+	failedNews = iota
+	endedNews
+	partedNews
+	stalledNews
+)
+
+// kindsOfNews has the line of the log for each kind, the event in the history if there is one, and the message to members.
+var kindsOfNews = [...]struct {
+	level   slog.Level
+	line    string
+	event   dashboard.Kind
+	message func(trouble) *torchftpb.LighthouseMessage
+}{
+	failedNews: {slog.LevelWarn, "torchft: a member failed", dashboard.MemberFailed, failedMessage},
+	// The same message: the peers of an ended member must stop waiting for it, too.
+	endedNews:   {slog.LevelInfo, "torchft: a member ended", dashboard.MemberEnded, failedMessage},
+	partedNews:  {slog.LevelInfo, "torchft: a member has left the quorum, and asks for another one", "", failedMessage},
+	stalledNews: {slog.LevelWarn, "torchft: a member makes no progress", "", stalledMessage},
 }
 
 // trouble is a member of a quorum that failed, ended or stalled.
@@ -39,32 +58,29 @@ type trouble struct {
 	step      int64
 }
 
-func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.parted) + len(n.stalled) }
-
 // announce reports the failures and stalls among the actions to every member: at once or, during the pause after the last report
 // (newsPause), at the end of the pause, together with all others of that time. The caller holds mu.
 func (j *job) announce(actions []quorum.Action, now time.Time) {
-	before := j.news.pending()
+	fresh := false
+	add := func(kind int, t trouble) { j.news.pending[kind], fresh = append(j.news.pending[kind], t), true }
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Failed:
 			t := trouble{a.QuorumID, a.ReplicaID, a.Reason, a.Step}
 			switch a.Cause {
 			case quorum.ShutDown:
-				j.news.ended = append(j.news.ended, t)
-				continue
+				add(endedNews, t)
 			case quorum.Parts:
-				j.news.parted = append(j.news.parted, t)
-				continue
+				add(partedNews, t)
 			default:
+				j.board.Failed(a.Cause)
+				add(failedNews, t)
 			}
-			j.board.Failed(a.Cause)
-			j.news.failed = append(j.news.failed, t)
 		case quorum.Stalled:
-			j.news.stalled = append(j.news.stalled, trouble{a.QuorumID, a.ReplicaID, a.Reason, 0})
+			add(stalledNews, trouble{a.QuorumID, a.ReplicaID, a.Reason, 0})
 		}
 	}
-	if j.news.pending() == before {
+	if !fresh {
 		return
 	}
 	if pause := j.news.next.Sub(now); pause > 0 {
@@ -77,27 +93,44 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 func (j *job) sendLater() {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if j.ended == nil && j.news.pending() > 0 {
+	if j.ended == nil {
 		j.sendNews(time.Now())
 	}
 }
 
 // sendNews sends the pending reports to all members, and logs and records them. The caller holds mu.
 func (j *job) sendNews(now time.Time) {
-	failed, ended, parted, stalled := j.news.failed, j.news.ended, j.news.parted, j.news.stalled
-	j.news.failed, j.news.ended, j.news.parted, j.news.stalled = nil, nil, nil, nil
-	messages := j.reports(slog.LevelWarn, "torchft: a member failed", failed, failedMessage)
-	messages = append(messages, j.reports(slog.LevelInfo, "torchft: a member ended", ended, failedMessage)...) // the same message: the peers of an ended member must stop waiting for it, too
-	messages = append(messages, j.reports(slog.LevelInfo, "torchft: a member has left the quorum, and asks for another one", parted, failedMessage)...)
-	messages = append(messages, j.reports(slog.LevelWarn, "torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
-		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
-			MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
-		}}
-	})...)
-	j.record(now, dashboard.MemberFailed, failed)
-	j.record(now, dashboard.MemberEnded, ended)
+	pending := j.news.pending
+	j.news.pending = [4][]trouble{}
+	var messages []rpc.Encoded
+	for kind, of := range pending {
+		if len(of) == 0 {
+			continue
+		}
+		names := make([]string, len(of))
+		for i, t := range of {
+			names[i] = t.replicaID
+		}
+		k := kindsOfNews[kind]
+		j.log.Log(context.Background(), k.level, k.line, "quorum_id", of[0].quorumID, "member", some(names), "reason", of[0].reason)
+		if k.event != "" {
+			j.board.Record(dashboard.Event{Time: now, Kind: k.event, QuorumID: of[0].quorumID, Left: names, Reason: of[0].reason})
+		}
+		for _, t := range of[:min(len(of), mostNews)] {
+			messages = append(messages, encodeNews(k.message(t))...)
+		}
+	}
+	if len(messages) == 0 {
+		return
+	}
 	j.news.next = now.Add(time.Duration(j.streams.open) * newsPause)
 	j.tell(messages)
+}
+
+func stalledMessage(t trouble) *torchftpb.LighthouseMessage {
+	return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
+		MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
+	}}
 }
 
 func failedMessage(t trouble) *torchftpb.LighthouseMessage {
@@ -139,31 +172,4 @@ func (j *job) refuses(a quorum.Refused, now time.Time) {
 	j.refused[a.ReplicaID] = true
 	j.log.Warn("torchft: a member is refused", "replica_id", a.ReplicaID, "reason", a.Reason)
 	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Refused, Left: []string{a.ReplicaID}, Reason: a.Reason})
-}
-
-// record adds members that failed or ended to the history.
-func (j *job) record(now time.Time, kind dashboard.Kind, of []trouble) {
-	if len(of) > 0 {
-		j.board.Record(dashboard.Event{Time: now, Kind: kind, QuorumID: of[0].quorumID, Left: namesOf(of), Reason: of[0].reason})
-	}
-}
-
-// reports logs the troubles of one kind in one line, and returns the messages for members: at most mostNews.
-func (j *job) reports(level slog.Level, what string, troubles []trouble, message func(trouble) *torchftpb.LighthouseMessage) (messages []rpc.Encoded) {
-	if len(troubles) == 0 {
-		return nil
-	}
-	j.log.Log(context.Background(), level, what, "quorum_id", troubles[0].quorumID, "member", some(namesOf(troubles)), "reason", troubles[0].reason)
-	for _, t := range troubles[:min(len(troubles), mostNews)] {
-		messages = append(messages, encodeNews(message(t))...)
-	}
-	return messages
-}
-
-func namesOf(troubles []trouble) []string {
-	names := make([]string, len(troubles))
-	for i, t := range troubles {
-		names[i] = t.replicaID
-	}
-	return names
 }

@@ -42,22 +42,11 @@ func (s *streams) remove(one *stream) bool {
 // all iterates over the streams of all members.
 func (s *streams) all() iter.Seq[*stream] {
 	return func(yield func(*stream) bool) {
-		for id := range s.of {
-			for one := range s.each(id) {
+		for _, of := range s.of {
+			for _, one := range of {
 				if !yield(one) {
 					return
 				}
-			}
-		}
-	}
-}
-
-// each iterates over the streams of one member.
-func (s *streams) each(replicaID string) iter.Seq[*stream] {
-	return func(yield func(*stream) bool) {
-		for _, one := range s.of[replicaID] {
-			if !yield(one) {
-				return
 			}
 		}
 	}
@@ -75,7 +64,7 @@ func (s *streams) renew() {
 func (s *streams) send(message *torchftpb.LighthouseMessage, replicaIDs ...string) {
 	news := encodeNews(message)
 	for _, id := range replicaIDs {
-		for one := range s.each(id) {
+		for _, one := range s.of[id] {
 			one.post(news)
 		}
 	}

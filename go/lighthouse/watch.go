@@ -27,7 +27,7 @@ const checkTime = time.Second
 func (j *job) check(p quorum.Check) {
 	var streams []*stream
 	var before []int64
-	for one := range j.streams.each(p.ReplicaID) {
+	for _, one := range j.streams.of[p.ReplicaID] {
 		streams, before = append(streams, one), append(before, one.received.Load())
 		one.post(encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}}))
 	}

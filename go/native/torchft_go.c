@@ -533,29 +533,6 @@ PyObject * _wrap__torchft_go_pyapi_LighthouseClientStart(PyObject * PYBINDGEN_UN
 
 
 PyObject *
-_wrap__torchft_go_pyapi_LighthouseCommandStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    int64_t retval;
-    char *arguments;
-    char *hostname;
-    const char *keywords[] = {"arguments", "hostname", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ss", (char **) keywords, &arguments, &hostname)) {
-        return NULL;
-    }
-    retval = pyapi_LighthouseCommandStart(arguments, hostname);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "L", retval);
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_LighthouseCommandStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
 _wrap__torchft_go_pyapi_LighthouseHeartbeatStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -612,32 +589,29 @@ PyObject * _wrap__torchft_go_pyapi_LighthouseQuorumStart(PyObject * PYBINDGEN_UN
 
 
 PyObject *
-_wrap__torchft_go_pyapi_LighthouseServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+_wrap__torchft_go_pyapi_LighthouseStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
     PyObject *py_retval;
     int64_t retval;
-    char *bind;
+    char *arguments;
     char *hostname;
-    int64_t minReplicas;
-    int64_t joinTimeoutMs;
-    int64_t quorumTickMs;
-    int64_t heartbeatTimeoutMs;
-    char *security;
-    char *stateDir;
-    const char *keywords[] = {"bind", "hostname", "minReplicas", "joinTimeoutMs", "quorumTickMs", "heartbeatTimeoutMs", "security", "stateDir", NULL};
+    bool alone;
+    PyObject *py_alone;
+    const char *keywords[] = {"arguments", "hostname", "alone", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ssLLLLss", (char **) keywords, &bind, &hostname, &minReplicas, &joinTimeoutMs, &quorumTickMs, &heartbeatTimeoutMs, &security, &stateDir)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ssO", (char **) keywords, &arguments, &hostname, &py_alone)) {
         return NULL;
     }
-    retval = pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, security, stateDir);
+    alone = (bool) PyObject_IsTrue(py_alone);
+    retval = pyapi_LighthouseStart(arguments, hostname, alone);
     if (PyErr_Occurred()) {
         return NULL;
     }
     py_retval = Py_BuildValue((char *) "L", retval);
     return py_retval;
 }
-PyObject * _wrap__torchft_go_pyapi_LighthouseServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+PyObject * _wrap__torchft_go_pyapi_LighthouseStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -1089,10 +1063,9 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_HealStage", (PyCFunction) _wrap__torchft_go_pyapi_HealStage, METH_KEYWORDS|METH_VARARGS, "pyapi_HealStage(fetch, address, length)\n\ntype: fetch: int64_t\ntype: address: int64_t\ntype: length: int64_t" },
     {(char *) "pyapi_HealWaitStart", (PyCFunction) _wrap__torchft_go_pyapi_HealWaitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealWaitStart(fetch, timeoutUs)\n\ntype: fetch: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
-    {(char *) "pyapi_LighthouseCommandStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandStart(arguments, hostname)\n\ntype: arguments: char *\ntype: hostname: char *" },
     {(char *) "pyapi_LighthouseHeartbeatStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseHeartbeatStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseHeartbeatStart(handle, replicaID, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseQuorumStart(handle, replicaID, address, storeAddress, step, worldSize, shrinkOnly, data, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: address: char *\ntype: storeAddress: char *\ntype: step: int64_t\ntype: worldSize: int64_t\ntype: shrinkOnly: bool\ntype: data: char *\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_LighthouseServerStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, security, stateDir)\n\ntype: bind: char *\ntype: hostname: char *\ntype: minReplicas: int64_t\ntype: joinTimeoutMs: int64_t\ntype: quorumTickMs: int64_t\ntype: heartbeatTimeoutMs: int64_t\ntype: security: char *\ntype: stateDir: char *" },
+    {(char *) "pyapi_LighthouseStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseStart(arguments, hostname, alone)\n\ntype: arguments: char *\ntype: hostname: char *\ntype: alone: bool" },
     {(char *) "pyapi_ManagerChangeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerChangeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerChangeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerCheckpointMetadataStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },

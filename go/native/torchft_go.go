@@ -321,18 +321,6 @@ func pyapi_LighthouseCommandHelp(arguments *C.char) *C.char {
 	return C.CString(cret)
 }
 
-//export pyapi_LighthouseCommandStart
-func pyapi_LighthouseCommandStart(arguments *C.char, hostname *C.char) C.longlong {
-	cret, __err := pyapi.LighthouseCommandStart(C.GoString(arguments), C.GoString(hostname))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
 //export pyapi_LighthouseHeartbeatStart
 func pyapi_LighthouseHeartbeatStart(handle C.longlong, replicaID *C.char, timeoutUs C.longlong) C.longlong {
 	cret, __err := pyapi.LighthouseHeartbeatStart(int64(handle), C.GoString(replicaID), int64(timeoutUs))
@@ -357,9 +345,9 @@ func pyapi_LighthouseQuorumStart(handle C.longlong, replicaID *C.char, address *
 	return C.longlong(cret)
 }
 
-//export pyapi_LighthouseServerStart
-func pyapi_LighthouseServerStart(bind *C.char, hostname *C.char, minReplicas C.longlong, joinTimeoutMs C.longlong, quorumTickMs C.longlong, heartbeatTimeoutMs C.longlong, security *C.char, stateDir *C.char) C.longlong {
-	cret, __err := pyapi.LighthouseServerStart(C.GoString(bind), C.GoString(hostname), int64(minReplicas), int64(joinTimeoutMs), int64(quorumTickMs), int64(heartbeatTimeoutMs), C.GoString(security), C.GoString(stateDir))
+//export pyapi_LighthouseStart
+func pyapi_LighthouseStart(arguments *C.char, hostname *C.char, alone C.char) C.longlong {
+	cret, __err := pyapi.LighthouseStart(C.GoString(arguments), C.GoString(hostname), boolPyToGo(alone))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

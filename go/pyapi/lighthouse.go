@@ -10,31 +10,6 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// LighthouseServerStart starts a lighthouse; the result is a handle for Address and ReleaseStart.
-func LighthouseServerStart(bind, hostname string, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs int64, security, stateDir string) (op int64, err error) {
-	defer ops.Guard(&err)
-	cfg := lighthouse.DefaultConfig()
-	cfg.Bind, cfg.Hostname, cfg.MinReplicas, cfg.StateDir = bind, hostname, int(minReplicas), stateDir
-	protected, err := parseSecurity(security)
-	if err != nil {
-		return 0, err
-	}
-	cfg.Security = protected.Security
-	if cfg.JoinTimeout, err = lighthouse.Milliseconds("join_timeout_ms", joinTimeoutMs); err != nil {
-		return 0, ops.As(ops.Value, err)
-	}
-	if cfg.QuorumTick, err = lighthouse.Milliseconds("quorum_tick_ms", quorumTickMs); err != nil {
-		return 0, ops.As(ops.Value, err)
-	}
-	if cfg.HeartbeatTimeout, err = lighthouse.Milliseconds("heartbeat_timeout_ms", heartbeatTimeoutMs); err != nil {
-		return 0, ops.As(ops.Value, err)
-	}
-	if err := cfg.Validate(); err != nil {
-		return 0, ops.As(ops.Value, err)
-	}
-	return startLighthouse(cfg), nil
-}
-
 // LighthouseCommandHelp returns the help text if the command line requests it, otherwise "". The command line is a JSON list of
 // strings without the program's name.
 func LighthouseCommandHelp(arguments string) (text string, err error) {
@@ -46,16 +21,25 @@ func LighthouseCommandHelp(arguments string) (text string, err error) {
 	return "", err
 }
 
-// LighthouseCommandStart is LighthouseServerStart with the command line of torchft_lighthouse.
-func LighthouseCommandStart(arguments, hostname string) (op int64, err error) {
+// LighthouseStart starts a lighthouse with the command line of torchft_lighthouse; the result is a handle for Address and ReleaseStart.
+// alone: the process does nothing else.
+func LighthouseStart(arguments, hostname string, alone bool) (op int64, err error) {
 	defer ops.Guard(&err)
 	cfg, err := parseCommand(arguments)
 	if err != nil {
 		return 0, err
 	}
 	cfg.Hostname = hostname
-	lighthouse.OwnProcess()
-	return startLighthouse(cfg), nil
+	if alone {
+		lighthouse.OwnProcess()
+	}
+	return ops.Start(bindTimeout, func(context.Context) (any, error) {
+		server, err := lighthouse.New(cfg)
+		if err != nil {
+			return nil, err
+		}
+		return ops.NewBusyServer(server), nil
+	}), nil
 }
 
 func parseCommand(arguments string) (lighthouse.Config, error) {
@@ -65,14 +49,4 @@ func parseCommand(arguments string) (lighthouse.Config, error) {
 	}
 	cfg, err := lighthouse.ParseArgs(args)
 	return cfg, ops.As(ops.Value, err)
-}
-
-func startLighthouse(cfg lighthouse.Config) int64 {
-	return ops.Start(bindTimeout, func(context.Context) (any, error) {
-		server, err := lighthouse.New(cfg)
-		if err != nil {
-			return nil, err
-		}
-		return ops.NewBusyServer(server), nil
-	})
 }

@@ -504,20 +504,17 @@ class LighthouseClient(_Native):
             data: passed on to the other members; any value that ``json`` can encode.
         """
         go = self._go
-        result = json.loads(
-            go.run(
-                go.pyapi_LighthouseQuorumStart,
-                self._handle,
-                replica_id,
-                address,
-                store_address,
-                step,
-                integer("world_size", world_size, 0),
-                shrink_only,
-                "" if data is None else json.dumps(data),
-                _micros("timeout", timeout),
-            )
-        )
+        member = {
+            "replica_id": replica_id,
+            "address": address,
+            "store_address": store_address,
+            "step": step,
+            "world_size": integer("world_size", world_size, 0),
+            "shrink_only": shrink_only,
+            "data": "" if data is None else json.dumps(data),
+        }
+        timeout_us = _micros("timeout", timeout)
+        result = json.loads(go.run(go.pyapi_LighthouseQuorumStart, self._handle, json.dumps(member), timeout_us))
         participants = [QuorumMember(**member) for member in result["participants"]]
         for participant, member in zip(participants, result["participants"]):
             participant.data = json.loads(member["data"]) if member["data"] else None

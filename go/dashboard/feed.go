@@ -82,7 +82,7 @@ func (f *Feed) Record(e Event) {
 }
 
 // Failed counts the failure of a member. The event for the history is recorded separately, since it may name several members.
-func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures[cause].Inc() }
+func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures.WithLabelValues(string(cause)).Inc() }
 
 // Heard counts a heartbeat.
 func (f *Feed) Heard() { f.meters.heartbeats.Inc() }

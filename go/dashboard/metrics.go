@@ -1,7 +1,6 @@
 package dashboard
 
 import (
-	"maps"
 	"net/http"
 	"time"
 
@@ -44,7 +43,7 @@ func (c collector) Collect(out chan<- prometheus.Metric) {
 type meters struct {
 	rounds     prometheus.Counter
 	changes    prometheus.Counter
-	failures   map[quorum.Cause]prometheus.Counter
+	failures   *prometheus.CounterVec // by cause
 	heartbeats prometheus.Counter
 	kills      prometheus.Counter
 	drains     prometheus.Counter
@@ -52,7 +51,7 @@ type meters struct {
 	healed     prometheus.Counter // bytes
 	lost       prometheus.Counter
 	regressed  prometheus.Counter
-	recovery   map[Kind]prometheus.Histogram
+	recovery   *prometheus.HistogramVec // of heals and failures
 	quorum     prometheus.Histogram
 	step       prometheus.Histogram
 
@@ -68,18 +67,17 @@ func newMeters(job string) *meters {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: labels})
 	}
-	histogram := func(name, help string, more prometheus.Labels) prometheus.Histogram {
-		all := prometheus.Labels{}
-		maps.Copy(all, labels)
-		maps.Copy(all, more)
-		return prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: name, Help: help, ConstLabels: all, Buckets: prometheus.ExponentialBuckets(0.005, 2, 16), // 5 ms to 2.7 minutes
-		})
+	times := func(name, help string) prometheus.HistogramOpts {
+		return prometheus.HistogramOpts{
+			Name: name, Help: help, ConstLabels: labels, Buckets: prometheus.ExponentialBuckets(0.005, 2, 16), // 5 ms to 2.7 minutes
+		}
 	}
 	m := &meters{
-		rounds:     counter("torchft_quorum_rounds_total", "Quorums answered. While a quorum stands, its members train on without another one."),
-		changes:    counter("torchft_quorum_changes_total", "Quorums with other members than the one before."),
-		failures:   map[quorum.Cause]prometheus.Counter{},
+		rounds:  counter("torchft_quorum_rounds_total", "Quorums answered. While a quorum stands, its members train on without another one."),
+		changes: counter("torchft_quorum_changes_total", "Quorums with other members than the one before."),
+		failures: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "torchft_member_failures_total", Help: "Members that were found failed, by cause.", ConstLabels: labels,
+		}, []string{"cause"}),
 		heartbeats: counter("torchft_heartbeats_total", "Heartbeats, which members send when they send nothing else."),
 		kills:      counter("torchft_kills_total", "Members that were ended on request."),
 		drains:     counter("torchft_drains_total", "Members that were asked to leave at the end of a step."),
@@ -87,33 +85,25 @@ func newMeters(job string) *meters {
 		healed:     counter("torchft_healed_bytes_total", "Bytes of these states, of the first rank of each group."),
 		lost:       counter("torchft_lost_steps_total", "Steps that the survivors of failures lost."),
 		regressed:  counter("torchft_regressions_total", "Quorums below the step that the job had reached: later steps are lost."),
-		recovery:   map[Kind]prometheus.Histogram{},
-		quorum:     histogram("torchft_quorum_seconds", "Time from the first group that asks for a quorum to its answer, without stops of the lighthouse.", nil),
-		step:       histogram("torchft_step_seconds", "Time from one step of the job to the next.", nil),
+		recovery: prometheus.NewHistogramVec(
+			times("torchft_recovery_seconds", "Time of a heal, or from a failure to the next commit of the survivors."), []string{"recovery"}),
+		quorum: prometheus.NewHistogram(times("torchft_quorum_seconds", "Time from the first group that asks for a quorum to its answer, without stops of the lighthouse.")),
+		step:   prometheus.NewHistogram(times("torchft_step_seconds", "Time from one step of the job to the next.")),
 	}
-	for kind, name := range map[Kind]string{Healed: "heal", Recovered: "failure"} {
-		m.recovery[kind] = histogram("torchft_recovery_seconds", "Time of a heal, or from a failure to the next commit of the survivors.",
-			prometheus.Labels{"recovery": name})
+	for _, kind := range []string{"heal", "failure"} { // shown before the first
+		m.recovery.WithLabelValues(kind)
 	}
 	for _, cause := range quorum.Causes {
-		m.failures[cause] = prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "torchft_member_failures_total", Help: "Members that were found failed, by cause.",
-			ConstLabels: prometheus.Labels{"training_job": job, "cause": string(cause)},
-		})
+		m.failures.WithLabelValues(string(cause))
 	}
 	return m
 }
 
 // all returns the metrics, for Prometheus.
-func (m *meters) all() []prometheus.Metric {
-	all := []prometheus.Metric{m.rounds, m.changes, m.heartbeats, m.kills, m.drains, m.heals, m.healed, m.lost, m.regressed, m.quorum, m.step}
-	for _, c := range m.failures {
-		all = append(all, c)
+func (m *meters) all() []prometheus.Collector {
+	return []prometheus.Collector{
+		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.heals, m.healed, m.lost, m.regressed, m.recovery, m.quorum, m.step,
 	}
-	for _, h := range m.recovery {
-		all = append(all, h)
-	}
-	return all
 }
 
 // round is called for each delivered quorum.
@@ -151,10 +141,10 @@ func (m *meters) event(e Event) {
 	case Healed:
 		m.heals.Inc()
 		m.healed.Add(float64(e.Bytes))
-		m.recovery[Healed].Observe(e.Took())
+		m.recovery.WithLabelValues("heal").Observe(e.Took())
 	case Recovered:
 		m.lost.Add(float64(e.StepsLost))
-		m.recovery[Recovered].Observe(e.Took())
+		m.recovery.WithLabelValues("failure").Observe(e.Took())
 	default: // failures are counted by cause (Feed.Failed), other events are not counted
 	}
 }
@@ -197,6 +187,6 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	f.mu.Unlock()
 	gauge(viewersDesc, float64(viewers))
 	for _, m := range f.meters.all() {
-		out <- m
+		m.Collect(out)
 	}
 }

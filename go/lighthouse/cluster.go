@@ -65,29 +65,24 @@ func (s *Server) joinCluster() (*cluster, error) {
 		return nil, err
 	}
 	c := &cluster{server: s, dialer: replica.NewDialer(s.security(), s.cfg.Network)}
-	transport := &http.Transport{
-		DialContext: func(ctx context.Context, _, address string) (net.Conn, error) {
-			return s.cfg.Network.Dial(ctx, address)
-		},
-		IdleConnTimeout: time.Minute,
+	dial := func(ctx context.Context, _, address string) (net.Conn, error) {
+		return s.cfg.Network.Dial(ctx, address)
 	}
-	if protected.Client != nil {
-		transport.DialTLSContext = func(ctx context.Context, _, address string) (net.Conn, error) {
-			raw, err := s.cfg.Network.Dial(ctx, address)
-			if err != nil {
-				return nil, err
-			}
-			config := protected.Client.Get().Clone()
-			config.ServerName, _, _ = net.SplitHostPort(address)
-			conn := tls.Client(raw, config)
-			if err := conn.HandshakeContext(ctx); err != nil {
-				_ = raw.Close()
-				return nil, err
-			}
-			return conn, nil
+	c.http = &http.Transport{DialContext: dial, IdleConnTimeout: time.Minute}
+	c.http.DialTLSContext = func(ctx context.Context, network, address string) (net.Conn, error) {
+		raw, err := dial(ctx, network, address)
+		if err != nil {
+			return nil, err
 		}
+		config := protected.Client.Get().Clone()
+		config.ServerName, _, _ = net.SplitHostPort(address)
+		conn := tls.Client(raw, config)
+		if err := conn.HandshakeContext(ctx); err != nil {
+			_ = raw.Close()
+			return nil, err
+		}
+		return conn, nil
 	}
-	c.http = transport
 	cfg := replica.Config{Cluster: s.cfg.Cluster, Self: s.cfg.Advertise, Dir: s.cfg.StateDir, Links: c.dialer, Logger: s.log}
 	if s.cfg.Recover {
 		err = replica.Recover(cfg)

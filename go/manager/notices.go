@@ -71,7 +71,7 @@ func (s *Server) answerProgress() {
 			}
 		}
 		s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
-			Step: p.Step, GroupRank: p.GroupRank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
+			Step: p.Step, GroupRank: p.Rank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
 		}}})
 		return
 	}

@@ -563,22 +563,14 @@ _wrap__torchft_go_pyapi_LighthouseQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy)
     PyObject *py_retval;
     int64_t retval;
     int64_t handle;
-    char *replicaID;
-    char *address;
-    char *storeAddress;
-    int64_t step;
-    int64_t worldSize;
-    bool shrinkOnly;
-    PyObject *py_shrinkOnly;
-    char *data;
+    char *member;
     int64_t timeoutUs;
-    const char *keywords[] = {"handle", "replicaID", "address", "storeAddress", "step", "worldSize", "shrinkOnly", "data", "timeoutUs", NULL};
+    const char *keywords[] = {"handle", "member", "timeoutUs", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LsssLLOsL", (char **) keywords, &handle, &replicaID, &address, &storeAddress, &step, &worldSize, &py_shrinkOnly, &data, &timeoutUs)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LsL", (char **) keywords, &handle, &member, &timeoutUs)) {
         return NULL;
     }
-    shrinkOnly = (bool) PyObject_IsTrue(py_shrinkOnly);
-    retval = pyapi_LighthouseQuorumStart(handle, replicaID, address, storeAddress, step, worldSize, shrinkOnly, data, timeoutUs);
+    retval = pyapi_LighthouseQuorumStart(handle, member, timeoutUs);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -1064,7 +1056,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_HealWaitStart", (PyCFunction) _wrap__torchft_go_pyapi_HealWaitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealWaitStart(fetch, timeoutUs)\n\ntype: fetch: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_LighthouseHeartbeatStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseHeartbeatStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseHeartbeatStart(handle, replicaID, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_LighthouseQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseQuorumStart(handle, replicaID, address, storeAddress, step, worldSize, shrinkOnly, data, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: address: char *\ntype: storeAddress: char *\ntype: step: int64_t\ntype: worldSize: int64_t\ntype: shrinkOnly: bool\ntype: data: char *\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_LighthouseQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseQuorumStart(handle, member, timeoutUs)\n\ntype: handle: int64_t\ntype: member: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseStart(arguments, hostname, alone)\n\ntype: arguments: char *\ntype: hostname: char *\ntype: alone: bool" },
     {(char *) "pyapi_ManagerChangeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerChangeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerChangeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerCheckpointMetadataStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: timeoutUs: int64_t" },

@@ -334,8 +334,8 @@ func pyapi_LighthouseHeartbeatStart(handle C.longlong, replicaID *C.char, timeou
 }
 
 //export pyapi_LighthouseQuorumStart
-func pyapi_LighthouseQuorumStart(handle C.longlong, replicaID *C.char, address *C.char, storeAddress *C.char, step C.longlong, worldSize C.longlong, shrinkOnly C.char, data *C.char, timeoutUs C.longlong) C.longlong {
-	cret, __err := pyapi.LighthouseQuorumStart(int64(handle), C.GoString(replicaID), C.GoString(address), C.GoString(storeAddress), int64(step), int64(worldSize), boolPyToGo(shrinkOnly), C.GoString(data), int64(timeoutUs))
+func pyapi_LighthouseQuorumStart(handle C.longlong, member *C.char, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.LighthouseQuorumStart(int64(handle), C.GoString(member), int64(timeoutUs))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

@@ -25,23 +25,19 @@ func LighthouseClientStart(addr string, connectTimeoutUs int64, security string)
 	}), nil
 }
 
-// LighthouseQuorumStart requests to be in the next quorum; the result is the JSON of that quorum.
-func LighthouseQuorumStart(handle int64, replicaID, address, storeAddress string, step, worldSize int64, shrinkOnly bool, data string, timeoutUs int64) (op int64, err error) {
-	member := quorum.Member{
-		ReplicaID:    replicaID,
-		Address:      address,
-		StoreAddress: storeAddress,
-		Step:         step,
-		WorldSize:    uint64(worldSize),
-		ShrinkOnly:   shrinkOnly,
-		Data:         data,
+// LighthouseQuorumStart requests to be in the next quorum. member is the JSON of quorum.Member, the result is that of quorumJSON.
+func LighthouseQuorumStart(handle int64, member string, timeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	var asks quorum.Member
+	if err := json.Unmarshal([]byte(member), &asks); err != nil {
+		return 0, ops.As(ops.Value, fmt.Errorf("member: %w", err))
 	}
 	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any, error) {
-		q, err := client.Quorum(ctx, member, 0)
+		q, err := client.Quorum(ctx, asks, 0)
 		if err != nil {
 			return nil, callFailed(err)
 		}
-		return toJSON(newQuorumJSON(q))
+		return toJSON(quorumJSON{q.ID, q.Members, timestampJSON{q.Created.Unix(), q.Created.Nanosecond()}})
 	})
 }
 
@@ -52,41 +48,18 @@ func LighthouseHeartbeatStart(handle int64, replicaID string, timeoutUs int64) (
 	})
 }
 
-// The JSON of a quorum has the attributes of Quorum, QuorumMember and Timestamp in torchft/_records.py.
+// The JSON of a quorum has the attributes of Quorum and Timestamp in torchft/_records.py.
 type (
 	quorumJSON struct {
-		QuorumID     int64         `json:"quorum_id"`
-		Participants []memberJSON  `json:"participants"`
-		Created      timestampJSON `json:"created"`
-	}
-	memberJSON struct {
-		ReplicaID    string `json:"replica_id"`
-		Address      string `json:"address"`
-		StoreAddress string `json:"store_address"`
-		Step         int64  `json:"step"`
-		WorldSize    uint64 `json:"world_size"`
-		ShrinkOnly   bool   `json:"shrink_only"`
-		Data         string `json:"data"`
+		QuorumID     int64           `json:"quorum_id"`
+		Participants []quorum.Member `json:"participants"`
+		Created      timestampJSON   `json:"created"`
 	}
 	timestampJSON struct {
 		Seconds int64 `json:"seconds"`
 		Nanos   int   `json:"nanos"`
 	}
 )
-
-func newQuorumJSON(q *quorum.Quorum) quorumJSON {
-	j := quorumJSON{
-		QuorumID:     q.ID,
-		Participants: make([]memberJSON, 0, len(q.Members)),
-		Created:      timestampJSON{q.Created.Unix(), q.Created.Nanosecond()},
-	}
-	for _, m := range q.Members {
-		j.Participants = append(j.Participants, memberJSON{
-			m.ReplicaID, m.Address, m.StoreAddress, m.Step, m.WorldSize, m.ShrinkOnly, m.Data,
-		})
-	}
-	return j
-}
 
 // toJSON returns a string. Its type is any because that is the type of an operation's result.
 func toJSON(v any) (any, error) {

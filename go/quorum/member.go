@@ -5,31 +5,32 @@ import (
 	"slices"
 )
 
-// Member is the record that a replica group sends with its request to take part in the next step.
+// Member is the record that a replica group sends with its request to take part in the next step. The tags are the names of
+// QuorumMember in torchft/_records.py, which has upstream's fields.
 type Member struct {
-	ReplicaID      string
-	Address        string // of the group's manager server
-	StoreAddress   string
-	Step           int64
-	WorldSize      uint64 // ranks in the group
-	ShrinkOnly     bool
-	Data           string // the user's JSON, forwarded unchanged
-	CommitFailures int64
+	ReplicaID      string `json:"replica_id"`
+	Address        string `json:"address"` // of the group's manager server
+	StoreAddress   string `json:"store_address"`
+	Step           int64  `json:"step"`
+	WorldSize      uint64 `json:"world_size"` // ranks in the group
+	ShrinkOnly     bool   `json:"shrink_only"`
+	Data           string `json:"data"` // the user's JSON, forwarded unchanged
+	CommitFailures int64  `json:"-"`
 	// CommittedQuorumID is the id of the quorum in which the weights of Step were committed, by this group or by the source of
 	// its heal. It is -1 if no quorum has committed them since the group started, and 0 if the group does not report the id
 	// (upstream managers do not).
-	CommittedQuorumID int64
+	CommittedQuorumID int64 `json:"-"`
 	// ReplaysFailedSteps: the ranks of the group keep the gradients that they reduce. When a peer fails, they need not compute
 	// the step again: they reduce the kept gradients with the remaining groups.
-	ReplaysFailedSteps bool
+	ReplaysFailedSteps bool `json:"-"`
 	// AsksEachStep: the group asks for each step, so that a quorum with it never stands. A failure between two of its steps, which may
 	// take minutes (LocalSGD), costs none then.
-	AsksEachStep bool
-	Handles      []string // reconfigure handles, one per group rank; empty if the group runs version 0.2.0
+	AsksEachStep bool     `json:"-"`
+	Handles      []string `json:"-"` // reconfigure handles, one per group rank; empty if the group runs version 0.2.0
 	// Layouts: a digest and the size of what each rank reduces, or a single one that all ranks have; empty: not known. Rank i reduces
 	// with rank i of the other groups, so these must be equal in all groups.
-	Layouts []string
-	Unknown []byte // wire fields that this version does not know, forwarded unchanged
+	Layouts []string `json:"-"`
+	Unknown []byte   `json:"-"` // wire fields that this version does not know, forwarded unchanged
 }
 
 // State has the fields of a member that may change from step to step. A member sends them with each request.

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// Progress is a group's answer to AskProgress.
+// Progress is the activity of a group, its answer to AskProgress.
 type Progress struct {
 	Step  int64
 	Rank  int64         // the rank that the rest of the group waits for

@@ -3,6 +3,8 @@ package round
 import (
 	"fmt"
 	"time"
+
+	"github.com/torchft/torchft/go/quorum"
 )
 
 // phase is the state of a rank that follows from its requests.
@@ -36,16 +38,6 @@ func (a *activity) begin(p phase, step int64, now time.Time) {
 	*a = activity{phase: p, step: step, since: now}
 }
 
-// Progress describes the activity of a group: that of the rank that the others wait for, or of any rank if all wait for other
-// groups.
-type Progress struct {
-	Step      int64
-	GroupRank int64
-	Phase     string // in words
-	For       time.Duration
-	Waits     bool // it waits for other groups
-}
-
 func (m *Machine) forgetProgress() {
 	for r := range m.ranks {
 		m.ranks[r].answered = false
@@ -59,8 +51,9 @@ func (m *Machine) rankProgressed(e RankProgressed) {
 	}
 }
 
-// Progress returns the progress of the group, and whether all ranks that are in the step have answered. It changes nothing.
-func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
+// Progress returns the progress of the group, and whether all ranks that are in the step have answered. It is that of the rank that the
+// others wait for, or of any rank if all wait for other groups. It changes nothing.
+func (m *Machine) Progress(now time.Time) (p quorum.Progress, complete bool) {
 	complete = true
 	worst := -1
 	for r := range m.ranks {
@@ -74,7 +67,7 @@ func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
 	}
 	p.Waits = worst < 0
 	a := &m.ranks[max(worst, 0)].activity
-	p.Step, p.GroupRank, p.For, p.Phase = a.step, int64(max(worst, 0)), now.Sub(a.since), a.phase.String()
+	p.Step, p.Rank, p.For, p.Phase = a.step, int64(max(worst, 0)), now.Sub(a.since), a.phase.String()
 	switch {
 	case a.phase == inStep && a.answered:
 		p.Phase = a.what
@@ -83,7 +76,7 @@ func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
 	case a.since.IsZero():
 		p.For = 0
 	}
-	if f := m.ranks[p.GroupRank].absent; f != nil {
+	if f := m.ranks[p.Rank].absent; f != nil {
 		p.Phase = fmt.Sprintf("%s (%s)", p.Phase, f.Reason)
 	}
 	return p, complete

@@ -41,7 +41,6 @@ const (
 	quorumCall callKind = iota
 	voteCall
 	metadataCall
-	leaveCall   // on a session; it waits for the lighthouse, not for the machine
 	unknownCall // on a session
 )
 

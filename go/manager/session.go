@@ -28,8 +28,7 @@ type sessions struct {
 // Session serves one rank's stream until either side ends it. A server that shuts down sends the last answers first.
 func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) error {
 	server := s.service.server
-	ctx, cancel := context.WithCancel(stream.Context())
-	defer cancel()
+	ctx := stream.Context()
 	o := &openSession{
 		stream: stream, server: server, conn: connectionOf(ctx), parent: tracing.Incoming(ctx),
 		sender: rpc.Sender{Pool: &server.pool},
@@ -37,13 +36,12 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 	notices, stop := server.notices.Listen()
 	defer stop()
 	received := make(chan error, 1)
-	rpc.Go(&server.tasks, server.log, "session", func() { received <- o.receive(ctx) })
+	rpc.Go(&server.tasks, server.log, "session", func() { received <- o.receive() })
 	for {
 		select {
 		case n := <-notices:
 			o.notify(wire.NoticeToRank(n))
 		case err := <-received:
-			cancel()
 			o.finish()
 			return err
 		case <-server.ctx.Done():
@@ -51,6 +49,11 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 			return status.Error(codes.Unavailable, "the manager server of "+server.cfg.ReplicaID+" is shutting down")
 		}
 	}
+}
+
+// Leave waits for the lighthouse, not for the other ranks.
+func (s sessions) Leave(ctx context.Context, _ *torchftpb.LeaveRequest) (*torchftpb.LeaveResponse, error) {
+	return &torchftpb.LeaveResponse{}, s.service.server.leave(ctx)
 }
 
 // mostCalls bounds the open calls of a session: a rank makes one quorum call and one vote at a time, and a few that it has
@@ -62,8 +65,7 @@ type openSession struct {
 	stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
 	server *Server
 	conn   *connection
-	parent string         // trace context of the stream; empty unless it is traced
-	leaves sync.WaitGroup // calls that wait for the lighthouse
+	parent string // trace context of the stream; empty unless it is traced
 
 	sender rpc.Sender // of answers and notices
 
@@ -78,32 +80,30 @@ type openSession struct {
 type sessionCall struct {
 	rankCall
 	number uint64
-
-	cancel context.CancelFunc // of a leaveCall that has begun
 	done   bool
 }
 
 // receive handles the requests of the rank until the stream ends.
-func (o *openSession) receive(ctx context.Context) (err error) {
+func (o *openSession) receive() (err error) {
 	defer rpc.Recovered(o.server.log, "a session", &err)
 	for {
 		req, err := o.stream.Recv()
 		if err != nil {
 			return err
 		}
-		if !o.take(ctx, req) {
+		if !o.take(req) {
 			return nil
 		}
 	}
 }
 
 // take handles a request of the rank. It returns false if the session must end.
-func (o *openSession) take(ctx context.Context, req *torchftpb.RankRequest) bool {
+func (o *openSession) take(req *torchftpb.RankRequest) bool {
 	switch {
 	case req.GetCancel():
 		o.cancelCall(req.GetCall())
 	case !o.server.report(o.conn, req):
-		return o.start(ctx, req)
+		return o.start(req)
 	}
 	return true
 }
@@ -133,7 +133,7 @@ func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 }
 
 // start begins a call. It returns false if the session must end.
-func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) bool {
+func (o *openSession) start(req *torchftpb.RankRequest) bool {
 	call := &sessionCall{rankCall: callFromProto(req), number: req.GetCall()}
 	timeout := rpc.Microseconds(req.GetTimeoutUs())
 	call.conn, call.traceparent, call.deadline = o.conn, cmp.Or(call.traceparent, o.parent), time.Now().Add(timeout)
@@ -145,8 +145,6 @@ func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) boo
 		o.answer(call, answer{err: status.Errorf(codes.InvalidArgument, "timeout_us is %d: a call of a session needs a deadline, above 0", req.GetTimeoutUs())})
 	case call.kind == unknownCall:
 		o.answer(call, answer{err: status.Error(codes.Unimplemented, "this request of a session is not known here")})
-	case call.kind == leaveCall:
-		o.leave(ctx, call)
 	default:
 		o.server.begin(&call.rankCall, func(a answer) { o.answer(call, a) })
 	}
@@ -159,8 +157,6 @@ func callFromProto(req *torchftpb.RankRequest) rankCall {
 		return quorumFromProto(r.Quorum)
 	case *torchftpb.RankRequest_ShouldCommit:
 		return voteFromProto(r.ShouldCommit)
-	case *torchftpb.RankRequest_Leave:
-		return rankCall{kind: leaveCall}
 	default:
 		return rankCall{kind: unknownCall}
 	}
@@ -191,36 +187,15 @@ func (o *openSession) call(number uint64) *sessionCall {
 	return nil
 }
 
-// leave starts a goroutine for its call. No other call has one: this call waits for the lighthouse, and a rank makes it only once.
-func (o *openSession) leave(ctx context.Context, call *sessionCall) {
-	ctx, cancel := context.WithDeadline(ctx, call.deadline)
-	o.mu.Lock()
-	call.cancel = cancel
-	o.mu.Unlock()
-	rpc.Go(&o.leaves, o.server.log, "leave", func() {
-		defer cancel()
-		var a answer
-		defer func() { o.answer(call, a) }()
-		defer rpc.Recovered(o.server.log, "a call of a session", &a.err)
-		a.err = o.server.leave(ctx)
-	})
-}
-
 // cancelCall ends a call that the rank no longer waits for.
 func (o *openSession) cancelCall(number uint64) {
 	o.mu.Lock()
 	call := o.call(number)
-	if call == nil || call.done {
-		o.mu.Unlock()
-		return
-	}
-	cancel := call.cancel
+	ended := call == nil || call.done
 	o.mu.Unlock()
-	if cancel != nil {
-		cancel()
-		return
+	if !ended {
+		o.server.abandon(&call.rankCall, context.Canceled)
 	}
-	o.server.abandon(&call.rankCall, context.Canceled)
 }
 
 // answer ends a call, and queues its answer. It does not block, since the server's lock may be held. An answer that has been sent makes
@@ -264,28 +239,14 @@ func (o *openSession) response(c *sessionCall, a answer) any {
 	if c.kind == voteCall && a.err == nil {
 		return rpc.Numbered{Number: c.number, Message: votes[a]}
 	}
-	resp, err := o.wrap(c, a)
-	if err != nil {
-		s := status.Convert(err)
-		resp = &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Failure{
-			Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()},
-		}}
-	}
-	resp.Call = c.number
-	return resp
-}
-
-func (o *openSession) wrap(c *sessionCall, a answer) (resp *torchftpb.RankResponse, err error) {
-	defer rpc.Recovered(o.server.log, "an answer of a session", &err)
+	resp := &torchftpb.RankResponse{Call: c.number}
 	if a.err != nil {
-		return nil, a.err
+		s := status.Convert(a.err)
+		resp.Response = &torchftpb.RankResponse_Failure{Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()}}
+	} else {
+		resp.Response = &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(*a.result)}
 	}
-	switch c.kind {
-	case quorumCall:
-		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(*a.result)}}, nil
-	default:
-		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Left{Left: true}}, nil
-	}
+	return resp
 }
 
 // finish ends the calls in progress, and waits until their answers have been sent: Send fails once the stream has ended. receive may
@@ -301,6 +262,5 @@ func (o *openSession) finish() {
 	for _, number := range open {
 		o.cancelCall(number)
 	}
-	o.leaves.Wait()
 	<-o.sender.Flushed()
 }

@@ -64,7 +64,9 @@ func (s *session) Vote(ctx context.Context, groupRank, step int64, vote bool) (D
 }
 
 func (s *session) Leave(ctx context.Context) error {
-	_, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Leave{Leave: true}})
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	_, err := torchftpb.NewRankServiceClient(s.conn).Leave(ctx, &torchftpb.LeaveRequest{})
 	return err
 }
 

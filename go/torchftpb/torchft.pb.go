@@ -1089,6 +1089,78 @@ func (*KillResponse) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{13}
 }
 
+type LeaveRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LeaveRequest) Reset() {
+	*x = LeaveRequest{}
+	mi := &file_torchft_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LeaveRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LeaveRequest) ProtoMessage() {}
+
+func (x *LeaveRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LeaveRequest.ProtoReflect.Descriptor instead.
+func (*LeaveRequest) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{14}
+}
+
+type LeaveResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LeaveResponse) Reset() {
+	*x = LeaveResponse{}
+	mi := &file_torchft_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LeaveResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LeaveResponse) ProtoMessage() {}
+
+func (x *LeaveResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LeaveResponse.ProtoReflect.Descriptor instead.
+func (*LeaveResponse) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{15}
+}
+
 type RankRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Call      uint64                 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"`                            // chosen by the rank, unique in the session
@@ -1101,7 +1173,6 @@ type RankRequest struct {
 	//	*RankRequest_Suspected
 	//	*RankRequest_Progress
 	//	*RankRequest_Hello
-	//	*RankRequest_Leave
 	//	*RankRequest_Healing
 	//	*RankRequest_Recovered
 	//	*RankRequest_Counted
@@ -1113,7 +1184,7 @@ type RankRequest struct {
 
 func (x *RankRequest) Reset() {
 	*x = RankRequest{}
-	mi := &file_torchft_proto_msgTypes[14]
+	mi := &file_torchft_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1125,7 +1196,7 @@ func (x *RankRequest) String() string {
 func (*RankRequest) ProtoMessage() {}
 
 func (x *RankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[14]
+	mi := &file_torchft_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1138,7 +1209,7 @@ func (x *RankRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankRequest.ProtoReflect.Descriptor instead.
 func (*RankRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{14}
+	return file_torchft_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RankRequest) GetCall() uint64 {
@@ -1216,15 +1287,6 @@ func (x *RankRequest) GetHello() int64 {
 	return 0
 }
 
-func (x *RankRequest) GetLeave() bool {
-	if x != nil {
-		if x, ok := x.Request.(*RankRequest_Leave); ok {
-			return x.Leave
-		}
-	}
-	return false
-}
-
 func (x *RankRequest) GetHealing() *HealProgress {
 	if x != nil {
 		if x, ok := x.Request.(*RankRequest_Healing); ok {
@@ -1278,8 +1340,7 @@ type RankRequest_Cancel struct {
 }
 
 type RankRequest_Suspected struct {
-	// The requests below are not answered, except leave. For those without an answer, call and timeout_us are
-	// ignored.
+	// The requests below are not answered; their call and timeout_us are ignored.
 	Suspected *PeerSuspected `protobuf:"bytes,60,opt,name=suspected,proto3,oneof"`
 }
 
@@ -1289,10 +1350,6 @@ type RankRequest_Progress struct {
 
 type RankRequest_Hello struct {
 	Hello int64 `protobuf:"varint,62,opt,name=hello,proto3,oneof"` // the group rank; sent on a stream that replaces a broken one
-}
-
-type RankRequest_Leave struct {
-	Leave bool `protobuf:"varint,80,opt,name=leave,proto3,oneof"` // the group has ended its last step; answered when its peers have ended that step too
 }
 
 type RankRequest_Healing struct {
@@ -1323,8 +1380,6 @@ func (*RankRequest_Progress) isRankRequest_Request() {}
 
 func (*RankRequest_Hello) isRankRequest_Request() {}
 
-func (*RankRequest_Leave) isRankRequest_Request() {}
-
 func (*RankRequest_Healing) isRankRequest_Request() {}
 
 func (*RankRequest_Recovered) isRankRequest_Request() {}
@@ -1345,7 +1400,6 @@ type RankResponse struct {
 	//	*RankResponse_MemberStalled
 	//	*RankResponse_ProgressAsked
 	//	*RankResponse_Regressed
-	//	*RankResponse_Left
 	Response      isRankResponse_Response `protobuf_oneof:"response"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1353,7 +1407,7 @@ type RankResponse struct {
 
 func (x *RankResponse) Reset() {
 	*x = RankResponse{}
-	mi := &file_torchft_proto_msgTypes[15]
+	mi := &file_torchft_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1365,7 +1419,7 @@ func (x *RankResponse) String() string {
 func (*RankResponse) ProtoMessage() {}
 
 func (x *RankResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[15]
+	mi := &file_torchft_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1378,7 +1432,7 @@ func (x *RankResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankResponse.ProtoReflect.Descriptor instead.
 func (*RankResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{15}
+	return file_torchft_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RankResponse) GetCall() uint64 {
@@ -1458,15 +1512,6 @@ func (x *RankResponse) GetRegressed() *JobRegressed {
 	return nil
 }
 
-func (x *RankResponse) GetLeft() bool {
-	if x != nil {
-		if x, ok := x.Response.(*RankResponse_Left); ok {
-			return x.Left
-		}
-	}
-	return false
-}
-
 type isRankResponse_Response interface {
 	isRankResponse_Response()
 }
@@ -1484,7 +1529,7 @@ type RankResponse_Failure struct {
 }
 
 type RankResponse_MemberFailed struct {
-	// The responses below belong to no call, except left.
+	// The responses below belong to no call.
 	MemberFailed *MemberFailed `protobuf:"bytes,5,opt,name=member_failed,json=memberFailed,proto3,oneof"`
 }
 
@@ -1498,10 +1543,6 @@ type RankResponse_ProgressAsked struct {
 
 type RankResponse_Regressed struct {
 	Regressed *JobRegressed `protobuf:"bytes,63,opt,name=regressed,proto3,oneof"`
-}
-
-type RankResponse_Left struct {
-	Left bool `protobuf:"varint,80,opt,name=left,proto3,oneof"` // the answer to leave
 }
 
 func (*RankResponse_Quorum) isRankResponse_Response() {}
@@ -1518,8 +1559,6 @@ func (*RankResponse_ProgressAsked) isRankResponse_Response() {}
 
 func (*RankResponse_Regressed) isRankResponse_Response() {}
 
-func (*RankResponse_Left) isRankResponse_Response() {}
-
 // A member of a quorum counts as failed: collectives of that quorum cannot complete, and are aborted.
 type MemberFailed struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1533,7 +1572,7 @@ type MemberFailed struct {
 
 func (x *MemberFailed) Reset() {
 	*x = MemberFailed{}
-	mi := &file_torchft_proto_msgTypes[16]
+	mi := &file_torchft_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1545,7 +1584,7 @@ func (x *MemberFailed) String() string {
 func (*MemberFailed) ProtoMessage() {}
 
 func (x *MemberFailed) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[16]
+	mi := &file_torchft_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1558,7 +1597,7 @@ func (x *MemberFailed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberFailed.ProtoReflect.Descriptor instead.
 func (*MemberFailed) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{16}
+	return file_torchft_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *MemberFailed) GetQuorumId() int64 {
@@ -1601,7 +1640,7 @@ type PeerSuspected struct {
 
 func (x *PeerSuspected) Reset() {
 	*x = PeerSuspected{}
-	mi := &file_torchft_proto_msgTypes[17]
+	mi := &file_torchft_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1613,7 +1652,7 @@ func (x *PeerSuspected) String() string {
 func (*PeerSuspected) ProtoMessage() {}
 
 func (x *PeerSuspected) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[17]
+	mi := &file_torchft_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1626,7 +1665,7 @@ func (x *PeerSuspected) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeerSuspected.ProtoReflect.Descriptor instead.
 func (*PeerSuspected) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{17}
+	return file_torchft_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PeerSuspected) GetQuorumId() int64 {
@@ -1656,7 +1695,7 @@ type HealProgress struct {
 
 func (x *HealProgress) Reset() {
 	*x = HealProgress{}
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1668,7 +1707,7 @@ func (x *HealProgress) String() string {
 func (*HealProgress) ProtoMessage() {}
 
 func (x *HealProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1681,7 +1720,7 @@ func (x *HealProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealProgress.ProtoReflect.Descriptor instead.
 func (*HealProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{18}
+	return file_torchft_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *HealProgress) GetGroupRank() int64 {
@@ -1717,7 +1756,7 @@ type Counted struct {
 
 func (x *Counted) Reset() {
 	*x = Counted{}
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1729,7 +1768,7 @@ func (x *Counted) String() string {
 func (*Counted) ProtoMessage() {}
 
 func (x *Counted) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1742,7 +1781,7 @@ func (x *Counted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Counted.ProtoReflect.Descriptor instead.
 func (*Counted) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{19}
+	return file_torchft_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Counted) GetGroupRank() int64 {
@@ -1782,7 +1821,7 @@ type Recovered struct {
 
 func (x *Recovered) Reset() {
 	*x = Recovered{}
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1794,7 +1833,7 @@ func (x *Recovered) String() string {
 func (*Recovered) ProtoMessage() {}
 
 func (x *Recovered) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1807,7 +1846,7 @@ func (x *Recovered) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Recovered.ProtoReflect.Descriptor instead.
 func (*Recovered) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{20}
+	return file_torchft_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Recovered) GetGroupRank() int64 {
@@ -1869,7 +1908,7 @@ type PhaseTime struct {
 
 func (x *PhaseTime) Reset() {
 	*x = PhaseTime{}
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1881,7 +1920,7 @@ func (x *PhaseTime) String() string {
 func (*PhaseTime) ProtoMessage() {}
 
 func (x *PhaseTime) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1894,7 +1933,7 @@ func (x *PhaseTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PhaseTime.ProtoReflect.Descriptor instead.
 func (*PhaseTime) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{21}
+	return file_torchft_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *PhaseTime) GetPhase() string {
@@ -1923,7 +1962,7 @@ type RankProgress struct {
 
 func (x *RankProgress) Reset() {
 	*x = RankProgress{}
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1935,7 +1974,7 @@ func (x *RankProgress) String() string {
 func (*RankProgress) ProtoMessage() {}
 
 func (x *RankProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1948,7 +1987,7 @@ func (x *RankProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankProgress.ProtoReflect.Descriptor instead.
 func (*RankProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{22}
+	return file_torchft_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *RankProgress) GetGroupRank() int64 {
@@ -1987,7 +2026,7 @@ type GroupProgress struct {
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1999,7 +2038,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2012,7 +2051,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{23}
+	return file_torchft_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -2062,7 +2101,7 @@ type MemberStalled struct {
 
 func (x *MemberStalled) Reset() {
 	*x = MemberStalled{}
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2074,7 +2113,7 @@ func (x *MemberStalled) String() string {
 func (*MemberStalled) ProtoMessage() {}
 
 func (x *MemberStalled) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2087,7 +2126,7 @@ func (x *MemberStalled) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberStalled.ProtoReflect.Descriptor instead.
 func (*MemberStalled) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{24}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *MemberStalled) GetQuorumId() int64 {
@@ -2122,7 +2161,7 @@ type JobRegressed struct {
 
 func (x *JobRegressed) Reset() {
 	*x = JobRegressed{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2134,7 +2173,7 @@ func (x *JobRegressed) String() string {
 func (*JobRegressed) ProtoMessage() {}
 
 func (x *JobRegressed) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2147,7 +2186,7 @@ func (x *JobRegressed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JobRegressed.ProtoReflect.Descriptor instead.
 func (*JobRegressed) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *JobRegressed) GetQuorumId() int64 {
@@ -2175,7 +2214,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2187,7 +2226,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2200,7 +2239,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2248,7 +2287,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2260,7 +2299,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2273,7 +2312,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *MemberMessage) GetFinished() bool {
@@ -2554,7 +2593,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2566,7 +2605,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2579,7 +2618,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Step) GetQuorumId() int64 {
@@ -2607,7 +2646,7 @@ type Parting struct {
 
 func (x *Parting) Reset() {
 	*x = Parting{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2619,7 +2658,7 @@ func (x *Parting) String() string {
 func (*Parting) ProtoMessage() {}
 
 func (x *Parting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2632,7 +2671,7 @@ func (x *Parting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Parting.ProtoReflect.Descriptor instead.
 func (*Parting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Parting) GetQuorumId() int64 {
@@ -2674,7 +2713,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2686,7 +2725,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2699,7 +2738,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2755,7 +2794,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2767,7 +2806,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2780,7 +2819,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *PastQuorum) GetPacked() []byte {
@@ -2816,7 +2855,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2828,7 +2867,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2841,7 +2880,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2927,7 +2966,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2939,7 +2978,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2952,7 +2991,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3208,7 +3247,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3220,7 +3259,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3233,7 +3272,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3254,7 +3293,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3266,7 +3305,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3279,7 +3318,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3320,7 +3359,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3332,7 +3371,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3345,7 +3384,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3433,7 +3472,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3445,7 +3484,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3458,7 +3497,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3515,7 +3554,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3527,7 +3566,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3540,7 +3579,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3580,7 +3619,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3592,7 +3631,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3605,7 +3644,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3623,7 +3662,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3635,7 +3674,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3648,7 +3687,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{42}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3664,7 +3703,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3676,7 +3715,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3689,7 +3728,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{41}
+	return file_torchft_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3815,7 +3854,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06stands\x18d \x01(\bR\x06stands\"\x1f\n" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
-	"\fKillResponse\"\xb3\x04\n" +
+	"\fKillResponse\"\x0e\n" +
+	"\fLeaveRequest\"\x0f\n" +
+	"\rLeaveResponse\"\x9b\x04\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -3825,13 +3866,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06cancel\x18\x05 \x01(\bH\x00R\x06cancel\x126\n" +
 	"\tsuspected\x18< \x01(\v2\x16.torchft.PeerSuspectedH\x00R\tsuspected\x123\n" +
 	"\bprogress\x18= \x01(\v2\x15.torchft.RankProgressH\x00R\bprogress\x12\x16\n" +
-	"\x05hello\x18> \x01(\x03H\x00R\x05hello\x12\x16\n" +
-	"\x05leave\x18P \x01(\bH\x00R\x05leave\x121\n" +
+	"\x05hello\x18> \x01(\x03H\x00R\x05hello\x121\n" +
 	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12,\n" +
 	"\acounted\x18T \x01(\v2\x10.torchft.CountedH\x00R\acounted\x12\x16\n" +
 	"\x05drain\x18U \x01(\bH\x00R\x05drainB\t\n" +
-	"\arequestJ\x04\bS\x10T\"\xd5\x03\n" +
+	"\arequestJ\x04\bS\x10T\"\xbf\x03\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
 	"\x06quorum\x18\x02 \x01(\v2\x1e.torchft.ManagerQuorumResponseH\x00R\x06quorum\x12D\n" +
@@ -3840,8 +3880,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\rmember_failed\x18\x05 \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12?\n" +
 	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
 	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x125\n" +
-	"\tregressed\x18? \x01(\v2\x15.torchft.JobRegressedH\x00R\tregressed\x12\x14\n" +
-	"\x04left\x18P \x01(\bH\x00R\x04leftB\n" +
+	"\tregressed\x18? \x01(\v2\x15.torchft.JobRegressedH\x00R\tregressedB\n" +
 	"\n" +
 	"\bresponse\"v\n" +
 	"\fMemberFailed\x12\x1b\n" +
@@ -4010,9 +4049,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06Quorum\x12\x1d.torchft.ManagerQuorumRequest\x1a\x1e.torchft.ManagerQuorumResponse\x12]\n" +
 	"\x12CheckpointMetadata\x12\".torchft.CheckpointMetadataRequest\x1a#.torchft.CheckpointMetadataResponse\x12K\n" +
 	"\fShouldCommit\x12\x1c.torchft.ShouldCommitRequest\x1a\x1d.torchft.ShouldCommitResponse\x123\n" +
-	"\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponse2I\n" +
+	"\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponse2\x81\x01\n" +
 	"\vRankService\x12:\n" +
-	"\aSession\x12\x14.torchft.RankRequest\x1a\x15.torchft.RankResponse(\x010\x012Q\n" +
+	"\aSession\x12\x14.torchft.RankRequest\x1a\x15.torchft.RankResponse(\x010\x01\x126\n" +
+	"\x05Leave\x12\x15.torchft.LeaveRequest\x1a\x16.torchft.LeaveResponse2Q\n" +
 	"\rMemberService\x12@\n" +
 	"\x06Attend\x12\x16.torchft.MemberMessage\x1a\x1a.torchft.LighthouseMessage(\x010\x012}\n" +
 	"\x0eClusterService\x12*\n" +
@@ -4031,7 +4071,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -4047,99 +4087,103 @@ var file_torchft_proto_goTypes = []any{
 	(*ShouldCommitResponse)(nil),        // 11: torchft.ShouldCommitResponse
 	(*KillRequest)(nil),                 // 12: torchft.KillRequest
 	(*KillResponse)(nil),                // 13: torchft.KillResponse
-	(*RankRequest)(nil),                 // 14: torchft.RankRequest
-	(*RankResponse)(nil),                // 15: torchft.RankResponse
-	(*MemberFailed)(nil),                // 16: torchft.MemberFailed
-	(*PeerSuspected)(nil),               // 17: torchft.PeerSuspected
-	(*HealProgress)(nil),                // 18: torchft.HealProgress
-	(*Counted)(nil),                     // 19: torchft.Counted
-	(*Recovered)(nil),                   // 20: torchft.Recovered
-	(*PhaseTime)(nil),                   // 21: torchft.PhaseTime
-	(*RankProgress)(nil),                // 22: torchft.RankProgress
-	(*GroupProgress)(nil),               // 23: torchft.GroupProgress
-	(*MemberStalled)(nil),               // 24: torchft.MemberStalled
-	(*JobRegressed)(nil),                // 25: torchft.JobRegressed
-	(*CallFailure)(nil),                 // 26: torchft.CallFailure
-	(*MemberMessage)(nil),               // 27: torchft.MemberMessage
-	(*Step)(nil),                        // 28: torchft.Step
-	(*Parting)(nil),                     // 29: torchft.Parting
-	(*Greeting)(nil),                    // 30: torchft.Greeting
-	(*PastQuorum)(nil),                  // 31: torchft.PastQuorum
-	(*Ask)(nil),                         // 32: torchft.Ask
-	(*LighthouseMessage)(nil),           // 33: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 34: torchft.NotLeader
-	(*Welcome)(nil),                     // 35: torchft.Welcome
-	(*Delivery)(nil),                    // 36: torchft.Delivery
-	(*QuorumStates)(nil),                // 37: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 38: torchft.PlacedState
-	(*Frame)(nil),                       // 39: torchft.Frame
-	(*IdentifyRequest)(nil),             // 40: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 41: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 42: google.protobuf.Timestamp
+	(*LeaveRequest)(nil),                // 14: torchft.LeaveRequest
+	(*LeaveResponse)(nil),               // 15: torchft.LeaveResponse
+	(*RankRequest)(nil),                 // 16: torchft.RankRequest
+	(*RankResponse)(nil),                // 17: torchft.RankResponse
+	(*MemberFailed)(nil),                // 18: torchft.MemberFailed
+	(*PeerSuspected)(nil),               // 19: torchft.PeerSuspected
+	(*HealProgress)(nil),                // 20: torchft.HealProgress
+	(*Counted)(nil),                     // 21: torchft.Counted
+	(*Recovered)(nil),                   // 22: torchft.Recovered
+	(*PhaseTime)(nil),                   // 23: torchft.PhaseTime
+	(*RankProgress)(nil),                // 24: torchft.RankProgress
+	(*GroupProgress)(nil),               // 25: torchft.GroupProgress
+	(*MemberStalled)(nil),               // 26: torchft.MemberStalled
+	(*JobRegressed)(nil),                // 27: torchft.JobRegressed
+	(*CallFailure)(nil),                 // 28: torchft.CallFailure
+	(*MemberMessage)(nil),               // 29: torchft.MemberMessage
+	(*Step)(nil),                        // 30: torchft.Step
+	(*Parting)(nil),                     // 31: torchft.Parting
+	(*Greeting)(nil),                    // 32: torchft.Greeting
+	(*PastQuorum)(nil),                  // 33: torchft.PastQuorum
+	(*Ask)(nil),                         // 34: torchft.Ask
+	(*LighthouseMessage)(nil),           // 35: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 36: torchft.NotLeader
+	(*Welcome)(nil),                     // 37: torchft.Welcome
+	(*Delivery)(nil),                    // 38: torchft.Delivery
+	(*QuorumStates)(nil),                // 39: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 40: torchft.PlacedState
+	(*Frame)(nil),                       // 41: torchft.Frame
+	(*IdentifyRequest)(nil),             // 42: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 43: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 44: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	42, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	44, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	31, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	33, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	6,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
 	10, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
-	17, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
-	22, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
-	18, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
-	20, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
-	19, // 11: torchft.RankRequest.counted:type_name -> torchft.Counted
+	19, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
+	24, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	20, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
+	22, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
+	21, // 11: torchft.RankRequest.counted:type_name -> torchft.Counted
 	7,  // 12: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
 	11, // 13: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	26, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	16, // 15: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
-	24, // 16: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
-	25, // 17: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
-	21, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	30, // 19: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	32, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	17, // 21: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	23, // 22: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	18, // 23: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	20, // 24: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	31, // 25: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	28, // 26: torchft.MemberMessage.stopped:type_name -> torchft.Step
-	29, // 27: torchft.MemberMessage.parting:type_name -> torchft.Parting
-	28, // 28: torchft.Greeting.stands:type_name -> torchft.Step
+	28, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	18, // 15: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
+	26, // 16: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
+	27, // 17: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
+	23, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	32, // 19: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	34, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	19, // 21: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	25, // 22: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	20, // 23: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	22, // 24: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	33, // 25: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	30, // 26: torchft.MemberMessage.stopped:type_name -> torchft.Step
+	31, // 27: torchft.MemberMessage.parting:type_name -> torchft.Parting
+	30, // 28: torchft.Greeting.stands:type_name -> torchft.Step
 	0,  // 29: torchft.Ask.member:type_name -> torchft.QuorumMember
-	35, // 30: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	26, // 31: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	16, // 32: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	24, // 33: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	25, // 34: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
-	36, // 35: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	28, // 36: torchft.LighthouseMessage.round:type_name -> torchft.Step
-	37, // 37: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	42, // 38: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	38, // 39: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	37, // 30: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	28, // 31: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	18, // 32: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	26, // 33: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	27, // 34: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
+	38, // 35: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	30, // 36: torchft.LighthouseMessage.round:type_name -> torchft.Step
+	39, // 37: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	44, // 38: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	40, // 39: torchft.QuorumStates.others:type_name -> torchft.PlacedState
 	2,  // 40: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
 	4,  // 41: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
 	6,  // 42: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
 	8,  // 43: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
 	10, // 44: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
 	12, // 45: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	14, // 46: torchft.RankService.Session:input_type -> torchft.RankRequest
-	27, // 47: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	39, // 48: torchft.ClusterService.Link:input_type -> torchft.Frame
-	40, // 49: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	3,  // 50: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 51: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 52: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 53: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 54: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 55: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	15, // 56: torchft.RankService.Session:output_type -> torchft.RankResponse
-	33, // 57: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	39, // 58: torchft.ClusterService.Link:output_type -> torchft.Frame
-	41, // 59: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	50, // [50:60] is the sub-list for method output_type
-	40, // [40:50] is the sub-list for method input_type
+	16, // 46: torchft.RankService.Session:input_type -> torchft.RankRequest
+	14, // 47: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
+	29, // 48: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	41, // 49: torchft.ClusterService.Link:input_type -> torchft.Frame
+	42, // 50: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	3,  // 51: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 52: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 53: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 54: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 55: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 56: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	17, // 57: torchft.RankService.Session:output_type -> torchft.RankResponse
+	15, // 58: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
+	35, // 59: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	41, // 60: torchft.ClusterService.Link:output_type -> torchft.Frame
+	43, // 61: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	51, // [51:62] is the sub-list for method output_type
+	40, // [40:51] is the sub-list for method input_type
 	40, // [40:40] is the sub-list for extension type_name
 	40, // [40:40] is the sub-list for extension extendee
 	0,  // [0:40] is the sub-list for field type_name
@@ -4151,20 +4195,19 @@ func file_torchft_proto_init() {
 		return
 	}
 	file_torchft_proto_msgTypes[7].OneofWrappers = []any{}
-	file_torchft_proto_msgTypes[14].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[16].OneofWrappers = []any{
 		(*RankRequest_Quorum)(nil),
 		(*RankRequest_ShouldCommit)(nil),
 		(*RankRequest_Cancel)(nil),
 		(*RankRequest_Suspected)(nil),
 		(*RankRequest_Progress)(nil),
 		(*RankRequest_Hello)(nil),
-		(*RankRequest_Leave)(nil),
 		(*RankRequest_Healing)(nil),
 		(*RankRequest_Recovered)(nil),
 		(*RankRequest_Counted)(nil),
 		(*RankRequest_Drain)(nil),
 	}
-	file_torchft_proto_msgTypes[15].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[17].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
 		(*RankResponse_ShouldCommit)(nil),
 		(*RankResponse_Failure)(nil),
@@ -4172,9 +4215,8 @@ func file_torchft_proto_init() {
 		(*RankResponse_MemberStalled)(nil),
 		(*RankResponse_ProgressAsked)(nil),
 		(*RankResponse_Regressed)(nil),
-		(*RankResponse_Left)(nil),
 	}
-	file_torchft_proto_msgTypes[27].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[29].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_Withdraw)(nil),
@@ -4192,7 +4234,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Changes)(nil),
 		(*MemberMessage_Drain)(nil),
 	}
-	file_torchft_proto_msgTypes[33].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[35].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
@@ -4209,7 +4251,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Call)(nil),
 		(*LighthouseMessage_Round)(nil),
 	}
-	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[38].OneofWrappers = []any{
 		(*Delivery_Whole)(nil),
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
@@ -4220,7 +4262,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   42,
+			NumMessages:   44,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

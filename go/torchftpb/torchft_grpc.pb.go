@@ -392,17 +392,19 @@ var ManagerService_ServiceDesc = grpc.ServiceDesc{
 
 const (
 	RankService_Session_FullMethodName = "/torchft.RankService/Session"
+	RankService_Leave_FullMethodName   = "/torchft.RankService/Leave"
 )
 
 // RankServiceClient is the client API for RankService service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// An addition to the upstream services. An upstream server answers UNIMPLEMENTED, and the rank calls
-// ManagerService instead.
+// An addition to the upstream services.
 type RankServiceClient interface {
 	// One stream for each rank, instead of one call for each quorum and each vote.
 	Session(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RankRequest, RankResponse], error)
+	// The group has ended its last step; answered when its peers have ended that step too.
+	Leave(ctx context.Context, in *LeaveRequest, opts ...grpc.CallOption) (*LeaveResponse, error)
 }
 
 type rankServiceClient struct {
@@ -426,15 +428,26 @@ func (c *rankServiceClient) Session(ctx context.Context, opts ...grpc.CallOption
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type RankService_SessionClient = grpc.BidiStreamingClient[RankRequest, RankResponse]
 
+func (c *rankServiceClient) Leave(ctx context.Context, in *LeaveRequest, opts ...grpc.CallOption) (*LeaveResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(LeaveResponse)
+	err := c.cc.Invoke(ctx, RankService_Leave_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // RankServiceServer is the server API for RankService service.
 // All implementations must embed UnimplementedRankServiceServer
 // for forward compatibility.
 //
-// An addition to the upstream services. An upstream server answers UNIMPLEMENTED, and the rank calls
-// ManagerService instead.
+// An addition to the upstream services.
 type RankServiceServer interface {
 	// One stream for each rank, instead of one call for each quorum and each vote.
 	Session(grpc.BidiStreamingServer[RankRequest, RankResponse]) error
+	// The group has ended its last step; answered when its peers have ended that step too.
+	Leave(context.Context, *LeaveRequest) (*LeaveResponse, error)
 	mustEmbedUnimplementedRankServiceServer()
 }
 
@@ -447,6 +460,9 @@ type UnimplementedRankServiceServer struct{}
 
 func (UnimplementedRankServiceServer) Session(grpc.BidiStreamingServer[RankRequest, RankResponse]) error {
 	return status.Error(codes.Unimplemented, "method Session not implemented")
+}
+func (UnimplementedRankServiceServer) Leave(context.Context, *LeaveRequest) (*LeaveResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Leave not implemented")
 }
 func (UnimplementedRankServiceServer) mustEmbedUnimplementedRankServiceServer() {}
 func (UnimplementedRankServiceServer) testEmbeddedByValue()                     {}
@@ -476,13 +492,36 @@ func _RankService_Session_Handler(srv interface{}, stream grpc.ServerStream) err
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type RankService_SessionServer = grpc.BidiStreamingServer[RankRequest, RankResponse]
 
+func _RankService_Leave_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(LeaveRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RankServiceServer).Leave(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RankService_Leave_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RankServiceServer).Leave(ctx, req.(*LeaveRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // RankService_ServiceDesc is the grpc.ServiceDesc for RankService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
 var RankService_ServiceDesc = grpc.ServiceDesc{
 	ServiceName: "torchft.RankService",
 	HandlerType: (*RankServiceServer)(nil),
-	Methods:     []grpc.MethodDesc{},
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "Leave",
+			Handler:    _RankService_Leave_Handler,
+		},
+	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "Session",

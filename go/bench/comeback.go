@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -14,23 +13,19 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
-	"google.golang.org/grpc"
-
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/torchftpb"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 )
 
 // comeback is the result of a benchmark in which a lighthouse with many groups is killed and restarted, and all groups reconnect at
-// once. The groups have as many connections, and the same backoff, as real managers.
+// once, as managers do (lighthouses.Member).
 type comeback struct {
 	Groups   int     `json:"groups"`
 	AwayS    float64 `json:"away_s"`    // time without a lighthouse
 	HalfMS   float64 `json:"half_ms"`   // from the moment when it listens again until half of the groups are connected
 	AllMS    float64 `json:"all_ms"`    // until all are connected
-	Attempts float64 `json:"attempts"`  // attempted streams per group since the kill
 	CPUMS    float64 `json:"cpu_ms"`    // of the lighthouse, until all are connected
 	MemoryMB float64 `json:"memory_mb"` // resident, after the reconnection
 	PeakMB   float64 `json:"peak_mb"`
@@ -38,8 +33,6 @@ type comeback struct {
 
 // returning has groups that each keep a stream open, and open a new one when it breaks.
 type returning struct {
-	attempts atomic.Int64
-
 	mu      sync.Mutex
 	in      int         // groups that are connected
 	since   []time.Time // when each group was connected after the last forget
@@ -78,42 +71,23 @@ func (r *returning) forget() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.since = nil
-	r.attempts.Store(0)
 }
 
-// attend keeps a group's stream open, with a manager's backoff.
-func (r *returning) attend(ctx context.Context, conn *grpc.ClientConn, replicaID string) {
-	stub := torchftpb.NewMemberServiceClient(conn)
-	for failed := 0; ctx.Err() == nil; {
-		if r.stream(ctx, stub, replicaID) {
-			failed = 0
+// attend keeps a group's stream open.
+func (r *returning) attend(ctx context.Context, group *lighthouses.Member) {
+	for failed := 1; ctx.Err() == nil; failed++ {
+		in := false
+		_ = group.Attend(ctx, heartbeatInterval, func() {
+			if !in {
+				in, failed = true, 0
+				r.came(1)
+			}
+		})
+		if in {
+			r.came(-1)
 		}
-		failed++
-		select {
-		case <-ctx.Done():
-		case <-time.After(rpc.RetryBackoff.Wait(failed, rand.Float64())):
-		}
+		rpc.Pause(ctx, failed)
 	}
-}
-
-func (r *returning) stream(ctx context.Context, stub torchftpb.MemberServiceClient, replicaID string) (welcomed bool) {
-	r.attempts.Add(1)
-	wire, err := stub.Attend(ctx)
-	if err != nil {
-		return false
-	}
-	err = wire.Send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: replicaID}}})
-	for err == nil {
-		var m *torchftpb.LighthouseMessage
-		if m, err = wire.Recv(); m.GetWelcome() != nil && !welcomed {
-			welcomed = true
-			r.came(1)
-		}
-	}
-	if welcomed {
-		r.came(-1)
-	}
-	return welcomed
 }
 
 // measureComeback kills and restarts a lighthouse. The command is completed by --bind and a few other options.
@@ -130,26 +104,21 @@ func measureComeback(ctx context.Context, command string, groups int, away time.
 	}
 	defer func() { first.end() }()
 	r := &returning{changed: make(chan struct{})}
-	conns := make([]*grpc.ClientConn, groups)
+	members := make([]*lighthouses.Member, groups)
 	attending, stop := context.WithCancel(ctx)
 	var all sync.WaitGroup
 	defer func() {
 		stop()
-		for _, conn := range conns {
-			if conn != nil {
-				_ = conn.Close()
-			}
-		}
 		all.Wait()
 	}()
 	if err := inParallel(groups, func(i int) (err error) {
-		conns[i], err = rpc.Dial(ctx, nil, "lighthouse", "http://"+bind, requestTimeout)
+		members[i], err = lighthouses.Join(ctx, "http://"+bind, newMember(i).GetReplicaId(), requestTimeout, rpc.Dialing{})
 		return err
 	}); err != nil {
 		return c, err
 	}
-	for i, conn := range conns {
-		all.Go(func() { r.attend(attending, conn, newMember(i).GetReplicaId()) })
+	for _, member := range members {
+		all.Go(func() { r.attend(attending, member) })
 	}
 	if err := r.wait(ctx, groups); err != nil {
 		return c, err
@@ -174,10 +143,9 @@ func measureComeback(ctx context.Context, command string, groups int, away time.
 	slices.SortFunc(r.since, time.Time.Compare)
 	return comeback{
 		Groups: groups, AwayS: away.Seconds(),
-		HalfMS:   milliseconds(r.since[len(r.since)/2].Sub(listens)),
-		AllMS:    milliseconds(r.since[len(r.since)-1].Sub(listens)),
-		Attempts: float64(r.attempts.Load()) / float64(groups),
-		CPUMS:    milliseconds(used.cpu), MemoryMB: used.memoryMB, PeakMB: used.peakMB,
+		HalfMS: milliseconds(r.since[len(r.since)/2].Sub(listens)),
+		AllMS:  milliseconds(r.since[len(r.since)-1].Sub(listens)),
+		CPUMS:  milliseconds(used.cpu), MemoryMB: used.memoryMB, PeakMB: used.peakMB,
 	}, nil
 }
 

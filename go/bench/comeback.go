@@ -77,7 +77,7 @@ func (r *returning) forget() {
 func (r *returning) attend(ctx context.Context, group *lighthouses.Member) {
 	for failed := 1; ctx.Err() == nil; failed++ {
 		in := false
-		_ = group.Attend(ctx, heartbeatInterval, func() {
+		_ = group.Attend(ctx, time.Second, func() {
 			if !in {
 				in, failed = true, 0
 				r.came(1)
@@ -102,7 +102,7 @@ func measureComeback(ctx context.Context, command string, groups int, away time.
 	if err != nil {
 		return c, err
 	}
-	defer func() { first.end() }()
+	defer end(first)
 	r := &returning{changed: make(chan struct{})}
 	members := make([]*lighthouses.Member, groups)
 	attending, stop := context.WithCancel(ctx)
@@ -124,7 +124,7 @@ func measureComeback(ctx context.Context, command string, groups int, away time.
 		return c, err
 	}
 
-	first.end()
+	end(first)
 	if err := r.wait(ctx, 0); err != nil {
 		return c, err
 	}
@@ -134,12 +134,12 @@ func measureComeback(ctx context.Context, command string, groups int, away time.
 	if err != nil {
 		return c, err
 	}
-	defer second.end()
+	defer end(second)
 	listens := time.Now()
 	if err := r.wait(ctx, groups); err != nil {
 		return c, err
 	}
-	used := usage(second.pid())
+	used := usage(second.Process.Pid)
 	slices.SortFunc(r.since, time.Time.Compare)
 	return comeback{
 		Groups: groups, AwayS: away.Seconds(),
@@ -157,24 +157,14 @@ func freePort() (bind string, err error) {
 	return lis.Addr().String(), lis.Close()
 }
 
-// running is the process of a lighthouse.
-type running struct {
-	command *exec.Cmd
-	ended   sync.Once
-}
-
-func (r *running) pid() int { return r.command.Process.Pid }
-
-// end kills the process with SIGKILL, and waits for it.
-func (r *running) end() {
-	r.ended.Do(func() {
-		_ = r.command.Process.Kill()
-		_ = r.command.Wait()
-	})
+// end kills a process with SIGKILL, and waits for it.
+func end(process *exec.Cmd) {
+	_ = process.Process.Kill()
+	_ = process.Wait()
 }
 
 // startLighthouse returns when the process has printed that it listens.
-func startLighthouse(ctx context.Context, command, bind string, groups int) (*running, error) {
+func startLighthouse(ctx context.Context, command, bind string, groups int) (*exec.Cmd, error) {
 	args := append(strings.Fields(command), "--bind", bind, "--min_replicas", strconv.Itoa(groups), "--state_dir", "")
 	c := exec.CommandContext(ctx, args[0], args[1:]...)
 	c.Stderr = os.Stderr
@@ -190,7 +180,7 @@ func startLighthouse(ctx context.Context, command, bind string, groups int) (*ru
 		_ = c.Process.Kill()
 		return nil, errors.Join(fmt.Errorf("%q does not listen: its output was %q", command, line), err, c.Wait())
 	}
-	return &running{command: c}, nil
+	return c, nil
 }
 
 func printComeback(s settings) error {

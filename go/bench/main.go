@@ -47,7 +47,7 @@ func parse(args []string) (s settings, err error) {
 	flags.IntVar(&s.groups, "groups", 100, "number of groups")
 	flags.IntVar(&s.rounds, "rounds", 20, "how many rounds to measure, after one that is not")
 	flags.DurationVar(&s.limit, "limit", time.Minute, "after this time no further round begins")
-	flags.DurationVar(&s.idle, "idle", 0, "how long to measure the cost of heartbeats; 0: not at all")
+	flags.DurationVar(&s.idle, "idle", 0, "how long to measure the cost of heartbeats of kind ours; 0: not at all")
 	flags.IntVar(&s.pid, "pid", 0, "process of the lighthouse, to measure its time and memory; 0: not at all")
 	flags.StringVar(&s.comeback, "comeback", "", "command of a lighthouse to kill and to start again, in place of -lighthouse")
 	flags.DurationVar(&s.away, "away", 2*time.Second, "time between its end and its restart")
@@ -63,6 +63,8 @@ func parse(args []string) (s settings, err error) {
 		return s, fmt.Errorf("-kind is %q: it must be one of %s", s.kind, strings.Join(kindNames(), ", "))
 	case s.groups < 1:
 		return s, fmt.Errorf("-groups is %d: it must be at least 1", s.groups)
+	case s.idle > 0 && s.kind != "ours":
+		return s, fmt.Errorf("-idle is %s: groups of kind %s send no heartbeats here", s.idle, s.kind)
 	case s.rounds < 1:
 		return s, fmt.Errorf("-rounds is %d: it must be at least 1", s.rounds)
 	}

@@ -25,8 +25,6 @@ type group interface {
 	keep()
 	// check decodes the last answer.
 	check() (members int, steps int64)
-	// alive sends a heartbeat, and returns the time until the next one is due.
-	alive(ctx context.Context) (time.Duration, error)
 	close()
 }
 
@@ -95,9 +93,9 @@ func measure(ctx context.Context, s settings) (result, error) {
 	r.FastestMS, r.RoundMS, r.SlowestMS = milliseconds(all[0]), milliseconds(all[len(all)/2]), milliseconds(all[len(all)-1])
 	if s.idle > 0 {
 		r.IdleSeconds = s.idle.Seconds()
-		r.IdleCPU, err = idle(ctx, groups, s)
+		r.IdleCPU = idle(s)
 	}
-	return r, err
+	return r, nil
 }
 
 func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
@@ -167,36 +165,10 @@ func round(groups []group, step int64) (took time.Duration, bytes int64, err err
 	return took, received.Load(), nil
 }
 
-// idle lets the groups send heartbeats only, and returns the cores that the lighthouse uses for that.
-func idle(ctx context.Context, groups []group, s settings) (cores float64, err error) {
-	ctx, cancel := context.WithCancel(ctx)
-	var all sync.WaitGroup
-	failed := make(chan error, len(groups))
-	for i, g := range groups {
-		all.Go(func() {
-			pause := time.Duration(i) * time.Second / time.Duration(len(groups)) // so that they are spread over a second
-			for {
-				select {
-				case <-ctx.Done():
-					return
-				case <-time.After(pause):
-				}
-				var err error
-				if pause, err = g.alive(ctx); err != nil {
-					if ctx.Err() == nil {
-						failed <- err
-					}
-					return
-				}
-			}
-		})
-	}
+// idle returns the cores that the lighthouse uses while the groups send only heartbeats, as those of kind ours do by themselves.
+func idle(s settings) (cores float64) {
 	time.Sleep(2 * time.Second) // until the heartbeats are spread over time
 	before, start := usage(s.pid), time.Now()
 	time.Sleep(s.idle)
-	after, took := usage(s.pid), time.Since(start)
-	cancel()
-	all.Wait()
-	close(failed)
-	return float64(after.cpu-before.cpu) / float64(took), <-failed
+	return float64(usage(s.pid).cpu-before.cpu) / float64(time.Since(start))
 }

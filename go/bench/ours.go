@@ -175,9 +175,6 @@ func (o *ours) check() (members int, steps int64) {
 	return len(q.Members), steps
 }
 
-// alive does nothing: speak sends the heartbeats.
-func (o *ours) alive(context.Context) (time.Duration, error) { return time.Hour, nil }
-
 func (o *ours) close() {
 	close(o.done)
 	o.cancel()

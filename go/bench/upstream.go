@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/encoding"
@@ -14,10 +13,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// heartbeatInterval is the interval between heartbeats of upstream managers.
-const heartbeatInterval = 100 * time.Millisecond
-
-// upstream is a group that makes a call for each quorum and each heartbeat, as the upstream manager does.
+// upstream is a group that makes a call for each quorum, as the upstream manager does.
 type upstream struct {
 	conn    *grpc.ClientConn
 	request *torchftpb.LighthouseQuorumRequest
@@ -78,12 +74,6 @@ func (s *upstream) check() (members int, steps int64) {
 		steps += m.GetStep()
 	}
 	return len(answer.GetQuorum().GetParticipants()), steps
-}
-
-func (s *upstream) alive(ctx context.Context) (time.Duration, error) {
-	_, err := torchftpb.NewLighthouseServiceClient(s.conn).
-		Heartbeat(ctx, &torchftpb.LighthouseHeartbeatRequest{ReplicaId: s.request.GetRequester().GetReplicaId()})
-	return heartbeatInterval, err
 }
 
 func (s *upstream) close() { _ = s.conn.Close() }

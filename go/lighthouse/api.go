@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -100,9 +101,13 @@ func ask[B body](s *Server, what string, follow func(http.ResponseWriter, *http.
 			return
 		}
 		s.guarded(what, refuse, func(w http.ResponseWriter, r *http.Request) {
-			b, code, err := readBody[B](w, r)
+			var b B
+			code, err := readBody(w, r, b.want(), &b)
+			if err == nil {
+				code, err = http.StatusBadRequest, b.check()
+			}
 			if err != nil {
-				dashboard.Refuse(w, code, err)
+				dashboard.Refuse(w, code, errors.New(rpc.Message(err)))
 				return
 			}
 			follow(w, r, b)
@@ -110,25 +115,27 @@ func ask[B body](s *Server, what string, follow func(http.ResponseWriter, *http.
 	}
 }
 
-// readBody reads the body of a request. If it returns an error, code is the HTTP status of the refusal.
-func readBody[B body](w http.ResponseWriter, r *http.Request) (b B, code int, err error) {
-	want := "; wanted: " + b.want()
-	decoder := json.NewDecoder(http.MaxBytesReader(w, r.Body, mostBody))
-	decoder.DisallowUnknownFields()
-	err = decoder.Decode(&b)
+// readBody reads the body of a request to its end: before that, net/http does not notice that the connection has broken. If it returns
+// an error, code is the HTTP status of the refusal. want is an example for the error.
+func readBody(w http.ResponseWriter, r *http.Request, want string, to any) (code int, err error) {
+	want = "; wanted: " + want
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, mostBody))
 	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
-		return b, http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
+		return http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
 	}
+	if err != nil {
+		return http.StatusBadRequest, fmt.Errorf("the body was not read: %w", err)
+	}
+	decoder := json.NewDecoder(bytes.NewReader(body))
+	decoder.DisallowUnknownFields()
+	err = decoder.Decode(to)
 	switch {
 	case errors.Is(err, io.EOF):
-		return b, http.StatusBadRequest, errors.New("there is no body" + want)
+		return http.StatusBadRequest, errors.New("there is no body" + want)
 	case err != nil:
-		return b, http.StatusBadRequest, fmt.Errorf("the body is not understood: %s%s", strings.TrimPrefix(err.Error(), "json: "), want)
+		return http.StatusBadRequest, fmt.Errorf("the body is not understood: %s%s", strings.TrimPrefix(err.Error(), "json: "), want)
 	case decoder.More():
-		return b, http.StatusBadRequest, errors.New("there is more than one value in the body" + want)
+		return http.StatusBadRequest, errors.New("there is more than one value in the body" + want)
 	}
-	if err := b.check(); err != nil {
-		return b, http.StatusBadRequest, errors.New(rpc.Message(err))
-	}
-	return b, 0, nil
+	return 0, nil
 }

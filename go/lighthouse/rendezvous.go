@@ -1,13 +1,9 @@
 package lighthouse
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
-	"fmt"
-	"io"
 	"net/http"
 	"time"
 
@@ -55,8 +51,8 @@ func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New("too many connections are open (max_connections)"))
 		return
 	}
-	request, code, err := readRendezvous(w, r)
-	if err != nil {
+	var request rendezvous.Request
+	if code, err := readBody(w, r, "a request of torchft/dlrover/rendezvous.py", &request); err != nil {
 		dashboard.Refuse(w, code, err)
 		return
 	}
@@ -87,23 +83,6 @@ var rendezvousCodes = map[codes.Code]int{
 	codes.AlreadyExists:   http.StatusConflict,
 	codes.Unavailable:     http.StatusServiceUnavailable,
 	codes.Internal:        http.StatusInternalServerError,
-}
-
-// readRendezvous reads the body to its end: before that, net/http does not notice that the connection has broken.
-func readRendezvous(w http.ResponseWriter, r *http.Request) (request rendezvous.Request, code int, err error) {
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, mostBody))
-	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
-		return request, http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes", mostBody)
-	}
-	if err != nil {
-		return request, http.StatusBadRequest, fmt.Errorf("the body was not read: %w", err)
-	}
-	decoder := json.NewDecoder(bytes.NewReader(body))
-	decoder.DisallowUnknownFields()
-	if err := decoder.Decode(&request); err != nil {
-		return request, http.StatusBadRequest, fmt.Errorf("the body is not understood: %w", err)
-	}
-	return request, 0, nil
 }
 
 // attend handles a request of a node, and returns the answer when the rendezvous changes or ctx ends. alive ends with the node's

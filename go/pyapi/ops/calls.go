@@ -38,18 +38,14 @@ func (c *Calls[K]) Start(call K, prepared int64, numbers [Numbers]int64) {
 		c.end(call, nil, err)
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	c.mu.Lock()
-	c.cancel[call] = cancel
-	c.mu.Unlock()
-	go func() {
-		value, err := guarded(ctx, work)
+	defer c.mu.Unlock()
+	c.cancel[call] = run(timeout, work, func(value any, err error) {
 		c.mu.Lock()
 		delete(c.cancel, call) // before the end: the caller may use the same key again
 		c.mu.Unlock()
-		cancel()
 		c.end(call, value, err)
-	}()
+	})
 }
 
 // Cancel cancels a call that has not ended. Its end is still reported by a call of end.
@@ -67,9 +63,4 @@ func prepare(do Prepared, numbers [Numbers]int64) (timeout time.Duration, work f
 	defer Guard(&err)
 	timeout, work = do(numbers)
 	return timeout, work, nil
-}
-
-func guarded(ctx context.Context, work func(context.Context) (any, error)) (value any, err error) {
-	defer Guard(&err)
-	return work(ctx)
 }

@@ -23,25 +23,31 @@ type op struct {
 // Start runs work on its own goroutine and returns the handle of the operation. A result that is not taken is closed if it has a
 // Close, so that a cancelled constructor leaves nothing behind.
 func Start(timeout time.Duration, work func(context.Context) (any, error)) int64 {
-	ctx, cancel := context.WithTimeout(context.Background(), timeout)
-	o := &op{done: make(chan struct{}), cancel: cancel}
+	o := &op{done: make(chan struct{})}
 	handle := Put(o)
-	go func() {
-		defer cancel()
-		defer o.end()
-		defer Guard(&o.err)
-		value, err := work(ctx)
-		if err != nil {
-			value = nil // it may be a typed nil, which Close would treat as an object
-		}
-		o.value, o.err = value, err
-	}()
+	o.cancel = run(timeout, work, o.end)
 	return handle
 }
 
-func (o *op) end() {
+// run runs work on a goroutine of its own, and passes its result, or its panic as an error, to end.
+func run(timeout time.Duration, work func(context.Context) (any, error), end func(value any, err error)) context.CancelFunc {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	go func() {
+		defer cancel()
+		end(func() (value any, err error) {
+			defer Guard(&err)
+			return work(ctx)
+		}())
+	}()
+	return cancel
+}
+
+func (o *op) end(value any, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if o.err = err; err == nil { // otherwise the value may be a typed nil, which Close would treat as an object
+		o.value = value
+	}
 	close(o.done)
 	if o.notify != nil {
 		o.notify()

@@ -106,14 +106,13 @@ func (f *Feed) Advanced(step int64, groups int, now time.Time) {
 // Run looks at the job until stop is closed, and sends changes to viewers. It looks without viewers too, every lookUnseen: the rows show
 // since when each member is in its state.
 func (f *Feed) Run(stop <-chan struct{}) {
-	ticker := time.NewTicker(lookEvery)
-	defer ticker.Stop()
+	ticks := time.Tick(lookEvery)
 	for {
 		select {
 		case <-stop:
 			f.close()
 			return
-		case <-ticker.C:
+		case <-ticks:
 			if f.due() {
 				f.look()
 			}

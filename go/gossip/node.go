@@ -195,16 +195,14 @@ func (n *Node) News(ctx context.Context) (agree.News, error) {
 			}
 		}
 		n.mu.Unlock()
-		again := time.NewTimer(wait)
 		select {
 		case <-changed:
-		case <-again.C:
+		case <-time.After(wait):
 		case <-ctx.Done():
 			return agree.News{}, ctx.Err()
 		case <-n.ctx.Done():
 			return agree.News{}, ErrClosed
 		}
-		again.Stop()
 	}
 }
 
@@ -256,13 +254,12 @@ func (n *Node) step(happens func(m *agree.Machine)) {
 // this member's note: end announces the last note after background has ended.
 func (n *Node) background() {
 	defer close(n.run)
-	ticker := time.NewTicker(tick)
-	defer ticker.Stop()
+	ticks := time.Tick(tick)
 	reconnected := time.Now()
 	for {
 		select {
 		case <-n.wake:
-		case <-ticker.C:
+		case <-ticks:
 		case <-n.ctx.Done():
 			return
 		}

@@ -99,13 +99,12 @@ func (s *Server) joinCluster() (*cluster, error) {
 
 // follow begins and ends the jobs of this lighthouse as it becomes the leader and ceases to be it, until the server ends.
 func (c *cluster) follow() {
-	look := time.NewTicker(leaderPoll)
-	defer look.Stop()
+	look := time.Tick(leaderPoll)
 	for {
 		select {
 		case lead := <-c.node.Leadership():
 			c.lead(lead)
-		case <-look.C:
+		case <-look:
 			c.toLeader() // ends the calls and requests that wait for a former leader
 		case <-c.server.stop:
 			return

@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -169,12 +170,7 @@ func (c Config) withDefaults() Config {
 	if c.Hostname == "" {
 		c.Hostname = ownHostname()
 	}
-	if c.Logger == nil {
-		c.Logger = slog.Default()
-	}
-	if c.Network == nil {
-		c.Network = rpc.TCP
-	}
+	c.Logger, c.Network = cmp.Or(c.Logger, slog.Default()), cmp.Or(c.Network, rpc.TCP)
 	if c.disk.read == nil {
 		c.disk = disk{readStates, writeFile}
 	}

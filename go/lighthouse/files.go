@@ -55,11 +55,9 @@ func openFiles(dir string, log *slog.Logger, disk disk, restore func(states map[
 		f.mu.Unlock()
 		restore(states)
 	})
-	late := time.NewTimer(diskTime)
-	defer late.Stop()
 	select {
 	case <-read:
-	case <-late.C:
+	case <-time.After(diskTime):
 		log.Warn("torchft: the states of the jobs on disk were not read, since the disk does not answer; the jobs begin without them", "state_dir", dir, "waited", diskTime)
 	}
 	return f

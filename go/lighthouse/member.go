@@ -127,12 +127,10 @@ func greetingOf(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb
 		defer rpc.Recovered(log, "a greeting", &r.err)
 		r.message, r.err = wire.Recv()
 	}()
-	timer := time.NewTimer(greetingTimeout)
-	defer timer.Stop()
 	var r received
 	select {
 	case r = <-first:
-	case <-timer.C:
+	case <-time.After(greetingTimeout):
 		return nil, status.Errorf(codes.DeadlineExceeded, "a member's stream has no greeting after %s", greetingTimeout)
 	}
 	if r.err != nil {

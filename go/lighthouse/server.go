@@ -151,13 +151,12 @@ func (s *Server) Shutdown() {
 var errShutdown = status.Error(codes.Unavailable, "the lighthouse is shutting down")
 
 func (s *Server) tick() {
-	ticker := time.NewTicker(s.cfg.QuorumTick)
-	defer ticker.Stop()
+	ticks := time.Tick(s.cfg.QuorumTick)
 	for {
 		select {
 		case <-s.stop:
 			return
-		case now := <-ticker.C:
+		case now := <-ticks:
 			if s.confirm() != nil {
 				continue
 			}

@@ -53,10 +53,8 @@ func open(streams []*stream) bool {
 
 // spoke waits for a message on one of the streams, until checkTime is over or all of them have broken.
 func (j *job) spoke(streams []*stream, before []int64) bool {
-	deadline := time.NewTimer(checkTime)
-	defer deadline.Stop()
-	look := time.NewTicker(checkTime / 200)
-	defer look.Stop()
+	deadline := time.After(checkTime)
+	look := time.Tick(checkTime / 200)
 	for {
 		for i, one := range streams {
 			if one.received.Load() != before[i] {
@@ -67,8 +65,8 @@ func (j *job) spoke(streams []*stream, before []int64) bool {
 			return false
 		}
 		select {
-		case <-look.C:
-		case <-deadline.C:
+		case <-look:
+		case <-deadline:
 			return false
 		case <-j.stop:
 			return true // the lighthouse shuts down: the member must not count as failed for that

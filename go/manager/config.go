@@ -99,11 +99,6 @@ func (c ServerConfig) withDefaults() ServerConfig {
 	if c.Exit == nil {
 		c.Exit = os.Exit
 	}
-	if c.Logger == nil {
-		c.Logger = slog.Default()
-	}
-	if c.Network == nil {
-		c.Network = rpc.TCP
-	}
+	c.Logger, c.Network = cmp.Or(c.Logger, slog.Default()), cmp.Or(c.Network, rpc.TCP)
 	return c
 }

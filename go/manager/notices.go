@@ -53,19 +53,17 @@ func (s *Server) handleNotice(notice membership.Notice) {
 
 // answerProgress waits until the ranks have answered, or answerTime is over, and sends the lighthouse their progress.
 func (s *Server) answerProgress() {
-	deadline := time.NewTimer(answerTime)
-	defer deadline.Stop()
-	look := time.NewTicker(answerTime / 20)
-	defer look.Stop()
+	deadline := time.After(answerTime)
+	look := time.Tick(answerTime / 20)
 	for {
 		s.mu.Lock()
 		p, complete := s.machine.Progress(time.Now())
 		s.mu.Unlock()
 		if !complete {
 			select {
-			case <-look.C:
+			case <-look:
 				continue
-			case <-deadline.C:
+			case <-deadline:
 			case <-s.ctx.Done():
 				return
 			}

@@ -17,10 +17,8 @@ func ProbeStart(outcome string, delayUs, timeoutUs int64) (op int64, err error) 
 		panic("probe")
 	}
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
-		timer := time.NewTimer(micros(delayUs))
-		defer timer.Stop()
 		select {
-		case <-timer.C:
+		case <-time.After(micros(delayUs)):
 		case <-ctx.Done():
 			return nil, ops.As(ops.Timeout, ctx.Err())
 		}

@@ -68,13 +68,12 @@ func isNotFound(err error) bool { return err.Error() == errNotFound.Error() }
 // await counts time in parts, so that a process that was stopped does not take its disk for a hanging one.
 func (d *disk) await(done <-chan error) error {
 	const parts = 8
-	tick := time.NewTicker(d.limit / parts)
-	defer tick.Stop()
+	tick := time.Tick(d.limit / parts)
 	for range parts {
 		select {
 		case err := <-done:
 			return err
-		case <-tick.C:
+		case <-tick:
 		}
 	}
 	return fmt.Errorf("timed out after %s: the disk does not answer", d.limit)

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/hashicorp/raft"
+
+	"github.com/torchft/torchft/go/internal/rpc"
 )
 
 // A lighthouse's name in Raft has its address and its instance.
@@ -25,14 +27,12 @@ func addressOf[T ~string](name T) string {
 
 // layer is the raft.StreamLayer of a node: connections that begin with a handshake.
 type layer struct {
-	name     string
-	links    Links
-	timeout  time.Duration
-	cluster  func() string // the id of the node's cluster, empty if it knows none yet
-	refused  func(peer string, err error)
-	incoming chan net.Conn
-	closed   chan struct{}
-	closing  sync.Once
+	*rpc.Queue // of connections whose handshake has ended
+	name       string
+	links      Links
+	timeout    time.Duration
+	cluster    func() string // the id of the node's cluster, empty if it knows none yet
+	refused    func(peer string, err error)
 	// Nothing is accepted before this time, a lease after the start: until then a leader may rely on what this node confirmed before its
 	// restart, of which it knows nothing when another node asks for its vote.
 	opens time.Time
@@ -53,26 +53,16 @@ const maxHello = 4 << 10
 
 var errCut = errors.New("this lighthouse takes no part in the cluster any more")
 
-func (l *layer) Addr() net.Addr { return named(l.name) }
-func (n named) Network() string { return "torchft" }
-func (n named) String() string  { return string(n) }
-
+// named is the net.Addr of a lighthouse.
 type named string
 
-func (l *layer) Accept() (net.Conn, error) {
-	select {
-	case conn := <-l.incoming:
-		return conn, nil
-	case <-l.closed:
-		return nil, net.ErrClosed
-	}
-}
+func (n named) Network() string { return "torchft" }
+func (n named) String() string  { return string(n) }
 
 // Close ends all connections, and Accept.
 func (l *layer) Close() error {
 	l.stop()
-	l.closing.Do(func() { close(l.closed) })
-	return nil
+	return l.Queue.Close()
 }
 
 // stop ends all connections for good. When it returns, nothing is sent any more.
@@ -172,7 +162,7 @@ func (l *layer) accept(conn net.Conn) {
 	if err == nil {
 		select {
 		case <-time.After(time.Until(l.opens)):
-		case <-l.closed:
+		case <-l.Closed():
 		}
 		err = l.check(h)
 		answer := ""
@@ -189,14 +179,8 @@ func (l *layer) accept(conn net.Conn) {
 		return
 	}
 	_ = conn.SetDeadline(time.Time{})
-	held, err := l.hold(conn)
-	if err != nil {
-		return
-	}
-	select {
-	case l.incoming <- held:
-	case <-l.closed:
-		_ = held.Close()
+	if held, err := l.hold(conn); err == nil {
+		l.Put(held)
 	}
 }
 

@@ -126,13 +126,12 @@ func (n *Node) Leader() (address string, since time.Time) {
 
 // watchPauses notices pauses of the process: it was stopped, or its host suspended.
 func (n *Node) watchPauses() {
-	tick := time.NewTicker(n.cfg.Timing.Lease / 5)
-	defer tick.Stop()
+	tick := time.Tick(n.cfg.Timing.Lease / 5)
 	for {
 		select {
 		case <-n.ctx.Done():
 			return
-		case <-tick.C:
+		case <-tick:
 			n.mu.Lock()
 			n.look(clock.Now())
 			n.mu.Unlock()

@@ -1,6 +1,7 @@
 package replica
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -26,10 +27,7 @@ type Dialer struct {
 
 // NewDialer returns a Dialer. A nil network is TCP.
 func NewDialer(security auth.Security, network rpc.Network) *Dialer {
-	if network == nil {
-		network = rpc.TCP
-	}
-	return &Dialer{security: security, network: network, conns: map[string]*grpc.ClientConn{}}
+	return &Dialer{security: security, network: cmp.Or(network, rpc.TCP), conns: map[string]*grpc.ClientConn{}}
 }
 
 func (d *Dialer) client(address string) (torchftpb.ClusterServiceClient, error) {

@@ -1,6 +1,7 @@
 package replica
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -90,9 +91,7 @@ func prepare(cfg Config) (*Node, error) {
 	}
 	cfg.Cluster = slices.Sorted(slices.Values(cfg.Cluster))
 	cfg.Timing = cfg.Timing.withDefaults()
-	if cfg.Logger == nil {
-		cfg.Logger = slog.Default()
-	}
+	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
 	n := &Node{
 		cfg: cfg, log: cfg.Logger, leads: make(chan Lead, 1), began: time.Now(), since: time.Now(), shut: make(chan struct{}), warned: map[string]string{}, silent: map[string]int{},
 		leading: leading{last: clock.Now()},
@@ -104,8 +103,9 @@ func prepare(cfg Config) (*Node, error) {
 	}
 	n.name = nameOf(cfg.Self, n.identity.Instance)
 	n.layer = &layer{
-		name: n.name, links: cfg.Links, timeout: cfg.Timing.Call, cluster: func() string { return n.Identity().Cluster }, refused: n.refused,
-		incoming: make(chan net.Conn), closed: make(chan struct{}), conns: map[*layered]struct{}{}, opens: time.Now().Add(cfg.Timing.Lease),
+		Queue: rpc.NewQueue(named(n.name)),
+		name:  n.name, links: cfg.Links, timeout: cfg.Timing.Call, cluster: func() string { return n.Identity().Cluster }, refused: n.refused,
+		conns: map[*layered]struct{}{}, opens: time.Now().Add(cfg.Timing.Lease),
 	}
 	return n, nil
 }
@@ -236,12 +236,10 @@ func within(limit time.Duration, f func()) bool {
 		defer close(done)
 		f()
 	}()
-	late := time.NewTimer(limit)
-	defer late.Stop()
 	select {
 	case <-done:
 		return true
-	case <-late.C:
+	case <-time.After(limit):
 		return false
 	}
 }

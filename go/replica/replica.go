@@ -1,6 +1,7 @@
 package replica
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -34,14 +35,10 @@ type Timing struct {
 }
 
 func (t Timing) withDefaults() Timing {
-	for _, d := range []struct {
-		to    *time.Duration
-		value time.Duration
-	}{{&t.Election, 300 * time.Millisecond}, {&t.Lease, 200 * time.Millisecond}, {&t.Call, time.Second}, {&t.Disk, 2 * time.Second}} {
-		if *d.to == 0 {
-			*d.to = d.value
-		}
-	}
+	t.Election = cmp.Or(t.Election, 300*time.Millisecond)
+	t.Lease = cmp.Or(t.Lease, 200*time.Millisecond)
+	t.Call = cmp.Or(t.Call, time.Second)
+	t.Disk = cmp.Or(t.Disk, 2*time.Second)
 	return t
 }
 

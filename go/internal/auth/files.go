@@ -46,11 +46,9 @@ func watch[T any](log *slog.Logger, paths []string, read func() (T, error)) (*Wa
 // Get returns the value. It checks the files for changes at most once per statEvery.
 func (w *Watched[T]) Get() T {
 	if checking := w.begin(); checking != nil {
-		late := time.NewTimer(diskTime)
-		defer late.Stop()
 		select {
 		case <-checking:
-		case <-late.C:
+		case <-time.After(diskTime):
 		}
 	}
 	w.mu.Lock()

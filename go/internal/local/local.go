@@ -3,6 +3,7 @@
 package local
 
 import (
+	"cmp"
 	"context"
 	"sync"
 
@@ -45,10 +46,7 @@ type place struct {
 }
 
 func at(network rpc.Network, address string) place {
-	if network == nil {
-		network = rpc.TCP
-	}
-	return place{network, address}
+	return place{cmp.Or(network, rpc.TCP), address}
 }
 
 // Register lets clients in this process call the server at an address directly, until unregister is called. connect returns

@@ -130,10 +130,8 @@ func (w *Writer) Flush(timeout time.Duration) {
 	if idle == nil {
 		return
 	}
-	late := time.NewTimer(timeout)
-	defer late.Stop()
 	select {
 	case <-idle:
-	case <-late.C:
+	case <-time.After(timeout):
 	}
 }

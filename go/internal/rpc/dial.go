@@ -1,6 +1,7 @@
 package rpc
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -80,9 +81,7 @@ func prepare(s auth.Security, network Network, what, address string) (*grpc.Clie
 	if err != nil {
 		return nil, nil, status.Error(codes.InvalidArgument, err.Error())
 	}
-	if network == nil {
-		network = TCP
-	}
+	network = cmp.Or(network, TCP)
 	protected, err := s.Open(slog.Default())
 	if err != nil {
 		return nil, nil, status.Error(codes.InvalidArgument, err.Error())

@@ -14,14 +14,14 @@ const preface = "PRI * HTTP/2.0"
 // reads these on a separate goroutine for each connection, for at most sniffTimeout. So a silent connection delays no other one.
 type splitter struct {
 	lis        net.Listener
-	grpc, http *queue
+	grpc, http *Queue
 
 	mu       sync.Mutex
 	sniffing map[net.Conn]struct{} // nil once closed
 }
 
 func newSplitter(lis net.Listener) *splitter {
-	return &splitter{lis: lis, grpc: newQueue(lis.Addr()), http: newQueue(lis.Addr()), sniffing: map[net.Conn]struct{}{}}
+	return &splitter{lis: lis, grpc: NewQueue(lis.Addr()), http: NewQueue(lis.Addr()), sniffing: map[net.Conn]struct{}{}}
 }
 
 func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
@@ -62,9 +62,9 @@ func (s *splitter) sniff(conn net.Conn) {
 	case err != nil:
 		_ = conn.Close()
 	case isGRPC:
-		s.grpc.put(&prefixConn{Conn: conn, prefix: start})
+		s.grpc.Put(&prefixConn{Conn: conn, prefix: start})
 	default:
-		s.http.put(&prefixConn{Conn: conn, prefix: start})
+		s.http.Put(&prefixConn{Conn: conn, prefix: start})
 	}
 }
 
@@ -119,19 +119,21 @@ func (s *splitter) close() {
 	}
 }
 
-// queue is a listener whose connections are passed to it by put.
-type queue struct {
+// Queue is a listener whose connections are passed to it by Put.
+type Queue struct {
 	addr  net.Addr
 	conns chan net.Conn
 	done  chan struct{}
 	once  sync.Once
 }
 
-func newQueue(addr net.Addr) *queue {
-	return &queue{addr: addr, conns: make(chan net.Conn), done: make(chan struct{})}
+// NewQueue returns a listener with an address.
+func NewQueue(addr net.Addr) *Queue {
+	return &Queue{addr: addr, conns: make(chan net.Conn), done: make(chan struct{})}
 }
 
-func (q *queue) put(conn net.Conn) {
+// Put passes a connection to Accept, and closes it if the listener is closed.
+func (q *Queue) Put(conn net.Conn) {
 	select {
 	case q.conns <- conn:
 	case <-q.done:
@@ -139,7 +141,8 @@ func (q *queue) put(conn net.Conn) {
 	}
 }
 
-func (q *queue) Accept() (net.Conn, error) {
+// Accept returns the next connection.
+func (q *Queue) Accept() (net.Conn, error) {
 	select {
 	case conn := <-q.conns:
 		return conn, nil
@@ -148,12 +151,17 @@ func (q *queue) Accept() (net.Conn, error) {
 	}
 }
 
-func (q *queue) Close() error {
+// Close ends Accept and Put.
+func (q *Queue) Close() error {
 	q.once.Do(func() { close(q.done) })
 	return nil
 }
 
-func (q *queue) Addr() net.Addr { return q.addr }
+// Closed returns a channel that is closed by Close.
+func (q *Queue) Closed() <-chan struct{} { return q.done }
+
+// Addr returns the address.
+func (q *Queue) Addr() net.Addr { return q.addr }
 
 // prefixConn is a connection whose first bytes have been read already: they are read from prefix again.
 type prefixConn struct {

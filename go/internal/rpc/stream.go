@@ -172,10 +172,8 @@ const FarewellTime = 200 * time.Millisecond
 
 // Pause waits before another attempt (RetryBackoff). It returns false if ctx has ended.
 func Pause(ctx context.Context, failed int) bool {
-	timer := time.NewTimer(RetryBackoff.Wait(failed, rand.Float64()))
-	defer timer.Stop()
 	select {
-	case <-timer.C:
+	case <-time.After(RetryBackoff.Wait(failed, rand.Float64())):
 		return true
 	case <-ctx.Done():
 		return false

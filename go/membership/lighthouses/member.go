@@ -158,8 +158,7 @@ const reconnectTime = 300 * time.Millisecond
 func (m *Member) beat(ctx context.Context, client *Client, interval time.Duration, reached func()) error {
 	// Long enough for a busy lighthouse. The next heartbeat is sent after this one has ended.
 	timeout := max(10*interval, time.Second)
-	ticker := time.NewTicker(interval)
-	defer ticker.Stop()
+	ticks := time.Tick(interval)
 	for {
 		one, cancel := context.WithTimeout(ctx, timeout)
 		err := client.Heartbeat(one, m.replicaID)
@@ -171,7 +170,7 @@ func (m *Member) beat(ctx context.Context, client *Client, interval time.Duratio
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-ticker.C:
+		case <-ticks:
 		}
 		if len(m.lighthouses.list) > 1 {
 			moved := false

@@ -168,12 +168,11 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	ticker := time.NewTicker(s.interval)
-	defer ticker.Stop()
+	ticks := time.Tick(s.interval)
 	var hearing hearing
 	for {
 		select {
-		case <-ticker.C:
+		case <-ticks:
 			if s.answers && hearing.tick(s.heard.Load()) {
 				s.End(errSilent)
 				return s.Err()

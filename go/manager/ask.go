@@ -24,7 +24,7 @@ func (s *Server) ask(a round.AskLighthouse) {
 	s.asking[a.Round] = cancel
 	s.heals = groupHeal{} // all heals of the last quorum have ended, successful or not
 	span := s.tracedAsk(a)
-	ctx = tracing.WithParent(ctx, span)
+	ctx = tracing.Below(ctx, span.Parent())
 	rpc.Go(&s.tasks, s.log, "quorum round", func() {
 		q, err := s.askUntilAnswered(ctx, a)
 		span.End(err)

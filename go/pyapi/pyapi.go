@@ -9,6 +9,7 @@ package pyapi
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"log/slog"
 	"os"
@@ -16,6 +17,7 @@ import (
 	"time"
 
 	"github.com/torchft/torchft/go/heal"
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/logging"
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
@@ -97,4 +99,20 @@ func SetLogLevel(level string) (previous string, err error) {
 func Handles() (count int64, err error) {
 	defer ops.Guard(&err)
 	return int64(ops.Count()), nil
+}
+
+// settings are the settings of the environment, read by torchft/_security.py: Go's own copy of the environment is from the moment
+// when this library was loaded.
+type settings struct {
+	auth.Security
+	Job string `json:"job"`
+}
+
+// parseSecurity reads settings in JSON, and checks the files that they name.
+func parseSecurity(text string) (settings, error) {
+	var s settings
+	if err := json.Unmarshal([]byte(text), &s); err != nil {
+		return s, fmt.Errorf("security: %w", err)
+	}
+	return s, ops.As(ops.Value, s.Validate())
 }

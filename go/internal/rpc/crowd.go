@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 
 	"github.com/torchft/torchft/go/internal/lobby"
 )
@@ -36,9 +37,7 @@ type crowd struct {
 	most               int
 	refused            *refusals
 	strangers, readers *lobby.Lobby
-
-	mu   sync.Mutex
-	open int
+	open               atomic.Int64 // connections of members
 }
 
 func newCrowd(lis net.Listener, most int, refused *refusals) *crowd {
@@ -59,20 +58,13 @@ func (c *crowd) Accept() (net.Conn, error) {
 	return one, nil
 }
 
+// enter counts a member's connection, and returns false if there are too many.
 func (c *crowd) enter() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.open >= c.most {
-		return false
+	if c.open.Add(1) <= int64(c.most) {
+		return true
 	}
-	c.open++
-	return true
-}
-
-func (c *crowd) leave() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.open--
+	c.open.Add(-1)
+	return false
 }
 
 // counted is a connection of a crowd.
@@ -156,7 +148,7 @@ func (c *counted) Close() error {
 	if !c.ended {
 		c.ended = true
 		if c.is == member {
-			c.crowd.leave()
+			c.crowd.open.Add(-1)
 		} else {
 			c.guest.Leave()
 		}

@@ -15,13 +15,11 @@ const preface = "PRI * HTTP/2.0"
 type splitter struct {
 	lis        net.Listener
 	grpc, http *Queue
-
-	mu       sync.Mutex
-	sniffing map[net.Conn]struct{} // nil once closed
+	sniffing   sync.Map // the connections whose first bytes are awaited
 }
 
 func newSplitter(lis net.Listener) *splitter {
-	return &splitter{lis: lis, grpc: NewQueue(lis.Addr()), http: NewQueue(lis.Addr()), sniffing: map[net.Conn]struct{}{}}
+	return &splitter{lis: lis, grpc: NewQueue(lis.Addr()), http: NewQueue(lis.Addr())}
 }
 
 func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
@@ -38,14 +36,15 @@ func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
 				log.Warn("torchft: a connection was not accepted", "error", err)
 			}
 			select {
-			case <-s.grpc.done:
+			case <-s.grpc.Closed():
 				return
 			case <-time.After(RetryBackoff.Wait(failed, 0)):
 			}
 			continue
 		}
 		failed = 0
-		if !s.begin(conn) {
+		s.sniffing.Store(conn, nil)
+		if s.closed() { // perhaps close has not seen this connection
 			_ = conn.Close()
 			return
 		}
@@ -57,7 +56,7 @@ func (s *splitter) sniff(conn net.Conn) {
 	_ = conn.SetDeadline(time.Now().Add(sniffTimeout)) // for writes, too: with TLS, the first read makes the handshake
 	start, isGRPC, err := readPreface(conn)
 	_ = conn.SetDeadline(time.Time{})
-	s.end(conn)
+	s.sniffing.Delete(conn)
 	switch {
 	case err != nil:
 		_ = conn.Close()
@@ -84,39 +83,23 @@ func readPreface(conn net.Conn) (start []byte, isGRPC bool, err error) {
 	return buf, true, nil
 }
 
-func (s *splitter) begin(conn net.Conn) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.sniffing == nil {
+func (s *splitter) closed() bool {
+	select {
+	case <-s.grpc.Closed():
+		return true
+	default:
 		return false
 	}
-	s.sniffing[conn] = struct{}{}
-	return true
-}
-
-func (s *splitter) end(conn net.Conn) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.sniffing, conn)
-}
-
-func (s *splitter) closed() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.sniffing == nil
 }
 
 func (s *splitter) close() {
-	s.mu.Lock()
-	sniffing := s.sniffing
-	s.sniffing = nil
-	s.mu.Unlock()
-	_ = s.lis.Close()
-	_ = s.grpc.Close()
+	_ = s.grpc.Close() // first: see run
 	_ = s.http.Close()
-	for conn := range sniffing {
-		_ = conn.Close()
-	}
+	_ = s.lis.Close()
+	s.sniffing.Range(func(conn, _ any) bool {
+		_ = conn.(net.Conn).Close()
+		return true
+	})
 }
 
 // Queue is a listener whose connections are passed to it by Put.

@@ -164,11 +164,8 @@ func (s *Span) End(err error) {
 
 type contextKey struct{}
 
-// WithParent makes the spans of calls with the returned context children of s. Calls whose message has a field for the trace
-// context get it from ParentOf; all others carry it in gRPC's metadata.
-func WithParent(ctx context.Context, s *Span) context.Context { return Below(ctx, s.Parent()) }
-
-// Below is WithParent for a trace context; an empty one changes nothing.
+// Below makes the spans of calls with the returned context children of the span with this trace context; an empty one changes nothing.
+// Calls whose message has a field for the trace context get it from ParentOf; all others carry it in gRPC's metadata.
 func Below(ctx context.Context, parent string) context.Context {
 	if parent == "" {
 		return ctx
@@ -176,7 +173,7 @@ func Below(ctx context.Context, parent string) context.Context {
 	return metadata.AppendToOutgoingContext(context.WithValue(ctx, contextKey{}, parent), parentKey, parent)
 }
 
-// ParentOf returns the trace context that WithParent or Below has added.
+// ParentOf returns the trace context that Below has added.
 func ParentOf(ctx context.Context) string {
 	parent, _ := ctx.Value(contextKey{}).(string)
 	return parent

@@ -50,7 +50,7 @@ func TestOffItDoesNothing(t *testing.T) {
 	span.Set()
 	span.End(errors.New("failed"))
 	assert.Empty(t, span.Parent())
-	assert.Equal(t, context.Background(), WithParent(context.Background(), span))
+	assert.Equal(t, context.Background(), Below(context.Background(), span.Parent()))
 	assert.Zero(t, testing.AllocsPerRun(100, func() { Continue(parent, "x", 1).End(nil) }))
 }
 
@@ -71,7 +71,7 @@ func TestASpanIsAChildOfItsParent(t *testing.T) {
 		assert.Nil(t, Continue(stranger, "x", 1), stranger)
 	}
 	outer := Continue(parent, "outer", 7)
-	ctx := WithParent(context.Background(), outer)
+	ctx := Below(context.Background(), outer.Parent())
 	assert.Equal(t, outer.Parent(), ParentOf(ctx))
 	sent, _ := metadata.FromOutgoingContext(ctx)
 	inner := Continue(Incoming(metadata.NewIncomingContext(context.Background(), sent)), "inner", 7)

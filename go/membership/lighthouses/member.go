@@ -5,6 +5,7 @@ package lighthouses
 import (
 	"context"
 	"errors"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -18,6 +19,13 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
+const (
+	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
+	attemptTimeout = time.Second
+	// openTimeout bounds opening a stream that no call waits for.
+	openTimeout = 10 * time.Second
+)
+
 // Member is the membership of a replica group at a lighthouse: over one stream, which carries only changes, or by a call for each
 // quorum and each heartbeat if the lighthouse has no such streams (upstream's).
 //
@@ -27,8 +35,9 @@ import (
 //  2. It leaves a lighthouse whose term is smaller than one that it has seen, and a quorum with a smaller id than that of its own ends the
 //     stream.
 type Member struct {
-	lighthouses *lighthouses
-	replicaID   string
+	list      []string // the addresses in TORCHFT_LIGHTHOUSE
+	with      rpc.Dialing
+	replicaID string
 	ctx         context.Context // ends with Close
 	cancel      context.CancelFunc
 	broadcast   membership.Broadcast
@@ -47,6 +56,10 @@ type Member struct {
 	opening chan struct{} // a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
 	choice  choice
 	unary   map[string]bool // which lighthouses have no streams, by address
+
+	mu      sync.Mutex
+	clients map[string]*Client // of the lighthouses that have been asked, by address; also of leaders that are not in the list
+	closed  bool
 }
 
 var _ membership.Membership = (*Member)(nil)
@@ -54,17 +67,19 @@ var _ membership.Membership = (*Member)(nil)
 // Join makes a replica group a member at the lighthouse that serves its job. It returns when a lighthouse of the list is reached, which need
 // not be that one, and an error if that lighthouse is in no cluster and the list has others. Close ends the membership.
 func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, with rpc.Dialing) (*Member, error) {
-	l, at, err := dialLighthouses(ctx, addresses, connectTimeout, with)
+	first, err := Dial(ctx, addresses, connectTimeout, with)
 	if err != nil {
 		return nil, err
 	}
+	list, _ := rpc.ParseAddresses("lighthouse address", addresses) // Dial has returned its error
+	first.of = len(list)
 	m := &Member{
-		lighthouses: l, replicaID: replicaID, opening: make(chan struct{}, 1),
-		choice: choice{list: l.list, at: at}, unary: map[string]bool{},
+		list: list, with: with, clients: map[string]*Client{first.addr: first}, replicaID: replicaID, opening: make(chan struct{}, 1),
+		choice: choice{list: list, at: first.addr}, unary: map[string]bool{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.notices, _ = m.broadcast.Listen()
-	if len(l.list) > 1 {
+	if len(list) > 1 {
 		opening, cancel := context.WithTimeout(ctx, attemptTimeout)
 		defer cancel()
 		if _, _, err := m.connect(opening); status.Code(err) == codes.FailedPrecondition { // other errors may pass
@@ -172,7 +187,7 @@ func (m *Member) beat(ctx context.Context, client *Client, interval time.Duratio
 			return ctx.Err()
 		case <-ticks:
 		}
-		if len(m.lighthouses.list) > 1 {
+		if len(m.list) > 1 {
 			moved := false
 			m.locked(ctx, func() { moved = m.choice.at != client.addr })
 			if moved {
@@ -203,7 +218,7 @@ func (m *Member) Close() error {
 	m.ends.Store(true)
 	m.announceEnd()
 	m.cancel()
-	err := m.lighthouses.close()
+	err := m.closeAll()
 	m.locked(context.Background(), func() {
 		if stream := m.stream.Load(); stream != nil {
 			<-stream.Ended
@@ -329,13 +344,13 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, error) {
 func (m *Member) unanswered(address string) {
 	m.choice.unanswered(address)
 	if m.several(address) {
-		m.lighthouses.drop(address)
+		m.drop(address)
 	}
 }
 
 // several reports whether another lighthouse than the one at this address may serve.
 func (m *Member) several(address string) bool {
-	list := m.lighthouses.list
+	list := m.list
 	return len(list) > 1 || list[0] != address || m.clustered.Load()
 }
 
@@ -347,7 +362,7 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 		ctx, cancel = context.WithTimeout(ctx, attemptTimeout)
 		defer cancel()
 	}
-	client, err := m.lighthouses.reach(address)
+	client, err := m.reach(address)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -369,7 +384,7 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 		stands = &torchftpb.Step{QuorumId: id, Step: m.step.Load()}
 	}
 	stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
-		ReplicaId: m.replicaID, Lighthouses: uint32(len(m.lighthouses.list)), Term: m.seenTerm(),
+		ReplicaId: m.replicaID, Lighthouses: uint32(len(m.list)), Term: m.seenTerm(),
 		KnownQuorumId: known.QuorumID, KnownStep: known.Step, Stands: stands,
 	}}})
 	go stream.Receive(stream.take)
@@ -377,4 +392,84 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 		return nil, client, err
 	}
 	return stream, client, nil
+}
+
+// reach returns the client of a lighthouse. A new client connects with its first call.
+func (m *Member) reach(address string) (*Client, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return nil, status.Error(codes.Canceled, "the client is closed")
+	}
+	if c := m.clients[address]; c != nil {
+		return c, nil
+	}
+	c, err := dialLater(address, m.with)
+	if err != nil {
+		// The settings were valid when the first lighthouse was reached, so a file is being replaced: another attempt may succeed.
+		return nil, status.Error(codes.Unavailable, rpc.Message(err))
+	}
+	c.of = len(m.list)
+	m.clients[address] = c
+	return c, nil
+}
+
+// drop closes the connection to a lighthouse that does not answer: the next attempt opens a new one. On the old one, TCP may wait for
+// minutes before it sends anything again.
+func (m *Member) drop(address string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if c := m.clients[address]; c != nil {
+		_ = c.Close()
+		delete(m.clients, address)
+	}
+}
+
+func (m *Member) closeAll() (err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.closed = true
+	for _, c := range m.clients {
+		err = errors.Join(err, c.Close())
+	}
+	return err
+}
+
+// Finish makes Close report that the training is complete.
+func (m *Member) Finish() { m.finished.Store(true) }
+
+// Leave announces that the group has completed its last step, and returns when no peer needs its data of that step any more.
+func (m *Member) Leave(ctx context.Context) error {
+	for failed := 1; ; failed++ {
+		err := m.leaveOnce(ctx)
+		if !rpc.IsUnavailable(err) { // UNAVAILABLE is retried: if the lighthouse never gets this message, it counts the end of the group as a failure
+			return err
+		}
+		if !rpc.Pause(ctx, failed) {
+			return err
+		}
+	}
+}
+
+// leaveOnce returns UNAVAILABLE if another attempt may succeed.
+func (m *Member) leaveOnce(ctx context.Context) error {
+	stream, client, err := m.connect(ctx)
+	if status.Code(err) == codes.Unimplemented {
+		return nil // an upstream lighthouse does not know this message: it removes the group when its heartbeats end
+	}
+	if err != nil {
+		return err
+	}
+	if !stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}, Step: m.step.Load()}) {
+		return rpc.Wrap("leave", client.peer, rpc.ErrUnread)
+	}
+	select {
+	case <-stream.free:
+		return nil
+	case <-stream.Ended:
+		err = stream.Err()
+	case <-ctx.Done():
+		err = status.FromContextError(ctx.Err()).Err()
+	}
+	return rpc.Wrap("leave", client.peer, err)
 }

@@ -252,7 +252,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
-			j.waitLog.served()
+			j.waitLog = waitLog{}
 			j.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
 			j.latest = newDelivery(a.Quorum, j.latest)
 			j.deliver(a.Waiters, j.latest)
@@ -315,7 +315,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.InUse:
 			j.inUse = a
 		case quorum.Waiting:
-			j.waitLog.waits(a.Reason, now)
+			j.waitLog = waitLog{now, a.Reason, now}
 		}
 	}
 }

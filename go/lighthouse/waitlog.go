@@ -17,9 +17,6 @@ type waitLog struct {
 	at     time.Time // when reason was determined
 }
 
-func (w *waitLog) waits(reason string, now time.Time) { *w = waitLog{now, reason, now} }
-func (w *waitLog) served()                            { *w = waitLog{} }
-
 // reason returns why there is no quorum; the answer is at most a tick old. It is cached because its cost grows with the number of
 // groups, and the requests of all groups may reach their deadlines at the same moment. The caller holds mu.
 func (j *job) reason(now time.Time) string {
@@ -29,21 +26,14 @@ func (j *job) reason(now time.Time) string {
 	return j.waitLog.reason
 }
 
-// due reports, once, that requests have been pending for long enough to be logged.
-func (w *waitLog) due(now time.Time) bool {
-	if w.since.IsZero() || now.Sub(w.since) < logAfter {
-		return false
-	}
-	w.since = time.Time{}
-	return true
-}
-
+// logWait logs, once, that requests have been pending for long.
 func (j *job) logWait(now time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if !j.waitLog.due(now) {
+	if j.waitLog.since.IsZero() || now.Sub(j.waitLog.since) < logAfter {
 		return
 	}
+	j.waitLog.since = time.Time{}
 	if status := j.describe(now); status.Waiters > 0 {
 		j.log.Info("torchft: no quorum yet", "reason", status.Reason, "healthy", status.Healthy, "waiting", status.Candidates)
 		j.board.Record(dashboard.Event{Time: now, Kind: dashboard.NoQuorum, Reason: status.Reason})

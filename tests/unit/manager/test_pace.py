@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Callable
+
 import pytest
 
-from torchft._manager.pace import SHARE, Pace
+from torchft._manager.pace import LEAST, MORE, START, Pace, Share
 
 
 def test_requests_follow_each_other_during_a_pass() -> None:
@@ -59,4 +63,114 @@ def test_without_a_pass_a_fixed_part_of_the_time_is_spent() -> None:
         pace.spent(now, now + seconds)
         now, spent = now + seconds, spent + seconds
     now += pace.pause(now)
-    assert spent / now == pytest.approx(SHARE)
+    assert spent / now == pytest.approx(START)
+
+
+def quiet_step(pace: Pace) -> None:
+    for number in range(4):
+        assert not pace.share.quiet
+        pace.quorum(10.0 + number)
+    assert pace.share.quiet
+
+
+def test_nothing_is_requested_in_a_quiet_step() -> None:
+    pace = Pace()
+    quiet_step(pace)
+    assert pace.pause(13.0) == pytest.approx(2.0), "not even in the pass"
+    pace.quorum(14.0)
+    assert not pace.share.quiet
+    pace.reduces(14.0)
+    assert pace.pause(14.0) == 0
+
+
+def test_a_long_step_is_not_quiet_to_its_end() -> None:
+    """For example with an evaluation after its vote."""
+    pace = Pace()
+    quiet_step(pace)
+    assert pace.pause(14.0) == pytest.approx(1.0)
+    assert pace.pause(15.0) == 0
+    pace.spent(15.0, 100.0)
+    pace.quorum(100.0)
+    assert pace.share.quiet, "the next one is"
+
+
+@pytest.mark.parametrize("ends", [13.5, 14.5])
+def test_a_step_into_which_a_request_reaches_is_not_a_quiet_one(ends: float) -> None:
+    pace = Pace()
+    quiet_step(pace)
+    if ends < 14.0:
+        pace.spent(12.0, ends)
+        pace.pause(ends)
+    pace.quorum(14.0)
+    assert pace.share.quiet
+    if ends > 14.0:
+        pace.spent(12.0, ends)
+    pace.pause(ends)
+    pace.quorum(15.0)
+    assert pace.share.quiet == (ends > 14.0)
+
+
+def test_at_the_least_share_a_pass_has_pauses() -> None:
+    pace = Pace()
+    pace.share.value = LEAST
+    pace.quorum(10.0)
+    pace.spent(10.0, 10.1)
+    assert pace.pause(10.1) == pytest.approx(0.9)
+
+
+# The duration of a step, from the share of requests in it and its number.
+Step = Callable[[float, int], float]
+
+
+def after(step: Step, steps: int) -> Share:
+    share = Share()
+    for number in range(steps):
+        share.step(step(0.0 if share.quiet else share.value, number))
+    return share
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "least", "most"),
+    [
+        pytest.param(lambda share, number: 0.5, 5, START, START, id="nothing known"),
+        pytest.param(lambda share, number: 0.5, 6, 2 * START, 2 * START, id="doubled"),
+        pytest.param(lambda share, number: 0.5, 9, 1.0, 1.0, id="no cost"),
+        pytest.param(lambda share, number: 0.5 * (1 + 0.04 * share), 100, 1.0, 1.0, id="little cost"),
+        pytest.param(lambda share, number: 0.5 * (1 + 0.1 * share), 100, 0.25, 0.5 + MORE, id="half is too much"),
+        pytest.param(lambda share, number: 0.5 * (1 + share), 100, LEAST, LEAST, id="any share costs"),
+        pytest.param(lambda share, number: 0.5 + 9 * (number % 7 == 5), 60, 1.0, 1.0, id="some long steps"),
+        pytest.param(lambda share, number: 0.5 if number < 50 else 5.0, 100, 0.5, 1.0, id="longer for good"),
+        pytest.param(lambda share, number: 5.0 if number < 50 else 0.5, 100, 1.0, 1.0, id="shorter for good"),
+        pytest.param(
+            lambda share, number: (5.0 if number < 50 else 0.5) * (1 + 0.4 * share),
+            *(100, LEAST, 0.25),
+            id="shorter for good, with a cost",
+        ),
+        pytest.param(lambda share, number: 0.001 * (1 + 0.5 * share), 100, 1.0, 1.0, id="very short steps"),
+        pytest.param(lambda share, number: 0.0, 100, 1.0, 1.0, id="no time"),
+    ],
+)
+def test_the_share_is_adapted_to_the_cost(step: Step, steps: int, least: float, most: float) -> None:
+    assert least <= after(step, steps).value <= most
+
+
+@pytest.mark.parametrize(("cost", "least", "most"), [(0.0, 0.6, 1.0), (0.8, LEAST, 0.3)])
+def test_the_share_is_adapted_in_noise(cost: float, least: float, most: float) -> None:
+    """Steps that scatter by a tenth."""
+    rng, values = random.Random(1), []
+    share = Share()
+    for _ in range(3000):
+        share.step((1 + (0.0 if share.quiet else cost * share.value)) * rng.gauss(0.5, 0.05))
+        values.append(share.value)
+    assert least <= sum(values) / len(values) <= most
+
+
+def test_few_steps_are_quiet() -> None:
+    share = Share()
+    quiet = []
+    for _ in range(100):
+        quiet.append(share.quiet)
+        share.step(0.5)
+    assert quiet[:6] == [False, False, False, True, False, True]
+    assert sum(quiet) <= 14
+    assert not any(one and other for one, other in itertools.pairwise(quiet))

@@ -8,6 +8,7 @@ TORCHTITAN_PATH.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.append(os.environ["TORCHTITAN_PATH"])
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig
-from torchtitan.distributed.utils import dist_max, dist_sum
+from torchtitan.distributed.utils import clip_grad_norm_, dist_max, dist_sum
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance
 from torchtitan.experiments.torchft.manager import TorchFTManager, maybe_semi_sync_training
@@ -37,11 +38,12 @@ parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--folder", required=True)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--method", default=None, help="local_sgd or diloco")
+parser.add_argument("--spare", type=int, default=0, help="1: start only when told to")
 args = parser.parse_args()
 
 
 class Steps(Stateful):
-    """torchtitan's train state."""
+    """torchtitan's train state: as its trainer, it also counts the steps that were not committed."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -67,9 +69,23 @@ class Data(BaseDataLoader):
         self.place = state["place"]
 
 
+def digest() -> str:
+    """Of this rank's part of the weights and of Adam's state."""
+    found = hashlib.sha256()
+    for p in model.parameters():
+        state = optimizers.optimizers[0].state[p]
+        for tensor in (p, state["exp_avg"], state["exp_avg_sq"], state["step"]):
+            local = getattr(tensor, "to_local", lambda t=tensor: t)()
+            found.update(local.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
 rank, shards = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
 commands = Commands()
+if args.spare:
+    emit("imported")
+    assert commands.next()["do"] == "start"
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 torch.manual_seed(args.seed)
 model = Model()
@@ -126,11 +142,13 @@ with maybe_semi_sync_training(fault_tolerance, ft_manager=ft, model=model, n_lay
             last = command["step"]
             continue
         before = ft.manager.current_step()
+        steps.step += 1
         optimizers.zero_grad()
         time.sleep(0.02)  # time for a joining group to heal
         x, y = batch(before, args.group, rank)
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
+        clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
         checkpoints.maybe_wait_for_staging()
         total = None
         if args.method is None:
@@ -140,21 +158,23 @@ with maybe_semi_sync_training(fault_tolerance, ft_manager=ft, model=model, n_lay
         schedulers.step()
         committed = ft.manager.current_step() > before
         if committed:
-            steps.step = ft.manager.current_step()
             data.place += 1
-            if args.method is None:
-                checkpoints.save(steps.step, last_step=False)
+        if args.method is None:
+            checkpoints.save(steps.step, last_step=False)
         emit(
             "step",
             step=before,
             committed=committed,
             participants=None if args.method else ft.manager.num_participants(),
             total=total,
+            quorum=ft.manager._quorum_id,  # as in upstream's Manager
+            digest=None if args.method else digest(),
         )
 
 checkpoints.maybe_wait_for_saving()
 full = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()}
-emit("finished", weights={name: p.flatten().tolist() for name, p in full.items()}, step=steps.step)
+ended = {"step": ft.manager.current_step(), "trained": steps.step}
+emit("finished", weights={name: p.flatten().tolist() for name, p in full.items()}, **ended)
 ft.manager.shutdown()
 dist.barrier()
 os._exit(0)

@@ -190,7 +190,7 @@ var mistakes = []mistake{
 
 	// The shells.
 	{
-		"no greeting on a new stream", "membership/lighthouses/member.go",
+		"no greeting on a new stream", "membership/lighthouses/connect.go",
 		"	stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
 		"	if m.stream.Load() != nil && $ {\n		go stream.Receive(stream.take)\n		return stream, client, nil\n	}\n" +
 			"	stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",

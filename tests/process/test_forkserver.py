@@ -65,6 +65,7 @@ def run(job: Job, folder: Path, text: str, *args: object, path: Path | None = No
 
 def ended(job: Job, child: Child) -> int:
     job.wait(lambda: child.returncode is not None, WAIT_S, "it ends")
+    child._reader.join(WAIT_S)  # its last events may arrive after its exit status
     assert child.returncode is not None
     return child.returncode
 

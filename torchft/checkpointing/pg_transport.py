@@ -408,6 +408,8 @@ class _Channel:
                 for start in range(0, nbytes, self._piece):
                     piece = self._staged(min(self._piece, nbytes - start))
                     self._wait([partial(self.pg.recv, [piece], self.ranks[0], _TAG)])
+            if (queued := self.queued()) is not None:
+                queued.wait()  # else closing the connection would abort what the other end still sends
         except Exception as error:
             logger.info("%s: what is left of it cannot be received: %s", self.what, error)
             return self.broken

@@ -19,6 +19,7 @@ from forkserver import ForkServer
 
 from tests.late import OLDEST_TORCH, load, torch_version
 from torchft.checkpointing import _landing, _offer, _receive, _staging
+from torchft.process_group._gloo.reaper import drain
 
 if TYPE_CHECKING:
     from tests.late.observed import Observed
@@ -57,6 +58,7 @@ def late() -> Iterator[ModuleType]:
     try:
         yield device
     finally:
+        drain(10)  # groups of this test whose threads would use the device of the next one
         device.reset()
 
 

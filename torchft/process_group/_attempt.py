@@ -29,6 +29,13 @@ def running() -> Optional[Attempt[Any]]:
     return getattr(_thread, "attempt", None)
 
 
+def check() -> None:
+    """Raises the error with which the attempt of this thread was abandoned: nobody waits for what it would do next."""
+    attempt = running()
+    if attempt is not None and attempt.abandoned is not None:
+        raise attempt.abandoned
+
+
 class Attempt(Generic[T]):
     """A call on a separate thread; after `abandon`, its result is discarded.
 

@@ -29,6 +29,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from torchft._forked import threaded
 from torchft.addresses import announced_host, host_port, loopback, store_host
+from torchft.process_group import _attempt
 from torchft.process_group._errors import named_timeout
 from torchft.process_group.native import is_native as is_native
 from torchft.process_group.native import native_error as native_error
@@ -257,6 +258,7 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
             store_addr,
             took,
         )
+    _attempt.check()
     if prefix:
         store = PrefixStore(prefix, store)
     # A PrefixStore starts with the default timeout of five minutes; it does not take over that of the underlying store.

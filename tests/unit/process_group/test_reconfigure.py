@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from torchft.process_group import (
     reconfigure_with_store,
     supports_reconfigure,
 )
+from torchft.process_group._attempt import Attempt
 from torchft.process_group.reconfigure import Handle, exchange_handles, plan_rendezvous
 from torchft.work import _DummyWork
 
@@ -415,3 +417,26 @@ def test_properties_of_a_group_that_the_manager_reads() -> None:
     assert native_error(plain) is None
     wrapper = ProcessGroupWrapper(pg=plain)
     assert not supports_reconfigure(wrapper)
+
+
+def test_an_abandoned_attempt_does_not_go_on_once_it_has_its_store() -> None:
+    """It would look for peers that have failed, until another timeout."""
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ended: list[Optional[str]] = []
+    reached = threading.Event()
+
+    def connects() -> None:
+        try:
+            create_store_client(f"localhost:{server.port}", TIMEOUT)
+            ended.append(None)
+        except RuntimeError as e:
+            ended.append(str(e))
+        reached.set()
+
+    for error, expected in ((None, None), (RuntimeError("gone"), "gone")):
+        reached.clear()
+        attempt = Attempt(connects, list.clear, TIMEOUT)
+        if error is not None:
+            attempt.abandon(error)
+        attempt.start()
+        assert reached.wait(TIMEOUT.total_seconds()) and ended[-1] == expected

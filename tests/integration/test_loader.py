@@ -251,14 +251,16 @@ LAST = 7  # the number of the last step
 
 @pytest.mark.parametrize("settings", [{"use_async_quorum": True}, {"use_async_quorum": False}, {"heal_along": True}])
 def test_a_group_that_loses_the_last_step_heals_before_the_others_end(settings: dict[str, Any]) -> None:
-    """With heal_along it learns in one more step that the others are at the end, and take no further one."""
+    """With heal_along it learns by a request that the others are at the end, and take no further step. Until the answer
+    is there, it makes attempts of some milliseconds.
+    """
     training = Training(start_with=3, settings=settings)
     training.events[1, 0, LAST] = lambda rank: "failed"
     with Cluster(min_replicas=3) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(3)))
     check(training, ended, incomplete=frozenset({LAST}))
     # Its own failure, and the step that shows it that there is no more data
-    assert len(training.lost) <= 2 + ("heal_along" in settings)
+    assert len(training.lost) <= (10 if "heal_along" in settings else 2)
 
 
 def plain(manager: Manager, net: nn.Module) -> nn.Module:

@@ -27,6 +27,9 @@ _DECISION, _FIRST, _EVERY = 3, 3, 8
 # Steps without requests that are remembered, and those needed for a decision.
 _KNOWN, _NEEDED = 5, 2
 
+# A quiet step that was disturbed is repeated so often: if all were, nothing would be requested any more.
+_ROW = 2
+
 
 class Share:
     """The share of a step in which pieces are requested, from the durations of steps with and without requests.
@@ -45,6 +48,7 @@ class Share:
         self._with: deque[float] = deque(maxlen=_DECISION)  # since the last decision
         self._left = _FIRST  # steps until the next quiet one
         self._costs = False  # whether requests have cost too much
+        self._row = 0  # quiet steps before this one, without others between them
 
     def step(self, seconds: float, undisturbed: bool = True) -> None:
         """Called at the end of a step; sets the share of the next one.
@@ -59,6 +63,9 @@ class Share:
         elif undisturbed:
             self._without.append(seconds)
             self._left = 1 if len(self._without) < _NEEDED else _EVERY
+        elif self._row >= _ROW:
+            self._left = 1
+        self._row = self._row + 1 if self.quiet else 0
         self._decide()
         self.quiet = self._left <= 0
 

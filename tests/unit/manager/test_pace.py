@@ -110,6 +110,15 @@ def test_a_step_into_which_a_request_reaches_is_not_a_quiet_one(ends: float) -> 
     assert pace.share.quiet == (ends > 14.0)
 
 
+def test_if_all_quiet_steps_are_disturbed_pieces_are_requested_between_them() -> None:
+    """The work of a target whose gradients are applied a step later may take part of each step."""
+    share, quiet = Share(), []
+    for _ in range(60):
+        quiet.append(share.quiet)
+        share.step(1.0, undisturbed=False)
+    assert quiet[-12:].count(True) <= 9 and quiet[-12:].count(False) >= 3
+
+
 def test_at_the_least_share_a_pass_has_pauses() -> None:
     pace = Pace()
     pace.share.value = LEAST

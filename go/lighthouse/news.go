@@ -23,7 +23,7 @@ const (
 
 // news has the reports that have not been sent to all members yet, by kind. The job's lock guards it.
 type news struct {
-	pending [4][]trouble
+	pending [kinds][]trouble
 	next    time.Time   // the earliest time of the next report
 	timer   *time.Timer // runs sendLater
 }
@@ -34,10 +34,12 @@ const (
 	endedNews
 	partedNews
 	stalledNews
+
+	kinds // number of them
 )
 
 // kindsOfNews has the line of the log for each kind, the event in the history if there is one, and the message to members.
-var kindsOfNews = [...]struct {
+var kindsOfNews = [kinds]struct {
 	level   slog.Level
 	line    string
 	event   dashboard.Kind
@@ -101,7 +103,7 @@ func (j *job) sendLater() {
 // sendNews sends the pending reports to all members, and logs and records them. The caller holds mu.
 func (j *job) sendNews(now time.Time) {
 	pending := j.news.pending
-	j.news.pending = [4][]trouble{}
+	j.news.pending = [kinds][]trouble{}
 	var messages []rpc.Encoded
 	for kind, of := range pending {
 		if len(of) == 0 {

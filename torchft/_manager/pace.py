@@ -16,7 +16,7 @@ from typing import Optional
 COST = 0.05
 # The share at first, and the least one. With the least one, requests do not follow each other before a reduction.
 START, LEAST = 0.25, 0.1
-# What is added to the share once requests have been found to cost too much.
+# By so much the share grows in a decision, after it was halved for the first time.
 MORE = 0.05
 # Differences of fewer seconds are those of the scheduler, not of requests.
 _CLOCK_SEC = 0.001
@@ -27,8 +27,9 @@ _DECISION, _FIRST, _EVERY = 3, 3, 8
 # Steps without requests that are remembered, and those needed for a decision.
 _KNOWN, _NEEDED = 5, 2
 
-# A quiet step that was disturbed is repeated so often: if all were, nothing would be requested any more.
-_ROW = 2
+# The most times that a disturbed quiet step is repeated at once. Without a bound, a target whose own work disturbs each
+# quiet step would request nothing any more.
+_REPEATS = 2
 
 
 class Share:
@@ -46,9 +47,8 @@ class Share:
         self.value, self.quiet = START, False
         self._without: deque[float] = deque(maxlen=_KNOWN)
         self._with: deque[float] = deque(maxlen=_DECISION)  # since the last decision
-        self._left = _FIRST  # steps until the next quiet one
+        self._left = _FIRST  # steps until the next quiet one; below 0: how often it was repeated
         self._costs = False  # whether requests have cost too much
-        self._row = 0  # quiet steps before this one, without others between them
 
     def step(self, seconds: float, undisturbed: bool = True) -> None:
         """Called at the end of a step; sets the share of the next one.
@@ -57,15 +57,14 @@ class Share:
             seconds: the duration of the step.
             undisturbed: whether no earlier request took part of it; only for quiet steps.
         """
+        self._left -= 1
         if not self.quiet:
             self._with.append(seconds)
-            self._left -= 1
         elif undisturbed:
             self._without.append(seconds)
             self._left = 1 if len(self._without) < _NEEDED else _EVERY
-        elif self._row >= _ROW:
+        elif self._left < -_REPEATS:
             self._left = 1
-        self._row = self._row + 1 if self.quiet else 0
         self._decide()
         self.quiet = self._left <= 0
 

@@ -334,7 +334,9 @@ class Channel:
         return self._shared(self.devices.reached, op)
 
     def _shared(self, uses: Callable[[_OpMetadata], bool], op: _OpMetadata) -> bool:
-        """Uses what the worker shares. If it has ended, that may be gone before its end is noticed."""
+        """Uses what the worker shares. If the worker has ended, that may be gone before its end is noticed, so an error
+        first waits for that, :data:`_LAST_WORDS_SEC` at most.
+        """
         try:
             return uses(op)
         except Exception as e:
@@ -343,7 +345,7 @@ class Channel:
             raise
 
     def _expire(self, op: _OpMetadata, seconds: float) -> None:
-        if not self._reached(op):
+        if not self.devices.reached(op):  # not _reached, which may wait: all deadlines of the process share this thread
             self.close(timed_out(seconds))
 
     def reach(self, op: _OpMetadata, deadline: float) -> bool:
@@ -385,7 +387,7 @@ class Channel:
         """Whether an operation has ended, also on the device; does not wait."""
         if not self.is_done(op):
             return False
-        return op.error is not None or self._broken is not None or self._reached(op)
+        return op.error is not None or self._broken is not None or self.devices.reached(op)
 
     def drain(self, timeout: float) -> bool:
         """Waits until the worker's device has finished all queued work; False after `timeout` seconds."""

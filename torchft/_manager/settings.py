@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Optional, Union
 
+from torchft._checks import check_positive, switch
 from torchft._manager.divergence import OnDivergence
 from torchft._manager.heal_plan import Mode
 
@@ -112,8 +113,8 @@ def resolve(
         manager_port=port if port is not None else int_from_env(MANAGER_PORT_ENV, 0),
         lighthouse_addr=lighthouse_addr or os.environ.get("TORCHFT_LIGHTHOUSE"),
         restart_count=int_from_env(RESTART_COUNT_ENV, 0),
-        enable_error_bus=switch(enable_error_bus, FAILURE_BUS_ENV, default=True),
-        replay_failed_step=switch(replay_failed_step, REPLAY_FAILED_STEP_ENV, default=False),
+        enable_error_bus=switch(FAILURE_BUS_ENV, default=True, given=enable_error_bus),
+        replay_failed_step=switch(REPLAY_FAILED_STEP_ENV, given=replay_failed_step),
         reproducible_reduction=reproducible_reduction,
         heal_sources=heal_sources_from_env(),
         compare_commits=_compare_commits(compare_commits),
@@ -153,16 +154,6 @@ def duration_from_env(name: str, default: timedelta) -> timedelta:
     return value
 
 
-def switch(given: Optional[bool], name: str, default: bool) -> bool:
-    """Returns whether a feature is on: as the caller set it, else as an environment variable says, else the default."""
-    if given is not None:
-        return given
-    value = os.environ.get(name, "1" if default else "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"{name}={value!r}: allowed are 0 (off) and 1 (on)")
-    return value == "1"
-
-
 def _compare_commits(given: Union[int, str, None]) -> Optional[int]:
     """Returns the number of commits per full comparison: 0 for none, None to choose by the size of the state."""
     name = COMPARE_COMMITS_ENV if given is None else "compare_commits"
@@ -192,7 +183,7 @@ def _heal(given: Optional[str], along: Optional[bool]) -> Mode:
     name = HEAL_ENV if given is None else "heal"
     value = os.environ.get(HEAL_ENV) if given is None and along is None else given
     if value is None:
-        return Mode.IN_PASSING if switch(along, HEAL_ALONG_ENV, default=False) else Mode.AT_ONCE
+        return Mode.IN_PASSING if switch(HEAL_ALONG_ENV, given=along) else Mode.AT_ONCE
     try:
         return Mode(value)
     except ValueError:
@@ -268,14 +259,6 @@ def check_limits(min_replica_size: int, max_retries: Optional[int]) -> None:
         raise ValueError(f"min_replica_size={min_replica_size}: at least 1 group has to take part in a step")
     if max_retries is not None and max_retries < 0:
         raise ValueError(f"max_retries={max_retries}: allowed are None, 0 and more")
-
-
-def check_positive(name: str, value: timedelta) -> None:
-    """Raises ValueError unless the duration is longer than zero."""
-    if not isinstance(value, timedelta):
-        raise ValueError(f"{name}={value!r}: must be a datetime.timedelta")
-    if value <= timedelta(0):
-        raise ValueError(f"{name}={value.total_seconds():g}s: must be longer than 0s")
 
 
 def given(name: str, value: Optional[timedelta], default: timedelta) -> timedelta:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import datetime
-import os
 import pickle
 from typing import Any, Callable, List, Tuple, Union
 
@@ -18,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed._serialization import _Entry, _streaming_load, _streaming_save
 
+from torchft._checks import switch
 from torchft.checkpointing.transport import CheckpointError
 
 __all__ = ["_Entry", "_streaming_load", "_streaming_save", "allow_checkpoint_types", "explain", "pickle_allowed"]
@@ -91,10 +91,7 @@ def pickle_allowed() -> bool:
     Raises:
         ValueError: TORCHFT_ALLOW_PICKLE is neither 0 nor 1
     """
-    setting = os.environ.get(ALLOW_PICKLE_ENV, "0").strip()
-    if setting not in ("0", "1"):
-        raise ValueError(f"{ALLOW_PICKLE_ENV}={setting!r} is not allowed; allowed: 0 and 1")
-    return setting == "1"
+    return switch(ALLOW_PICKLE_ENV)
 
 
 def explain(error: Exception, what: str) -> CheckpointError:

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 
+from torchft._checks import check_positive
 from torchft._forked import Maker
 from torchft.addresses import heal_hosts
 from torchft.checkpointing import _native_transfer
@@ -98,8 +99,7 @@ class HTTPTransport(CheckpointTransport[T]):
         background: bool = False,
         hosts: Optional[Sequence[str]] = None,
     ) -> None:
-        if timeout <= timedelta(0):
-            raise ValueError(f"timeout is {timeout}: it must be positive")
+        check_positive("timeout", timeout)
         if num_chunks < 0:
             raise ValueError(f"num_chunks is {num_chunks}: allowed are 0 (one stream) and more")
         if bandwidth_limit < 0:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, 
 import torch
 from torch.distributed import Work
 
+from torchft._checks import check_positive
 from torchft.checkpointing._deadline import Deadline
 from torchft.checkpointing._encoding import Encoded, Path, decode, dtype_name, dtype_of, is_dtensor, with_flags
 from torchft.checkpointing._handshake import Structure, pack_structure, parse_structure, read_frame
@@ -91,8 +92,7 @@ class PGTransport(CheckpointTransport[T]):
         device: torch.device,
         state_dict: Optional[Callable[[], object]] = None,
     ) -> None:
-        if timeout <= timedelta(0):
-            raise ValueError(f"timeout is {timeout}: it must be positive")
+        check_positive("timeout", timeout)
         self._pg = pg
         self._error = errors_of(pg)
         self._timeout = timeout

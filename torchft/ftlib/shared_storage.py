@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
+from torchft._checks import check_positive
 from torchft._forked import Maker
 from torchft._security import DEFAULT_JOB, JOB_ENV
 from torchft.ftlib.consensus import Consensus, Listener
@@ -70,8 +71,7 @@ class SharedStorage(Consensus):
     ) -> None:
         if min_members < 1:
             raise ValueError(f"min_members={min_members} is not allowed; allowed: 1 and more")
-        if expiry <= timedelta(0):
-            raise ValueError(f"expiry={expiry!r} is not allowed; allowed: a timedelta above zero")
+        check_positive("expiry", expiry)
         self._maker = Maker(type(self).__name__)
         name = checked_name(name)
         self._files = Files(Path(directory) / (os.environ.get(JOB_ENV) or DEFAULT_JOB))

@@ -6,12 +6,13 @@ The boundaries of the pieces depend only on the sizes of the parameters, so all 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Optional, Sequence
 
 import torch
+
+from torchft._checks import switch
 
 USE_BUCKETIZATION_ENV: str = "TORCHFT_USE_BUCKETIZATION"
 
@@ -35,18 +36,15 @@ def bucket_bytes(use_bucketization: bool, bucket_cap_mb: Optional[int]) -> Optio
     """The size of a piece in bytes; None if each tensor is sent by itself.
 
     Args:
-        use_bucketization: whether there are buckets; TORCHFT_USE_BUCKETIZATION=True does the same.
+        use_bucketization: whether there are buckets; TORCHFT_USE_BUCKETIZATION=1 (or True) does the same.
         bucket_cap_mb: largest size of a piece in MiB; default: 1024.
 
     Raises:
-        ValueError: the cap is no positive whole number, or the variable is neither True nor False.
+        ValueError: the cap is no positive whole number, or the variable is no switch.
     """
     if bucket_cap_mb is not None and (not isinstance(bucket_cap_mb, Integral) or bucket_cap_mb <= 0):
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: allowed are 1 and more (MiB), None for {_DEFAULT_CAP_MB}")
-    text = os.environ.get(USE_BUCKETIZATION_ENV, "False")
-    if text not in ("True", "False", ""):
-        raise ValueError(f"{USE_BUCKETIZATION_ENV}={text!r}: allowed are True and False")
-    if not (use_bucketization or text == "True"):
+    if not switch(USE_BUCKETIZATION_ENV) and not use_bucketization:
         return None
     return (bucket_cap_mb or _DEFAULT_CAP_MB) << 20
 

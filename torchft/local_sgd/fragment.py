@@ -17,13 +17,13 @@ from torch import nn, optim
 from torchft._manager.layout import describe
 from torchft._manager.work import managed
 from torchft._quantization.layout import check_tensors
+from torchft.checkpointing._places import local_part
 from torchft.local_sgd import buckets
 from torchft.local_sgd.buckets import Buffers
 from torchft.local_sgd.parameters import (
     all_finite,
     as_gradient_of,
     extract_local_tensor,
-    local_part,
     synchronised,
 )
 

@@ -10,8 +10,9 @@ from torch import nn, optim
 
 from torchft._manager.layout import describe
 from torchft._manager.work import managed
+from torchft.checkpointing._places import local_part
 from torchft.local_sgd.inner_steps import InnerSteps, whole
-from torchft.local_sgd.parameters import all_finite, extract_local_tensor, local_part, synchronised
+from torchft.local_sgd.parameters import all_finite, extract_local_tensor, synchronised
 
 if TYPE_CHECKING:
     from torchft.manager import Manager

@@ -8,16 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchft.checkpointing._places import local_part
+
 
 def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
     """Returns a copy of the part of ``t`` in this process: the shard of a DTensor, else all of it."""
     return local_part(t).clone()
-
-
-def local_part(t: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of ``t`` in this process, without autograd: writing to it changes ``t``."""
-    t = t.detach()
-    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def as_gradient_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from typing import Any, Callable, ContextManager, Generator, Optional, TypeVar
 import torch
 from torch.distributed import Work
 
+from torchft._checks import check_positive
 from torchft.process_group._attempt import running
 from torchft.process_group._device_memory import communicator_bytes, free_bytes, waits_for_abort
 from torchft.process_group._errors import refuse_meta, tensors_of
@@ -33,7 +34,7 @@ from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
 from torchft.process_group.reconfigure import Handle, options_of
-from torchft.process_group.wrapper import ProcessGroupWrapper, _check_timeout
+from torchft.process_group.wrapper import ProcessGroupWrapper
 from torchft.utils import Mark, on_device, poll, refuse_capture
 from torchft.work import _DummyWork
 
@@ -244,7 +245,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
     def set_timeout(self, timeout: timedelta) -> None:
         # torchft's own; PyTorch's stays at _NEVER.
-        _check_timeout(timeout)
+        check_positive("timeout", timeout)
         self._timeout = timeout
 
     # Pairs

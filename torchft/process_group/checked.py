@@ -9,7 +9,6 @@ it, and takes a millisecond or more. Sends and receives concern two ranks and ar
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any, Optional
 import torch
 from torch.distributed import Store
 
+from torchft._checks import switch
 from torchft.process_group._errors import POINT_TO_POINT, tensors_of
 
 CHECK_COLLECTIVES = "TORCHFT_CHECK_COLLECTIVES"
@@ -37,10 +37,7 @@ def enabled() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    text = os.environ.get(CHECK_COLLECTIVES, "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"{CHECK_COLLECTIVES}={text!r}: allowed are 0 and 1")
-    return text == "1"
+    return switch(CHECK_COLLECTIVES)
 
 
 def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:

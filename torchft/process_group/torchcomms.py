@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from torchft._checks import check_positive
 from torchft._forked import Maker
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.base import ProcessGroup
@@ -156,8 +157,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         return f"torchcomms:{self._backend_name}"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise ValueError(f"timeout={timeout!r}: a timedelta above zero is needed")
+        check_positive("timeout", timeout)
         self._timeout = timeout
 
     def errored(self) -> Optional[Exception]:

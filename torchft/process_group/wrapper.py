@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.distributed import PrefixStore, Store, Work
 
+from torchft._checks import check_positive
 from torchft._forked import refusal, threaded
 from torchft.process_group._attempt import Attempt, running
 from torchft.process_group._errors import copied, named_timeout
@@ -74,7 +75,7 @@ class ProcessGroupWrapper(Forwarding):
         pg: Optional[BaseProcessGroup] = None,
     ) -> None:
         super().__init__(0, 1)
-        _check_timeout(timeout)
+        check_positive("timeout", timeout)
         self._timeout = timeout
         self._pg: Optional[BaseProcessGroup] = pg
         self._given: bool = pg is not None
@@ -391,7 +392,7 @@ class ProcessGroupWrapper(Forwarding):
         return type(self).__name__
 
     def set_timeout(self, timeout: timedelta) -> None:
-        _check_timeout(timeout)
+        check_positive("timeout", timeout)
         self._timeout = timeout
         pg = self._pg
         if pg is not None:
@@ -557,8 +558,3 @@ def _set_timeout(pg: BaseProcessGroup, timeout: timedelta) -> None:
     else:  # PyTorch < 2.8, whose Gloo keeps the timeout that it was made with
         for device in pg._device_types:
             pg._get_backend(device)._set_default_timeout(timeout)
-
-
-def _check_timeout(timeout: timedelta) -> None:
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ValueError(f"timeout={timeout!r}: a timedelta above zero is needed")

@@ -85,8 +85,8 @@ def test_without_ipv6(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("timeout", "num_chunks", "message"),
     [
-        (timedelta(0), 0, "timeout is 0:00:00: it must be positive"),
-        (timedelta(seconds=-1), 0, "it must be positive"),
+        (timedelta(0), 0, "timeout=0s: must be longer than 0s"),
+        (timedelta(seconds=-1), 0, "timeout=-1s: must be longer than 0s"),
         (TIMEOUT, -1, "num_chunks is -1: allowed are 0"),
     ],
 )

@@ -55,6 +55,8 @@ def test_views_share_the_memory_of_the_buckets() -> None:
         (True, None, None, 1 << 30),
         (True, "False", 3, 3 << 20),
         (False, "True", 3, 3 << 20),
+        (False, "1", 3, 3 << 20),
+        (False, "0", None, None),
         (False, "False", None, None),
         (False, "", None, None),
     ],

@@ -195,7 +195,7 @@ def test_off_is_the_default(store: TCPStore, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_COLLECTIVES, "yes")
-    with pytest.raises(ValueError, match="TORCHFT_CHECK_COLLECTIVES='yes': allowed are 0 and 1"):
+    with pytest.raises(ValueError, match=r"TORCHFT_CHECK_COLLECTIVES='yes': allowed are 0 \(off\) and 1"):
         enabled()
 
 

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from torchft._checks import check_positive, switch
 from torchft.process_group._errors import copied
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
@@ -96,7 +97,7 @@ class ProcessGroupBaby(ProcessGroup):
         super().__init__(0, 1)
         self._timeout = _as_timeout(timeout)
         self._reconfigure_timeout: Optional[timedelta] = None
-        self._context = _setting(STANDBY_CONTEXT_ENV, standby_context, default=False)
+        self._context = switch(STANDBY_CONTEXT_ENV, given=standby_context)
         self._worker: Optional[Worker] = None
         self._peers: Optional[tuple[int, int]] = None
         # Whether there was a worker before.
@@ -106,7 +107,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._checker: Optional[Checker] = None
         self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
         # The launcher must not refer to this group, because that would keep the group alive.
-        self._workers = Workers(_maker(type(self), self._context), _setting(STANDBY_ENV, standby, default=True))
+        self._workers = Workers(_maker(type(self), self._context), switch(STANDBY_ENV, default=True, given=standby))
         self._finalizer = weakref.finalize(self, Workers.close, self._workers)
         self._workers.prepare()
 
@@ -217,9 +218,8 @@ class ProcessGroupBaby(ProcessGroup):
         return 0 if worker is None or worker.channel.has_failed() else len(worker.channel)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        if not isinstance(timeout, timedelta):
-            raise ValueError(f"timeout={timeout!r}: a timedelta above zero is needed")
-        self._timeout = _as_timeout(timeout)
+        check_positive("timeout", timeout)
+        self._timeout = timeout
         worker = self._worker
         if worker is not None and worker.channel.broken is None:
             worker.channel.notify(protocol.SET_TIMEOUT, protocol.seconds(timeout.total_seconds()))
@@ -455,12 +455,3 @@ def _as_timeout(timeout: Union[float, timedelta]) -> timedelta:
     if not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
         raise ValueError(f"timeout={timeout!r}: a timedelta above zero is needed, or seconds")
     return timedelta(seconds=seconds)
-
-
-def _setting(name: str, value: Optional[bool], default: bool) -> bool:
-    if value is not None:
-        return value
-    text = os.environ.get(name, "1" if default else "0")
-    if text not in ("0", "1"):
-        raise ValueError(f"{name}={text!r}: 0 or 1 is needed")
-    return text == "1"

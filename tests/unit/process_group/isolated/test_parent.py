@@ -128,7 +128,7 @@ def test_a_bad_timeout_is_named(timeout: Any) -> None:
 
 def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_ISOLATED_STANDBY", "yes")
-    with pytest.raises(ValueError, match="TORCHFT_ISOLATED_STANDBY='yes': 0 or 1 is needed"):
+    with pytest.raises(ValueError, match=r"TORCHFT_ISOLATED_STANDBY='yes': allowed are 0 \(off\) and 1"):
         ProcessGroupBabyGloo()
 
 

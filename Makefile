@@ -60,7 +60,7 @@ GO_SIM := ./sim
 # These read files outside of the module, which Go's cache of results does not notice: they always run.
 GO_READERS := ./internal ./torchftpb
 # Servers and clients, with the race detector. A test in go/internal compares the three lists with the packages.
-GO_RACE := ./cmd/... ./dashboard ./gossip ./heal ./internal/auth ./internal/clock ./internal/fttest ./internal/lobby ./internal/logging ./internal/rpc ./internal/testmain ./internal/tracing ./internal/wire ./lighthouse ./manager ./membership/... ./pyapi/... ./rankclient ./replica
+GO_RACE := ./cmd/... ./dashboard ./gossip ./heal ./internal/auth ./internal/clock ./internal/fttest ./internal/admission ./internal/logging ./internal/rpc ./internal/testmain ./internal/tracing ./internal/wire ./lighthouse ./manager ./membership/... ./pyapi/... ./rankclient ./replica
 # Tools of a module of their own, so that its requirements are not those of the library.
 GO_TOOL = $(GO) tool -modfile=tools/go.mod
 GOLANGCI = $(GO_TOOL) golangci-lint

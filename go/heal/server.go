@@ -12,7 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/torchft/torchft/go/internal/lobby"
+	"github.com/torchft/torchft/go/internal/admission"
 )
 
 const (
@@ -47,7 +47,7 @@ type Server struct {
 	known       int // number of connections with a grant
 	running     sync.WaitGroup
 
-	strangers *lobby.Lobby
+	strangers *admission.Pending
 }
 
 // Grant lets one target read an offer.
@@ -72,7 +72,7 @@ func Listen(timeout time.Duration, bytesPerSecond int64, inBackground bool) (*Se
 	s := &Server{
 		listener: listener, timeout: timeout, background: inBackground, limit: limiter{bytesPerSecond: bytesPerSecond}, most: maxConnections,
 		grants: map[[secretSize]byte]*Grant{}, connections: map[*connection]bool{},
-		strangers: lobby.New(mostStrangers, strangersOfOne),
+		strangers: admission.New(mostStrangers, strangersOfOne),
 	}
 	s.running.Add(1)
 	go s.accept()
@@ -165,7 +165,7 @@ func (s *Server) add(c *connection) bool {
 		return false
 	}
 	s.connections[c] = true
-	c.guest = s.strangers.Enter(c.RemoteAddr(), c.turnAway)
+	c.guest = s.strangers.Add(c.RemoteAddr(), c.turnAway)
 	s.running.Add(1)
 	return true
 }
@@ -175,7 +175,7 @@ func (s *Server) remove(c *connection) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.connections, c)
-	c.guest.Leave()
+	c.guest.Remove()
 	if c.grant != nil {
 		s.known--
 		c.grant.open--
@@ -200,7 +200,7 @@ func (s *Server) enter(c *connection, secret [secretSize]byte) (*Grant, error) {
 	switch {
 	case grant == nil:
 		return nil, errEnded
-	case !c.guest.Leave():
+	case !c.guest.Remove():
 		return nil, net.ErrClosed // turned away meanwhile
 	case s.known >= s.most && grant.open >= leastOfGrant:
 		return nil, errBusy
@@ -216,7 +216,7 @@ func (s *Server) enter(c *connection, secret [secretSize]byte) (*Grant, error) {
 type connection struct {
 	net.Conn
 	server     *Server
-	guest      *lobby.Guest
+	guest      *admission.Conn
 	grant      *Grant // server.mu guards grant, worked and steady
 	worked     func() // the result of Working; nil before enter
 	steady     bool   // in a background transfer: it keeps a small share of a busy processor (leastShare)

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/torchft/torchft/go/internal/lobby"
+	"github.com/torchft/torchft/go/internal/admission"
 )
 
 // strangers opens connections to a server without a secret, or with a wrong one: first as many as a client can hold open at once, and then
@@ -82,7 +82,7 @@ func TestManyTargetsOfABusyServerHeal(t *testing.T) {
 	const targets = 12
 	source := filled(newRand(t), 16*small)
 	s := listen(t, time.Minute, targets*16*small/2) // two seconds in total, more than defaultRetries bridge
-	s.most, s.strangers = 3, lobby.New(2, 1)
+	s.most, s.strangers = 3, admission.New(2, 1)
 	o := offer(t, source, small)
 	var fetches []*Fetch
 	for range targets {
@@ -141,7 +141,7 @@ func TestAConnectionWithoutRoomIsToldWhenToRetry(t *testing.T) {
 		return err
 	}
 	s := listen(t, time.Minute, 0)
-	s.most, s.strangers = 0, lobby.New(1, 1)
+	s.most, s.strangers = 0, admission.New(1, 1)
 	g := s.Grant(offer(t, filled(newRand(t), small), small))
 	early, err := net.Dial("tcp", address(s))
 	require.NoError(t, err)

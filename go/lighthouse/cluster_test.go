@@ -204,7 +204,7 @@ func TestStrangersOnTheLinksOfACluster(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)
 		leader := l.Leader()
-		conn, err := rpc.Dial(t.Context(), l.Net.Host("stranger"), "lighthouse", addressOf(leader), time.Second)
+		conn, err := rpc.Dial(t.Context(), l.Net.Host("client"), "lighthouse", addressOf(leader), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		link, err := torchftpb.NewClusterServiceClient(conn).Link(t.Context())

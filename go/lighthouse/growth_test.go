@@ -21,8 +21,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// crowd returns a job with the streams of many members that do not read.
-func crowd(n int) (*job, []*stream) {
+// largeJob returns a job with the streams of many members that do not read.
+func largeJob(n int) (*job, []*stream) {
 	cfg := DefaultConfig()
 	cfg.MinReplicas, cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = n, time.Hour, time.Hour, time.Hour
 	cfg.Logger, cfg.Hostname = slog.New(slog.DiscardHandler), "localhost" // a name that is not resolved
@@ -53,7 +53,7 @@ func (unread) Send(*torchftpb.LighthouseMessage) error { return errShutdown }
 // The queue of messages for a member that does not read is bounded. When it is full, the stream receives nothing until it reads (stream.deaf).
 func TestTheQueueOfAMemberThatDoesNotReadIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		j, all := crowd(1)
+		j, all := largeJob(1)
 		for range 2000 {
 			all[0].post(heard)
 		}
@@ -63,7 +63,7 @@ func TestTheQueueOfAMemberThatDoesNotReadIsBounded(t *testing.T) {
 	})
 }
 
-// shutDown ends a crowd.
+// shutDown ends a largeJob.
 func (j *job) shutDown() {
 	j.close(errShutdown)
 	close(j.server.stop)
@@ -116,7 +116,7 @@ func TestOneBurst(t *testing.T) {
 	name, n := testmain.Case()
 	for _, b := range bursts {
 		if b.name == name {
-			j, all := crowd(n)
+			j, all := largeJob(n)
 			b.run(j, all)
 			j.shutDown()
 		}
@@ -138,7 +138,7 @@ func (j *job) read(t testing.TB, path string) string {
 // a machine, another one cannot be made.
 func TestReadersShareASnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		j, _ := crowd(1000)
+		j, _ := largeJob(1000)
 		defer j.shutDown()
 		var all sync.WaitGroup
 		shared := make([]*dashboard.Member, 9)
@@ -168,7 +168,7 @@ func BenchmarkRead(b *testing.B) {
 	for _, path := range readers {
 		for _, n := range []int{100, 1000, 10000} {
 			b.Run(fmt.Sprintf("%s/members=%d", path[1:], n), func(b *testing.B) {
-				j, _ := crowd(n)
+				j, _ := largeJob(n)
 				defer j.shutDown()
 				for b.Loop() {
 					j.read(b, path)
@@ -185,7 +185,7 @@ func BenchmarkBurst(b *testing.B) {
 			b.Run(fmt.Sprintf("%s/members=%d", burst.name, n), func(b *testing.B) {
 				for b.Loop() {
 					b.StopTimer()
-					j, all := crowd(n)
+					j, all := largeJob(n)
 					b.StartTimer()
 					burst.run(j, all)
 					b.StopTimer()

@@ -54,10 +54,10 @@ type job struct {
 	ended   error           // why the job has been closed, nil while it is open
 	term    int64           // of the cluster's leader, 0 without a cluster
 
-	rendezvous *rendezvous.Machine // of torchrun's agents
-	nodes      rpc.Waiters[rendezvous.WaiterID, placed]
-	bell       *time.Timer // runs when the rendezvous may change without an event
-	kept       state       // the state that the disk should hold
+	rendezvous      *rendezvous.Machine // of torchrun's agents
+	nodes           rpc.Waiters[rendezvous.WaiterID, placed]
+	rendezvousTimer *time.Timer // runs when the rendezvous may change without an event
+	kept            state       // the state that the disk should hold
 
 	greeting *stream // the stream whose greeting is being handled
 
@@ -78,7 +78,7 @@ func newJob(s *Server, name string) *job {
 	j.wake = rpc.AfterFunc(j.log, "wake", func() { _ = j.feed(quorum.Woken{}) })
 	j.kept.Job = name
 	j.rendezvous = rendezvous.NewMachine(s.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
-	j.bell = rpc.AfterFunc(j.log, "rendezvous", j.ring)
+	j.rendezvousTimer = rpc.AfterFunc(j.log, "rendezvous", j.rendezvousDue)
 	j.news.timer = rpc.AfterFunc(j.log, "news", j.sendLater)
 	j.term = int64(s.term())
 	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now(), j.term)
@@ -105,7 +105,7 @@ func (j *job) close(reason error) {
 	j.ended = reason
 	close(j.stop)
 	j.wake.Stop()
-	j.bell.Stop()
+	j.rendezvousTimer.Stop()
 	j.news.timer.Stop()
 	j.waiters.AnswerAll(answer{err: reason})
 	j.nodes.AnswerAll(placed{err: reason})

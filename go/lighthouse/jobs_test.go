@@ -276,7 +276,7 @@ func TestAnUnauthorizedClientDoesNotFillTheMetrics(t *testing.T) {
 		metrics := func() (jobs []string, series int) {
 			code, body := get(t, web, "/metrics")
 			require.Equal(t, http.StatusOK, code)
-			assert.NotContains(t, body, "stranger-", "members have no series of their own")
+			assert.NotContains(t, body, "unknown-", "members have no series of their own")
 			found := map[string]bool{}
 			for line := range strings.Lines(body) {
 				_, label, ok := strings.Cut(line, `training_job="`)
@@ -294,7 +294,7 @@ func TestAnUnauthorizedClientDoesNotFillTheMetrics(t *testing.T) {
 
 		members := dial(t, c, "x")
 		for i := range 1000 {
-			require.NoError(t, members.Heartbeat(t.Context(), fmt.Sprint("stranger-", i)))
+			require.NoError(t, members.Heartbeat(t.Context(), fmt.Sprint("unknown-", i)))
 		}
 		jobs, after := metrics()
 		assert.Equal(t, []string{"default", "red"}, jobs)
@@ -302,7 +302,7 @@ func TestAnUnauthorizedClientDoesNotFillTheMetrics(t *testing.T) {
 
 		refused := 0
 		for i := range 50 {
-			err := dialJob(t, c, "y", fmt.Sprint("made_up_", i)).Heartbeat(t.Context(), "stranger-")
+			err := dialJob(t, c, "y", fmt.Sprint("made_up_", i)).Heartbeat(t.Context(), "unknown-")
 			if status.Code(err) == codes.ResourceExhausted {
 				refused++
 				continue

@@ -35,7 +35,7 @@ type keeper struct {
 	mu       sync.Mutex
 	pending  *state   // the newest state that is not proposed yet, nil if there is none
 	runs     bool     // run does: a state is proposed, or answers are given
-	owed     []func() // answers that wait for the pending state
+	waiting  []func() // answers that wait for the pending state
 	inFlight []func() // answers that wait for the proposed state, or for the answers before them
 	failed   bool
 
@@ -72,7 +72,7 @@ func (k *keeper) once(do func()) (later bool) {
 	case k.failed: // the job is being closed, which answers all that wait
 		return true
 	case k.pending != nil:
-		k.owed = append(k.owed, do)
+		k.waiting = append(k.waiting, do)
 	case k.runs:
 		k.inFlight = append(k.inFlight, do)
 	default:
@@ -119,7 +119,7 @@ func (k *keeper) next() (due []func(), s *state) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	due, s = k.inFlight, k.pending
-	k.inFlight, k.owed, k.pending = k.owed, nil, nil
+	k.inFlight, k.waiting, k.pending = k.waiting, nil, nil
 	k.runs = s != nil || len(due) > 0
 	return due, s
 }
@@ -127,7 +127,7 @@ func (k *keeper) next() (due []func(), s *state) {
 func (k *keeper) fail() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.failed, k.owed, k.inFlight = true, nil, nil
+	k.failed, k.waiting, k.inFlight = true, nil, nil
 }
 
 // wrote records the result of a write to disk. After a failure it waits for the next attempt. It returns false if there is none: the job

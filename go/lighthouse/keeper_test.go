@@ -76,7 +76,7 @@ func (f *faulty) last() state {
 
 // kept returns a job with one member, and the log of the job. The disk keeps the state of the job.
 func kept(f *faulty) (*job, *testlog.Log) {
-	j, _ := crowd(1)
+	j, _ := largeJob(1)
 	var log testlog.Log
 	j.mu.Lock() // the page's task has begun
 	j.log = slog.New(slog.NewTextHandler(&log, nil))

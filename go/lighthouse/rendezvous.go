@@ -146,14 +146,14 @@ func (j *job) place(event rendezvous.Event) {
 		case rendezvous.Released:
 			j.log.Info("torchft: a round of the rendezvous", "group", a.Group, "round", a.Round, "nodes", len(a.Nodes), "store", a.Store)
 		case rendezvous.Wake:
-			j.bell.Reset(time.Until(a.At))
+			j.rendezvousTimer.Reset(time.Until(a.At))
 		}
 	}
 	sound = true
 }
 
-// ring feeds the rendezvous machine the event of its timer.
-func (j *job) ring() {
+// rendezvousDue feeds the rendezvous machine the event of its timer.
+func (j *job) rendezvousDue() {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.ended == nil {

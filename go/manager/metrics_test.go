@@ -77,7 +77,7 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 			require.NoError(t, (<-a.Vote(1, step, step != 1, time.Minute)).Err)
 			require.NoError(t, (<-vote).Err)
 		}
-		phases := []*torchftpb.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5}, {Phase: "a stranger's", Seconds: 1}}
+		phases := []*torchftpb.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5}, {Phase: "an unknown one", Seconds: 1}}
 		fttest.ReportRecovered(a.Ranks[0], &torchftpb.Recovered{Healed: true, Bytes: 1000, Phases: phases})
 		fttest.ReportRecovered(a.Ranks[1], &torchftpb.Recovered{GroupRank: 1, StepsLost: 2, Phases: []*torchftpb.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
 		for name := range manager.Counters {
@@ -85,7 +85,7 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 			fttest.ReportCount(a.Ranks[1], &torchftpb.Counted{GroupRank: 1, Name: name, Number: -1})
 			fttest.ReportCount(a.Ranks[1], &torchftpb.Counted{GroupRank: 2, Name: name, Number: 1}) // the group has no rank 2
 		}
-		fttest.ReportCount(a.Ranks[1], &torchftpb.Counted{GroupRank: 1, Name: "a_strangers", Number: 1})
+		fttest.ReportCount(a.Ranks[1], &torchftpb.Counted{GroupRank: 1, Name: "unknown", Number: 1})
 		synctest.Wait()
 		code, body := scrape(t, c, a, "")
 		require.Equal(t, http.StatusOK, code)

@@ -17,7 +17,7 @@ import (
 // Two groups of two ranks with a token and certificates on both sides. Processes without one of these, or with a wrong one, are
 // refused.
 func TestAJobWithTokenAndCertificates(t *testing.T) {
-	ca, strangers := fttest.NewCA(t), fttest.NewCA(t)
+	ca, otherCA := fttest.NewCA(t), fttest.NewCA(t)
 	cert, key := ca.Issue("lighthouse", "a", "b", "far")
 	all := auth.Security{TokenFile: fttest.File(t, "secret"), TLSCert: cert, TLSKey: key, TLSCA: ca.File, TLSClientCA: ca.File}
 	synctest.Test(t, func(t *testing.T) {
@@ -42,8 +42,8 @@ func TestAJobWithTokenAndCertificates(t *testing.T) {
 
 		for wantError, change := range map[string]func(*auth.Security){
 			"certificate required": func(s *auth.Security) { s.TLSCert, s.TLSKey, s.TLSClientCA = "", "", "" },
-			"tls: ":                func(s *auth.Security) { s.TLSCert, s.TLSKey = strangers.Issue("far") },
-			"certificate signed by unknown authority": func(s *auth.Security) { s.TLSCA = strangers.File },
+			"tls: ":                func(s *auth.Security) { s.TLSCert, s.TLSKey = otherCA.Issue("far") },
+			"certificate signed by unknown authority": func(s *auth.Security) { s.TLSCA = otherCA.File },
 			"expired": func(s *auth.Security) { s.TLSCert, s.TLSKey = ca.IssueExpired("far") },
 		} {
 			wrong := all

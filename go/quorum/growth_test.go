@@ -12,14 +12,14 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// crowd is a job of many members that has had its first quorum.
-type crowd struct {
+// largeJob is a job of many members that has had its first quorum.
+type largeJob struct {
 	ring
 	ids []string
 }
 
-func newCrowd(t testing.TB, n int, policy Policy) *crowd {
-	c := &crowd{ring: ring{now: epoch, machine: NewMachine(policy, epoch, 0)}, ids: make([]string, n)}
+func newLargeJob(t testing.TB, n int, policy Policy) *largeJob {
+	c := &largeJob{ring: ring{now: epoch, machine: NewMachine(policy, epoch, 0)}, ids: make([]string, n)}
 	for i := range c.ids {
 		c.ids[i] = fmt.Sprintf("%06d", (i*7919)%n) // in no order
 	}
@@ -32,7 +32,7 @@ func newCrowd(t testing.TB, n int, policy Policy) *crowd {
 	return c
 }
 
-func (c *crowd) step(event Event) []Action { return c.machine.Step(event, c.now) }
+func (c *largeJob) step(event Event) []Action { return c.machine.Step(event, c.now) }
 
 // lenient returns a policy whose timeouts are never reached.
 func lenient(n int) Policy {
@@ -43,13 +43,13 @@ func lenient(n int) Policy {
 type burst struct {
 	name   string
 	policy func(n int) Policy
-	before func(c *crowd) // prepares the burst
-	run    func(t testing.TB, c *crowd)
+	before func(c *largeJob) // prepares the burst
+	run    func(t testing.TB, c *largeJob)
 }
 
 // half makes every second member ask at a step, and lets time pass until the others are asked for their progress.
-func half(step int64) func(c *crowd) {
-	return func(c *crowd) {
+func half(step int64) func(c *largeJob) {
+	return func(c *largeJob) {
 		for i := 0; i < len(c.ids); i += 2 {
 			c.ask(Member{ReplicaID: c.ids[i], Address: "http://" + c.ids[i], Step: step})
 		}
@@ -59,60 +59,62 @@ func half(step int64) func(c *crowd) {
 }
 
 // others makes the members without a request report their progress.
-func (c *crowd) others(p Progress) {
+func (c *largeJob) others(p Progress) {
 	for i := 1; i < len(c.ids); i += 2 {
 		c.step(Progressed{ReplicaID: c.ids[i], Progress: p})
 	}
 }
 
 var bursts = []burst{
-	{"round", lenient, func(*crowd) {}, func(t testing.TB, c *crowd) {
+	{"round", lenient, func(*largeJob) {}, func(t testing.TB, c *largeJob) {
 		for i, id := range c.ids {
 			actions := c.ask(Member{ReplicaID: id, Address: "http://" + id, Step: 2})
 			assert.Equal(t, i == len(c.ids)-1, len(actions) > 0)
 		}
 	}},
-	{"a tick while half wait for the others", lenient, func(c *crowd) {
+	{"a tick while half wait for the others", lenient, func(c *largeJob) {
 		half(3)(c)
 		c.others(Progress{Step: 2, Waits: true})
-	}, func(t testing.TB, c *crowd) { assert.Empty(t, c.step(Tick{})) }},
+	}, func(t testing.TB, c *largeJob) { assert.Empty(t, c.step(Tick{})) }},
 	{"a tick that ejects half", func(n int) Policy {
 		p := lenient(n)
 		p.EjectStalledAfter = time.Second
 		return p
-	}, func(c *crowd) {
+	}, func(c *largeJob) {
 		half(3)(c)
 		c.others(Progress{Step: 2, For: time.Hour})
-	}, func(t testing.TB, c *crowd) { assert.Greater(t, len(c.step(Tick{})), len(c.ids)/2) }},
-	{"describe", lenient, half(3), func(t testing.TB, c *crowd) {
+	}, func(t testing.TB, c *largeJob) { assert.Greater(t, len(c.step(Tick{})), len(c.ids)/2) }},
+	{"describe", lenient, half(3), func(t testing.TB, c *largeJob) {
 		assert.Len(t, c.machine.Describe(c.now).Members, len(c.ids))
 	}},
 }
 
 // each has the bursts of one event per member.
 func each() (all []burst) {
-	for name, event := range map[string]func(c *crowd, i int) Event{
-		"Asked": func(c *crowd, i int) Event {
+	for name, event := range map[string]func(c *largeJob, i int) Event{
+		"Asked": func(c *largeJob, i int) Event {
 			return Asked{Waiter: WaiterID(1_000_000 + i), Member: Member{ReplicaID: c.ids[i], Address: "http://another", Step: 1}}
 		},
-		"Greeted": func(c *crowd, i int) Event {
+		"Greeted": func(c *largeJob, i int) Event {
 			return Greeted{ReplicaID: c.ids[i], Known: Claim{QuorumID: c.machine.past.latestID()}}
 		},
-		"Recalled": func(c *crowd, i int) Event {
+		"Recalled": func(c *largeJob, i int) Event {
 			return Recalled{Quorum: &Quorum{ID: 1, Members: []Member{{ReplicaID: c.ids[i]}}}, From: c.ids[i]}
 		},
-		"Withdrawn":    func(_ *crowd, i int) Event { return Withdrawn{Waiter: WaiterID(i)} },
-		"Beat":         func(c *crowd, i int) Event { return Beat{ReplicaID: c.ids[i]} },
-		"Disconnected": func(c *crowd, i int) Event { return Disconnected{ReplicaID: c.ids[i]} },
-		"Incomplete":   func(c *crowd, i int) Event { return Incomplete{ReplicaID: c.ids[i], Reason: "a rank has failed"} },
-		"Suspected":    func(c *crowd, i int) Event { return Suspected{c.ids[i], c.ids[0], c.machine.past.latestID()} },
-		"Checked":      func(c *crowd, i int) Event { return Checked{ReplicaID: c.ids[i], QuorumID: c.machine.past.latestID()} },
-		"Progressed":   func(c *crowd, i int) Event { return Progressed{ReplicaID: c.ids[i]} },
-		"Drained":      func(c *crowd, i int) Event { return Drained{c.ids[i], "maintenance"} },
-		"Leaving":      func(c *crowd, i int) Event { return Leaving{ReplicaID: c.ids[i]} },
-		"ShuttingDown": func(c *crowd, i int) Event { return ShuttingDown{ReplicaID: c.ids[i]} },
+		"Withdrawn":    func(_ *largeJob, i int) Event { return Withdrawn{Waiter: WaiterID(i)} },
+		"Beat":         func(c *largeJob, i int) Event { return Beat{ReplicaID: c.ids[i]} },
+		"Disconnected": func(c *largeJob, i int) Event { return Disconnected{ReplicaID: c.ids[i]} },
+		"Incomplete":   func(c *largeJob, i int) Event { return Incomplete{ReplicaID: c.ids[i], Reason: "a rank has failed"} },
+		"Suspected":    func(c *largeJob, i int) Event { return Suspected{c.ids[i], c.ids[0], c.machine.past.latestID()} },
+		"Checked": func(c *largeJob, i int) Event {
+			return Checked{ReplicaID: c.ids[i], QuorumID: c.machine.past.latestID()}
+		},
+		"Progressed":   func(c *largeJob, i int) Event { return Progressed{ReplicaID: c.ids[i]} },
+		"Drained":      func(c *largeJob, i int) Event { return Drained{c.ids[i], "maintenance"} },
+		"Leaving":      func(c *largeJob, i int) Event { return Leaving{ReplicaID: c.ids[i]} },
+		"ShuttingDown": func(c *largeJob, i int) Event { return ShuttingDown{ReplicaID: c.ids[i]} },
 	} {
-		all = append(all, burst{name, lenient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
+		all = append(all, burst{name, lenient, func(*largeJob) {}, func(_ testing.TB, c *largeJob) {
 			for i := range c.ids {
 				c.step(event(c, i))
 			}
@@ -120,13 +122,13 @@ func each() (all []burst) {
 	}
 	slices.SortFunc(all, func(a, b burst) int { return strings.Compare(a.name, b.name) })
 	for name, event := range map[string]Event{"Slept": Slept{For: time.Second}, "Tick": Tick{}, "Woken": Woken{}} { // one for all members
-		all = append(all, burst{name, lenient, half(3), func(_ testing.TB, c *crowd) { c.step(event) }})
+		all = append(all, burst{name, lenient, half(3), func(_ testing.TB, c *largeJob) { c.step(event) }})
 	}
 	return all
 }
 
-func (b burst) start(t testing.TB, n int) *crowd {
-	c := newCrowd(t, n, b.policy(n))
+func (b burst) start(t testing.TB, n int) *largeJob {
+	c := newLargeJob(t, n, b.policy(n))
 	b.before(c)
 	return c
 }

@@ -33,7 +33,7 @@ func (m *Machine) redeliverPending() {
 		return
 	}
 	var missed []*record
-	for e := m.roster.formers.Front(); e != nil; e = e.Next() {
+	for e := m.roster.previousQueue.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*record)
 		if !m.missed(r, r.member()) { // invariant 2
 			return

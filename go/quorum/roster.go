@@ -24,9 +24,9 @@ type record struct {
 	number   uint64    // of the newest request
 	address  string    // of its manager server, from the newest request or from the last quorum; empty if it was in neither
 
-	joined time.Time     // since when it is a candidate
-	place  *list.Element // its element in roster.queue; nil while the member is no candidate
-	former *list.Element // its element in roster.formers; nil unless the member is a candidate and in the previous quorum
+	joined        time.Time     // since when it is a candidate
+	place         *list.Element // its element in roster.queue; nil while the member is no candidate
+	previousPlace *list.Element // its element in roster.previousQueue; nil unless the member is a candidate and in the previous quorum
 
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since its last answer, and has not asked yet
@@ -92,34 +92,34 @@ func anyRequest(request) bool { return true }
 //  2. A member has a record in members while it is alive, has a pending request, or is in the latest quorum, and no longer: this bounds the memory.
 //  3. pulses has the members with a recent heartbeat, the oldest heartbeat first. suspects has those of them whose stream broke, the
 //     longest ago first. So expire looks only at the first ones of each list.
-//  4. queue has the candidates, formers those of them that were in the latest quorum, both in the order in which they joined: timers
+//  4. queue has the candidates, previousQueue those of them that were in the latest quorum, both in the order in which they joined: timers
 //     count from the first one.
 //  5. out is cleared by a request, or when the heartbeat is too old. A heartbeat does not clear it, since an evicted member keeps
 //     sending them. A drained member keeps it after its heartbeat was dropped, so that the status shows the reason
 //     (drains.disconnected).
 type roster struct {
-	timeout  time.Duration // of heartbeats
-	grace    time.Duration // of suspects
-	members  map[string]*record
-	waiters  map[WaiterID]*record
-	pulses   *list.List // of *record with a recent heartbeat, the oldest heartbeat first
-	suspects *list.List // of *record that are alive and whose stream broke, the longest ago first
-	queue    *list.List // of *record that are candidates, the first to join first
-	formers  *list.List // those of them that were in the previous quorum, in the same order
-	counts   tally      // waited and joining are not set: they depend on the time
-	lenient  time.Time  // until then a member whose stream broke may come back: the grace of a suspect begins later
+	timeout       time.Duration // of heartbeats
+	grace         time.Duration // of suspects
+	members       map[string]*record
+	waiters       map[WaiterID]*record
+	pulses        *list.List // of *record with a recent heartbeat, the oldest heartbeat first
+	suspects      *list.List // of *record that are alive and whose stream broke, the longest ago first
+	queue         *list.List // of *record that are candidates, the first to join first
+	previousQueue *list.List // those of them that were in the previous quorum, in the same order
+	counts        tally      // waited and joining are not set: they depend on the time
+	lenient       time.Time  // until then a member whose stream broke may come back: the grace of a suspect begins later
 }
 
 func newRoster(p Policy) *roster {
 	return &roster{
-		timeout:  p.HeartbeatTimeout,
-		grace:    p.SuspectGrace,
-		members:  map[string]*record{},
-		waiters:  map[WaiterID]*record{},
-		pulses:   list.New(),
-		suspects: list.New(),
-		queue:    list.New(),
-		formers:  list.New(),
+		timeout:       p.HeartbeatTimeout,
+		grace:         p.SuspectGrace,
+		members:       map[string]*record{},
+		waiters:       map[WaiterID]*record{},
+		pulses:        list.New(),
+		suspects:      list.New(),
+		queue:         list.New(),
+		previousQueue: list.New(),
 	}
 }
 
@@ -130,7 +130,7 @@ func (s *roster) tally(now time.Time) tally {
 		t.waited = now.Sub(first.Value.(*record).joined)
 		t.joining = t.waited
 	}
-	if first := s.formers.Front(); first != nil {
+	if first := s.previousQueue.Front(); first != nil {
 		t.joining = now.Sub(first.Value.(*record).joined)
 	}
 	return t
@@ -340,12 +340,12 @@ func (s *roster) update(r *record, now time.Time, change func()) {
 		s.queue.Remove(r.place)
 		r.place = nil
 	}
-	switch former := r.previous && r.candidate(); {
-	case former && r.former == nil:
-		r.former = pushInOrder(s.formers, r)
-	case !former && r.former != nil:
-		s.formers.Remove(r.former)
-		r.former = nil
+	switch is := r.previous && r.candidate(); {
+	case is && r.previousPlace == nil:
+		r.previousPlace = pushInOrder(s.previousQueue, r)
+	case !is && r.previousPlace != nil:
+		s.previousQueue.Remove(r.previousPlace)
+		r.previousPlace = nil
 	}
 	if r.pulse == nil && !r.waiting() && !r.previous {
 		delete(s.members, r.id)

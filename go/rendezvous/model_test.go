@@ -109,7 +109,7 @@ func history(seed uint64) (why string) {
 				w.restart(w.kept)
 			}
 		case n < 18:
-			heed(w)
+			regroup(w)
 		default:
 			w.pass(time.Duration(rng.IntN(40_000)) * time.Millisecond)
 		}
@@ -131,7 +131,7 @@ func history(seed uint64) (why string) {
 		}
 	}
 	for range 6 {
-		heed(w)
+		regroup(w)
 		w.pass(31 * time.Second)
 	}
 	trains, most := 0, 0
@@ -151,8 +151,8 @@ func history(seed uint64) (why string) {
 	return why
 }
 
-// heed makes the nodes ask for a round if they have learned that newcomers wait for it.
-func heed(w *world) {
+// regroup makes the nodes ask for a round if they have learned that newcomers wait for it.
+func regroup(w *world) {
 	for _, a := range w.sorted() {
 		if a.trains() && a.view.Waiting > 0 && !a.cut {
 			w.ask(a)

@@ -15,7 +15,7 @@ import (
 //	nnodes MIN MAX [sizes=] [last=]   settings of the nodes that follow
 //	start NODE...                     the nodes announce that they are starting
 //	ask NODE...                       the nodes ask for a round; a start before that is not required
-//	heed                              each training node whose view shows waiting nodes restarts its workers, and asks again
+//	regroup                           each training node whose view shows waiting nodes restarts its workers, and asks again
 //	cut, back NODE...                 their connections break, and come back
 //	leave, finish NODE...             the nodes end; with finish, because their work is done
 //	after DURATION                    time passes
@@ -56,7 +56,7 @@ func TestTranscripts(t *testing.T) {
 				each(words, func(*agent) { w.poll() })
 			case "ask":
 				each(words, func(a *agent) { w.ask(a) })
-			case "heed":
+			case "regroup":
 				for again := true; again; {
 					again = false
 					for _, a := range w.sorted() {

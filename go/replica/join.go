@@ -309,7 +309,7 @@ func (n *Node) noteSilent(heard map[string]answer) {
 func (n *Node) refused(peer string, err error) {
 	n.mu.Lock()
 	known := n.warned[peer] == err.Error()
-	if len(n.warned) < 100 { // a stranger may have any name
+	if len(n.warned) < 100 { // an unauthenticated peer may send any name
 		n.warned[peer] = err.Error()
 	}
 	n.mu.Unlock()

@@ -57,21 +57,21 @@ func (d *Dialer) Dial(ctx context.Context, address string) (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	near, far := net.Pipe()
-	link := &link{Conn: near, cancel: cancel}
+	local, remote := net.Pipe()
+	link := &link{Conn: local, cancel: cancel}
 	go func() {
-		err := receive(far, stream)
+		err := receive(remote, stream)
 		link.err.Store(&err)
-		_ = far.Close()
+		_ = remote.Close()
 	}()
 	go func() {
-		send(far, stream)
+		send(remote, stream)
 		cancel()
 	}()
 	return link, nil
 }
 
-// link is the near end of a stream.
+// link is the local end of a stream.
 type link struct {
 	net.Conn
 	cancel context.CancelFunc
@@ -104,7 +104,7 @@ func receive(to net.Conn, from interface {
 			return err
 		}
 		if _, err := to.Write(frame.GetData()); err != nil {
-			return nil //nolint:nilerr // the near end was closed
+			return nil //nolint:nilerr // the local end was closed
 		}
 	}
 }
@@ -165,13 +165,13 @@ func (s service) Identify(context.Context, *torchftpb.IdentifyRequest) (*torchft
 }
 
 func (s service) Link(stream torchftpb.ClusterService_LinkServer) error {
-	near, far := net.Pipe()
-	go s.node.Accept(near)
+	local, remote := net.Pipe()
+	go s.node.Accept(local)
 	go func() {
-		_ = receive(far, stream)
-		_ = far.Close()
+		_ = receive(remote, stream)
+		_ = remote.Close()
 	}()
-	send(far, stream)
-	_ = far.Close()
+	send(remote, stream)
+	_ = remote.Close()
 	return nil
 }

@@ -164,17 +164,17 @@ func TestStrangersOnTheRealPort(t *testing.T) {
 		if c.token != "" {
 			security.TokenFile = fttest.File(t, c.token)
 		}
-		stranger := replica.NewDialer(security, nil)
-		_, err := stranger.Identify(ctx, leader.cfg.Self)
+		unauthenticated := replica.NewDialer(security, nil)
+		_, err := unauthenticated.Identify(ctx, leader.cfg.Self)
 		require.Equal(t, c.want, status.Code(err), name)
-		conn, err := stranger.Dial(ctx, leader.cfg.Self)
+		conn, err := unauthenticated.Dial(ctx, leader.cfg.Self)
 		if err == nil {
 			_, err = conn.Read(make([]byte, 1))
 			_ = conn.Close()
 		}
 		require.Equal(t, c.want, status.Code(err), name)
-		stranger.Close()
-		_, err = stranger.Dial(ctx, leader.cfg.Self)
+		unauthenticated.Close()
+		_, err = unauthenticated.Dial(ctx, leader.cfg.Self)
 		require.ErrorIs(t, err, net.ErrClosed)
 	}
 	known := replica.NewDialer(leader.security, nil)

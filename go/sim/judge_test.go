@@ -97,12 +97,12 @@ type life struct {
 	lastCommit time.Duration
 	killed     bool
 
-	asked   quorum.Member // its latest request
-	askedAt time.Duration
-	asks    int           // number of requests
-	pending bool          // its latest request has no answer yet
-	owed    time.Duration // since when it is in a quorum that it has not received; 0: it is in none
-	missed  int           // quorums without it while its request was pending
+	asked          quorum.Member // its latest request
+	askedAt        time.Duration
+	asks           int           // number of requests
+	pending        bool          // its latest request has no answer yet
+	unansweredFrom time.Duration // since when it is in a quorum that it has not received; 0: it is in none
+	missed         int           // quorums without it while its request was pending
 
 	quorum  *quorum.Quorum // that it received last
 	learned time.Duration
@@ -290,12 +290,12 @@ func (j *judge) attached(i int) bool {
 
 // asks reports a request of a group to the lighthouse.
 func (j *judge) asks(l *life, m quorum.Member) {
-	l.asked, l.askedAt, l.pending, l.owed = m, j.now, true, 0
+	l.asked, l.askedAt, l.pending, l.unansweredFrom = m, j.now, true, 0
 	l.asks++
 }
 
 // unanswered reports that a request of a group to the lighthouse ended without a quorum.
-func (j *judge) unanswered(l *life) { l.pending, l.owed = false, 0 }
+func (j *judge) unanswered(l *life) { l.pending, l.unansweredFrom = false, 0 }
 
 // learns reports that a group receives a quorum.
 func (j *judge) learns(l *life, q *quorum.Quorum) {
@@ -315,7 +315,7 @@ func (j *judge) learns(l *life, q *quorum.Quorum) {
 	if l.quorum != nil && q.ID < l.quorum.ID {
 		j.broken(ruleIDs, "%s receives quorum %d after quorum %d", l.id, q.ID, l.quorum.ID)
 	}
-	l.quorum, l.learned, l.pending, l.owed, l.missed = q, j.now, false, 0, 0
+	l.quorum, l.learned, l.pending, l.unansweredFrom, l.missed = q, j.now, false, 0, 0
 	l.attempt++
 	l.maxStep, l.behind = behind(l.id, q)
 }

@@ -93,8 +93,8 @@ func (j *judge) formed(q *quorum.Quorum) {
 		if l.quorum != nil && l.quorum.ID != q.ID {
 			after = max(after, l.quorum.ID)
 		}
-		if l.owed == 0 && l.pending && j.clear() {
-			l.owed = j.now
+		if l.unansweredFrom == 0 && l.pending && j.clear() {
+			l.unansweredFrom = j.now
 		}
 		ids = append(ids, l.id)
 	}
@@ -325,8 +325,8 @@ func (j *judge) ticked(remembered *dashboard.Status) {
 		return true
 	})
 	for _, l := range j.lives {
-		if l.owed > 0 && !l.killed && l.pending && j.now-l.owed > 2*slack && j.clear() && j.rough == 0 {
-			j.broken(ruleBroadcast, "%s is in a quorum of %s and gets no answer", l.id, l.owed)
+		if l.unansweredFrom > 0 && !l.killed && l.pending && j.now-l.unansweredFrom > 2*slack && j.clear() && j.rough == 0 {
+			j.broken(ruleBroadcast, "%s is in a quorum of %s and gets no answer", l.id, l.unansweredFrom)
 		}
 	}
 	j.remembers(remembered)

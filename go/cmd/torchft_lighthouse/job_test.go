@@ -142,7 +142,7 @@ func (g *group) run(ctx context.Context) {
 		return
 	}
 	defer func() { _ = client.Close() }()
-	go g.heed(ctx, client.Notices())
+	go g.abortFailed(ctx, client.Notices())
 	for ctx.Err() == nil {
 		if err := g.attempt(ctx, client); err != nil {
 			g.j.mu.Lock()
@@ -160,8 +160,8 @@ func sleep(ctx context.Context, d time.Duration) {
 	}
 }
 
-// heed ends the collectives of a quorum of which a member has failed.
-func (g *group) heed(ctx context.Context, notices <-chan membership.Notice) {
+// abortFailed ends the collectives of a quorum of which a member has failed.
+func (g *group) abortFailed(ctx context.Context, notices <-chan membership.Notice) {
 	for {
 		select {
 		case n := <-notices:

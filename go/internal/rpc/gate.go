@@ -20,7 +20,7 @@ import (
 // Limits bound the load that clients can cause at a server. Zero is no limit.
 type Limits struct {
 	// MaxConnections bounds the open connections that have made an authorized call; a further one is closed. Other connections have
-	// separate limits (crowd).
+	// separate limits (admitting).
 	MaxConnections int
 	// MaxJoins bounds the calls from one address in a second for which IsJoin is true. A further one is refused, and the client retries it.
 	MaxJoins int
@@ -56,7 +56,7 @@ func (g *Gate) CheckToken(authorization []string) auth.TokenCheck {
 // listen returns a listener that checks the connections of another one.
 func (g *Gate) listen(lis net.Listener) net.Listener {
 	if g.limits.MaxConnections > 0 {
-		lis = newCrowd(lis, g.limits.MaxConnections, &g.refused)
+		lis = newAdmitting(lis, g.limits.MaxConnections, &g.refused)
 	}
 	if g.protection.Server != nil {
 		lis = secureListener{Listener: lis, config: g.protection.Server, refused: &g.refused}

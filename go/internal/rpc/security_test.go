@@ -73,9 +73,9 @@ func beatWithin(t *testing.T, timeout time.Duration, security auth.Security, add
 }
 
 func TestWhichCallsAreAccepted(t *testing.T) {
-	ca, strangers := fttest.NewCA(t), fttest.NewCA(t)
+	ca, otherCA := fttest.NewCA(t), fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1", "localhost")
-	ofStranger, keyOfStranger := strangers.Issue("127.0.0.1")
+	ofOtherCA, keyOfOtherCA := otherCA.Issue("127.0.0.1")
 	expired, keyOfExpired := ca.IssueExpired("127.0.0.1")
 	elsewhere, keyOfElsewhere := ca.Issue("elsewhere.example")
 	token, other := fttest.File(t, "secret\n"), fttest.File(t, "guess")
@@ -102,12 +102,12 @@ func TestWhichCallsAreAccepted(t *testing.T) {
 		{name: "both certificates", server: mutual, client: withCA(mutual, ca.File), scheme: "https"},
 		{name: "everything", server: all, client: all, scheme: "https"},
 		{name: "everything but the token", server: all, client: withCA(mutual, ca.File), scheme: "https", want: codes.Unauthenticated, wantError: "wants the job's token"},
-		{name: "the server's authority is unknown", server: tls, client: auth.Security{TLSCA: strangers.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate signed by unknown authority"},
+		{name: "the server's authority is unknown", server: tls, client: auth.Security{TLSCA: otherCA.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate signed by unknown authority"},
 		{name: "the server's authority is unknown, and the client names no private one", server: tls, scheme: "https", want: codes.Unavailable, wantError: "certificate signed by unknown authority"},
 		{name: "the server's certificate has expired", server: auth.Security{TLSCert: expired, TLSKey: keyOfExpired}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate has expired"},
 		{name: "the server's certificate is another host's", server: auth.Security{TLSCert: elsewhere, TLSKey: keyOfElsewhere}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "127.0.0.1"},
 		{name: "no certificate", server: mutual, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate required"},
-		{name: "a stranger's certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: ofStranger, TLSKey: keyOfStranger}, scheme: "https", want: codes.Unavailable, wantError: "tls: "},
+		{name: "a certificate of another authority", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: ofOtherCA, TLSKey: keyOfOtherCA}, scheme: "https", want: codes.Unavailable, wantError: "tls: "},
 		{name: "an expired certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https", want: codes.Unavailable, wantError: "expired"},
 		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable, wantError: "does it speak TLS? If it does, its address must begin with https://"},
 		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "does it speak no TLS? Then its address must begin with http://"},

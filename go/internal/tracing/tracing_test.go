@@ -67,8 +67,8 @@ func TestAReaderThatHasEndedEndsNoProcess(t *testing.T) {
 func TestASpanIsAChildOfItsParent(t *testing.T) {
 	spans := tracetest.NewInMemoryExporter()
 	defer Use(sdktrace.NewSimpleSpanProcessor(spans))()
-	for _, stranger := range []string{"", "x", "00-00000000000000000000000000000000-b7ad6b7169203331-01", parent[:54]} {
-		assert.Nil(t, Continue(stranger, "x", 1), stranger)
+	for _, invalid := range []string{"", "x", "00-00000000000000000000000000000000-b7ad6b7169203331-01", parent[:54]} {
+		assert.Nil(t, Continue(invalid, "x", 1), invalid)
 	}
 	outer := Continue(parent, "outer", 7)
 	ctx := Below(context.Background(), outer.Parent())

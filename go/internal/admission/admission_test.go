@@ -1,4 +1,4 @@
-package lobby
+package admission
 
 import (
 	"net"
@@ -10,9 +10,9 @@ import (
 func TestTheOldestGoesFirst(t *testing.T) {
 	l := New(4, 3)
 	var cut []int
-	guests := map[int]*Guest{}
+	conns := map[int]*Conn{}
 	enter := func(number int, host string) {
-		guests[number] = l.Enter(&net.TCPAddr{IP: net.ParseIP(host), Port: number}, func() { cut = append(cut, number) })
+		conns[number] = l.Add(&net.TCPAddr{IP: net.ParseIP(host), Port: number}, func() { cut = append(cut, number) })
 	}
 	enter(1, "10.0.0.1")
 	enter(2, "10.0.0.2")
@@ -24,14 +24,14 @@ func TestTheOldestGoesFirst(t *testing.T) {
 	enter(6, "10.0.0.3")
 	assert.Equal(t, []int{2, 1}, cut, "above the total limit, the oldest connection is closed")
 
-	assert.False(t, guests[1].Leave(), "guest 1 was cut")
-	assert.True(t, guests[3].Leave())
-	assert.False(t, guests[3].Leave(), "guest 3 had left already")
+	assert.False(t, conns[1].Remove(), "connection 1 was cut")
+	assert.True(t, conns[3].Remove())
+	assert.False(t, conns[3].Remove(), "connection 3 was removed already")
 	enter(7, "10.0.0.4")
 	assert.Equal(t, []int{2, 1}, cut, "there was room")
 	assert.Equal(t, 4, l.Len())
-	for _, g := range guests {
-		g.Leave()
+	for _, c := range conns {
+		c.Remove()
 	}
 	assert.Zero(t, l.Len())
 	assert.Empty(t, l.hosts, "addresses are forgotten")

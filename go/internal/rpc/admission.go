@@ -8,15 +8,15 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/torchft/torchft/go/internal/lobby"
+	"github.com/torchft/torchft/go/internal/admission"
 )
 
 // Bounds for connections that are not known to belong to members. A member's connection counts here until its first call. The
 // bounds are large because all groups of a large job may reconnect at the same moment, from one address.
 const (
-	mostStrangers  = 20_000
-	strangersOfOne = 10_000
-	mostReaders    = 4096 // HTTP connections: browsers, scrapers of metrics and others
+	mostUnauthenticated  = 20_000
+	unauthenticatedOfOne = 10_000
+	mostReaders          = 4096 // HTTP connections: browsers, scrapers of metrics and others
 )
 
 // shown is the kind of a connection, which follows from its first request; zero before that.
@@ -27,39 +27,39 @@ const (
 	member                  // a gRPC call, with the token if the server has one
 )
 
-// crowd bounds the connections of a listener by kind. Each kind has its own limit, so that other connections never take the places
+// admitting bounds the connections of a listener by kind. Each kind has its own limit, so that other connections never take the places
 // of members. Above the limit for members, a new connection is closed. Above the limits for connections without a request and for
 // HTTP connections, whose pages need no token, the oldest one is closed.
 //
 // netutil.LimitListener has one limit for all, and waits at it: idle connections of anybody would keep the members out.
-type crowd struct {
+type admitting struct {
 	net.Listener
-	most               int
-	refused            *refusals
-	strangers, readers *lobby.Lobby
-	open               atomic.Int64 // connections of members
+	most                     int
+	refused                  *refusals
+	unauthenticated, readers *admission.Pending
+	open                     atomic.Int64 // connections of members
 }
 
-func newCrowd(lis net.Listener, most int, refused *refusals) *crowd {
-	return &crowd{
+func newAdmitting(lis net.Listener, most int, refused *refusals) *admitting {
+	return &admitting{
 		Listener: lis, most: most, refused: refused,
-		strangers: lobby.New(min(mostStrangers, 2*most), min(strangersOfOne, most)), readers: lobby.New(mostReaders, mostReaders),
+		unauthenticated: admission.New(min(mostUnauthenticated, 2*most), min(unauthenticatedOfOne, most)), readers: admission.New(mostReaders, mostReaders),
 	}
 }
 
-func (c *crowd) Accept() (net.Conn, error) {
+func (c *admitting) Accept() (net.Conn, error) {
 	conn, err := c.Listener.Accept()
 	if err != nil {
 		return nil, err
 	}
-	one := &counted{Conn: conn, crowd: c}
+	one := &counted{Conn: conn, listener: c}
 	one.address = &address{Addr: conn.RemoteAddr(), conn: one}
-	one.guest = c.strangers.Enter(conn.RemoteAddr(), func() { _ = conn.Close() })
+	one.pending = c.unauthenticated.Add(conn.RemoteAddr(), func() { _ = conn.Close() })
 	return one, nil
 }
 
 // enter counts a member's connection, and returns false if there are too many.
-func (c *crowd) enter() bool {
+func (c *admitting) enter() bool {
 	if c.open.Add(1) <= int64(c.most) {
 		return true
 	}
@@ -67,16 +67,16 @@ func (c *crowd) enter() bool {
 	return false
 }
 
-// counted is a connection of a crowd.
+// counted is a connection of an admitting listener.
 type counted struct {
 	net.Conn
-	crowd   *crowd
-	address *address
+	listener *admitting
+	address  *address
 
-	mu    sync.Mutex
-	guest *lobby.Guest // nil for a member's connection
-	is    shown
-	ended bool
+	mu      sync.Mutex
+	pending *admission.Conn // nil for a member's connection
+	is      shown
+	ended   bool
 }
 
 // address is the address of the other side with a reference to the connection, since handlers get only the address of their
@@ -89,7 +89,7 @@ type address struct {
 // RemoteAddr returns an *address: TLS, gRPC and HTTP pass it on to their handlers unchanged.
 func (c *counted) RemoteAddr() net.Addr { return c.address }
 
-// show records the kind of the connection from an address. It returns false if the connection is closed: a lobby has closed it, or the
+// show records the kind of the connection from an address. It returns false if the connection is closed: it was cut for others, or the
 // limit for members is reached.
 func show(from net.Addr, what shown) bool {
 	a, counts := from.(*address)
@@ -102,20 +102,20 @@ func (c *counted) show(what shown) bool {
 	switch {
 	case c.is >= what:
 		return true
-	case c.ended || !c.guest.Leave():
+	case c.ended || !c.pending.Remove():
 		return false
 	}
 	if what == reader {
-		c.is, c.guest = reader, c.crowd.readers.Enter(c.address.Addr, func() { _ = c.Conn.Close() })
+		c.is, c.pending = reader, c.listener.readers.Add(c.address.Addr, func() { _ = c.Conn.Close() })
 		return true
 	}
-	if !c.crowd.enter() {
-		c.crowd.refused.log("torchft: a connection was refused", c.address.String(),
-			fmt.Sprintf("%d are open (max_connections)", c.crowd.most))
+	if !c.listener.enter() {
+		c.listener.refused.log("torchft: a connection was refused", c.address.String(),
+			fmt.Sprintf("%d are open (max_connections)", c.listener.most))
 		_ = c.Conn.Close()
 		return false
 	}
-	c.is, c.guest = member, nil
+	c.is, c.pending = member, nil
 	return true
 }
 
@@ -137,7 +137,7 @@ func AsMember(r *http.Request) bool {
 func reading(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if from, ok := r.Context().Value(addressKey{}).(net.Addr); ok && !show(from, reader) {
-			return // the lobby of connections without a request was full, and has closed this one
+			return // there were too many connections without a request, and this one was closed
 		}
 		h.ServeHTTP(w, r)
 	})
@@ -148,9 +148,9 @@ func (c *counted) Close() error {
 	if !c.ended {
 		c.ended = true
 		if c.is == member {
-			c.crowd.open.Add(-1)
+			c.listener.open.Add(-1)
 		} else {
-			c.guest.Leave()
+			c.pending.Remove()
 		}
 	}
 	c.mu.Unlock()

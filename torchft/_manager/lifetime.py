@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 if TYPE_CHECKING:
     from torchft._manager.settings import Settings
-    from torchft.manager import Manager
 
 _logger = logging.getLogger("torchft.manager")
 
@@ -63,20 +62,20 @@ class Life(NamedTuple):
         return earlier.thread is self.thread or not earlier.thread.is_alive()
 
 
-_running: weakref.WeakKeyDictionary[Manager, Life] = weakref.WeakKeyDictionary()
+_running: weakref.WeakKeyDictionary[Any, Life] = weakref.WeakKeyDictionary()
 
 
-def began(manager: Manager, life: Life) -> None:
+def began(manager: Any, life: Life) -> None:
     """Called when a Manager is complete."""
     _running[manager] = life
 
 
-def ended(manager: Manager) -> None:
+def ended(manager: Any) -> None:
     """Called when a Manager is shut down."""
     _running.pop(manager, None)
 
 
-def earlier(life: Life) -> list[Manager]:
+def earlier(life: Life) -> list[Any]:
     """The Managers that one with this life replaces. Warns of those that it only disturbs."""
     found = []
     for manager in [manager for ref in _running.keyrefs() if (manager := ref()) is not None]:

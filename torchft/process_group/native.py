@@ -24,7 +24,6 @@ from torch.distributed import PrefixStore, Store, Work
 
 from torchft.process_group._errors import named_timeout
 from torchft.process_group._gloo.connections import Connections
-from torchft.process_group.base import BaseProcessGroup
 from torchft.utils import DeviceThread
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
     """
     if is_native(pg):
         return lambda: error_of_native(pg)
-    if issubclass(type(pg), BaseProcessGroup):  # a mock may pass isinstance, but its type is no subclass
+    if issubclass(type(pg), dist.ProcessGroup):  # a mock may pass isinstance, but its type is no subclass
         return lambda: pg.errored()
     if not hasattr(pg, "errored"):
         return lambda: None

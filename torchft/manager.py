@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from torchft._agreement import COMPARES, CONNECTIONS
 from torchft._forked import Maker
 from torchft._manager import hyperparameters
 from torchft._manager.background import Background
@@ -470,6 +471,7 @@ class Manager(Stateful, Stepping):
         aborted = self._current.collectives.aborted
         connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
         layout = self._layout.for_lighthouse()
+        local_sgd = self._layout.lines is not None and not self._data.adds_gradients  # or DiLoCo
         self._calls.end(lost=True)
         self._heal_wait.end()
         step = self._make_step(request, inputs, self._current.plan)
@@ -488,8 +490,11 @@ class Manager(Stateful, Stepping):
             commit_failures=self._commit_failures or int(aborted or self._connection.needs_new_quorum),
             init_sync=self._init_sync,
             reconfigure_handle=self._peers.handle(
-                self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients),
-                connections,
+                [
+                    *self._layout.announces,
+                    (COMPARES, self._replicas.announces(averages=local_sgd)),
+                    (CONNECTIONS, connections),
+                ],
                 # the groups do not wait for a heal in pieces
                 awaits_heals=self._along is None or self._why_not_along() is not None,
             ),

@@ -19,8 +19,8 @@ from tests.late.group import ProcessGroupLate
 from tests.late.one_rank import Group, OneRank
 from tests.promises import ABORT_S, within
 from tests.unit.manager.conftest import Fixture, fixture, quorum
+from torchft._agreement import AVERAGES, announced
 from torchft._manager.edge import Peers
-from torchft._manager.handles import AVERAGES, announced
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
 from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup

@@ -8,11 +8,10 @@ Before the first step:
 A step:
     rounds: requests quorums and waits for them. plan: computes from a quorum what this rank does (without torch).
     step: the data and states of one step. stepping: the methods that return properties of the current step.
-    connection: connects the process group with the members of a quorum, by the decisions of handover. handles: what
-    groups announce with their reconfigure handles. layout: checks that all groups reduce the same tensors. calls:
-    checks that a new group makes the same calls. loader: checks that all groups train on the same batch. device:
-    checks that each rank has its own device. collectives: the collectives of a step. work: the futures that an
-    allreduce returns.
+    connection: connects the process group with the members of a quorum, by the decisions of handover. layout: checks
+    that all groups reduce the same tensors. calls: checks that a new group makes the same calls. loader: checks that
+    all groups train on the same batch. device: checks that each rank has its own device. collectives: the collectives
+    of a step. work: the futures that an allreduce returns.
 
 Heals:
     state: the state of a group, and the user's functions for it. hyperparameters: those of its optimizers.

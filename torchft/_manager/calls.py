@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Callable, Optional
 import torch
 from torch.distributed import ReduceOp
 
-from torchft._manager.handles import CALLS, announced
+from torchft._agreement import CALLS, announced, difference
 from torchft._manager.layout import LayoutDiffers
 from torchft.process_group._attempt import in_time, running
 from torchft.process_group.reconfigure import Handle, create_store_client
@@ -133,11 +133,8 @@ class Calls:
         if there == _LOST:
             raise RuntimeError(f"{name}, with which the first calls are compared, has lost the step")
         if there != here:
-            self.differs = LayoutDiffers(
-                f"this group reduces other tensors than {name}: call {number} of the step is {here} here, "
-                f"{there} there",
-                must_end=True,
-            )
+            text = difference(f"call {number} of the step", here, name, there, "the same calls in all groups")
+            self.differs = LayoutDiffers(text, must_end=True)
             raise self.differs
 
     def end(self, lost: bool) -> None:

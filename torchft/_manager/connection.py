@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
+from torchft._agreement import CONNECTIONS, announced
 from torchft._manager.failures import PeerFailed
-from torchft._manager.handles import CONNECTIONS, announced
 from torchft._manager.handover import Connections, Way, decide, name_of
 from torchft._manager.layout import Layout, LayoutDiffers
 from torchft._manager.ranges import ranged

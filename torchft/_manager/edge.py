@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional
@@ -17,19 +17,8 @@ import torch
 import torch.distributed as dist
 
 from torchft import _torchft
+from torchft._agreement import AVERAGES, CALLS, HEALS, announce, bare
 from torchft._manager.failures import FailureListener
-from torchft._manager.handles import (
-    AVERAGES,
-    CALLS,
-    COMPARES,
-    CONNECTIONS,
-    HEALS,
-    LAYOUT,
-    announce,
-    announce_native,
-    bare,
-)
-from torchft._manager.layout import announced_natively
 from torchft._manager.plan import Plan
 from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
@@ -323,7 +312,6 @@ class Peers:
     """
 
     def __init__(self, pg: Any) -> None:
-        self._layout = ""
         self.pg = pg
 
     @property
@@ -354,10 +342,7 @@ class Peers:
             self.pg.set_rank_info(replica_id, group_rank, group_world_size, number)
 
     def announce_layout(self, digest: str, lines: str) -> None:
-        """Adds a description of what this rank reduces to the handle. That of a native group carries no lines, and the
-        digest only with a loader.
-        """
-        self._layout = digest
+        """Puts a description of what this rank reduces into the store of its handle; a native handle names none."""
         if self._announces_layouts:
             self.pg.announce_layout(digest, lines)
 
@@ -376,23 +361,19 @@ class Peers:
                 "sparse: pass sparse=False to their layers, or use ProcessGroupGloo"
             )
 
-    def handle(self, compares: str = "", connections: str = "", awaits_heals: bool = False) -> str:
+    def handle(self, announces: Iterable[tuple[str, str]] = (), awaits_heals: bool = False) -> str:
         """The reconfigure handle by which peers connect with this rank.
 
         Args:
-            compares: how weights are compared, added to the handle; empty if they are not compared.
-            connections: the connections of this rank, added to the handle; empty if it announces none.
-            awaits_heals: whether this rank waits for groups that heal.
+            announces: what the handle announces (_agreement.py), beside what depends on the process group.
+            awaits_heals: whether this rank waits for groups that heal, if its process group allows that.
         """
-        handle = self.pg.get_reconfigure_handle()
-        if self._native:
-            handle = announce_native(handle, COMPARES, compares)
-            handle = announce_native(handle, HEALS, "1" if awaits_heals else "")
-            return announce_native(handle, LAYOUT, announced_natively(self._layout))
-        handle = announce(handle, AVERAGES, "1" if self._averages else "")
-        handle = announce(announce(handle, COMPARES, compares), CALLS, "1" if self.ours else "")
-        handle = announce(handle, HEALS, "1" if awaits_heals and self.ours else "")
-        return announce(handle, CONNECTIONS, connections)
+        own = (
+            (AVERAGES, "1" if self._averages else ""),
+            (CALLS, "1" if self.ours else ""),
+            (HEALS, "1" if awaits_heals and (self.ours or self._native) else ""),
+        )
+        return announce(self.pg.get_reconfigure_handle(), (*announces, *own), self._native)
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
         """Connects with the peers that the handles in ``opts`` name."""

@@ -1,17 +1,13 @@
 """Checks that the groups of a quorum reduce the same tensors, before any tensor is sent.
 
-Wrappers of models and optimizers register the parameters. LocalSGD and DiLoCo describe what they reduce in
-lines of text (``Manager.register_layout``). A digest of all this goes to the lighthouse with each request: it
-refuses a group that differs from the groups of the job, which lose no step (go/quorum/fit.go).
+Wrappers of models and optimizers register the parameters. LocalSGD and DiLoCo describe what they reduce in lines of
+text (``Manager.register_layout``), and so do the loaders of :mod:`torchft.data`. A digest of the parameters goes to the
+lighthouse with each request: it refuses a group that differs from the groups of the job, which lose no step
+(go/quorum/fit.go).
 
-The groups of a quorum compare as well, because the lighthouse may be upstream's. Each group's reconfigure
-handle carries a digest of its lines; the lines themselves are in the store that the handle names, and are
-only read if digests differ. Groups that announce nothing (upstream and native groups) are not compared. A
-difference costs the other groups a step.
-
-The loaders of :mod:`torchft.data` use the same mechanism, with one more rule: if one group has such a loader,
-all must have one. A prefix of the digest says that a group has a loader; then a handle without a digest
-counts as different. A native handle has a digest only with a loader.
+The groups of a quorum compare as well, because the lighthouse may be upstream's: a digest of all lines is one of the
+settings in their handles (_agreement.py). The lines themselves are in the store that the handle names, and are only
+read if digests differ. A difference costs the other groups a step.
 """
 
 from __future__ import annotations
@@ -26,20 +22,22 @@ from typing import Callable, Optional, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchft._manager.handles import LAYOUT, announced, bare
-from torchft._manager.loader import NAME as LOADER
+from torchft._agreement import EQUAL, LAYOUT, LOADER, difference, differing, explained, texts_of
+from torchft._manager.loader import NAME
 from torchft._manager.plan import Plan
 from torchft.checkpointing._places import local_part
 from torchft.process_group._attempt import in_time
-from torchft.process_group.reconfigure import Handle, create_store_client
+from torchft.process_group.reconfigure import create_store_client
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
 _FETCH_TIMEOUT = timedelta(seconds=2)
 _SHOWN = 6  # lines of each side in an error
 
-_WITH_LOADER = "loader-"
-_OF_LOADER = f"{LOADER}: "
+_OF_LOADER = f"{NAME}: "
 _REFUSAL = re.compile(r"reduces other tensors than member (\S+), which is in the job: rank (\d+) has ")
+
+# Returns the lines of a group, given the address of its store and the digest; None if they cannot be read.
+Read = Callable[[str, str], Optional[list[str]]]
 
 
 class LayoutDiffers(ValueError):
@@ -55,27 +53,30 @@ class LayoutDiffers(ValueError):
 
 
 def digest(lines: Sequence[str]) -> str:
-    prefix = _WITH_LOADER if any(line.startswith(_OF_LOADER) for line in lines) else ""
-    return prefix + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def announced_natively(layout: str) -> str:
-    """The text that a native handle announces for a layout: the digest if this group has a loader, else nothing."""
-    return layout if _has_loader(layout) else ""
+def announcement(lines: Optional[Sequence[str]]) -> list[tuple[str, str]]:
+    """What a group with these lines announces; nothing if they are None."""
+    if lines is None:
+        return []
+    return [(LAYOUT, digest(lines)), (LOADER, NAME if any(line.startswith(_OF_LOADER) for line in lines) else "")]
 
 
 class Layout:
     """The layout of the tensors that a rank reduces, which its handle announces to the other groups.
 
     Args:
-        announce: puts the digest and the lines into this rank's handle.
+        publish: puts the lines into the store of this rank's handle, given their digest.
 
     Attributes:
         lines: those of :meth:`add`; None: it was not called.
+        announces: what this rank's handle announces.
     """
 
-    def __init__(self, announce: Callable[[str, str], None]) -> None:
-        self._announce = announce
+    def __init__(self, publish: Callable[[str, str], None]) -> None:
+        self._publish = publish
+        self.announces: list[tuple[str, str]] = []
         self.lines: Optional[list[str]] = None
         self._of_models: list[tuple[str, torch.Tensor]] = []
         self._of_optimizers: list[tuple[str, torch.Tensor]] = []
@@ -86,7 +87,7 @@ class Layout:
     def add(self, what: str, lines: Sequence[str]) -> None:
         """Adds a line for each tensor of ``what``."""
         self.lines = [*(self.lines or ()), *(f"{what}: {line}" for line in lines)]
-        self._announce_lines()
+        self._announce()
 
     def add_parameters(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Adds the parameters of a model. No effect after the first request: see :meth:`for_lighthouse`."""
@@ -118,7 +119,7 @@ class Layout:
             size = f" of {elements} elements" if elements else ""
             lines = [line for line in self.compared() or () if not line.startswith(_OF_LOADER)]
             self._for_lighthouse = f"{len(lines)} tensors{size}, digest {digest(lines)}" if lines else ""
-            self._announce_lines()
+            self._announce()
         return self._for_lighthouse
 
     def check(self, plan: Plan, new_here: bool) -> None:
@@ -135,18 +136,14 @@ class Layout:
         """The lines that are compared with those of the other groups; None if nothing was registered."""
         return [*self._parameters, *(self.lines or ())] or self.lines
 
-    def _announce_lines(self) -> None:
+    def _announce(self) -> None:
         lines = self.compared()
+        self.announces = announcement(lines)
         if lines is not None:
-            self._announce(digest(lines), "\n".join(lines))
+            self._publish(digest(lines), "\n".join(lines))
 
 
-def refused(
-    error: Exception,
-    ours: Optional[Sequence[str]],
-    group_rank: int,
-    read: Callable[[Handle], Optional[list[str]]],
-) -> Optional[LayoutDiffers]:
+def refused(error: Exception, ours: Optional[Sequence[str]], group_rank: int, read: Read) -> Optional[LayoutDiffers]:
     """The error of a rank whose group was refused, with the tensors that differ; None for any other error.
 
     Args:
@@ -162,8 +159,8 @@ def refused(
     store = re.match(r"the store at (\S+) under layout/(\S+)", where)
     if store is None or ours is None or int(found[2]) != group_rank:
         return LayoutDiffers(text, must_end=True)
-    theirs = read(Handle(id=found[1], store=store[1], layout=store[2]))
-    return LayoutDiffers(f"{text}: {_describe(ours, theirs)}", must_end=True)
+    here, there = _named(ours, read(store[1], store[2]))
+    return LayoutDiffers(f"{text}: here {here}; there {there}", must_end=True)
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -174,91 +171,58 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
 
 
-def check_layouts(
-    plan: Plan, ours: Optional[Sequence[str]], *, new_here: bool, read: Callable[[Handle], Optional[list[str]]]
-) -> None:
-    """Raises LayoutDiffers if another group of this quorum announces other lines than ``ours``.
+def check_layouts(plan: Plan, ours: Optional[Sequence[str]], *, new_here: bool, read: Read) -> None:
+    """Raises LayoutDiffers if a group of this quorum announces another layout than ``ours``.
 
     The error says which group has to change: the one that joined last. At step 0 this is each group that differs from
-    the first one; later, a group that differs from its source, and that heals or has committed no step yet.
+    the first one; later, a group that differs from its source, and that heals or has committed no step yet. Without
+    handles it is this group, if it joins: the others cannot compare.
 
     Args:
         plan: the plan of this rank.
         ours: lines, None if nothing was registered.
         new_here: whether this group has committed no step since its process began.
-        read: returns the lines of a group, None if they cannot be read.
+        read: reads the lines of another group.
     """
-    mine = None if ours is None else digest(ours)
-    if _has_loader(mine) and not plan.handles and plan.replica_world_size > 1:
-        without = ", ".join(plan.without_handles or plan.replica_ids)
-        raise LayoutDiffers(
-            f"this group trains with an {LOADER}, which torchft 0.2.0 does not have: among {without} is a group that "
-            "announces nothing, so it would divide the sum of weighted gradients by the number of groups",
-            must_end=plan.heal or new_here,
-        )
-    peers = [_decode(text) for text in plan.handles]
-    differing = [i for i, peer in enumerate(peers) if _differ(peer.layout, mine)]
-    if not differing:
+    mine, names, handles = dict(announcement(ours)), plan.replica_ids, plan.handles
+    if not handles and plan.replica_world_size > 1:
+        names = plan.without_handles or names
+        handles = [""] * len(names)
+    peers = [texts_of(handle) for handle in handles]
+    found = {rank: key for rank, peer in enumerate(peers) if (key := differing(mine, peer, LOADER, LAYOUT))}
+    if not found:
         return
     judge = plan.source.replica_rank if plan.source is not None and plan.max_step > 0 else 0
-    must_end = judge in differing and (plan.heal or new_here)
-    other = judge if must_end else differing[0]
-    raise LayoutDiffers(_explain(plan.replica_ids[other], ours, peers[other], read), must_end)
+    must_end = (judge in found or not plan.handles) and (plan.heal or new_here)
+    other = judge if must_end and judge in found else min(found)
+    key, theirs = found[other], peers[other]
+    if key == LOADER or ours is None:
+        raise LayoutDiffers(explained(key, mine, names[other], theirs), must_end)
+    here, there = _named(ours, read(theirs["store"], theirs[key]) if "store" in theirs else None)  # native: no store
+    raise LayoutDiffers(difference(EQUAL[key].name, here, names[other], there, EQUAL[key].allowed), must_end)
 
 
-def _differ(one: Optional[str], other: Optional[str]) -> bool:
-    if one is None or other is None:  # a group that announces nothing
-        return _has_loader(one) != _has_loader(other)
-    return one != other
-
-
-def _has_loader(layout: Optional[str]) -> bool:
-    return layout is not None and layout.startswith(_WITH_LOADER)
-
-
-def _explain(
-    name: str, ours: Optional[Sequence[str]], peer: Handle, read: Callable[[Handle], Optional[list[str]]]
-) -> str:
-    here = ours is not None and _has_loader(digest(ours))
-    if here != _has_loader(peer.layout):
-        who, other = ("this group", name) if here else (name, "this group")
-        return (
-            f"{who} trains with an {LOADER}, which weights gradients by samples, and {other} without: it would divide "
-            "their sum by the number of groups; all groups of a job need one, made before their first step"
-        )
-    assert ours is not None
-    return f"this group {'trains on other data' if here else 'reduces other tensors'} than {name}: " + _describe(
-        ours, read(peer)
-    )
-
-
-def read_layout(peer: Handle) -> Optional[list[str]]:
+def read_layout(address: str, layout: str) -> Optional[list[str]]:
     """The lines of a group, from its own store; None if the store is not reached within a few seconds."""
 
     def read() -> list[str]:
-        store = create_store_client(peer.store, timeout=_FETCH_TIMEOUT)
-        return store.get(f"layout/{peer.layout}").decode().splitlines()
+        store = create_store_client(address, timeout=_FETCH_TIMEOUT)
+        return store.get(f"layout/{layout}").decode().splitlines()
 
     with contextlib.suppress(Exception):
         return in_time(read, 3 * _FETCH_TIMEOUT)
     return None
 
 
-def _decode(text: str) -> Handle:
-    try:
-        return Handle.decode(text)
-    except ValueError:  # the handle of a native group, which is no JSON
-        return Handle(id=bare(text), store="", layout=announced(text, LAYOUT) or None)
-
-
-def _describe(ours: Sequence[str], theirs: Optional[list[str]]) -> str:
+def _named(ours: Sequence[str], theirs: Optional[list[str]]) -> tuple[str, str]:
+    """The lines that only this group has, and those that only the other group has."""
     if theirs is None:
-        return "its lines could not be read from its store"
+        return "other lines", "lines that could not be read from its store"
     here = [line for line in ours if line not in set(theirs)]
     there = [line for line in theirs if line not in set(ours)]
     if not here and not there:
-        return "the same, in another order"
-    return f"here {_listed(here)}; there {_listed(there)}"
+        return "the same lines", "the same, in another order"
+    return _listed(here), _listed(there)
 
 
 def _listed(lines: list[str]) -> str:

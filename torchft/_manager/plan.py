@@ -7,7 +7,7 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Optional
 
-from torchft._manager.handles import AVERAGES, HEALS, announced
+from torchft._agreement import AVERAGES, HEALS, all_announce
 
 if TYPE_CHECKING:
     from torchft._torchft import QuorumResult
@@ -72,9 +72,8 @@ class Plan:
         """Whether the process groups average, instead of adding up for a division: all groups participate, and each
         announces that its process group can. The same in all groups of a quorum.
         """
-        return self.participants == self.replica_world_size == len(self.handles) and all(
-            announced(handle, AVERAGES) for handle in self.handles
-        )
+        everyone = self.participants == self.replica_world_size == len(self.handles)
+        return everyone and all_announce(self.handles, AVERAGES)
 
     @cached_property
     def awaits_heals(self) -> bool:
@@ -82,11 +81,7 @@ class Plan:
         in all groups of a quorum.
         """
         may_heal = self.num_up_to_date < self.replica_world_size or self.max_step == 0
-        return (
-            may_heal
-            and 1 < self.replica_world_size == len(self.handles)
-            and all(announced(handle, HEALS) for handle in self.handles)
-        )
+        return may_heal and 1 < self.replica_world_size == len(self.handles) and all_announce(self.handles, HEALS)
 
 
 @dataclass(frozen=True)

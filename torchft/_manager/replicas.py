@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 import torch
 from torch.distributed import ReduceOp
 
+from torchft._agreement import COMPARES, all_announce, announced
 from torchft._manager.divergence import (
     BUCKETS,
     NOTHING,
@@ -29,7 +30,6 @@ from torchft._manager.divergence import (
     sweep_commits,
     unlike,
 )
-from torchft._manager.handles import COMPARES, announced
 from torchft.checkpointing._digest import combine, digest_bytes, memory_of
 from torchft.checkpointing._places import local_part
 from torchft.utils import Mark, devices_of
@@ -309,10 +309,11 @@ class Replicas:
             self._stale = True
         if plan.quorum_id == self._active[0]:
             return
-        peers = [announced(handle, COMPARES) for handle in plan.handles] if self._announced else []
-        active = len(peers) > 1 and all(peer == self._announced for peer in peers)
-        if len(peers) > 1 and not active:
-            others = [name for name, peer in zip(plan.replica_ids, peers) if peer != self._announced]
+        mine = self._announced
+        may = bool(mine) and len(plan.handles) > 1
+        active = may and all_announce(plan.handles, COMPARES, mine or "")
+        if may and not active:
+            others = [name for name, peer in zip(plan.replica_ids, plan.handles) if announced(peer, COMPARES) != mine]
             self._logger.info(f"weights are not compared in quorum {plan.quorum_id}: not by {', '.join(others)}")
         self._active = plan.quorum_id, active
 

@@ -23,6 +23,7 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.futures import Future
 
+from torchft._agreement import difference
 from torchft.utils import DeviceThread, Mark, get_stream_context
 from torchft.work import _PendingWork
 
@@ -231,11 +232,9 @@ class _HostExchange(Exchange):
         self._swap(_DESCRIPTION_TAG, lambda peer: all[self.rank], lambda peer: all[peer])
         for peer in range(self._ranks):
             if not torch.equal(all[peer], all[self.rank]):
-                raise ValueError(
-                    f"the ranks want different things: rank {self.rank} {_decode(all[self.rank])!r}, "
-                    f"rank {peer} {_decode(all[peer])!r}; shapes, dtypes, their order, the reduction and "
-                    "TORCHFT_QUANTIZATION_FORMAT have to be the same in all groups"
-                )
+                here, there = repr(_decode(all[self.rank])), repr(_decode(all[peer]))
+                allowed = "the same shapes, dtypes, order, reduction and TORCHFT_QUANTIZATION_FORMAT in all groups"
+                raise ValueError(difference("a quantized collective", here, f"rank {peer}", there, allowed))
 
 
 def _encode(what: str) -> torch.Tensor:

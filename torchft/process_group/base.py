@@ -136,7 +136,6 @@ class ProcessGroup(BaseProcessGroup):
             global_rank=self._global_rank,
             spread=True,
             group_rank=self._group_rank or 0,
-            layout=self._layout[0] if self._layout is not None else None,
             **self._announced(),
         ).encode()
 
@@ -145,7 +144,7 @@ class ProcessGroup(BaseProcessGroup):
         return {}
 
     def announce_layout(self, digest: str, text: str) -> None:
-        """Announces the layout of the tensors to reduce; the Manager compares digests before it connects peers."""
+        """Puts the layout of the tensors to reduce into the store of the handle; peers with another digest read it."""
         self._layout = digest, text
         if self._handle_store is not None:
             self._handle_store[0].set(f"layout/{digest}", text)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from torchft._agreement import IMPLEMENTATION, differing, explained
 from torchft._forked import threaded
 from torchft.process_group.accelerator import _NEVER
 from torchft.process_group.reconfigure import (
@@ -27,7 +28,6 @@ from torchft.process_group.reconfigure import (
     NCCL2,
     Handle,
     ReconfigureOptions,
-    describe_implementations,
     exchange_handles,
     options_of,
 )
@@ -68,10 +68,10 @@ def announced(store: Store, rank: int, world_size: int, implementation: str) -> 
     store.set(str(rank), implementation)
 
     def compare(cause: Optional[Exception] = None) -> None:
-        others = [peer for peer in range(world_size) if peer != rank and store.check([str(peer)])]
-        theirs = {peer: store.get(str(peer)).decode() for peer in others}
-        if set(theirs.values()) - {implementation}:
-            raise ValueError(describe_implementations(implementation, theirs)) from cause
+        for peer in (peer for peer in range(world_size) if peer != rank and store.check([str(peer)])):
+            ours, theirs = ({IMPLEMENTATION: it} for it in (implementation, store.get(str(peer)).decode()))
+            if differing(ours, theirs, IMPLEMENTATION):
+                raise ValueError(explained(IMPLEMENTATION, ours, f"rank {peer}", theirs)) from cause
 
     # Skipped for the default, LEGACY, because the comparison takes time. A difference is found all the same: connecting
     # with peers of another implementation fails, and then `compare` explains the error.

@@ -4,13 +4,13 @@ Every group has a handle, a JSON object that travels to the peers with the quoru
 
     {"id": "…", "store": "host:port", "global_rank": 3, "spread": true, "group_rank": 0}
 
-`id` names the group object, `store` is a TCPStore that this group hosts. `layout`, if there is one, is a digest of the
-layout of the tensors that this group will reduce; its text is in the store, under `layout/{digest}`. `implementation`,
-if there is one, is that of NCCL: peers must have the same. `backend`, if there is one, is the handle that PyTorch's
-backend has for one reconfiguration. `first` lists the operations that this group has run, for which the peers connect
-at once (_first_operation.py). Handles are in the order of the ranks, so a peer's rank is the index of its handle. All
-peers meet in one store: that of handle 0, or, if every handle has the mark `spread`, that of handle `group_rank mod n`,
-so that no replica group serves the rendezvous of all ranks.
+`id` names the group object, `store` is a TCPStore that this group hosts. `implementation`, if there is one, is that of
+NCCL: peers must have the same. `backend`, if there is one, is the handle that PyTorch's backend has for one
+reconfiguration. `first` lists the operations that this group has run, for which the peers connect at once
+(_first_operation.py). The Manager adds what groups compare (_agreement.py); the text of a layout is in the store, under
+`layout/{digest}`. Handles are in the order of the ranks, so a peer's rank is the index of its handle. All peers meet in
+one store: that of handle 0, or, if every handle has the mark `spread`, that of handle `group_rank mod n`, so that no
+replica group serves the rendezvous of all ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import random
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Mapping, Optional, Sequence
+from typing import TYPE_CHECKING, Optional, Sequence
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from torchft._agreement import IMPLEMENTATION, differing, explained, texts_of
 from torchft._forked import threaded
 from torchft.addresses import announced_host, host_port, loopback, store_host
 from torchft.process_group import _attempt
@@ -79,7 +80,7 @@ _MAX_UUID = 2**63 - 1
 LEGACY, NCCL2 = "legacy", "nccl2"
 
 # Fields of a handle that are texts, and may be missing.
-_OPTIONAL = ("layout", "implementation", "backend", "first")
+_OPTIONAL = ("implementation", "backend", "first")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,6 @@ class Handle:
     global_rank: Optional[int] = None
     spread: bool = False
     group_rank: Optional[int] = None
-    layout: Optional[str] = None
     implementation: Optional[str] = None
     backend: Optional[str] = None
     first: Optional[str] = None
@@ -165,9 +165,10 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
         raise ValueError(
             f"this group's own handle {own_handle!r} is not among the reconfigure handles {list(handles)!r}"
         )
-    if len({peer.implementation for peer in peers}) > 1:
-        theirs = {rank: peer.implementation or LEGACY for rank, peer in enumerate(peers)}
-        raise ValueError(describe_implementations(own.implementation or LEGACY, theirs))
+    for rank, text in enumerate(handles):
+        ours, theirs = texts_of(own_handle), texts_of(text)
+        if differing(ours, theirs, IMPLEMENTATION):
+            raise ValueError(explained(IMPLEMENTATION, ours, f"rank {rank}", theirs))
 
     global_ranks = [peer.global_rank for peer in peers if peer.global_rank is not None]
     return Rendezvous(
@@ -175,16 +176,6 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
         rank=ids.index(own.id),
         world_size=len(peers),
         global_ranks=global_ranks if len(global_ranks) == len(peers) else None,
-    )
-
-
-def describe_implementations(ours: str, theirs: Mapping[int, str]) -> str:
-    """The error message for a group some of whose peers, given by rank, use another implementation of NCCL."""
-    rank, other = next((rank, name) for rank, name in theirs.items() if name != ours)
-    return (
-        f"the groups of a quorum use different implementations of NCCL, which cannot connect: {ours!r} here, {other!r} "
-        f"in rank {rank}; set TORCHFT_NCCL_IMPLEMENTATION, or implementation=, to the same in all groups "
-        f"(upstream's is {LEGACY!r})"
     )
 
 

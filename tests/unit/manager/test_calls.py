@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed import ReduceOp, TCPStore
 
+from torchft._agreement import CALLS, announce
 from torchft._manager.calls import Calls, describe_call, judge_of
-from torchft._manager.handles import CALLS, announce
 from torchft._manager.layout import LayoutDiffers, read_layout
 from torchft._manager.plan import Plan, Source
 from torchft._manager.state import Place
@@ -77,7 +77,7 @@ class Two:
     def __init__(self) -> None:
         self.stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
         bare = [Handle(id=str(i), store=f"127.0.0.1:{store.port}").encode() for i, store in enumerate(self.stores)]
-        self.handles = [announce(handle, CALLS, "1") for handle in bare]
+        self.handles = [announce(handle, ((CALLS, "1"),)) for handle in bare]
         self.failure: Optional[Exception] = None
         self.place = Place(SHORT)
         self.older, self.newer = (Calls(self._check, self.place, logging.getLogger()) for _ in range(2))  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_another_call_in_the_middle(two: Two) -> None:
     two.call(two.older)
     two.call(two.older, torch.ones(4))
     two.call(two.newer)
-    with pytest.raises(LayoutDiffers, match=r"other tensors than a: call 1 of the step is .* 5 x .* here, .* 4 x"):
+    with pytest.raises(LayoutDiffers, match=r"call 1 of the step differs: .* 5 x .* here, .* 4 x .* in a; allowed"):
         two.call(two.newer, torch.ones(5))
     assert two.newer.differs is not None and two.newer.differs.must_end
 
@@ -128,7 +128,7 @@ def test_one_call_too_many(two: Two) -> None:
     two.call(two.older)
     two.older.end(lost=False)
     two.call(two.newer)
-    with pytest.raises(LayoutDiffers, match=r"call 1 of the step is .* here, no further call there"):
+    with pytest.raises(LayoutDiffers, match=r"call 1 of the step differs: .* here, no further call in a"):
         two.call(two.newer)
 
 
@@ -148,7 +148,7 @@ def test_a_handle_that_names_another_store(two: Two) -> None:
     two.begin()
     two.call(two.older)
     two.stores[0] = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    two.handles[0] = announce(Handle(id="0", store=f"127.0.0.1:{two.stores[0].port}").encode(), CALLS, "1")
+    two.handles[0] = announce(Handle(id="0", store=f"127.0.0.1:{two.stores[0].port}").encode(), ((CALLS, "1"),))
     two.begin(quorum_id=4)
     two.call(two.older)
     two.call(two.newer)
@@ -184,7 +184,7 @@ def test_a_peer_that_lists_no_calls_is_not_compared(two: Two) -> None:
 
 def test_a_store_that_cannot_be_reached_costs_no_step(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchft._manager.calls._CONNECT_TIMEOUT", SHORT)
-    two.handles[0] = announce(Handle(id="0", store="127.0.0.1:1").encode(), CALLS, "1")
+    two.handles[0] = announce(Handle(id="0", store="127.0.0.1:1").encode(), ((CALLS, "1"),))
     one = plan(1, source=0, handles=two.handles)
     two.newer._logger = SimpleNamespace(warn=(warned := []).append)  # type: ignore[assignment]
     two.newer.begin(one, new_here=True)
@@ -209,10 +209,10 @@ def test_a_store_that_never_answers_costs_no_step(two: Two, monkeypatch: pytest.
     monkeypatch.setattr("torchft._manager.calls._CONNECT_TIMEOUT", SHORT)
     monkeypatch.setattr("torchft._manager.layout._FETCH_TIMEOUT", SHORT)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        handle = Handle(id="0", store=f"127.0.0.1:{silent.getsockname()[1]}", layout="0")
-        two.handles[0] = announce(handle.encode(), CALLS, "1")
+        handle = Handle(id="0", store=f"127.0.0.1:{silent.getsockname()[1]}")
+        two.handles[0] = announce(handle.encode(), ((CALLS, "1"),))
         two.newer._logger = SimpleNamespace(warn=(warned := []).append)  # type: ignore[assignment]
         two.newer.begin(plan(1, source=0, handles=two.handles), new_here=True)
         two.call(two.newer)
-        assert read_layout(handle) is None
+        assert read_layout(handle.store, "0") is None
     assert "the first calls in quorum 3 are not compared" in warned[0]

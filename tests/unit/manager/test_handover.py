@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from torchft._agreement import CONNECTIONS, announce
 from torchft._manager.connection import Connection
 from torchft._manager.failures import Failures, PeerFailed
-from torchft._manager.handles import CONNECTIONS, announce
 from torchft._manager.handover import Connections, Way, decide, name_of
 from torchft._manager.plan import Plan
 from torchft._torchft import MemberFailure
@@ -99,7 +99,7 @@ class Network:
         self.used: set[int] = set()  # uuids of attempts
 
     def handle(self, connections: str) -> str:
-        return announce(Handle(id=self.identity, store=f"{self.identity}:1").encode(), CONNECTIONS, connections)
+        return announce(Handle(id=self.identity, store=f"{self.identity}:1").encode(), ((CONNECTIONS, connections),))
 
     def connect_beside(self, opts: ReconfigureOptions) -> Attempt:
         members = frozenset(Handle.decode(handle).id for handle in opts.handles)

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_joining import DEADLINE_SEC, plan
+from torchft._agreement import HEALS, announced
 from torchft._manager import heal_along
 from torchft._manager.giving import Giver
-from torchft._manager.handles import HEALS, announced
 from torchft._manager.heal_along import Along
 from torchft._manager.tracked import Parameters
 

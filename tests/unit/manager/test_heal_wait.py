@@ -14,8 +14,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from tests.unit.waiting import wait_until
+from torchft._agreement import HEALS, announce
 from torchft._manager import heal_wait
-from torchft._manager.handles import HEALS, announce_native
 from torchft._manager.heal_wait import Counter, HealWait
 from torchft._manager.plan import Plan
 from torchft._manager.state import Place
@@ -52,7 +52,7 @@ class Job:
         fields: dict[str, Any] = dict.fromkeys(Plan.__dataclass_fields__)
         handle = Handle(id="a", store=f"127.0.0.1:{self.columns[rank].port}").encode()
         if self.rendezvous:
-            handle = announce_native("tcp 10.0.0.1 5", HEALS, "1")
+            handle = announce("tcp 10.0.0.1 5", ((HEALS, "1"),), native=True)
             fields["store_address"] = self.rendezvous
         fields.update(quorum_id=3, max_step=step, replica_world_size=2, handles=[handle, ""])
         made = Plan(**fields)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tests.unit.manager.conftest import Fixture, quorum
+from torchft._agreement import LAYOUT, announce
 from torchft._manager import layout
-from torchft._manager.layout import Layout, LayoutDiffers, check_layouts, digest, read_layout, refused
+from torchft._manager.layout import Layout, LayoutDiffers, announcement, check_layouts, digest, read_layout, refused
 from torchft._manager.plan import Plan, Source
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD
@@ -30,7 +31,7 @@ LOADER, OTHER_LOADER = ["ElasticDataLoader: seed=0"], ["ElasticDataLoader: seed=
 
 
 def handle(i: int, lines: Optional[list[str]]) -> str:
-    return Handle(id=f"group{i}", store=f"host{i}:1", layout=None if lines is None else digest(lines)).encode()
+    return announce(Handle(id=f"group{i}", store=f"host{i}:1").encode(), tuple(announcement(lines)))
 
 
 def plan(groups: list[Optional[list[str]]], me: int, source: Optional[int] = None, max_step: int = 7) -> Plan:
@@ -47,7 +48,7 @@ def plan(groups: list[Optional[list[str]]], me: int, source: Optional[int] = Non
 
 def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
     try:
-        check_layouts(the_plan, ours, new_here=new_here, read=lambda peer: THEIRS if ours == OURS else OURS)
+        check_layouts(the_plan, ours, new_here=new_here, read=lambda *_: THEIRS if ours == OURS else OURS)
     except LayoutDiffers as e:
         return "this group ends" if e.must_end else "another group ends"
     return "equal"
@@ -89,31 +90,28 @@ def test_a_group_that_announces_nothing_is_not_compared() -> None:
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     [
-        (THEIRS, r"here model: weight float32\[2\]; there model: weight float32\[3\]"),
-        (OURS[:1], "here model: bias float32.*; there nothing"),
+        (THEIRS, r"model: weight float32\[2\] here, model: weight float32\[3\] in group1; allowed"),
+        (OURS[:1], "model: bias float32.* here, nothing in group1"),
         (OURS[::-1], "the same, in another order"),
         ([f"line {i}" for i in range(10)], "line 5 and 4 more"),
         (None, "could not be read"),
     ],
 )
 def test_differences_are_named(theirs: Optional[list[str]], expected: str) -> None:
-    read: Callable[[Handle], Optional[list[str]]] = lambda peer: theirs  # noqa: E731
-    with pytest.raises(LayoutDiffers, match="other tensors than group1: .*" + expected):
-        check_layouts(plan([OURS, THEIRS], 0), OURS, new_here=False, read=read)
+    with pytest.raises(LayoutDiffers, match="^what is reduced differs: .*" + expected):
+        check_layouts(plan([OURS, THEIRS], 0), OURS, new_here=False, read=lambda *_: theirs)
 
 
 def test_the_lines_are_in_the_store_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_FETCH_TIMEOUT", timedelta(seconds=30))
     pg = ProcessGroupGloo(timeout=timedelta(seconds=10))
     before = pg.get_reconfigure_handle()
-    assert "layout" not in before
     pg.announce_layout(digest(OURS), "\n".join(OURS))
-    peer = Handle.decode(pg.get_reconfigure_handle())
-    assert peer.id == Handle.decode(before).id
-    assert read_layout(peer) == OURS
+    assert pg.get_reconfigure_handle() == before
+    assert read_layout(Handle.decode(before).store, digest(OURS)) == OURS
     pg.shutdown()
     monkeypatch.setattr(layout, "_FETCH_TIMEOUT", SHORT)
-    assert read_layout(Handle(id="ended", store="localhost:1", layout="x")) is None
+    assert read_layout("localhost:1", "x") is None
 
 
 def differing(me: int) -> Any:
@@ -142,7 +140,7 @@ def test_the_other_group_aborts_the_step_and_does_not_reconfigure(fixture: Fixtu
     manager.start_quorum()
     assert fixture.pg.reconfigure_count == 0
     error = manager.errored()
-    assert error is not None and "other tensors than group_1" in str(error.original_exception)
+    assert error is not None and "in group_1; allowed: the same tensors" in str(error.original_exception)
     assert not manager.should_commit() and fixture.votes() == [False]
 
 
@@ -151,7 +149,7 @@ def test_start_quorum_raises_in_the_group_that_must_end(fixture: Fixture) -> Non
     manager = fixture.manager(use_async_quorum=False)
     manager.register_layout("model", [line.removeprefix("model: ") for line in THEIRS])
     fixture.client._quorum.return_value = differing(1)
-    with pytest.raises(ValueError, match="this group reduces other tensors than group_0"):
+    with pytest.raises(ValueError, match=r"what is reduced differs: .* in group_0; allowed"):
         manager.start_quorum()
     assert fixture.pg.reconfigure_count == 0
 
@@ -160,18 +158,21 @@ def test_start_quorum_raises_in_the_group_that_must_end(fixture: Fixture) -> Non
 def test_a_group_without_handles_cannot_be_in_a_job_with_a_loader(new_here: bool) -> None:
     """For example a group with torchft 0.2.0."""
     the_plan = replace(plan([LOADER, None], 0), handles=[], without_handles=["group1"], replica_world_size=2)
-    with pytest.raises(LayoutDiffers, match="among group1 is a group that announces nothing") as error:
-        check_layouts(the_plan, LOADER, new_here=new_here, read=lambda peer: None)
+    with pytest.raises(LayoutDiffers, match="loader differs: 'ElasticDataLoader' here, 'none' in group1") as error:
+        check_layouts(the_plan, LOADER, new_here=new_here, read=lambda *_: None)
     assert error.value.must_end is new_here
-    check_layouts(the_plan, OURS, new_here=new_here, read=lambda peer: None)
+    check_layouts(the_plan, OURS, new_here=new_here, read=lambda *_: None)
 
 
 def test_differences_between_loaders_are_named() -> None:
-    with pytest.raises(LayoutDiffers, match="trains on other data than group0: here ElasticDataLoader: seed=1; there"):
-        check_layouts(plan([LOADER, OTHER_LOADER], 1, 0), OTHER_LOADER, new_here=True, read=lambda peer: LOADER)
-    for groups, me, who in [([LOADER, None], 1, "group0"), ([None, LOADER], 1, "this group")]:
-        with pytest.raises(LayoutDiffers, match=f"^{who} trains with an ElasticDataLoader"):
-            check_layouts(plan(groups, me, 0), groups[me], new_here=True, read=lambda peer: None)
+    with pytest.raises(LayoutDiffers, match=f"differs: {OTHER_LOADER[0]} here, {LOADER[0]} in group0"):
+        check_layouts(plan([LOADER, OTHER_LOADER], 1, 0), OTHER_LOADER, new_here=True, read=lambda *_: LOADER)
+    for groups, me, text in [
+        ([LOADER, None], 1, "'none' here, 'ElasticDataLoader' in group0"),
+        ([None, LOADER], 1, "'ElasticDataLoader' here, 'none' in group0"),
+    ]:
+        with pytest.raises(LayoutDiffers, match="^the data loader differs: " + text):
+            check_layouts(plan(groups, me, 0), groups[me], new_here=True, read=lambda *_: None)
 
 
 # The parameters that wrappers register
@@ -263,7 +264,8 @@ def test_each_wrapper_announces_what_it_knows(fixture: Fixture, wrap: Callable[[
     assert "tensors" in manager._layout.for_lighthouse()
     lines = manager._layout.compared()
     assert any("weight float32[3, 2]" in line or "[0][0] float32[3, 2]" in line for line in lines or ())
-    assert read_layout(Handle.decode(fixture.pg.get_reconfigure_handle())) == lines
+    store = Handle.decode(fixture.pg.get_reconfigure_handle()).store
+    assert read_layout(store, dict(manager._layout.announces)[LAYOUT]) == lines
     fixture.pg.shutdown()
 
 
@@ -299,8 +301,8 @@ LIST = "; its list is in the store at host:1 under layout/ab12"
 def test_a_refused_rank_names_what_differs(
     error: str, ours: Optional[list[str]], rank: int, expected: Optional[str]
 ) -> None:
-    def read(peer: Handle) -> list[str]:
-        assert peer == Handle(id="a", store="host:1", layout="ab12")
+    def read(address: str, layout: str) -> list[str]:
+        assert (address, layout) == ("host:1", "ab12")
         return THEIRS
 
     found = refused(RuntimeError(error), ours, rank, read)

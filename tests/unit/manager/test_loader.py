@@ -14,8 +14,8 @@ from torch.distributed import ReduceOp
 
 from tests.unit.manager.conftest import Fixture, quorum
 from torchft import Optimizer
-from torchft._manager.handles import LAYOUT, announce_native
-from torchft._manager.layout import announced_natively, digest
+from torchft._agreement import announce
+from torchft._manager.layout import announcement
 from torchft._manager.loader import BatchCheck, BatchDiffers, device_of
 from torchft._manager.plan import Plan as QuorumPlan
 from torchft._manager.plan import WorldSizeMode, make_plan
@@ -54,7 +54,7 @@ def native_handle(handle: str, manager: Manager) -> str:
     manager._layout.for_lighthouse()  # what is registered after this is not announced
     lines = manager._layout.compared()
     assert lines is not None
-    return announce_native(handle, LAYOUT, announced_natively(digest(lines)))
+    return announce(handle, tuple(announcement(lines)), native=True)
 
 
 def announce_the_same(manager: Manager, peers: Fixture) -> None:
@@ -231,7 +231,7 @@ def test_at_step_0_all_take_part_with_a_loader() -> None:
 def test_native_peers_without_a_loader_are_refused_by_name(native: Fixture) -> None:
     manager = native.manager()
     loader = attach(manager)  # the others announce nothing
-    with pytest.raises(ValueError, match=r"this group trains with an ElasticDataLoader.*and group_0:uuid without: it"):
+    with pytest.raises(ValueError, match="loader differs: 'ElasticDataLoader' here, 'none' in group_0:uuid"):
         next(loader)
 
 
@@ -239,7 +239,7 @@ def test_a_native_peer_with_a_loader_is_refused_by_name_where_there_is_none(nati
     attach(native.manager(), native)
     manager = native.manager()
     manager.start_quorum()
-    with pytest.raises(ValueError, match=r"group_0:uuid trains with an ElasticDataLoader.*and this group without: it"):
+    with pytest.raises(ValueError, match="loader differs: 'none' here, 'ElasticDataLoader' in group_0:uuid"):
         manager.wait_quorum()
 
 

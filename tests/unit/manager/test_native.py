@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import TIMEOUT, in_threads, natives
-from torchft._manager.handles import HEALS, announced
+from torchft._agreement import HEALS, announced
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.manager import Manager
 from torchft.process_group import ReconfigureOptions

@@ -118,6 +118,6 @@ def test_the_backend_averages(handles: str, participants: int, expected: bool) -
     ],
 )
 def test_groups_wait_for_those_that_heal(handles: str, fields: dict[str, Any], expected: bool) -> None:
-    text = {"a": '{"id": "a", "torchft_heals": "1"}', "b": '{"id": "b"}', "n": "native torchft_heals=1"}
+    text = {"a": '{"id": "a", "torchft_heals": "1"}', "b": '{"id": "b"}', "n": 'native torchft_{"torchft_heals": "1"}'}
     quorum = result(reconfigure_handles=[text[handle] for handle in handles], **fields)
     assert plan(quorum).awaits_heals is expected

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.bounded import todays
+from torchft._agreement import COMPARES, announce
 from torchft._manager.divergence import OnDivergence
-from torchft._manager.handles import COMPARES, announce
 from torchft._manager.replicas import Digester, Replicas, State, _Sent
 from torchft._manager.state import Place
 from torchft.checkpointing._digest import digest_all, memory_of
@@ -48,7 +48,7 @@ class Group:
         )
         self.replicas.state.add_parameters(self.model.named_parameters)
         self.replicas.state.add_optimizer(self.optimizer)
-        self.handle = announce('{"id": "a handle"}', COMPARES, self.replicas.announces(averages=False))
+        self.handle = announce('{"id": "a handle"}', ((COMPARES, self.replicas.announces(averages=False)),))
         self.healing = False
         self.step: Any = None
 

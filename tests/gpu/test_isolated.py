@@ -54,7 +54,7 @@ def kill(group: Any) -> None:
     before = set(_children())
     worker = group._worker
     worker._server.kill(worker._number)
-    wait_until(worker.channel.has_failed)
+    wait_until(lambda: worker.channel.broken is not None)
     wait_until(lambda: not before <= set(_children()) or not _children(), 30)
 
 

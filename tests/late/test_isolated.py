@@ -84,7 +84,7 @@ def double(group: ProcessGroupBabyLate, tensor: torch.Tensor) -> Work:
 
 def queued(work: Any) -> None:
     """Waits until the worker has queued the operation."""
-    until(lambda: work._channel.is_done(work._op))
+    until(lambda: work._op.done)
 
 
 def may_run_ahead(late: Any, tensor: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ PLAIN_THREADS = {
     "manager.py": "its thread calls enter_thread",
     "parameter_server.py": "accepts connections; _serve sets the device on their threads",
     "process_group/_gloo/loops.py": "changes sockets",
-    "process_group/isolated/standby.py": "waits for the ends of processes",
+    "process_group/isolated/channel.py": "copies host memory; sets the device for the end",
     "utils.py": "DeviceThread",
 }
 

@@ -1,9 +1,9 @@
 """Isolated groups: the actual group, Gloo or NCCL, runs in a worker, a process that can be killed.
 
     parent     the process group in the trainer; `groups`: one class per backend; `call`, `work`: a request, its result
-    channel    the trainer's end of one worker: operations in flight; `leader`: the thread that reads the answers for
-               all; `completer`: futures; `devices`: shared memory and events; `wire`: socket and pipe; `messages`:
-               the messages of the socket
+    channel    the trainer's end of one worker: operations in flight, the thread that reads the answers, and futures;
+               `operation`: one in flight; `devices`: shared memory and events; `wire`: socket and pipe; `messages`: the
+               messages of the socket
     standby    hands out workers and keeps a spare one; `server`: the process that forks them
     worker     runs the operations
     protocol   the messages between trainer and worker

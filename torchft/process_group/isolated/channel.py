@@ -1,15 +1,16 @@
-"""The trainer's end of one worker: sends requests, reads answers, and lets threads wait for these.
+"""The trainer's end of one worker: sends requests, and reads the answers on one thread, the reader.
 
-One of the waiting threads is the leader: it reads the answers for all of them until its own operation has ended, and
-then hands the lead over (`leader`). So a thread that waits alone reads its own answer, and a further thread is needed
-only for futures.
+The reader ends operations, pings a worker whose operation is late, and notices the worker's end. It then waits until
+the process has ended, and releases what the two shared. Threads that wait for an operation sleep until it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
+import queue
 import threading
 import time
 import weakref
@@ -22,26 +23,21 @@ import torch
 from torchft.futures import _TIMEOUT_MANAGER
 from torchft.process_group._errors import copied
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.completer import Completer
 from torchft.process_group.isolated.devices import Devices, MakeSharing
-from torchft.process_group.isolated.leader import Leadership
 from torchft.process_group.isolated.operation import WorkerFailed, _FutureMetadata, _OpMetadata, release, timed_out
 from torchft.process_group.isolated.sharing import Registration
 from torchft.process_group.isolated.wire import Wire
-from torchft.utils import poll
+from torchft.utils import DeviceThread, poll, use_device
 
 # A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. A healthy
 # worker answers, since it reads its requests while its operations run.
 _PING_EVERY_SEC = 2.0
 _UNRESPONSIVE_SEC = 5.0
 
-# If a request cannot be sent because the worker has ended: the longest wait for the worker's last message, or for the
-# end of its pipe.
+# If the worker seems to have ended: the longest wait until the reader has read the worker's last message.
 _LAST_WORDS_SEC = 1.0
 
-# With this many operations in flight, answers are read before the next one is sent, so that they never fill
-# the pipe.
-_READ_ABOVE = 64
+_logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Channel:
@@ -50,10 +46,8 @@ class Channel:
     Args:
         name: name of the group, for errors.
         sharings: makes the sharing of each device.
-        on_broken: called once, with no lock held, when the worker can no longer be used. It has to call `devices.close`
-            when the worker has ended.
-        on_waiting: called before a stream waits for the worker; it has to call `ended` when the worker has ended, since
-            no thread may be reading the answers.
+        on_broken: called once, with no lock held, when the worker can no longer be used.
+        on_end: called by the reader after that; it waits for the end of the process, and returns whether it has ended.
 
     Attributes:
         wire: socket and pipe between trainer and worker; `wire.theirs` are the worker's ends.
@@ -64,11 +58,11 @@ class Channel:
     asks = False
 
     def __init__(
-        self, name: str, sharings: MakeSharing, on_broken: Callable[[], None], on_waiting: Callable[[], None]
+        self, name: str, sharings: MakeSharing, on_broken: Callable[[], None], on_end: Callable[[], bool]
     ) -> None:
         self._name = name
         self._on_broken = on_broken
-        self._on_waiting = on_waiting
+        self._on_end = on_end
         self.wire = Wire()
         self.devices = Devices(
             sharings,
@@ -81,11 +75,13 @@ class Channel:
         self._ids = itertools.count(1)
         self._ops: dict[int, _OpMetadata] = {}
         self._broken: Optional[Exception] = None
-        self._received_at = 0.0
-        self._completer = Completer(
-            name, self._lock, self._lead_for_futures, lambda: self._broken is not None, self.follow
-        )
-        self._leadership = Leadership(self._completer.wake)
+        self._failed = threading.Event()  # set with `_broken`
+        self._look_at = 0.0
+        self._pinged_at: Optional[float] = None  # of a ping without an answer so far
+        self._device: Optional[int] = None  # the reader releases memory and events of this device
+        self._futures = _Futures(name, self.follow)
+        self._reader = threading.Thread(target=self._read, name="torchft_isolated_reader", daemon=True)
+        self._reader.start()
         _channels.add(self)
 
     # Sending
@@ -111,8 +107,8 @@ class Channel:
             raise self._error()
         if kind == protocol.RUN:
             body = (self.devices.marks(registrations), *body)
-        if len(self._ops) > _READ_ABOVE:
-            self._read_what_is_there()
+        if stream is not None:
+            self._device = stream.device_index
         if self.devices.queued:
             self.devices.release_reached()
         with self._lock:
@@ -139,136 +135,77 @@ class Channel:
                     f"{self._name}: timed out: the worker does not take any more operations"
                 )
             except OSError:
-                error = self._why_it_failed()
+                self._fails_soon()
+                error = self._worker_failed()
             self.close(error)
         raise self._error()
 
-    # Waiting
-
     def wait(self, op: _OpMetadata, timeout: Optional[float]) -> bool:
         """Waits until an operation has ended; False if that takes longer than `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not op.done:
-            with self._lock:
-                if op.done:
-                    break
-                signal = self._leadership.join(op)
-            if signal is None:
-                try:
-                    while not op.done and self._read(_first_wait(op.timeout_sec, deadline)):
-                        pass
-                    if not op.done:
-                        self._lead(lambda: op.done, op, deadline)
-                finally:
-                    self._step_down()
-                in_time = deadline is None or time.monotonic() < deadline
+        if not op.done:
+            op.ended.wait(timeout)
+        return op.done
+
+    # The reader
+
+    def _read(self) -> None:
+        while self._broken is None:
+            try:
+                for answer in self.wire.read(_PING_EVERY_SEC):
+                    self._handle(answer)
+                self._look_after()
+            except EOFError:
+                self.close(self._worker_failed())
+            except Exception as e:
+                self.close(RuntimeError(f"{self._name}: the answers of the worker could not be read: {e!r}"))
+        try:
+            ended = self._on_end()
+            use_device(self._device)
+            if ended:  # else it may still write into the shared memory
+                self.devices.close()
             else:
-                in_time = self._follow(signal, op, deadline)
-            if not in_time:
-                return op.done
-        return True
-
-    def _follow(self, signal: threading.Lock, op: _OpMetadata, deadline: Optional[float]) -> bool:
-        """Waits until the operation has ended or there is no leader; False at the deadline."""
-        left = threading.TIMEOUT_MAX if deadline is None else max(0.0, deadline - time.monotonic())
-        woken = False
-        try:
-            # A garbage collection in `join` may have ended the operation before it had this signal.
-            woken = op.done or signal.acquire(timeout=left)
+                self.devices.free_streams()
         finally:
-            if not woken:
-                with self._lock:
-                    self._leadership.leave(signal)
-        return woken
+            self.wire.close()
 
-    def _step_down(self) -> None:
+    def _look_after(self) -> None:
+        """Pings the worker while an operation is late, and ends a worker that does not answer."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _PING_EVERY_SEC
         with self._lock:
-            self._leadership.step_down()
-        if self._broken is not None:
-            self._close_wire()
-
-    def _lead(self, until: Callable[[], bool], op: Optional[_OpMetadata], deadline: Optional[float]) -> None:
-        """Reads answers until `until` is true, the deadline has passed, or the worker has failed."""
-        pinged = None
-        while not until() and self._broken is None:
-            now = time.monotonic()
-            if deadline is not None and now >= deadline:
-                return
-            ping_at = self._ping_at(op)
-            if now >= ping_at:
-                if pinged is None or self._received_at > pinged:
-                    pinged = now
-                    try:
-                        self.notify(protocol.PING)
-                    except Exception:  # the error is in _broken
-                        return
-                elif now >= pinged + _UNRESPONSIVE_SEC:
-                    self.close(RuntimeError(f"{self._name}: the worker does not respond; it is ended"))
-                    return
-                ping_at = now + _PING_EVERY_SEC
-            wake_at = ping_at if deadline is None else min(ping_at, deadline)
-            self._read(max(0.0, wake_at - now))
-
-    def _ping_at(self, op: Optional[_OpMetadata]) -> float:
-        if op is not None:
-            return max(op.started + op.timeout_sec, self._received_at) + _PING_EVERY_SEC
-        # The thread that completes futures waits for all operations.
-        with self._lock:
-            first = min((o.started + o.timeout_sec for o in self._ops.values()), default=time.monotonic() + 3600.0)
-        return max(first, self._received_at) + _PING_EVERY_SEC
-
-    def _read(self, timeout: float) -> bool:
-        """Handles answers that arrive within `timeout` seconds. True if there were any. Only for the leader."""
-        if self._broken is not None:
-            return False
-        try:
-            answers = self.wire.read(timeout)
-        except EOFError:
-            self.close(self._worker_failed())
-            return False
-        if isinstance(answers, int):
-            self._done(answers, b"")
-            return True
-        for answer in answers:
-            self._handle(answer)
-        return bool(answers)
-
-    def _read_what_is_there(self) -> None:
-        with self._lock:
-            if not self._leadership.lead():
-                return
-        try:
-            self._read(0.0)
-        finally:
-            self._step_down()
+            late = any(now >= op.started + op.timeout_sec + _PING_EVERY_SEC for op in self._ops.values())
+        if not late:
+            self._pinged_at = None
+        elif self._pinged_at is None:
+            self._pinged_at = now
+            with contextlib.suppress(OSError):  # it has ended: the next `read` says so
+                self.wire.send(_UNRESPONSIVE_SEC, protocol.PING, 0)
+        elif now >= self._pinged_at + _UNRESPONSIVE_SEC:
+            self.close(RuntimeError(f"{self._name}: the worker does not respond; it is ended"))
 
     def _handle(self, answer: protocol.Answer) -> None:
         if answer.kind == protocol.PONG:
-            self._received_at = time.monotonic()
+            self._pinged_at = None
         if answer.kind == protocol.FATAL:
             self.close(protocol.decode_error(answer.rest))
             return
-        if answer.kind != protocol.FAILED:
-            self._done(answer.operation, answer.rest)
-        elif (op := self._ops.pop(answer.operation, None)) is not None:
-            op.error = protocol.decode_error(answer.rest)
-            self._end(op)
-
-    def _done(self, operation: int, marks: bytes) -> None:
-        # Either the leader here or `close` removes an operation, and the one that removes it ends it.
-        op = self._ops.pop(operation, None)
+        # Either the reader here or `close` removes an operation, and the one that removes it ends it.
+        with self._lock:
+            op = self._ops.pop(answer.operation, None)
         if op is None:
             return
         try:
-            if marks:
-                op.marks = protocol.read_marks(marks)[0]
+            if answer.kind == protocol.FAILED:
+                op.error = protocol.decode_error(answer.rest)
+                return
+            if answer.rest:
+                op.marks = protocol.read_marks(answer.rest)[0]
             for _, registration in op.registrations:
                 registration.fetch()
         except Exception as e:
             op.error = e
-        except BaseException as e:  # such as KeyboardInterrupt: meant for the leader's thread, not for the operation's
-            op.error = RuntimeError(f"{self._name}: interrupted while a result was copied: {e!r}")
-            raise
         finally:
             self._end(op)
 
@@ -284,9 +221,10 @@ class Channel:
         finally:
             with self._lock:
                 op.done = True
-                self._leadership.ended(op)
-                if op.future is not None:
-                    self._completer.ended(op)
+                has_future = op.future is not None
+            op.ended.set()
+            if has_future:
+                self._futures.put(op)
 
     def _fail(self, op: _OpMetadata) -> None:
         op.error = self._error()
@@ -311,7 +249,6 @@ class Channel:
         if seconds is None:
             # NCCL knows the group's timeout only.
             seconds, began = op.timeout_sec, op.started
-        self._on_waiting()
         if self._shared(self.devices.follow, op):
             if op.timer is None and not self._reached(op):
                 op.timer = _TIMEOUT_MANAGER.deadlines.add(
@@ -358,7 +295,7 @@ class Channel:
         def ended() -> bool:
             if self._reached(op):
                 return True
-            if self.has_failed():
+            if self._broken is not None:
                 raise self._error()
             return False
 
@@ -385,7 +322,7 @@ class Channel:
 
     def is_over(self, op: _OpMetadata) -> bool:
         """Whether an operation has ended, also on the device; does not wait."""
-        if not self.is_done(op):
+        if not op.done:
             return False
         return op.error is not None or self._broken is not None or self.devices.reached(op)
 
@@ -395,7 +332,7 @@ class Channel:
         def drained() -> bool:
             if self.devices.queued and self._broken is None:
                 self.devices.release_reached()
-            return not self.devices.queued or self.has_failed()
+            return not self.devices.queued or self._broken is not None
 
         return poll(drained, timeout)
 
@@ -417,46 +354,19 @@ class Channel:
             own = None if stream is None else _own_stream(stream.device)
             op.future = metadata = _FutureMetadata(torch.futures.Future(devices=devices), own)
             if not op.done:
-                self._completer.begin()
+                self._futures.begin()
                 return metadata.future
-        self._completer.complete(op)
+        self._futures.complete(op)
         return metadata.future
-
-    def _lead_for_futures(self, until: Callable[[], bool]) -> bool:
-        """Leads until `until` is true; False at once if another thread leads, or no future is open."""
-        with self._lock:
-            if not any(op.future for op in self._ops.values()) or not self._leadership.lead():
-                return False
-        try:
-            self._lead(until, None, None)
-        finally:
-            self._step_down()
-        return True
 
     # The end
 
     def _worker_failed(self) -> Exception:
         return WorkerFailed(f"{self._name}: the worker process has ended")
 
-    def _why_it_failed(self) -> Exception:
-        """The error for a request that could not be sent. Reads the worker's last message first, which may explain the
-        failure.
-        """
-        self._fails_soon()
-        return self._worker_failed()
-
     def _fails_soon(self) -> bool:
-        """Whether the worker is found to be unusable within a moment."""
-        deadline = time.monotonic() + _LAST_WORDS_SEC
-        while not self.has_failed() and time.monotonic() < deadline:
-            # Another thread reads, or the kernel has not closed the worker's descriptors yet.
-            time.sleep(0.001)
-        return self._broken is not None
-
-    def ended(self) -> None:
-        """The worker has ended."""
-        if self._broken is None:
-            self.close(self._why_it_failed())
+        """Whether the reader finds within a moment that the worker cannot be used: its last message may say why."""
+        return self._failed.wait(0.0 if threading.current_thread() is self._reader else _LAST_WORDS_SEC)
 
     def _error(self) -> Exception:
         assert self._broken is not None
@@ -467,17 +377,6 @@ class Channel:
         """Why the worker cannot be used any more; None if it can."""
         return self._broken
 
-    def has_failed(self) -> bool:
-        """Whether the worker cannot be used any more. Reads its answers first, which shows its end."""
-        self._read_what_is_there()
-        return self._broken is not None
-
-    def is_done(self, op: _OpMetadata) -> bool:
-        """Whether an operation has ended; does not wait."""
-        if not op.done:
-            self._read_what_is_there()
-        return op.done
-
     def __len__(self) -> int:
         return len(self._ops)
 
@@ -487,43 +386,93 @@ class Channel:
             if self._broken is not None:
                 return
             self._broken = error
-            self._leadership.close()
             ops, self._ops = self._ops, {}
         with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
             rest.callback(self._on_broken)
-            rest.callback(self._hang_up)
+            rest.callback(self.wire.hang_up)
+            rest.callback(self._futures.close)
             for op in reversed(ops.values()):
                 rest.callback(self._fail, op)
             rest.callback(self.devices.abandon)
+            rest.callback(self._failed.set)
 
-    def _hang_up(self) -> None:
-        with self._lock:
-            self._completer.wake()
-            if self._leadership.taken:
-                self.wire.wake()
-        self.wire.hang_up()
-        self._close_wire()
-
-    def _close_wire(self) -> None:
-        with self._lock:
-            if self._leadership.taken:
-                return
-        self.wire.close()
+    def join(self, timeout: float) -> None:
+        """Waits until the worker has ended and its memory is released, `timeout` seconds at most."""
+        if threading.current_thread() is not self._reader:
+            self._reader.join(timeout)
 
     def _forget(self) -> None:
         """In a forked child: the operations and the wire belong to the parent."""
         if self._broken is None:
             self._broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
-            self._leadership.close()
             # Without the lock, which may be held for ever; the child has no other thread.
             for op in self._ops.values():
                 op.error, op.done = self._error(), True
         self.wire.forget()
 
 
-def _first_wait(timeout_sec: float, deadline: Optional[float]) -> float:
-    """Seconds that a leader waits for the first answer before it begins to ping the worker."""
-    return timeout_sec if deadline is None else min(timeout_sec, max(0.0, deadline - time.monotonic()))
+class _Futures:
+    """Completes futures on a thread of its own, because their callbacks may wait for other operations.
+
+    Args:
+        name: name of the group.
+        follow: makes the current stream, or the host, wait for an operation that has ended; raises its error.
+    """
+
+    def __init__(self, name: str, follow: Callable[[_OpMetadata], None]) -> None:
+        self._name = name
+        self._follow = follow
+        self._lock = threading.RLock()  # reentrant: a garbage collection may close a channel on a thread that holds it
+        self._ended: queue.SimpleQueue[Optional[_OpMetadata]] = queue.SimpleQueue()
+        self._thread: Optional[threading.Thread] = None
+        self._closed = False
+
+    def begin(self) -> None:
+        """Starts the thread, with the first future."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = DeviceThread(target=self._run, name="torchft_isolated_futures")
+                self._thread.start()
+
+    def put(self, op: _OpMetadata) -> None:
+        """Completes the future of an operation that has ended: after `close` on this thread."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._ended.put(op)
+        if closed:
+            self.complete(op)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._ended.put(None)
+
+    def _run(self) -> None:
+        while (op := self._ended.get()) is not None:
+            self.complete(op)
+            del op  # it would keep the operation's tensors alive until the next one ends
+
+    def complete(self, op: _OpMetadata) -> None:
+        """Completes the future of an operation that has ended."""
+        metadata = op.future
+        assert metadata is not None
+        error = op.error
+        try:
+            with metadata.set_stream():
+                if error is None and op.marks:
+                    try:
+                        self._follow(op)
+                    except Exception as e:
+                        error = e
+                if error is None:
+                    metadata.future.set_result(op.result)
+                else:
+                    # pyrefly: ignore [bad-argument-type]  # typed as a result
+                    metadata.future.set_exception(error)
+        except Exception:
+            # A callback that raises fails the future that it made, not this one.
+            _logger.exception("%s: could not complete a future", self._name)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Generator, Optional, Sequence
@@ -43,11 +44,6 @@ class _OpMetadata:
         stream: the current stream at the call.
     """
 
-    __slots__ = (
-        "done", "error", "future", "marks", "op_id", "registrations", "result", "started", "stream", "timeout_sec",
-        "timer",
-    )  # fmt: skip
-
     def __init__(
         self,
         op_id: int,
@@ -63,6 +59,7 @@ class _OpMetadata:
         self.stream = stream
         self.started = time.monotonic()
         self.done = False
+        self.ended = threading.Event()  # set after `done`
         self.error: Optional[Exception] = None
         # Events on the worker's device that follow the operation; assigned when the worker has answered.
         self.marks: Sequence[protocol.Item] = ()

@@ -215,7 +215,7 @@ class ProcessGroupBaby(ProcessGroup):
     def num_active_work(self) -> int:
         """The number of operations that have not ended."""
         worker = self._worker
-        return 0 if worker is None or worker.channel.has_failed() else len(worker.channel)
+        return 0 if worker is None or worker.channel.broken is not None else len(worker.channel)
 
     def set_timeout(self, timeout: timedelta) -> None:
         check_positive("timeout", timeout)
@@ -235,7 +235,7 @@ class ProcessGroupBaby(ProcessGroup):
         if worker is None:
             return self._aborted
         channel = worker.channel
-        if not channel.has_failed() and not channel.drain(self._timeout.total_seconds()):
+        if channel.broken is None and not channel.drain(self._timeout.total_seconds()):
             return RuntimeError(f"{self._name}: timed out: the device is not done within {self._timeout}")
         if self._aborted is None and channel.broken is None:
             try:

@@ -41,8 +41,8 @@ _LINGER = timedelta(seconds=10)
 # How long a server may take to end, usually a few milliseconds, before it is killed.
 _END_SEC = 1.0
 
-# A killed worker that has not ended after this time, or twice this time, hangs in a driver; the memory that it shares
-# then stays allocated forever.
+# A killed worker that has not ended after this time hangs in a driver; the memory that it shares then stays allocated
+# forever.
 _REAP_SEC = 30.0
 
 # How long an abort waits for the end of the worker, which takes some ten milliseconds.
@@ -233,9 +233,7 @@ class Worker:
     ) -> None:
         self._name = name
         self._number, self._ended = -1, -1
-        self._watched = threading.Lock()  # held by the thread that waits for the worker's end, and closes `_ended`
-        self._killed_at: Optional[float] = None
-        self.channel = channel = Channel(name, sharings, self._broken, self._watch)
+        self.channel = channel = Channel(name, sharings, self._broken, self._poll_end)
         requests, answers = channel.wire.theirs
         try:
             try:
@@ -287,42 +285,21 @@ class Worker:
     def _broken(self) -> None:
         if self._number < 0:
             return
-        self._killed_at = time.monotonic()
         self._server.kill(self._number)
         # An abort returns only after the worker has ended, since until then the worker may write into shared memory.
-        # With a device that can take long, so a thread waits, and the memory is kept until then.
-        if not self.channel.devices.any and self._watched.acquire(blocking=False):
-            if self._poll_end(_STOP_SEC):
-                self._close(ended=True)
-                return
-            self._watched.release()
-        self._watch()
+        # With a device that can take long, and the memory is kept until then.
+        if not self.channel.devices.any:
+            self.channel.join(_STOP_SEC)
 
-    def _watch(self) -> None:
-        """Starts the thread that waits for the end of the worker, if there is none."""
-        if self._watched.acquire(blocking=False):
-            threading.Thread(target=self._reap, name="torchft_isolated_reaper", daemon=True).start()
-
-    def _reap(self) -> None:
-        while not (ended := self._poll_end(_REAP_SEC)):
-            if self._killed_at is not None and time.monotonic() >= self._killed_at + _REAP_SEC:
-                break
-        try:
-            self.channel.ended()
-        finally:
-            self._close(ended)
-
-    def _close(self, ended: bool) -> None:
-        os.close(self._ended)
-        if ended:  # else it may still write into the shared memory
-            self.channel.devices.close()
-        else:
-            self.channel.devices.free_streams()
-
-    def _poll_end(self, seconds: float) -> bool:
+    def _poll_end(self) -> bool:
+        """Waits for the end of a worker that was killed; False if it does not end."""
+        if self._number < 0:
+            return True
         poll = select.poll()
         poll.register(self._ended, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
+        ended = bool(poll.poll(1000 * _REAP_SEC))
+        os.close(self._ended)
+        return ended
 
     def end(self, error: Exception) -> None:
         """Kills the worker. Threads that wait for it get `error`. Does not wait for the end of the process."""
@@ -358,7 +335,7 @@ class Workers:
         """The worker that `take` will return; it is started if there is none."""
         self.prepare()
         with self._lock:
-            if self._next is None or self._next.channel.has_failed():
+            if self._next is None or self._next.channel.broken is not None:
                 self._next = self._make()
             return self._next
 
@@ -367,7 +344,7 @@ class Workers:
         self.prepare()
         with self._lock:
             worker, self._next = self._next, None
-            if worker is None or worker.channel.has_failed():
+            if worker is None or worker.channel.broken is not None:
                 worker = self._make()
             self._given = worker
         return worker

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import select
 import socket
 import threading
 import time
-from typing import Optional, Sequence, Union
+from typing import Optional, Sequence
 
 from torchft.process_group.isolated import _native, protocol
 from torchft.process_group.isolated.messages import LONG, send
@@ -22,7 +21,7 @@ _SHORT = LONG - 64
 
 
 class Wire:
-    """Sends requests from any thread; only one thread at a time may read answers.
+    """Sends requests from any thread; one thread reads answers.
 
     Attributes:
         theirs: the worker's ends for requests and answers; the trainer closes them when the worker has its copies.
@@ -37,13 +36,11 @@ class Wire:
         self.theirs: tuple[socket.socket, int] = requests, answers
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _ANSWERS_SIZE)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ready = select.poll()
+        self._ready.register(self._answers, select.POLLIN)
         self._requests_fd = self._requests.fileno()
         # Reentrant: a garbage collection may call `close` on a thread that holds this lock.
         self._send_lock = threading.RLock()
-        # Held by `wake`, so that `close` cannot close the eventfd in the meantime: its number may be reused for another
-        # file, to which `wake` would then write.
-        self._closing = threading.RLock()
         self._rest = b""
         self.closed = False
 
@@ -76,36 +73,19 @@ class Wire:
             if time.monotonic() > deadline:
                 raise TimeoutError
 
-    def read(self, timeout: float) -> Union[int, Sequence[protocol.Answer]]:
-        """Waits for answers, `timeout` seconds at most. For one thread at a time.
-
-        Returns:
-            The number of an operation that is done, the usual case, or a list of answers of any kind.
+    def read(self, timeout: float) -> Sequence[protocol.Answer]:
+        """Waits for answers, `timeout` seconds at most. For one thread.
 
         Raises:
             EOFError: the worker has ended.
         """
-        # The worker writes an answer with one atomic call. If only a part of an answer has been read, the rest is in
-        # the pipe already, so `os.read` does not block.
-        found = (
-            os.read(self._answers, LONG)
-            if self._rest
-            else _native.read(self._answers, self._wake, math.ceil(1000 * timeout))
-        )
-        if found is None:
+        if not self._ready.poll(1000 * timeout):
             return ()
-        if isinstance(found, int):
-            return found
+        found = os.read(self._answers, LONG)
         if not found:
             raise EOFError
         answers, self._rest = protocol.read_answers(self._rest + found)
         return answers
-
-    def wake(self) -> None:
-        """Ends the wait of the thread in `read`."""
-        with self._closing:
-            if not self.closed:
-                os.eventfd_write(self._wake, 1)
 
     def hang_up(self) -> None:
         """Ends the connection: further sends fail, and the worker ends."""
@@ -114,19 +94,18 @@ class Wire:
 
     def close(self) -> None:
         """Closes the descriptors. No thread may be in `read`."""
-        with self._send_lock, self._closing:
+        with self._send_lock:
             if self.closed:
                 return
             self.closed = True
             self._requests.close()
             os.close(self._answers)
-            os.close(self._wake)
 
     def forget(self) -> None:
         """In a forked child: closes the child's descriptors, so that the worker notices when the parent ends."""
         if self.closed:
             return
         self.closed = True
-        for descriptor in (self._requests.detach(), self._answers, self._wake):
+        for descriptor in (self._requests.detach(), self._answers):
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -50,7 +50,7 @@ def test_futures_are_completed_with_their_own_tensors(alone: ProcessGroup) -> No
 
 
 def test_two_threads_wait_and_a_third_for_a_future(pair: list[ProcessGroup]) -> None:
-    """Leader/follower: one waiting thread reads the answers for all."""
+    """One thread reads the answers for all."""
     plain, isolated = pair
     tensors = [torch.zeros(2) for _ in range(3)]
     works = [isolated.recv([tensor], 0, tag) for tag, tensor in enumerate(tensors)]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import select
 import signal
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -152,7 +150,6 @@ def test_a_standby_whose_end_is_not_noticed_yet_is_replaced(store: TCPStore, mon
     """A standby may end just before it is checked, for example together with its server."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
-    monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)
     os.kill(ready, signal.SIGKILL)
     wait_until(lambda: ready not in workers(), "it has ended")
     group.configure(meeting(store), "replica", 0, 1)
@@ -326,12 +323,12 @@ def test_the_error_of_a_worker_that_cannot_be_forked_names_the_cause(monkeypatch
     # The real server, with a replaced fork.
     forking = object.__new__(server_module._Server)
     forking._error, forking._workers = "", {}
-    channel = channel_module.Channel("a group", lambda *_: None, lambda: None, lambda: None)  # type: ignore[arg-type,return-value]
+    channel = channel_module.Channel("a group", lambda *_: None, lambda: None, lambda: True)  # type: ignore[arg-type,return-value]
     (requests, answers), (end, ended) = channel.wire.theirs, os.pipe()
     with open(end, "rb", buffering=0) as reading:
         forking._spawn({"spawn": 1}, requests.detach(), answers, ended)
         assert reading.read() == b"" and not forking._workers
-    assert channel.has_failed()
+    wait_until(lambda: channel.broken is not None, "the reader has the error")
     assert "the worker could not be forked: [Errno 12] Cannot allocate memory" in str(channel.broken)
 
 
@@ -345,31 +342,12 @@ def test_a_class_that_the_worker_cannot_find(store: TCPStore) -> None:
     group.shutdown()
 
 
-def test_the_last_error_of_a_worker_is_read_first(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request cannot be sent because the worker has ended, while its last answers have not been read."""
-    monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)
-
-    class Local(ProcessGroupBabyGloo):
-        pass
-
-    group = Local(TIMEOUT)
-    channel: Any = group._workers._next.channel  # type: ignore[union-attr]
-    wait_until(lambda: select.select([channel.wire._answers], [], [], 0)[0], "the worker has reported the cause")
-    wait_until(lambda: not workers(), "and has ended")
-    with pytest.raises(RuntimeError, match="<locals>"):
-        group.configure(meeting(store), "replica", 0, 1)
-    group.shutdown()
-
-
 def test_the_end_of_a_worker_is_noticed_while_nothing_reads_its_answers(store: TCPStore) -> None:
     """Only streams wait for it."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1)
     worker = group._worker
     assert worker is not None
-    for _ in range(2):
-        worker.channel._on_waiting()
-    assert [thread.name for thread in threading.enumerate()].count("torchft_isolated_reaper") == 1
     worker._server.kill(worker._number)
     wait_until(lambda: worker.channel.broken is not None, "the end is noticed")
     assert "the worker process has ended" in str(group.errored())
@@ -383,14 +361,12 @@ def test_streams_are_freed_from_a_worker_that_does_not_end(store: TCPStore, monk
     worker = group._worker
     assert worker is not None
     done: list[str] = []
-    monkeypatch.setattr(standby, "_REAP_SEC", 0.01)
-    monkeypatch.setattr(worker, "_poll_end", lambda seconds: bool(time.sleep(0.001)))
+    monkeypatch.setattr(worker.channel, "_on_end", lambda: False)
     monkeypatch.setattr(worker.channel.devices, "free_streams", lambda: done.append("streams"))
     monkeypatch.setattr(worker.channel.devices, "close", lambda: done.append("memory"))
-    worker._watch()
-    assert not done
     group.abort()
     wait_until(lambda: bool(done), "the streams are freed")
+    os.close(worker._ended)
     assert done == ["streams"], "the worker may still write to the memory"
     group.shutdown()
 

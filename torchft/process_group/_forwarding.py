@@ -10,24 +10,18 @@ from typing import Any, Callable, ContextManager, List, Optional, TypeVar, Union
 import torch
 from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    ReduceScatterOptions,
 )
 
 from torchft.process_group._errors import explained, refuse_meta
 from torchft.process_group._gloo.operations import Operations
-from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker
 
 T = TypeVar("T")
 
 _NO_CONTEXT = nullcontext()
-# The options of operations that have none.
-_NO_OPTIONS: Any = object()
 
 
 class Forwarding(ProcessGroup):
@@ -92,26 +86,6 @@ class Forwarding(ProcessGroup):
                 work = operations.guard(work, name, args)
             return self._wrap_work(work, None if opts is _NO_OPTIONS else opts)
 
-    def allgather(
-        self,
-        output_tensors: List[List[torch.Tensor]],
-        input_tensor: List[torch.Tensor],
-        opts: Optional[AllgatherOptions] = None,
-    ) -> Work:
-        # PyTorch 2.7's dist.all_gather passes no options.
-        return self._run("allgather", output_tensors, input_tensor, opts=AllgatherOptions() if opts is None else opts)
-
-    def allgather_into_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: AllgatherOptions,
-    ) -> Work:
-        return self._run("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts=opts)
-
-    def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:
-        return self._run("allreduce", tensors, opts=opts)
-
     def allreduce_coalesced(
         self,
         tensors: List[torch.Tensor],
@@ -127,19 +101,6 @@ class Forwarding(ProcessGroup):
                 coalesced.reduceOp = opts
             opts = coalesced
         return self._run("allreduce_coalesced", tensors, opts=opts)
-
-    def alltoall_base(
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: List[int],
-        input_split_sizes: List[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        return self._run("alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts=opts)
-
-    def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
-        return self._run("barrier", opts=BarrierOptions() if opts is None else opts)
 
     def monitored_barrier(self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False) -> None:
         """Waits until all ranks have called it; otherwise raises an error that names the missing ranks.
@@ -158,31 +119,6 @@ class Forwarding(ProcessGroup):
 
             # monitored_barrier returns no work: the caller's thread waits.
             call() if operations is None else operations.call(call)
-
-    def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> Work:
-        return self._run("broadcast", tensor_list, opts=opts)
-
-    def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
-        return self._run("recv", tensors, src_rank, tag)
-
-    def reduce_scatter(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[List[torch.Tensor]],
-        opts: object,
-    ) -> Work:
-        return self._run("reduce_scatter", output_tensors, input_tensors, opts=opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: ReduceScatterOptions,
-    ) -> Work:
-        return self._run("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts=opts)
-
-    def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
-        return self._run("send", tensors, dst_rank, tag)
 
 
 def _delegate(name: str) -> Callable[..., Work]:

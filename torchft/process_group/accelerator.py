@@ -28,10 +28,10 @@ from torchft.process_group._attempt import running
 from torchft.process_group._device_memory import communicator_bytes, free_bytes, waits_for_abort
 from torchft.process_group._errors import refuse_meta, tensors_of
 from torchft.process_group._first_operation import Kind, Recorded, agreed, first_operation
-from torchft.process_group._forwarding import _NO_CONTEXT, _NO_OPTIONS
+from torchft.process_group._forwarding import _NO_CONTEXT
 from torchft.process_group._gloo.reaper import reap
 from torchft.process_group._timeout import given_timeout
-from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
 from torchft.process_group.reconfigure import Handle, options_of
 from torchft.process_group.wrapper import ProcessGroupWrapper

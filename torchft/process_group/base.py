@@ -12,23 +12,14 @@ from __future__ import annotations
 
 import uuid
 from datetime import timedelta
-from typing import Any, ClassVar, List, Optional, Union
+from typing import Any, ClassVar, List, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    ProcessGroup as BaseProcessGroup,
-)
-from torch.distributed import (
-    ReduceOp,
-    Store,
-    TCPStore,
-    Work,
-)
+from torch.distributed import ProcessGroup as BaseProcessGroup
+from torch.distributed import Store, TCPStore, Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
@@ -44,13 +35,15 @@ from torchft.process_group.reconfigure import (
 from torchft.work import _DummyWork
 
 _HANDLE_STORE_TIMEOUT = timedelta(seconds=60)
+# The options of operations that have none.
+_NO_OPTIONS: Any = object()
 
 
 class ProcessGroup(BaseProcessGroup):
     """A process group whose peers can change.
 
-    Operations are not implemented here. They either return a Work or raise; where the backend is
-    asynchronous, a peer's failure is raised by the wait for that Work.
+    Operations either return a Work or raise; where the backend is asynchronous, a peer's failure is raised by the wait
+    for that Work. A subclass overrides them one by one, or implements all of them by `_run`.
     """
 
     # Whether it reduces tensors of each dtype: then weights are compared between the groups by default. True in the
@@ -282,14 +275,25 @@ class ProcessGroup(BaseProcessGroup):
 
     # Operations
 
+    def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
+        """Starts an operation; the methods below call it, with the arguments that PyTorch's groups take.
+
+        Args:
+            name: name of the method.
+            args: its arguments, except for the options.
+            opts: its options; `_NO_OPTIONS` for a method that takes none.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.{name}")
+
     def allgather(
         self,
         output_tensors: List[List[torch.Tensor]],
         input_tensor: List[torch.Tensor],
-        opts: AllgatherOptions,
+        opts: Optional[AllgatherOptions] = None,
     ) -> Work:
         """Every rank gets the tensors of all ranks, in the order of the ranks."""
-        raise NotImplementedError(f"{type(self).__name__}.allgather")
+        # PyTorch 2.7's dist.all_gather passes no options.
+        return self._run("allgather", output_tensors, input_tensor, opts=AllgatherOptions() if opts is None else opts)
 
     def allgather_into_tensor_coalesced(
         self,
@@ -298,23 +302,20 @@ class ProcessGroup(BaseProcessGroup):
         opts: AllgatherOptions,
     ) -> Work:
         """Like allgather, for several tensors, each output being the concatenation of all ranks' inputs."""
-        raise NotImplementedError(f"{type(self).__name__}.allgather_into_tensor_coalesced")
+        return self._run("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts=opts)
 
-    def allreduce(
-        self,
-        tensors: List[torch.Tensor],
-        opts: Union[AllreduceOptions, ReduceOp],
-    ) -> Work:
-        """Reduces in place; all ranks get the result."""
-        raise NotImplementedError(f"{type(self).__name__}.allreduce")
+    def allreduce(self, tensors: List[torch.Tensor], opts: Any) -> Work:
+        """Reduces in place; all ranks get the result.
 
-    def allreduce_coalesced(
-        self,
-        tensors: List[torch.Tensor],
-        opts: AllreduceCoalescedOptions,
-    ) -> Work:
+        Args:
+            tensors: a list with one tensor.
+            opts: AllreduceOptions, or a ReduceOp.
+        """
+        return self._run("allreduce", tensors, opts=opts)
+
+    def allreduce_coalesced(self, tensors: List[torch.Tensor], opts: Any) -> Work:
         """Like allreduce, for several tensors at once."""
-        raise NotImplementedError(f"{type(self).__name__}.allreduce_coalesced")
+        return self._run("allreduce_coalesced", tensors, opts=opts)
 
     def alltoall_base(
         self,
@@ -325,15 +326,15 @@ class ProcessGroup(BaseProcessGroup):
         opts: AllToAllOptions,
     ) -> Work:
         """Sends a slice of the input to each rank; no sizes means equal slices."""
-        raise NotImplementedError(f"{type(self).__name__}.alltoall_base")
+        return self._run("alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts=opts)
 
-    def barrier(self, opts: BarrierOptions) -> Work:
+    def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
         """Completes when all ranks have called it."""
-        raise NotImplementedError(f"{type(self).__name__}.barrier")
+        return self._run("barrier", opts=BarrierOptions() if opts is None else opts)
 
-    def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
+    def broadcast(self, tensor_list: List[torch.Tensor], opts: Any) -> Work:
         """All ranks get the tensors of `opts.rootRank`."""
-        raise NotImplementedError(f"{type(self).__name__}.broadcast")
+        return self._run("broadcast", tensor_list, opts=opts)
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
         """All ranks get the tensor of rank `root`."""
@@ -343,16 +344,13 @@ class ProcessGroup(BaseProcessGroup):
 
     def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
         """Receives a tensor that `src_rank` sends with the same tag."""
-        raise NotImplementedError(f"{type(self).__name__}.recv")
+        return self._run("recv", tensors, src_rank, tag)
 
     def reduce_scatter(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[List[torch.Tensor]],
-        opts: ReduceScatterOptions,
+        self, output_tensors: List[torch.Tensor], input_tensors: List[List[torch.Tensor]], opts: Any
     ) -> Work:
         """Reduces; rank i gets the i-th result."""
-        raise NotImplementedError(f"{type(self).__name__}.reduce_scatter")
+        return self._run("reduce_scatter", output_tensors, input_tensors, opts=opts)
 
     def reduce_scatter_tensor_coalesced(
         self,
@@ -361,8 +359,8 @@ class ProcessGroup(BaseProcessGroup):
         opts: ReduceScatterOptions,
     ) -> Work:
         """Like reduce_scatter, for several tensors, each input being the concatenation of all slices."""
-        raise NotImplementedError(f"{type(self).__name__}.reduce_scatter_tensor_coalesced")
+        return self._run("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts=opts)
 
     def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
         """Sends a tensor to `dst_rank`, which receives with the same tag."""
-        raise NotImplementedError(f"{type(self).__name__}.send")
+        return self._run("send", tensors, dst_rank, tag)

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import List, Optional, Union
+from typing import Any, Optional
 
-import torch
-from torch.distributed import ReduceOp, Work
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    ReduceScatterOptions,
-)
+from torch.distributed import Work
 
 from torchft.process_group.base import ProcessGroup
 from torchft.process_group.reconfigure import ReconfigureOptions
@@ -57,80 +48,28 @@ class ProcessGroupDummy(ProcessGroup):
         self.reconfigure_count += 1
         return super().reconfigure(opts)
 
-    def allgather(
-        self,
-        output_tensors: List[List[torch.Tensor]],
-        input_tensor: List[torch.Tensor],
-        opts: object,
-    ) -> Work:
-        for outputs, tensor in zip(output_tensors, input_tensor):
-            for output in outputs:
-                output.copy_(tensor)
-        return _DummyWork(output_tensors)
-
-    def allgather_into_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: AllgatherOptions,
-    ) -> Work:
-        for output, tensor in zip(output_tensors, input_tensors):
-            for part in output.view(-1).split(tensor.numel()):
-                part.copy_(tensor.view(-1))
-        return _DummyWork(output_tensors)
-
-    def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:
-        return _DummyWork(tensors)
-
-    def allreduce_coalesced(
-        self,
-        tensors: List[torch.Tensor],
-        opts: Union[AllreduceCoalescedOptions, AllreduceOptions, ReduceOp],
-    ) -> Work:
-        return _DummyWork(tensors)
-
-    def alltoall_base(
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: List[int],
-        input_split_sizes: List[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        output_buffer.copy_(input_buffer)
-        return _DummyWork([output_buffer])
-
-    def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
-        return _DummyWork(None)
-
-    def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> Work:
-        return _DummyWork(tensor_list)
-
-    def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
-        return _DummyWork(None)
-
-    def reduce_scatter(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[List[torch.Tensor]],
-        opts: object,
-    ) -> Work:
-        for output, tensors in zip(output_tensors, input_tensors):
-            output.copy_(tensors[self._rank])
-        return _DummyWork(output_tensors)
-
-    def reduce_scatter_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: ReduceScatterOptions,
-    ) -> Work:
-        for output, tensor in zip(output_tensors, input_tensors):
-            output.view(-1).copy_(tensor.view(-1).split(output.numel())[self._rank])
-        return _DummyWork(output_tensors)
-
-    def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
-        return _DummyWork(None)
+    def _run(self, name: str, *args: Any, opts: Any = None) -> Work:
+        match name:
+            case "allgather":
+                for outputs, given in zip(*args):
+                    for output in outputs:
+                        output.copy_(given)
+            case "allgather_into_tensor_coalesced":
+                for output, given in zip(*args):
+                    for part in output.view(-1).split(given.numel()):
+                        part.copy_(given.view(-1))
+            case "reduce_scatter":
+                for output, given in zip(*args):
+                    output.copy_(given[self._rank])
+            case "reduce_scatter_tensor_coalesced":
+                for output, given in zip(*args):
+                    output.view(-1).copy_(given.view(-1).split(output.numel())[self._rank])
+            case "alltoall_base":
+                args[0].copy_(args[1])
+                return _DummyWork([args[0]])
+            case "barrier" | "send" | "recv":
+                return _DummyWork(None)
+        return _DummyWork(args[0])
 
     def size(self) -> int:
         return self._world

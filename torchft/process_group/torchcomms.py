@@ -11,22 +11,13 @@ from __future__ import annotations
 import threading
 import weakref
 from datetime import timedelta
-from typing import Any, Callable, Iterable, List, Optional, Union
+from typing import Any, Callable, Iterable, List, Optional
 
 import torch
 
 # pyrefly: ignore[missing-import]
 import torchcomms
 from torch.distributed import PrefixStore, ReduceOp, Work
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-)
 
 from torchft._checks import check_positive
 from torchft._forked import Maker
@@ -199,106 +190,62 @@ class ProcessGroupTorchComms(ProcessGroup):
 
     # Operations
 
-    def _start(
-        self, name: str, args: tuple[Any, ...], opts: Any, method: str, calls: Iterable[tuple[Any, ...]]
-    ) -> Work:
-        """Starts the operations of the communicator that implement one operation of PyTorch.
-
-        Args:
-            name: name of PyTorch's operation.
-            args: its arguments; the first one is its future's value.
-            opts: its options, or None.
-            method: the communicator's method.
-            calls: the arguments of each call of that method.
-        """
+    def _run(self, name: str, *args: Any, opts: Any = None) -> Work:
+        """Starts the operations of the communicator that implement one operation of PyTorch."""
         comm = self.comm
         error, checker = self._error, self._checker  # read once: another thread may change them
         if error is not None:
             raise error
         if not self._connected:
             raise RuntimeError(f"{self.getBackendName()} has no peers: it was not configured")
+        method, calls = self._calls(name, args, opts)
         if checker is not None:
             checker.check(name, args, opts)
         works = [getattr(comm, method)(*call, async_op=True) for call in calls]
         # PyTorch's options have a negative timeout if the caller gave none.
         timeout = getattr(opts, "timeout", self._timeout)
-        value = args[0] if args else None
+        value = [args[0]] if name == "alltoall_base" else next(iter(args), None)
         work = _TorchCommsWork(self, works, value, timeout if timeout > timedelta(0) else self._timeout)
         self._in_flight.add(work)
         return work
 
-    def _op(self, op: Any) -> object:
+    def _calls(self, name: str, args: tuple[Any, ...], opts: Any) -> tuple[str, Iterable[tuple[Any, ...]]]:
+        """The method of the communicator for an operation of PyTorch, and the arguments of each call of it."""
+        match name:
+            case "allreduce" | "allreduce_coalesced":
+                op = self._op(opts)
+                return "all_reduce", [(t, op) for t in args[0]]
+            case "allgather":
+                return "all_gather", zip(*args)
+            case "allgather_into_tensor_coalesced":
+                return "all_gather_single", zip(*args)
+            case "broadcast":
+                return "broadcast", [(t, opts.rootRank) for t in args[0]]
+            case "reduce_scatter" | "reduce_scatter_tensor_coalesced":
+                op = self._op(opts)
+                method = "reduce_scatter" if name == "reduce_scatter" else "reduce_scatter_single"
+                return method, [(*each, op) for each in zip(*args)]
+            case "alltoall_base":
+                output, given, output_sizes, input_sizes = args
+                if not output_sizes and not input_sizes:
+                    return "all_to_all_single", [(output, given)]
+                n = self.size()
+                outputs = output_sizes or [output.size(0) // n] * n
+                inputs = input_sizes or [given.size(0) // n] * n
+                return "all_to_all_v_single", [(output, given, outputs, inputs)]
+            case "send" | "recv":
+                return name, [(t, args[1]) for t in args[0]]
+            case _:
+                return "barrier", [()]
+
+    def _op(self, opts: Any) -> object:
+        """The communicator's reduction for options or a ReduceOp."""
+        op = getattr(opts, "reduceOp", opts)
         # Options contain a ReduceOp object; the keys of the map are members of its enumeration.
         known = _REDUCE_OP_MAP.get(getattr(op, "op", op))
         if known is None:
             raise RuntimeError(f"{self.getBackendName()} does not support the reduction {op}")
         return known
-
-    def allreduce(
-        self, tensors: List[torch.Tensor], opts: Union[AllreduceOptions, AllreduceCoalescedOptions, ReduceOp]
-    ) -> Work:
-        given = isinstance(opts, (AllreduceOptions, AllreduceCoalescedOptions))
-        op = self._op(opts.reduceOp if given else opts)
-        return self._start("allreduce", (tensors,), opts, "all_reduce", [(t, op) for t in tensors])
-
-    def allreduce_coalesced(
-        self, tensors: List[torch.Tensor], opts: Union[AllreduceCoalescedOptions, AllreduceOptions, ReduceOp]
-    ) -> Work:
-        return self.allreduce(tensors, opts)
-
-    def allgather(
-        self, output_tensors: List[List[torch.Tensor]], input_tensor: List[torch.Tensor], opts: AllgatherOptions
-    ) -> Work:
-        calls = zip(output_tensors, input_tensor)
-        return self._start("allgather", (output_tensors, input_tensor), opts, "all_gather", calls)
-
-    def allgather_into_tensor_coalesced(
-        self, output_tensors: List[torch.Tensor], input_tensors: List[torch.Tensor], opts: AllgatherOptions
-    ) -> Work:
-        name, args = "allgather_into_tensor_coalesced", (output_tensors, input_tensors)
-        return self._start(name, args, opts, "all_gather_single", zip(*args))
-
-    def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
-        return self._start("broadcast", (tensor_list,), opts, "broadcast", [(t, opts.rootRank) for t in tensor_list])
-
-    def reduce_scatter(
-        self, output_tensors: List[torch.Tensor], input_tensors: List[List[torch.Tensor]], opts: ReduceScatterOptions
-    ) -> Work:
-        op, args = self._op(opts.reduceOp), (output_tensors, input_tensors)
-        return self._start("reduce_scatter", args, opts, "reduce_scatter", [(*each, op) for each in zip(*args)])
-
-    def reduce_scatter_tensor_coalesced(
-        self, output_tensors: List[torch.Tensor], input_tensors: List[torch.Tensor], opts: ReduceScatterOptions
-    ) -> Work:
-        op, args = self._op(opts.reduceOp), (output_tensors, input_tensors)
-        calls = [(*each, op) for each in zip(*args)]
-        return self._start("reduce_scatter_tensor_coalesced", args, opts, "reduce_scatter_single", calls)
-
-    def alltoall_base(
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: List[int],
-        input_split_sizes: List[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        args: tuple[Any, ...] = ([output_buffer], input_buffer)
-        if not output_split_sizes and not input_split_sizes:
-            return self._start("alltoall_base", args, opts, "all_to_all_single", [(output_buffer, input_buffer)])
-        n = self.size()
-        outputs = output_split_sizes or [output_buffer.size(0) // n] * n
-        inputs = input_split_sizes or [input_buffer.size(0) // n] * n
-        call = (output_buffer, input_buffer, outputs, inputs)
-        return self._start("alltoall_base", args, opts, "all_to_all_v_single", [call])
-
-    def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
-        return self._start("barrier", (), opts, "barrier", [()])
-
-    def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
-        return self._start("send", (tensors,), None, "send", [(t, dst_rank) for t in tensors])
-
-    def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
-        return self._start("recv", (tensors,), None, "recv", [(t, src_rank) for t in tensors])
 
 
 def _deadline(pg: ProcessGroupTorchComms) -> Callable[[], None]:

@@ -5,6 +5,9 @@ Before each collective every rank writes a description of it to the store of the
 differ, all ranks raise the same error in that call. The backend is not called then: Gloo would end the process if sizes
 differ, and wait until its timeout if operations differ. So in this mode a call returns only when all ranks have made
 it, and takes a millisecond or more. Sends and receives concern two ranks and are not compared.
+
+PyTorch's own wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL; seen: 2.15) compares neither the reduction nor the root, and an
+abort does not end its wait for a rank that does not come.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import zlib
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 from torch.distributed import Store
@@ -24,7 +28,6 @@ from torchft.process_group._errors import POINT_TO_POINT, tensors_of
 
 CHECK_COLLECTIVES = "TORCHFT_CHECK_COLLECTIVES"
 
-_POLL_SEC = (0.0005, 0.02)
 # Operations whose arguments may differ between ranks, with the index of the argument that is compared.
 _COMPARED_ARGUMENT = {"gather": 1, "scatter": 0, "gather_single": 1}
 _SIZES_DIFFER = ("alltoall", "alltoall_base", "all_to_all_single")
@@ -46,37 +49,23 @@ def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
     """
     if name in POINT_TO_POINT:
         return None
-    compared = args[_COMPARED_ARGUMENT[name]] if name in _COMPARED_ARGUMENT else args
-    tensors = tensors_of(compared)
+    tensors = tensors_of(args[_COMPARED_ARGUMENT[name]] if name in _COMPARED_ARGUMENT else args)
+    kinds = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
     if name in _SIZES_DIFFER:
-        kinds = sorted({_dtype(tensor) for tensor in tensors})
-    else:
-        kinds = [f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in tensors]
-    # A few sizes are enough to recognise the call; a digest distinguishes the rest.
-    shown = ", ".join(kinds[:8]) + (f", … {len(kinds)} tensors, {_digest(kinds)}" if len(kinds) > 8 else "")
-    reduce_op = getattr(opts, "reduceOp", opts if type(opts).__name__ in ("RedOpType", "ReduceOp") else None)
+        kinds = sorted({kind.partition("[")[0] for kind in kinds})
+    if len(kinds) > 8:  # a few sizes are enough to recognise the call; a digest distinguishes the rest
+        kinds[8:] = [f"… {len(kinds)} tensors, {zlib.crc32(str(kinds).encode()):08x}"]
+    parts = [", ".join(kinds)] if kinds else []
+    reduce_op = getattr(opts, "reduceOp", opts)
+    if type(reduce_op).__name__ in (
+        "RedOpType",
+        "ReduceOp",
+    ):  # the second wraps the first, which prints as RedOpType.SUM
+        parts.append(f"op {str(getattr(reduce_op, 'op', reduce_op)).rpartition('.')[2]}")
     root = getattr(opts, "rootRank", None)
-    parts = [shown] if shown else []
-    if reduce_op is not None:
-        parts.append(f"op {_reduce_op(reduce_op)}")
     if root is not None:
         parts.append(f"root {root}")
     return f"{name}({'; '.join(parts)})"
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _digest(kinds: list[str]) -> str:
-    import hashlib
-
-    return hashlib.sha256("\n".join(kinds).encode()).hexdigest()[:8]
-
-
-def _reduce_op(op: Any) -> str:
-    # A ReduceOp wraps a RedOpType, which prints as RedOpType.SUM.
-    return str(getattr(op, "op", op)).rpartition(".")[2]
 
 
 def _caller() -> str:
@@ -136,35 +125,30 @@ class Checker:
                 raise self._error
             self._store.set(f"{number}/{self._rank}", what + _caller())
         keys = [f"{number}/{rank}" for rank in range(self._world_size)]
-        self._await(number, keys, what)
-        views = [view.decode() for view in self._store.multi_get(keys)]
-        differs = first_difference(views)
-        if differs is not None:
-            self.close(
-                RuntimeError(
-                    f"{self._name}: collective {number} differs between ranks: rank 0 calls {views[0]}, "
-                    f"rank {differs} calls {views[differs]}"
-                )
-            )
-            assert self._error is not None
-            raise self._error
-        if number > 0:
-            # A rank that has written this description has read all previous ones.
-            self._store.delete_key(f"{number - 1}/{self._rank}")
-
-    def _await(self, number: int, keys: list[str], what: str) -> None:
-        deadline = time.monotonic() + self._timeout_sec
-        pause, longest = _POLL_SEC
+        deadline, pause = time.monotonic() + self._timeout_sec, 0.0005
         while not self._store.check(keys):
             if self._closed.wait(pause):
                 assert self._error is not None
                 raise self._error
-            pause = min(2 * pause, longest)
+            pause = min(2 * pause, 0.02)
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                self.close(
-                    RuntimeError(
-                        f"{self._name}: rank {self._rank} calls {what} as collective {number}; of the ranks {missing} "
-                        f"none came in {self._timeout_sec:g} s: they called {number} collectives, all like ours"
-                    )
+                self._fail(
+                    f"rank {self._rank} calls {what} as collective {number}; of the ranks {missing} none came in "
+                    f"{self._timeout_sec:g} s: they called {number} collectives, all like ours"
                 )
+        views = [view.decode() for view in self._store.multi_get(keys)]
+        differs = first_difference(views)
+        if differs is not None:
+            self._fail(
+                f"collective {number} differs between ranks: rank 0 calls {views[0]}, "
+                f"rank {differs} calls {views[differs]}"
+            )
+        if number > 0:
+            # A rank that has written this description has read all previous ones.
+            self._store.delete_key(f"{number - 1}/{self._rank}")
+
+    def _fail(self, text: str) -> NoReturn:
+        self.close(RuntimeError(f"{self._name}: {text}"))
+        assert self._error is not None
+        raise self._error

@@ -39,18 +39,18 @@ from torchft._manager.group import join_group
 from torchft._manager.heal_along import Along, StillHealing
 from torchft._manager.heal_plan import Mode
 from torchft._manager.heal_wait import HealWait
-from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
 from torchft._manager.layout import Layout
-from torchft._manager.lifetime import Life, began, earlier, ended
 from torchft._manager.loader import Data, Loader, device_of
-from torchft._manager.log import _ManagerLogger
+from torchft._manager.observe.lifetime import Life, began, earlier, ended
+from torchft._manager.observe.log import _ManagerLogger
+from torchft._manager.observe.phases import Incidents
+from torchft._manager.observe.ranges import ranged
+from torchft._manager.observe.trace import step_trace
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
-from torchft._manager.ranges import ranged
 from torchft._manager.recovery import Recovery
 from torchft._manager.replayer import Replayer
 from torchft._manager.replicas import Replicas
-from torchft._manager.reports import Reports
 from torchft._manager.rounds import LateRound, Rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
@@ -72,7 +72,6 @@ from torchft._manager.state import Position, Stateful, kept_in
 from torchft._manager.step import Request, State, Step
 from torchft._manager.stepping import Stepping
 from torchft._manager.together import Ranks
-from torchft._manager.trace import step_trace
 from torchft._manager.transfers import Transfers
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
 from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, QuorumResult
@@ -266,8 +265,7 @@ class Manager(Stateful, Stepping):
         self._commit_failures = 0
         self._commit_hooks: List[CommitHook] = []
         self._has_left = False
-        reports = Reports(self._server.report)
-        self._logger = _ManagerLogger(self._place, self._replica_id, self._group_rank, reports)
+        self._logger = _ManagerLogger(self._place, self._replica_id, self._group_rank, self._server.report)
         self._planner = planner
         self._background = Background()
         self._incidents = Incidents(self._place, over=self._logger.failure_event)
@@ -278,7 +276,7 @@ class Manager(Stateful, Stepping):
         self._replicas = Replicas(
             settings.compare_commits if chosen or self._peers.ours else 0,
             settings.on_divergence,
-            reports.counted,
+            self._logger.counted,
             place=self._place,
             by_default=not chosen,
             errors=self._errors,
@@ -363,7 +361,7 @@ class Manager(Stateful, Stepping):
             self._place,
             self._peers,
             self._connection,
-            reports,
+            self._logger,
             self._errors,
             self._data,
             self._replayer,

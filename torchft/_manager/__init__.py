@@ -3,7 +3,7 @@
 Before the first step:
     settings: checks constructor arguments and environment variables. group: lets the ranks of a group find their
     manager server. edge: adapts clients, transports and process groups of other projects. extras: the methods that
-    torchft's wrappers call on a Manager beside the public ones. lifetime: ends Managers that nobody has shut down.
+    torchft's wrappers call on a Manager beside the public ones.
 
 A step:
     rounds: requests quorums and waits for them. plan: computes from a quorum what this rank does (without torch).
@@ -16,19 +16,16 @@ A step:
 Heals:
     state: the state of a group, and the user's functions for it. hyperparameters: those of its optimizers.
     recovery: serves, fetches and loads the state. transfers: calls recovery at the right moments of a step.
-    heal_wait: lets the other groups wait for a heal that makes progress. phases: how long each phase takes.
-    background: the CUDA stream of a heal.
+    heal_wait: lets the other groups wait for a heal that makes progress. background: the CUDA stream of a heal.
     Heals in pieces: heal_along decides whether they are possible, heal_plan whether they are worth it. joining is the
     target's side, giving the source's.
     along, sources and pace make the target's decisions (without importing torch). tracked: cuts parameters and
     optimizer state into pieces. together: lets the ranks of a group end the heal in the same step.
 
 Failures:
-    errors: the errors of a step. failures: failures of peers. incident: how long a failure lasts. replayer: reduces a
-    failed step again, by the decisions of replay and with the copies that inputs keeps. replicas: compares the weights
-    of the groups, by the decisions of divergence and the sums of digest. signals: the signals that drain a group.
+    errors: the errors of a step. failures: failures of peers. replayer: reduces a failed step again, by the decisions
+    of replay and with the copies that inputs keeps. replicas: compares the weights of the groups, by the decisions of
+    divergence and the sums of digest. signals: the signals that drain a group.
 
-Records:
-    log: log lines and events. reports: figures for metrics and dashboard. trace: a trace of each step. exporters: which
-    OpenTelemetry exporters are on. ranges: names in the profiler.
+In a package of its own, observe: what a rank reports. It has a list of its modules.
 """

@@ -15,7 +15,7 @@ from typing import Any, Optional
 import torch
 from torch.utils import _pytree
 
-from torchft._manager.ranges import ranged
+from torchft._manager.observe.ranges import ranged
 from torchft.utils import Mark, current_device, get_stream_context, poll, use_device
 
 

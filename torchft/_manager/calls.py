@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from torchft._manager.collectives import Collectives
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.plan import Plan
     from torchft._manager.state import Place
     from torchft.work import AnyReduceOp

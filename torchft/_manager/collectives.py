@@ -20,7 +20,7 @@ from torchft.utils import Mark, poll, refuse_capture
 from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.state import Place
     from torchft._manager.work import _ManagedWork
 

@@ -13,8 +13,8 @@ from torchft._manager.replay import peers_fault
 if TYPE_CHECKING:
     from torchft._manager.collectives import Collectives
     from torchft._manager.edge import Server
-    from torchft._manager.incident import Incidents
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
+    from torchft._manager.observe.phases import Incidents
     from torchft._manager.step import Step
 
 T = TypeVar("T")

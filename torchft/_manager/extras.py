@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torchft._manager.errors import Errors
     from torchft._manager.layout import Layout
     from torchft._manager.loader import Data, LocalSteps
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.replayer import Replayer
     from torchft._manager.replicas import State
-    from torchft._manager.reports import Reports
     from torchft._manager.state import Place
 
 
@@ -29,7 +29,7 @@ class OwnExtras(Extras):
         place: Place,
         peers: Peers,
         connection: Connection,
-        reports: Reports,
+        logger: _ManagerLogger,
         errors: Errors,
         data: Data,
         replayer: Replayer,
@@ -39,7 +39,7 @@ class OwnExtras(Extras):
         self._place = place
         self._peers = peers
         self._connection = connection
-        self._reports = reports
+        self._logger = logger
         self._errors = errors
         self._data = data
         self._replayer = replayer
@@ -87,4 +87,4 @@ class OwnExtras(Extras):
         self._peers.share_buffer(buffer)
 
     def counted(self, name: str, number: int = 1) -> None:
-        self._reports.counted(name, number)
+        self._logger.counted(name, number)

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Optional
 
-from torchft._manager.lifetime import weakly
+from torchft._manager.observe.lifetime import weakly
 from torchft._torchft import ManagerClient, MemberFailure
 
 if TYPE_CHECKING:
     from torchft._manager.collectives import Collectives
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.step import Step
 
 _logger = logging.getLogger("torchft.manager")

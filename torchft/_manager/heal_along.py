@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchft._manager.edge import Transport
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.plan import Plan
 
 

@@ -26,7 +26,7 @@ from torchft.process_group.reconfigure import Handle, create_store_client
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.plan import Plan
     from torchft._manager.state import Place
 

@@ -24,7 +24,7 @@ import torch
 
 from torchft._manager.along import Advance, Ask, Fate, Heal, Kind, cut
 from torchft._manager.heal_plan import Measured, Mode
-from torchft._manager.lifetime import weakly
+from torchft._manager.observe.lifetime import weakly
 from torchft._manager.pace import Pace
 from torchft._manager.sources import MAX_FAILURES, Sources
 from torchft._manager.tracked import Parameters, Unfit
@@ -36,7 +36,7 @@ from torchft.checkpointing.transport import CheckpointError
 from torchft.utils import DeviceThread
 
 if TYPE_CHECKING:
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.plan import Plan
 
 # Elements of a piece: 3 MB for float32 with the state of Adam, which a source copies in 1 ms.

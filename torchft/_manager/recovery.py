@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, TypeVar
 
 from torchft._manager import hyperparameters
 from torchft._manager.failures import PeerFailed
-from torchft._manager.phases import Phases, tensor_bytes
+from torchft._manager.observe.phases import Phases, tensor_bytes
+from torchft._manager.observe.ranges import ranged
 from torchft._manager.plan import Plan, Source
-from torchft._manager.ranges import ranged
 from torchft._manager.state import Position, UserState
 from torchft.checkpointing._progress import watched_by
 from torchft.checkpointing._target import Target
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchft._manager.edge import Transport
     from torchft._manager.heal_along import Along
     from torchft._manager.heal_wait import HealWait
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._torchft import ManagerClient, MemberFailure
 
 T = TypeVar("T")

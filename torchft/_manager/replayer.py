@@ -16,7 +16,7 @@ from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
     from torchft._manager.errors import Errors
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.state import Position
     from torchft._manager.step import Step
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchft._manager.errors import Errors
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.plan import Plan
     from torchft._manager.state import Place
     from torchft._manager.step import Step

@@ -9,7 +9,7 @@ from typing import Optional
 from torchft._forked import Maker
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.layout import Layout
-from torchft._manager.ranges import ranged
+from torchft._manager.observe.ranges import ranged
 from torchft._manager.rounds import Round
 from torchft._manager.state import kept_in
 from torchft._manager.step import Step

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torchft._manager.background import Background
     from torchft._manager.edge import Transport
     from torchft._manager.errors import Errors
-    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.plan import Plan
     from torchft._manager.recovery import Recovery
     from torchft._manager.state import Place, Position

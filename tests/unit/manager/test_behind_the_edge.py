@@ -14,7 +14,7 @@ ROOT = Path(torchft.__file__).parent
 
 # The code behind the edge. The implementations of process groups and transports do not count.
 BEHIND = [
-    *(ROOT / "_manager").glob("*.py"),
+    *(ROOT / "_manager").rglob("*.py"),
     *(ROOT / "_quantization").glob("*.py"),
     *(ROOT / "local_sgd").glob("*.py"),
     *(ROOT / name for name in ("collectives.py", "ddp.py", "futures.py", "manager.py", "quantization.py")),

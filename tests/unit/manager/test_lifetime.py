@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from tests.unit.waiting import wait_until
-from torchft._manager.lifetime import Life, weakly
+from torchft._manager.observe.lifetime import Life, weakly
 from torchft.checkpointing import HTTPTransport
 from torchft.coordination import LighthouseServer
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel

@@ -16,8 +16,8 @@ from tests.unit.manager.contended import Contended
 from tests.unit.manager.quorums import healing, peer_state
 from tests.unit.manager.test_plan import plan, result
 from torchft._manager.inputs import Inputs
+from torchft._manager.observe.trace import StepTrace
 from torchft._manager.step import TRANSITIONS, Event, Request, State, Step, after
-from torchft._manager.trace import _OtelStepTrace
 from torchft._torchft import QuorumResult
 
 Quorum = Callable[..., QuorumResult]
@@ -344,7 +344,7 @@ def test_each_attempt_has_a_trace_with_its_outcome(fixture: Fixture, make_quorum
         return spans[-1]
 
     manager = fixture.manager(replay_failed_step=True)
-    manager._trace = _OtelStepTrace(SimpleNamespace(start_span=start), "g", 0)
+    manager._trace = StepTrace(SimpleNamespace(start_span=start), "g", 0)
     fixture.client._quorum.side_effect = [make_quorum(replay=True, quorum_id=i) for i in (1, 2, 3)]
     manager.start_quorum()
     manager.start_quorum()

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from torchft._manager.exporters import otel_for
+from torchft._manager.observe.exporters import otel_for
 from torchft._manager.step import State, Step
 
 
 class StepTrace:
-    """Makes a trace of each step, from its quorum request to the decision on it. This base class makes none."""
+    """Makes a trace of each step, from its quorum request to the decision on it.
+
+    Args:
+        tracer: OpenTelemetry's; None: there are no traces.
+        replica_id, group_rank: identity of the rank.
+    """
+
+    def __init__(self, tracer: Optional[Any], replica_id: str, group_rank: int) -> None:
+        self._tracer = tracer
+        self._of = {"torchft.replica_id": replica_id, "torchft.group_rank": group_rank}
+        self._span: Optional[Any] = None
 
     def asks(self, number: int) -> str:
         """Begins the trace of an attempt at a step, before its quorum request.
@@ -20,7 +30,12 @@ class StepTrace:
         Returns:
             The W3C trace context, which the manager server and the lighthouse continue; empty: there is none.
         """
-        return ""
+        if self._tracer is None:
+            return ""
+        self._span = self._tracer.start_span("step", attributes={"torchft.step": number, **self._of})
+        context = self._span.get_span_context()
+        # Of the flags only "sampled" is kept, which every version defines.
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
 
     def ended(self, number: int, step: Step) -> None:
         """Ends the trace of the latest attempt; further calls do nothing.
@@ -29,19 +44,6 @@ class StepTrace:
             number: step number; if this rank healed, the step that it healed to.
             step: the attempt, with its outcome.
         """
-
-
-class _OtelStepTrace(StepTrace):
-    def __init__(self, tracer: Any, replica_id: str, group_rank: int) -> None:
-        self._tracer = tracer
-        self._of = {"torchft.replica_id": replica_id, "torchft.group_rank": group_rank}
-        self._span: Optional[Any] = None
-
-    def asks(self, number: int) -> str:
-        self._span = self._tracer.start_span("step", attributes={"torchft.step": number, **self._of})
-        return _traceparent(self._span)
-
-    def ended(self, number: int, step: Step) -> None:
         span, self._span = self._span, None
         if span is None:
             return
@@ -55,20 +57,11 @@ class _OtelStepTrace(StepTrace):
         span.end()
 
 
-def _traceparent(span: Any) -> str:
-    """Formats a span as a W3C traceparent header. Of the flags only "sampled" is kept, which every version defines."""
-    context = span.get_span_context()
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
-
-
 def step_trace(replica_id: str, group_rank: int) -> StepTrace:
     """Traces of a rank's steps, if the environment asks for them.
-
-    Args:
-        replica_id, group_rank: identity of the rank.
 
     Raises:
         ValueError: OTEL_TRACES_EXPORTER names an unknown exporter.
     """
     otel = otel_for("TRACES", "traces")
-    return StepTrace() if otel is None else _OtelStepTrace(otel.tracer(), replica_id, group_rank)
+    return StepTrace(None if otel is None else otel.tracer(), replica_id, group_rank)

@@ -1,0 +1,139 @@
+"""The Manager's log lines, and one record for each event: a quorum, commit, error, failure, heal or divergence.
+
+A record has three sinks: a Python logger for each kind, the manager server for what metrics and dashboard show, and
+OpenTelemetry, whose handlers :func:`export_events` adds to these loggers. Training does not depend on any of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Optional, Protocol
+
+from torchft._manager.observe.exporters import otel_for
+
+if TYPE_CHECKING:
+    from torchft._manager.observe.phases import Incident, Phases
+
+_KINDS = ("quorums", "commits", "errors", "failures", "recoveries", "divergences")
+_events = {kind: logging.getLogger(f"torchft_{kind}") for kind in _KINDS}
+
+
+def export_events() -> None:
+    """Sends the events to OpenTelemetry if the environment asks for it; otherwise nothing is imported."""
+    otel = otel_for("LOGS", "an export of events")
+    if otel is not None:
+        for logger in _events.values():
+            otel.setup_logger(logger.name)
+
+
+class _Stepping(Protocol):
+    """The step and quorum of a rank."""
+
+    @property
+    def _quorum_id(self) -> int: ...
+
+    def current_step(self) -> int: ...
+
+
+class _ManagerLogger:
+    """Prefixes each line with replica id, rank and step, and records events.
+
+    Args:
+        manager: has the step and quorum of the rank; the argument's name is upstream's. A Manager passes its
+            ``Place``.
+        replica_id, group_rank: the identity of this rank.
+        report: calls a method of the manager server's client, given its name and arguments; None: there is none.
+    """
+
+    def __init__(
+        self, manager: _Stepping, replica_id: str, group_rank: int, report: Optional[Callable[..., None]] = None
+    ) -> None:
+        self._logger = logging.getLogger("torchft.manager")
+        self._place = manager
+        self._replica_id = replica_id
+        self._group_rank = group_rank
+        self._report = report or (lambda *_, **__: None)
+        export_events()
+
+    def prefix(self) -> str:
+        return f"[{self._replica_id}/{self._group_rank} - step {self._place.current_step()}]"
+
+    def info(self, msg: str) -> None:
+        self._logger.info("%s %s", self.prefix(), msg)
+
+    def warn(self, msg: str) -> None:
+        self._logger.warning("%s %s", self.prefix(), msg)
+
+    def exception(self, msg: str) -> None:
+        self._logger.exception("%s %s", self.prefix(), msg)
+
+    # For the manager server only
+
+    def counted(self, name: str, number: int = 1) -> None:
+        """Adds to a counter; go/manager/counted.go lists the names (``Counters``)."""
+        self._report("_report_count", name, number)
+
+    def heal_progress(self, received: int, total: int) -> None:
+        """Reports the bytes of a peer's state that have arrived, and the total."""
+        self._report("_report_healing", received, total)
+
+    # Events
+
+    def quorum_event(self) -> None:
+        self._event("quorums", f"quorum {self._place._quorum_id}")
+
+    def commit_event(self, committed: bool) -> None:
+        self._event("commits", "committed" if committed else "not committed", commit_result=committed)
+
+    def error_event(self, error: Optional[Exception]) -> None:
+        self._event("errors", str(error), logging.ERROR, error=str(error))
+
+    def recovery_event(self, from_step: int, phases: Phases) -> None:
+        """A peer's state was loaded."""
+        text, nbytes = f"healed from step {from_step} in {phases}", phases.received
+        self.info(text)
+        self._event("recoveries", text, from_step=from_step, bytes=nbytes, **_seconds(phases.seconds))
+        self._recovered(phases.seconds, healed=True, quorum_id=0, nbytes=nbytes, steps_lost=0)
+
+    def failure_event(self, incident: Incident) -> None:
+        """The first step after a failure is committed."""
+        text, seconds = str(incident), incident.seconds
+        fields = {"cause": incident.cause, "failed_step": incident.step, "failed_quorum_id": incident.quorum_id}
+        self.info(text)
+        with_total = _seconds({**seconds, "total": sum(seconds.values())})
+        self._event("failures", text, steps_lost=incident.steps_lost, **fields, **with_total)
+        lost, quorum_id = incident.steps_lost, incident.quorum_id
+        self._recovered(seconds, healed=False, quorum_id=quorum_id, nbytes=0, steps_lost=lost)
+
+    def divergence_event(
+        self, text: str, digested_step: int, groups: list[str], tensors: list[str], certain: bool
+    ) -> None:
+        """Groups have different weights or optimizer state. ``certain``: whether a majority of equal groups shows which
+        groups are wrong.
+        """
+        self.warn(text)
+        fields = {"groups": ", ".join(groups), "tensors": "; ".join(tensors), "certain": certain}
+        self._event("divergences", text, logging.ERROR, digested_step=digested_step, **fields)
+
+    def _recovered(self, seconds: Mapping[str, float], **fields: Any) -> None:
+        self._report("_report_recovered", step=self._place.current_step(), phases=dict(seconds), **fields)
+
+    def _event(self, kind: str, msg: str, level: int = logging.INFO, **fields: Any) -> None:
+        logger = _events[kind]
+        # Without a handler these records would reach logging.lastResort, which prints a line for each.
+        if not logger.isEnabledFor(level) or not logger.hasHandlers():
+            return
+        of_rank = {
+            "job_id": os.environ.get("JOB_ID", "unknown"),
+            "replica_id": self._replica_id,
+            "rank": self._group_rank,
+            "quorum_id": self._place._quorum_id,
+            "step": self._place.current_step(),
+        }
+        logger.log(level, msg, extra={**of_rank, **fields})
+
+
+def _seconds(phases: Mapping[str, float]) -> dict[str, Any]:
+    return {f"{name.replace(' ', '_')}_seconds": seconds for name, seconds in phases.items()}

@@ -17,7 +17,7 @@ void tft_event_set(tft_event *event);
 int tft_event_wait(tft_event *event, long milliseconds);
 void tft_event_destroy(tft_event *event);
 
-/* A call that was started through the pipe of post.c. */
+/* A call that was started through the pipe of vote.c. */
 typedef struct tft_call tft_call;
 void tft_call_end(tft_call *call, int state, int64_t number, char *text, int64_t length);
 

@@ -20,10 +20,10 @@ long tft_slice_ms(void); /* how long to wait before looking for signals */
 PyObject *tft_result(int state, int64_t number, char *text, int64_t length); /* frees text */
 PyObject *tft_run(PyObject *module, PyObject *args);
 PyObject *tft_open(PyObject *module, PyObject *args);
+PyObject *tft_wait(PyObject *module, PyObject *args);
 
-/* post.c */
-PyObject *tft_post(PyObject *module, PyObject *args);
-PyObject *tft_collect(PyObject *module, PyObject *args);
+/* vote.c */
+PyObject *tft_vote(PyObject *module, PyObject *args);
 
 /* digest.c */
 PyObject *tft_digest(PyObject *module, PyObject *args);

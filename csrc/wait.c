@@ -90,6 +90,15 @@ static PyObject *wait_for(int64_t op) {
   return value;
 }
 
+PyObject *tft_wait(PyObject *module, PyObject *args) {
+  if (tft_forked())
+    return tft_raise_forked();
+  long long op;
+  if (!PyArg_ParseTuple(args, "L", &op))
+    return NULL;
+  return wait_for(op);
+}
+
 /* Calls start(*arguments), which returns an operation's number, and waits for its result. */
 static PyObject *start_and_wait(PyObject *start, PyObject *arguments) {
   PyObject *started = PyObject_CallObject(start, arguments);

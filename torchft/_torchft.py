@@ -106,6 +106,20 @@ class _Native:
             self._release()
 
 
+class _Operation(_Native):
+    """A call in progress. It is cancelled with its last reference."""
+
+    __slots__ = ()
+
+    def __init__(self, go: Any, op: int) -> None:
+        self._go, self._handle = go, op
+
+    def wait(self) -> Any:
+        """Returns the result, once."""
+        op, self._handle = self._handle, 0
+        return self._go.wait(op)
+
+
 class _Server(_Native):
     """A native object that listens at an address."""
 
@@ -194,17 +208,14 @@ class ManagerClient(_Native):
         RuntimeError: the server is not reached in time, or the address has no scheme.
     """
 
-    __slots__ = ("_failed", "_round", "_stands", "_votes")
+    __slots__ = ("_asked", "_failed", "_stands")
 
     # Both are required. They have defaults only because mocks of the upstream class are made without arguments.
     def __init__(self, addr: str | None = None, connect_timeout: timedelta | None = None) -> None:
         if addr is None or connect_timeout is None:
             given = {"addr": addr, "connect_timeout": connect_timeout}
             raise TypeError(f"ManagerClient: missing {' and '.join(n for n, v in given.items() if v is None)}")
-        # Handles of prepared calls: of the quorum call, with its last request, and of the vote of each group rank.
-        # Ranks have separate ones, because several threads may vote for several ranks at the same time.
-        self._round: tuple[QuorumRequest | None, int] = (None, 0)
-        self._votes: dict[int, int] = {}
+        self._asked: QuorumRequest | None = None  # the last request of a round
         # The step that this rank may begin without a round, since the quorum stands; -1: none.
         self._stands = -1
         self._failed = -1  # the last quorum of which a member has failed
@@ -250,7 +261,7 @@ class ManagerClient(_Native):
         """Does the same as :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`, once.
 
         Args:
-            request: the rank's request. A call is fast if only the step differs from the last request.
+            request: the rank's request.
             timeout: limit for the whole wait.
             last: the last result, None if there is none to compare with.
 
@@ -262,18 +273,16 @@ class ManagerClient(_Native):
         if request.traceparent:
             go.pyapi_ManagerTrace(self._handle, request.traceparent)
         stands, self._stands = self._stands == request.step, -1
-        last_request, prepared = self._round  # read once: another thread may shut the client down
-        if stands and last is not None and last_request == request and last.quorum_id != self._failed:
+        asked, self._asked = self._asked, request
+        if stands and last is not None and asked == request and last.quorum_id != self._failed:
             return None
-        if last_request != request:
-            go.pyapi_Forget(prepared)
-            prepared = go.pyapi_ManagerRoundPrepare(self._handle, request._to_json())
-            self._round = request, prepared
-        return go.post(prepared, request.step, timeout_us, last is None)
+        op = go.pyapi_ManagerRoundStart(self._handle, request._to_json(), last is None, timeout_us)
+        return _Operation(go, op)
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
         """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs from it."""
-        result: Any = self._go.collect(begun)
+        assert isinstance(begun, _Operation)
+        result: Any = begun.wait()
         if last is not None and isinstance(result, int):
             last.max_step = result
             return last
@@ -342,16 +351,13 @@ class ManagerClient(_Native):
         Returns:
             True if every rank of the group voted True.
         """
-        go = self._go
-        timeout_us = _micros("timeout", timeout)
-        prepared = self._votes.get(group_rank)
-        if prepared is None:
-            prepared = go.pyapi_ManagerVotePrepare(self._handle, integer("group_rank", group_rank, 0))
-            other = self._votes.setdefault(group_rank, prepared)
-            if other != prepared:  # another thread has prepared one in the meantime
-                go.pyapi_Forget(prepared)
-                prepared = other
-        decision = go.collect(go.post(prepared, step, should_commit, timeout_us))
+        decision = self._go.vote(
+            self._handle,
+            integer("group_rank", group_rank, 0),
+            step,
+            should_commit,
+            _micros("timeout", timeout),
+        )
         if decision == _STANDS:
             self._stands = step + 1
         return bool(decision)
@@ -407,14 +413,6 @@ class ManagerClient(_Native):
     def shutdown(self) -> None:
         """Closes the connection; calls that wait for an answer get an error. A second shutdown does nothing."""
         self._release()
-
-    def _release(self) -> None:
-        super()._release()  # first, so that no other thread prepares a request for a closed client
-        begun, self._round = self._round, (None, 0)
-        votes, self._votes = self._votes, {}
-        for prepared in (begun[1], *votes.values()):
-            if prepared:
-                self._go.pyapi_Forget(prepared)
 
 
 class LighthouseServer(_Server):

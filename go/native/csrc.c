@@ -5,5 +5,5 @@
 #include "../../csrc/fork.c"
 #include "../../csrc/memory.c"
 #include "../../csrc/module.c"
-#include "../../csrc/post.c"
+#include "../../csrc/vote.c"
 #include "../../csrc/wait.c"

@@ -44,28 +44,6 @@ typedef enum _PyBindGenWrapperFlags {
 
 
 PyObject *
-_wrap__torchft_go_pyapi_Forget(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    bool retval;
-    int64_t prepared;
-    const char *keywords[] = {"prepared", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &prepared)) {
-        return NULL;
-    }
-    retval = pyapi_Forget(prepared);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_Forget(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
 _wrap__torchft_go_pyapi_GossipNewsStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -771,26 +749,30 @@ PyObject * _wrap__torchft_go_pyapi_ManagerReport(PyObject * PYBINDGEN_UNUSED(dum
 
 
 PyObject *
-_wrap__torchft_go_pyapi_ManagerRoundPrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+_wrap__torchft_go_pyapi_ManagerRoundStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
     PyObject *py_retval;
     int64_t retval;
     int64_t handle;
     char *request;
-    const char *keywords[] = {"handle", "request", NULL};
+    bool first;
+    PyObject *py_first;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "request", "first", "timeoutUs", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ls", (char **) keywords, &handle, &request)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LsOL", (char **) keywords, &handle, &request, &py_first, &timeoutUs)) {
         return NULL;
     }
-    retval = pyapi_ManagerRoundPrepare(handle, request);
+    first = (bool) PyObject_IsTrue(py_first);
+    retval = pyapi_ManagerRoundStart(handle, request, first, timeoutUs);
     if (PyErr_Occurred()) {
         return NULL;
     }
     py_retval = Py_BuildValue((char *) "L", retval);
     return py_retval;
 }
-PyObject * _wrap__torchft_go_pyapi_ManagerRoundPrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+PyObject * _wrap__torchft_go_pyapi_ManagerRoundStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -867,29 +849,6 @@ _wrap__torchft_go_pyapi_ManagerTrace(PyObject * PYBINDGEN_UNUSED(dummy), PyObjec
     return py_retval;
 }
 PyObject * _wrap__torchft_go_pyapi_ManagerTrace(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__torchft_go_pyapi_ManagerVotePrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    int64_t retval;
-    int64_t handle;
-    int64_t groupRank;
-    const char *keywords[] = {"handle", "groupRank", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &groupRank)) {
-        return NULL;
-    }
-    retval = pyapi_ManagerVotePrepare(handle, groupRank);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "L", retval);
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_ManagerVotePrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -1034,7 +993,6 @@ _wrap__torchft_go_pyapi_SetLogLevel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject
 PyObject * _wrap__torchft_go_pyapi_SetLogLevel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 static PyMethodDef _torchft_go_functions[] = {
-    {(char *) "pyapi_Forget", (PyCFunction) _wrap__torchft_go_pyapi_Forget, METH_KEYWORDS|METH_VARARGS, "pyapi_Forget(prepared)\n\ntype: prepared: int64_t" },
     {(char *) "pyapi_GossipNewsStart", (PyCFunction) _wrap__torchft_go_pyapi_GossipNewsStart, METH_KEYWORDS|METH_VARARGS, "pyapi_GossipNewsStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_GossipStart", (PyCFunction) _wrap__torchft_go_pyapi_GossipStart, METH_KEYWORDS|METH_VARARGS, "pyapi_GossipStart(config, connectTimeoutUs, security)\n\ntype: config: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_GossipViewStart", (PyCFunction) _wrap__torchft_go_pyapi_GossipViewStart, METH_KEYWORDS|METH_VARARGS, "pyapi_GossipViewStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
@@ -1065,11 +1023,10 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerNoticeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerNoticeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerNoticeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, request, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerReport", (PyCFunction) _wrap__torchft_go_pyapi_ManagerReport, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerReport(handle, report)\n\ntype: handle: int64_t\ntype: report: char *" },
-    {(char *) "pyapi_ManagerRoundPrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundPrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundPrepare(handle, request)\n\ntype: handle: int64_t\ntype: request: char *" },
+    {(char *) "pyapi_ManagerRoundStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundStart(handle, request, first, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: first: bool\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerServerFinish", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerFinish, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerFinish(handle)\n\ntype: handle: int64_t" },
     {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, security)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerTrace", (PyCFunction) _wrap__torchft_go_pyapi_ManagerTrace, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerTrace(handle, traceparent)\n\ntype: handle: int64_t\ntype: traceparent: char *" },
-    {(char *) "pyapi_ManagerVotePrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerVotePrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerVotePrepare(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ProbeStart", (PyCFunction) _wrap__torchft_go_pyapi_ProbeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ProbeStart(outcome, delayUs, timeoutUs)\n\ntype: outcome: char *\ntype: delayUs: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ReleaseStart", (PyCFunction) _wrap__torchft_go_pyapi_ReleaseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ReleaseStart(handle)\n\ntype: handle: int64_t" },
     {(char *) "pyapi_Address", (PyCFunction) _wrap__torchft_go_pyapi_Address, METH_KEYWORDS|METH_VARARGS, "pyapi_Address(handle)\n\ntype: handle: int64_t" },

@@ -45,18 +45,6 @@ func pyapi_Address(handle C.longlong) *C.char {
 	return C.CString(cret)
 }
 
-//export pyapi_Forget
-func pyapi_Forget(prepared C.longlong) C.char {
-	cret, __err := pyapi.Forget(int64(prepared))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
-	}
-	return boolGoToPy(cret)
-}
-
 //export pyapi_GossipNewsStart
 func pyapi_GossipNewsStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
 	cret, __err := pyapi.GossipNewsStart(int64(handle), int64(timeoutUs))
@@ -441,9 +429,9 @@ func pyapi_ManagerReport(handle C.longlong, report *C.char) C.char {
 	return boolGoToPy(cret)
 }
 
-//export pyapi_ManagerRoundPrepare
-func pyapi_ManagerRoundPrepare(handle C.longlong, request *C.char) C.longlong {
-	cret, __err := pyapi.ManagerRoundPrepare(int64(handle), C.GoString(request))
+//export pyapi_ManagerRoundStart
+func pyapi_ManagerRoundStart(handle C.longlong, request *C.char, first C.char, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerRoundStart(int64(handle), C.GoString(request), boolPyToGo(first), int64(timeoutUs))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -487,18 +475,6 @@ func pyapi_ManagerTrace(handle C.longlong, traceparent *C.char) C.char {
 		return boolGoToPy(false)
 	}
 	return boolGoToPy(cret)
-}
-
-//export pyapi_ManagerVotePrepare
-func pyapi_ManagerVotePrepare(handle C.longlong, groupRank C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerVotePrepare(int64(handle), int64(groupRank))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
 }
 
 //export pyapi_ProbeStart

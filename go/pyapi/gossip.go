@@ -56,7 +56,7 @@ func GossipNewsStart(handle, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, node *gossip.Node) (any, error) {
 		news, err := node.News(ctx)
 		if err != nil {
-			return nil, callFailed(err)
+			return nil, ops.CallFailed(err)
 		}
 		return toJSON(news)
 	})

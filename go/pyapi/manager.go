@@ -78,7 +78,7 @@ func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64
 	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
 		result, err := client.Quorum(ctx, req)
 		if err != nil {
-			return nil, callFailed(err)
+			return nil, ops.CallFailed(err)
 		}
 		return toJSON(newQuorumResult(result))
 	})
@@ -98,7 +98,7 @@ func parseRequest(text string) (req rankclient.Request, err error) {
 func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
 		metadata, err := client.CheckpointMetadata(ctx, groupRank)
-		return metadata, callFailed(err)
+		return metadata, ops.CallFailed(err)
 	})
 }
 
@@ -121,7 +121,7 @@ func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
 // ManagerLeaveStart announces that the group has completed its last step, and waits until its peers no longer need its data.
 func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
-		return nil, callFailed(client.Leave(ctx))
+		return nil, ops.CallFailed(client.Leave(ctx))
 	})
 }
 
@@ -131,14 +131,6 @@ func connectFailed(err error) error {
 		return nil
 	}
 	return ops.As(ops.Runtime, errors.New(rpc.Message(err)))
-}
-
-// callFailed makes the error of a call a TimeoutError in Python if the call's own deadline has passed.
-func callFailed(err error) error {
-	if rpc.IsTimeout(err) {
-		return ops.As(ops.Timeout, err)
-	}
-	return err
 }
 
 // quorumResult is a result with the fields of its one source under the names of QuorumResult in torchft/_records.py.

@@ -35,7 +35,7 @@ func LighthouseQuorumStart(handle int64, member string, timeoutUs int64) (op int
 	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any, error) {
 		q, err := client.Quorum(ctx, asks, 0)
 		if err != nil {
-			return nil, callFailed(err)
+			return nil, ops.CallFailed(err)
 		}
 		return toJSON(quorumJSON{q.ID, q.Members, timestampJSON{q.Created.Unix(), q.Created.Nanosecond()}})
 	})
@@ -44,7 +44,7 @@ func LighthouseQuorumStart(handle int64, member string, timeoutUs int64) (op int
 // LighthouseHeartbeatStart sends the heartbeat of a replica; there is no result.
 func LighthouseHeartbeatStart(handle int64, replicaID string, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any, error) {
-		return nil, callFailed(client.Heartbeat(ctx, replicaID))
+		return nil, ops.CallFailed(client.Heartbeat(ctx, replicaID))
 	})
 }
 

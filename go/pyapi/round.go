@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	"google.golang.org/protobuf/encoding/protojson"
 
@@ -14,68 +13,30 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ManagerRoundPrepare prepares ManagerQuorumStart for a rank whose requests differ only in the step. The numbers of a call are
-// step, timeoutUs, and first, which is 1 if the caller has no earlier result, and so needs the whole result. The result is the
-// JSON of quorumResult or, if only the step differs from the last round and this group takes part in no heal, the number max_step.
-// Every result in JSON also ends a wait of ManagerChangeStart.
-func ManagerRoundPrepare(handle int64, request string) (prepared int64, err error) {
+// ManagerRoundStart does the same as ManagerQuorumStart for a rank that follows changes of the quorum (ManagerChangeStart). The result
+// is the JSON of quorumResult or, if only the step differs from the last round and this group takes part in no heal, the number
+// max_step. first: the caller has no earlier result, and so needs the whole result. Every result in JSON also ends a wait of
+// ManagerChangeStart.
+func ManagerRoundStart(handle int64, request string, first bool, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
-	client, err := ops.Get[*rankclient.Client](handle)
+	req, err := parseRequest(request)
 	if err != nil {
 		return 0, err
 	}
-	asked, err := parseRequest(request)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Put(ops.Prepared(func(n [ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) {
-		req, timeoutUs, first := asked, n[1], n[2] != 0
-		req.Step = n[0]
-		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			result, err := client.Quorum(ctx, req)
-			if err != nil {
-				return nil, callFailed(err)
-			}
-			if !client.Changed(result) && !first {
-				return result.MaxStep, nil
-			}
-			client.Notify()
-			return toJSON(newQuorumResult(result))
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
+		result, err := client.Quorum(ctx, req)
+		if err != nil {
+			return nil, ops.CallFailed(err)
 		}
-	})), nil
-}
-
-// ManagerVotePrepare prepares a vote, which waits for the group's decision. The result is 0: do not commit, 1: commit, or 2: commit, and
-// begin the next step without a quorum round. The numbers of a call are step, vote and timeoutUs.
-func ManagerVotePrepare(handle, groupRank int64) (prepared int64, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*rankclient.Client](handle)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Put(ops.Prepared(func(n [ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) {
-		step, vote, timeoutUs := n[0], n[1] != 0, n[2]
-		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			d, err := client.Vote(ctx, groupRank, step, vote)
-			result := int64(0)
-			if d.Commit {
-				result++
-			}
-			if d.Stands {
-				result++
-			}
-			return result, callFailed(err)
+		if !client.Changed(result) && !first {
+			return result.MaxStep, nil
 		}
-	})), nil
+		client.Notify()
+		return toJSON(newQuorumResult(result))
+	})
 }
 
-// Forget releases the handle of a prepared call. Calls that have started continue.
-func Forget(prepared int64) (found bool, err error) {
-	defer ops.Guard(&err)
-	return ops.Remove(prepared) != nil, nil
-}
-
-// ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundPrepare). ManagerChangeStart's own result is
+// ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundStart). ManagerChangeStart's own result is
 // true, or false if there was no such round within the timeout.
 func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {

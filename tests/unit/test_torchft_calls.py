@@ -1,9 +1,8 @@
-"""The calls of each step: prepared requests, and results that are returned once."""
+"""The calls of each step: votes, and rounds whose results are returned once."""
 
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,44 +54,46 @@ def test_threads_vote_for_several_ranks_over_one_client(client: ManagerClient) -
         sys.setswitchinterval(interval)
 
 
-def test_nothing_is_posted_without_a_prepared_call(client: ManagerClient) -> None:
-    """This happens if another thread shuts the client down: a posted call would never end."""
-    with pytest.raises(RuntimeError, match="this object is shut down"):
-        client._go.post(0, 1)
-
-
-def test_a_client_that_was_shut_down_has_nothing_prepared(client: ManagerClient) -> None:
+def test_a_vote_has_numbers_of_a_live_client(client: ManagerClient) -> None:
     go = client._go
-    gc.collect()
-    before = go.pyapi_Handles()  # objects that other tests dropped may end in the meantime
+    for wrong, error in [
+        ((0, 0, 1, True, 1), RuntimeError),  # another thread has shut the client down
+        ((1 << 60, 0, 1, True, 1), RuntimeError),
+        ((1, 0, "text", True, 1), TypeError),
+        ((1, 0, 2**64, True, 1), OverflowError),
+        ((1,), TypeError),
+    ]:
+        with pytest.raises(error):
+            go.vote(*wrong)
+
+
+def test_a_client_that_was_shut_down_takes_no_calls(client: ManagerClient) -> None:
     with pytest.raises(TimeoutError):
         client.should_commit(0, 0, True, timedelta(milliseconds=10))
-    wait_until(lambda: go.pyapi_Handles() <= before + 1)
     client.shutdown()
-    wait_until(lambda: go.pyapi_Handles() <= before - 1)
     for call in (lambda: client.should_commit(0, 0, True, SOON), lambda: begin(client)):
         with pytest.raises(RuntimeError, match="this object is shut down"):
             call()
 
 
-def begin(client: ManagerClient) -> Any:
-    return client._begin_round(QuorumRequest(0, 0, "", False, 0), SOON, None)
+def begin(client: ManagerClient, timeout: timedelta = SOON) -> Any:
+    return client._begin_round(QuorumRequest(0, 0, "", False, 0), timeout, None)
 
 
-def test_a_result_is_returned_once() -> None:
-    """In a separate process, because the mistake would end it."""
-    code = """
-from torchft._torchft import _load
-go = _load()
-call = go.post(1 << 60)  # nothing of that name
-for _ in range(2):
-    try:
-        go.collect(call)
-    except RuntimeError as e:
-        print(e)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines() == ["this object is shut down", "collect(call): the result was handed out already"]
+def test_the_result_of_a_round_is_returned_once(client: ManagerClient) -> None:
+    begun = begin(client, timedelta(milliseconds=10))
+    with pytest.raises(TimeoutError):
+        client._end_round(begun, None)
+    with pytest.raises(RuntimeError, match="no such operation"):
+        client._end_round(begun, None)
+
+
+def test_a_round_that_nobody_waits_for_is_dropped(client: ManagerClient) -> None:
+    gc.collect()
+    before = client._go.pyapi_Handles()  # objects that other tests dropped may end in the meantime
+    dropped = [begin(client) for _ in range(50)]
+    del dropped
+    wait_until(lambda: client._go.pyapi_Handles() <= before)
 
 
 def test_reports_have_the_fields_of_the_server(client: ManagerClient) -> None:

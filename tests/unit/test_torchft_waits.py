@@ -132,7 +132,7 @@ def settled_handles(expected: int) -> int:
 @pytest.mark.parametrize("name", WAITS)
 def test_ctrl_c_ends_a_wait(cluster: Cluster, name: str) -> None:
     with pytest.raises((TimeoutError, RuntimeError)):
-        cluster.waits(timedelta(milliseconds=20))[name]()  # requests that are prepared for the next call are no leak
+        cluster.waits(timedelta(milliseconds=20))[name]()
     handles = present_handles()
     sent: list[float] = []
 
@@ -260,29 +260,6 @@ def test_handles_do_not_leak(cluster: Cluster) -> None:
             cluster.client.should_commit(0, 0, True, timedelta(microseconds=1))
     cluster.client.shutdown()
     assert settled_handles(handles - 1) <= handles - 1
-
-
-def test_calls_of_what_was_prepared(cluster: Cluster) -> None:
-    go = native()
-    vote = go.pyapi_ManagerVotePrepare(cluster.client._handle, 0)
-    with pytest.raises(TypeError, match="at most 3 numbers"):
-        go.post(vote, *range(4))
-    with pytest.raises(TypeError, match="at most 3 numbers"):
-        go.post()
-    with pytest.raises(TypeError):
-        go.post(vote, "text")
-    with pytest.raises(OverflowError):
-        go.post(vote, 2**64)
-    with pytest.raises(ValueError, match="PyCapsule"):
-        go.collect(object())
-    dropped = [go.post(vote, 0, 1, 20_000) for _ in range(50)]
-    del dropped  # never collected
-    with pytest.raises((TimeoutError, RuntimeError)):  # one of the dropped calls may arrive after this one
-        go.collect(go.post(vote, 0, 1, 20_000))
-    assert go.pyapi_Forget(vote)
-    assert not go.pyapi_Forget(vote)
-    with pytest.raises(RuntimeError, match="shut down"):
-        go.collect(go.post(vote, 0, 1, MINUTE_US))
 
 
 def test_calls_from_many_threads_get_their_own_answers(cluster: Cluster) -> None:

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"log/slog"
 	"runtime/debug"
+
+	"github.com/torchft/torchft/go/internal/rpc"
 )
 
 // Class determines which Python exception an error becomes. It is passed as a prefix of the message, because gopy passes only the
@@ -34,6 +36,14 @@ func As(class Class, err error) error {
 		err = c.err
 	}
 	return &classed{class, err}
+}
+
+// CallFailed makes the error of a call a TimeoutError in Python if the call's own deadline has passed.
+func CallFailed(err error) error {
+	if rpc.IsTimeout(err) {
+		return As(Timeout, err)
+	}
+	return err
 }
 
 // Guard is deferred by all functions that Python calls: a panic becomes an error, and every error has a class.

@@ -25,12 +25,12 @@ type op struct {
 func Start(timeout time.Duration, work func(context.Context) (any, error)) int64 {
 	o := &op{done: make(chan struct{})}
 	handle := Put(o)
-	o.cancel = run(timeout, work, o.end)
+	o.cancel = Run(timeout, work, o.end)
 	return handle
 }
 
-// run runs work on a goroutine of its own, and passes its result, or its panic as an error, to end.
-func run(timeout time.Duration, work func(context.Context) (any, error), end func(value any, err error)) context.CancelFunc {
+// Run runs work on a goroutine of its own, and passes its result, or its panic as an error, to end.
+func Run(timeout time.Duration, work func(context.Context) (any, error), end func(value any, err error)) context.CancelFunc {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	go func() {
 		defer cancel()
@@ -90,6 +90,11 @@ func Cancel(handle int64) {
 		return
 	}
 	o.watch(nil)
+	o.Close()
+}
+
+// Close cancels the operation, and does not wait for its end.
+func (o *op) Close() {
 	o.cancel()
 	go func() {
 		<-o.done // the work's context is cancelled, and it ends within its timeout at the latest

@@ -41,7 +41,7 @@ func (leaveEncoded) Unmarshal(data mem.BufferSlice, v any) error {
 }
 
 func newUpstream(ctx context.Context, lighthouse string, member *torchftpb.QuorumMember) (group, error) {
-	conn, err := rpc.Dial(ctx, nil, "lighthouse", lighthouse, requestTimeout)
+	conn, err := rpc.Dial(ctx, rpc.Dialing{}, "lighthouse", lighthouse, requestTimeout)
 	if err != nil {
 		return nil, err
 	}

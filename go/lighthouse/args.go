@@ -64,8 +64,6 @@ func ParseArgs(args []string) (Config, error) {
 	}
 	if err := flags.Parse(args); errors.Is(err, pflag.ErrHelp) {
 		return Config{}, &Help{Usage: usage()}
-	} else if unknown := (*pflag.NotExistError)(nil); errors.As(err, &unknown) {
-		return Config{}, fmt.Errorf("%w%s; see --help", err, nearest(flags, unknown.GetSpecifiedName()))
 	} else if err != nil {
 		return Config{}, fmt.Errorf("%w; see --help", err)
 	}
@@ -114,38 +112,6 @@ func (m milliseconds) Set(text string) error {
 	}
 	*m.to = time.Duration(ms) * time.Millisecond
 	return nil
-}
-
-// nearest returns " (did you mean --x?)" for an unknown flag's name; empty if no flag has a similar name.
-func nearest(flags *pflag.FlagSet, name string) string {
-	found, least := "", len(name)/2+1 // a name with more than half of its letters wrong is not similar
-	flags.VisitAll(func(f *pflag.Flag) {
-		if d := distance(strings.ReplaceAll(name, "-", "_"), f.Name); d < least {
-			found, least = " (did you mean --"+f.Name+"?)", d
-		}
-	})
-	return found
-}
-
-// distance returns the Levenshtein distance: the least number of letters to insert, delete or replace.
-func distance(a, b string) int {
-	row := make([]int, len(b)+1)
-	for j := range row {
-		row[j] = j
-	}
-	for i := range a {
-		before := row[0] // the value in the row above, one place to the left
-		row[0] = i + 1
-		for j := range b {
-			replaced := before
-			if a[i] != b[j] {
-				replaced++
-			}
-			before = row[j+1]
-			row[j+1] = min(row[j]+1, before+1, replaced)
-		}
-	}
-	return row[len(b)]
 }
 
 // gcPercent is the GOGC of a process that only serves a lighthouse. With 10,000 groups 580 MB are live. With Go's default of 100

@@ -60,11 +60,11 @@ func (l *leader) close() {
 
 // joinCluster opens the log of the cluster, and begins to take part in it.
 func (s *Server) joinCluster() (*cluster, error) {
-	protected, err := s.security().Open(s.log)
+	protected, err := s.dialing().Security.Open(s.log)
 	if err != nil {
 		return nil, err
 	}
-	c := &cluster{server: s, dialer: replica.NewDialer(s.security(), s.cfg.Network)}
+	c := &cluster{server: s, dialer: replica.NewDialer(s.dialing())}
 	dial := func(ctx context.Context, _, address string) (net.Conn, error) {
 		return s.cfg.Network.Dial(ctx, address)
 	}
@@ -192,7 +192,7 @@ func (c *cluster) toLeader() *leader {
 	to, err := url.Parse(address)
 	var conn *grpc.ClientConn
 	if err == nil {
-		conn, err = rpc.DialLater(c.server.security(), c.server.cfg.Network, "lighthouse", address)
+		conn, err = rpc.DialLater(c.server.dialing(), "lighthouse", address)
 	}
 	if err != nil {
 		c.server.log.Warn("torchft: calls are not forwarded to the lighthouse that leads", "leader", address, "error", err)

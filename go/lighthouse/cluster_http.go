@@ -2,6 +2,8 @@ package lighthouse
 
 import (
 	"context"
+	_ "embed"
+	"html/template"
 	"net/http"
 	"time"
 
@@ -77,6 +79,16 @@ func (c *cluster) serveLeaderless(w http.ResponseWriter, r *http.Request) {
 		refusalOf(r)(w, http.StatusServiceUnavailable, why)
 		return
 	}
-	w.Header().Set("Refresh", "1")
-	c.server.render(w, http.StatusServiceUnavailable, "leaderless", map[string]any{"Why": why, "Cluster": c.node.Status()})
+	h := w.Header()
+	h.Set("Refresh", "1")
+	h.Set("Content-Type", "text/html; charset=utf-8")
+	h.Set("Cache-Control", "no-store")
+	h.Set("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'")
+	w.WriteHeader(http.StatusServiceUnavailable)
+	_ = leaderless.Execute(w, map[string]any{"Why": why, "Cluster": c.node.Status()}) // fails only if the client has disconnected
 }
+
+//go:embed leaderless.html
+var leaderlessText string
+
+var leaderless = template.Must(template.New("leaderless").Parse(leaderlessText))

@@ -204,7 +204,7 @@ func TestStrangersOnTheLinksOfACluster(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)
 		leader := l.Leader()
-		conn, err := rpc.Dial(t.Context(), l.Net.Host("client"), "lighthouse", addressOf(leader), time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: l.Net.Host("client")}, "lighthouse", addressOf(leader), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		link, err := torchftpb.NewClusterServiceClient(conn).Link(t.Context())
@@ -331,9 +331,9 @@ func TestAPageIsNotLeftAtAFormerLeader(t *testing.T) {
 	})
 }
 
-// A form that was fetched from any lighthouse may be sent to it: the browser names that lighthouse as the origin. A page of another site
+// A page that was fetched from any lighthouse may change the job through it: the browser names that lighthouse as the origin. A page of another site
 // is refused.
-func TestAFormIsForwardedToTheLeader(t *testing.T) {
+func TestARequestOfAPageIsForwardedToTheLeader(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1, func(cfg *lighthouse.Config) { cfg.AllowRemoteKill = true })
 		l.Leader()

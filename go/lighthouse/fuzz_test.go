@@ -73,7 +73,7 @@ func FuzzHTTP(f *testing.F) {
 func FuzzMemberStream(f *testing.F) {
 	greeting := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a"}}}
 	network, _, log := start(f, auth.Security{})
-	conn, err := rpc.Dial(context.Background(), network.Host("x"), "lighthouse", "http://lighthouse:29510", 10*time.Second)
+	conn, err := rpc.Dial(context.Background(), rpc.Dialing{Network: network.Host("x")}, "lighthouse", "http://lighthouse:29510", 10*time.Second)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = conn.Close() })
 	past, err := wire.PastToProto(&quorum.Quorum{ID: 1 << 62})

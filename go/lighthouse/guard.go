@@ -2,10 +2,10 @@ package lighthouse
 
 import (
 	"fmt"
-	"mime"
 	"net/http"
 
 	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/rpc"
 )
 
 // guarded wraps the handler of a route that changes the job. It refuses requests without permission, also those that a page of
@@ -13,7 +13,7 @@ import (
 // the host name that the page used; and the page does not know the token.
 func (s *Server) guarded(what string, refuse func(w http.ResponseWriter, code int, why string), serve http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
-		if code, why := s.refusal(w, r); code != 0 {
+		if code, why := s.refusal(r); code != 0 {
 			s.log.Warn("torchft: a request was refused", "request", what, "from", r.RemoteAddr, "origin", r.Header.Get("Origin"), "reason", why)
 			if code == http.StatusUnauthorized {
 				w.Header().Set("WWW-Authenticate", "Bearer")
@@ -34,12 +34,12 @@ func fromAnotherSite(r *http.Request) (why string) {
 }
 
 // refusal returns the HTTP status and the reason of a refusal; 0 if the request is accepted.
-func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why string) {
+func (s *Server) refusal(r *http.Request) (code int, why string) {
 	if why := fromAnotherSite(r); why != "" {
 		return http.StatusForbidden, why
 	}
 	ending := auth.Ending{
-		Token:       s.gate.CheckToken(authorization(w, r)),
+		Token:       s.gate.CheckToken(r.Header.Values("Authorization")),
 		Loopback:    auth.IsLoopback(r.RemoteAddr) && !auth.Forwarded(r.Header.Values),
 		AllowRemote: s.cfg.AllowRemoteKill,
 	}
@@ -55,27 +55,12 @@ func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why 
 	return 0, ""
 }
 
-// authorization returns the Authorization header of a request. The lighthouse's own page sends a form with a field "token" instead.
-func authorization(w http.ResponseWriter, r *http.Request) []string {
-	if header := r.Header.Values("Authorization"); len(header) > 0 {
-		return header
-	}
-	if kind, _, _ := mime.ParseMediaType(r.Header.Get("Content-Type")); kind != "application/x-www-form-urlencoded" {
-		return nil
-	}
-	r.Body = http.MaxBytesReader(w, r.Body, 4<<10)
-	if token := r.PostFormValue("token"); token != "" {
-		return []string{auth.Bearer(token)}
-	}
-	return nil
-}
-
-// security returns the credentials for the lighthouse's calls to managers. By default, the authority that signs the certificates of
-// the lighthouse's clients is trusted for those of managers, too.
-func (s *Server) security() auth.Security {
+// dialing returns the settings of the lighthouse's calls to managers and other lighthouses. By default, the authority that signs the
+// certificates of the lighthouse's clients is trusted for theirs, too.
+func (s *Server) dialing() rpc.Dialing {
 	security := s.cfg.Security
 	if security.TLSCA == "" {
 		security.TLSCA = security.TLSClientCA
 	}
-	return security
+	return rpc.Dialing{Security: security, Network: s.cfg.Network}
 }

@@ -3,11 +3,9 @@ package lighthouse
 import (
 	"cmp"
 	"context"
-	_ "embed"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"html/template"
 	"net/http"
 	"slices"
 	"strings"
@@ -22,11 +20,6 @@ import (
 // killTimeout bounds connecting to a manager and asking it to end.
 const killTimeout = 5 * time.Second
 
-//go:embed page.html
-var pageText string
-
-var pages = template.Must(template.New("").Parse(pageText))
-
 func (s *Server) handler() http.Handler {
 	mux := http.NewServeMux()
 	for _, path := range []string{"GET /{$}", "GET /app.js", "GET /style.css", "/api/v1/"} {
@@ -37,7 +30,6 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprintln(w, "ok") })
 	mux.HandleFunc("GET /readyz", s.serveReady)
 	mux.Handle("GET /metrics", dashboard.Metrics(s.boards))
-	mux.HandleFunc("GET /replica/{id}/kill", s.serveKillForm)
 	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", plainly, s.serveKill))
 	mux.HandleFunc("POST /rendezvous", s.serveRendezvous)
 	mux.HandleFunc("/api/v1/kill", ask(s, "kill", s.apiKill))
@@ -123,21 +115,6 @@ func unknownJob(name string) error {
 	return fmt.Errorf("no group of job %q has joined at this lighthouse; GET /jobs lists the jobs that it has", name)
 }
 
-func (s *Server) serveKillForm(w http.ResponseWriter, r *http.Request) {
-	s.render(w, http.StatusOK, "kill", map[string]any{"ReplicaID": r.PathValue("id"), "Token": s.cfg.Security.HasTokens()})
-}
-
-func (s *Server) render(w http.ResponseWriter, code int, page string, data any) {
-	h := w.Header()
-	h.Set("Content-Type", "text/html; charset=utf-8")
-	h.Set("Cache-Control", "no-store")
-	h.Set("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'")
-	w.WriteHeader(code)
-	if err := pages.ExecuteTemplate(w, page, data); err != nil {
-		s.log.Warn("torchft: the status page was not sent", "error", err)
-	}
-}
-
 // refusalOf returns how an error is answered: in JSON for the API, and for the command torchft.
 func refusalOf(r *http.Request) func(w http.ResponseWriter, code int, why string) {
 	if strings.HasPrefix(r.URL.Path, "/api/") || r.Header.Get("Accept") == "application/json" {
@@ -187,7 +164,7 @@ func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job
 	}
 }
 
-// serveKill ends a replica group. Its requests come from the form of serveKillForm.
+// serveKill ends a replica group at the route of upstream.
 func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 	id := r.PathValue("id")
 	if code, err := s.killFor(r, id); err != nil {
@@ -214,7 +191,9 @@ func (j *job) kill(ctx context.Context, replicaID, why string) error {
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)
 	defer cancel()
 	// A manager on this host accepts the request without a token if it arrives over the loopback interface.
-	conn, err := rpc.DialSecurely(ctx, s.security(), rpc.PreferLoopback(s.cfg.Network), "manager", j.addressOf(replicaID), killTimeout)
+	with := s.dialing()
+	with.Network = rpc.PreferLoopback(with.Network)
+	conn, err := rpc.Dial(ctx, with, "manager", j.addressOf(replicaID), killTimeout)
 	if err != nil {
 		return err
 	}

@@ -123,7 +123,7 @@ func TestAGroupIsEndedInTheJobThatWasNamed(t *testing.T) {
 		require.Len(t, exited, 1)
 		assert.Equal(t, "green", <-exited)
 
-		code, text := kill(t, c, "lighthouse", "a", nil, nil)
+		code, text := kill(t, c, "lighthouse", "a", nil)
 		assert.Equal(t, http.StatusConflict, code)
 		assert.Contains(t, text, "is in the jobs blue, green and red")
 	})
@@ -198,7 +198,7 @@ func TestAJobThatRunsWildLeavesRoomForOthers(t *testing.T) {
 func TestBadJobsAreNamed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "lighthouse", fttest.LighthouseAddr, time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "lighthouse", fttest.LighthouseAddr, time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		heartbeat := func(pairs ...string) error {

@@ -51,7 +51,7 @@ func open(t *testing.T, c *fttest.Cluster, id string) *rawStream {
 
 func openAt(t *testing.T, c *fttest.Cluster, id, address string) *rawStream {
 	t.Helper()
-	conn, err := rpc.Dial(t.Context(), c.Net.Host(id), "lighthouse", address, time.Second)
+	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host(id)}, "lighthouse", address, time.Second)
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	stream, err := torchftpb.NewMemberServiceClient(conn).Attend(ctx)
@@ -231,7 +231,7 @@ func TestAMemberThatKnowsSeveralLighthousesIsRefusedWithoutACluster(t *testing.T
 		assert.Equal(t, codes.FailedPrecondition, status.Code(err))
 		assert.ErrorContains(t, err, want)
 
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("a"), "lighthouse", fttest.LighthouseAddr, time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("a")}, "lighthouse", fttest.LighthouseAddr, time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		_, err = torchftpb.NewLighthouseServiceClient(conn).Quorum(t.Context(), &torchftpb.LighthouseQuorumRequest{

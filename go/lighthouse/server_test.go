@@ -74,7 +74,7 @@ func TestEveryoneGetsTheSameQuorum(t *testing.T) {
 func TestUnknownFieldsOfAMemberAreHandedOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "lighthouse", fttest.LighthouseAddr, time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "lighthouse", fttest.LighthouseAddr, time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		newer := &torchftpb.QuorumMember{ReplicaId: "newer"}
@@ -90,7 +90,7 @@ func TestUnknownFieldsOfAMemberAreHandedOn(t *testing.T) {
 func TestARequestOlderThanTheLatestIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "lighthouse", fttest.LighthouseAddr, time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "lighthouse", fttest.LighthouseAddr, time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		ask := func(number uint64) error {

@@ -25,7 +25,7 @@ func fuzzed(f *testing.F) (*grpc.ClientConn, *fttest.Log) {
 	})
 	require.NoError(f, err)
 	f.Cleanup(server.Shutdown)
-	conn, err := rpc.Dial(context.Background(), network.Host("x"), "manager", server.Address(), 10*time.Second)
+	conn, err := rpc.Dial(context.Background(), rpc.Dialing{Network: network.Host("x")}, "manager", server.Address(), 10*time.Second)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = conn.Close() })
 	return conn, log

@@ -74,7 +74,7 @@ func TestAKillThroughAProxyOnThisHostNeedsTheToken(t *testing.T) {
 			if !tc.direct {
 				address = proxyTo(t, address)
 			}
-			conn, err := rpc.DialSecurely(t.Context(), security(t, tc.sent), rpc.TCP, "manager", address, time.Minute)
+			conn, err := rpc.Dial(t.Context(), rpc.Dialing{Security: security(t, tc.sent)}, "manager", address, time.Minute)
 			require.NoError(t, err)
 			defer func() { require.NoError(t, conn.Close()) }()
 			_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(), &torchftpb.KillRequest{Msg: "test"})

@@ -193,7 +193,7 @@ type upstream struct {
 
 func startUpstream(t *testing.T, c *fttest.Cluster) *upstream {
 	t.Helper()
-	conn, err := rpc.Dial(t.Context(), c.Net.Host("u"), "lighthouse", fttest.LighthouseAddr, time.Second)
+	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("u")}, "lighthouse", fttest.LighthouseAddr, time.Second)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, conn.Close()) })
 	return &upstream{t: t, client: torchftpb.NewLighthouseServiceClient(conn)}

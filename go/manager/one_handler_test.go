@@ -45,7 +45,7 @@ func askerOf(client *rankclient.Client) asker {
 
 // unaryAsker makes a unary call for each request, and adds an unknown field.
 func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
-	conn, err := rpc.Dial(c.T.Context(), c.Net.Host("g/1"), "manager", g.Server.Address(), time.Second)
+	conn, err := rpc.Dial(c.T.Context(), rpc.Dialing{Network: c.Net.Host("g/1")}, "manager", g.Server.Address(), time.Second)
 	require.NoError(c.T, err)
 	stub := torchftpb.NewManagerServiceClient(conn)
 	c.T.Cleanup(func() { _ = conn.Close() })

@@ -97,7 +97,7 @@ func TestAQuorumCallNeedsADeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "manager", g.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		_, err = torchftpb.NewManagerServiceClient(conn).Quorum(context.Background(), &torchftpb.ManagerQuorumRequest{})
@@ -143,7 +143,7 @@ func TestKillNeedsThisHostOrTheToken(t *testing.T) {
 				g := c.StartGroup("a", 1, func(cfg *manager.ServerConfig) {
 					cfg.Security, cfg.Exit = configured, func(code int) { exited <- code }
 				})
-				conn, err := rpc.DialSecurely(t.Context(), sent, c.Net.Host(tc.from), "manager", g.Server.Address(), time.Second)
+				conn, err := rpc.Dial(t.Context(), rpc.Dialing{Security: sent, Network: c.Net.Host(tc.from)}, "manager", g.Server.Address(), time.Second)
 				require.NoError(t, err)
 				defer func() { require.NoError(t, conn.Close()) }()
 				_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(), &torchftpb.KillRequest{Msg: "test"})

@@ -230,7 +230,7 @@ func TestARankThatDoesNotReadDelaysNoOther(t *testing.T) {
 // rawSession opens the stream of a rank without its client, for the test to write to.
 func rawSession(t *testing.T, c *fttest.Cluster, g *fttest.Group) grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse] {
 	t.Helper()
-	conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
+	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "manager", g.Server.Address(), time.Second)
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close() })
 	stream, err := torchftpb.NewRankServiceClient(conn).Session(t.Context())

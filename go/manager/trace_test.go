@@ -116,7 +116,7 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 3)
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("a/2"), "manager", a.Server.Address(), time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("a/2")}, "manager", a.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		// Rank 0 votes in the server's process, rank 1 on its session, and rank 2 by a unary call like upstream clients.

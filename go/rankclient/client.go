@@ -53,7 +53,7 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with r
 			return newClient(peer, calls), nil
 		}
 	}
-	conn, err := rpc.DialSecurely(ctx, with.Security, with.Network, "manager", addr, connectTimeout)
+	conn, err := rpc.Dial(ctx, with, "manager", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}

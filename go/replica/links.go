@@ -1,7 +1,6 @@
 package replica
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -11,23 +10,21 @@ import (
 
 	"google.golang.org/grpc"
 
-	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // Dialer are links over gRPC streams to the ports of the other lighthouses, with their TLS and token.
 type Dialer struct {
-	security auth.Security
-	network  rpc.Network
+	with rpc.Dialing
 
 	mu    sync.Mutex
 	conns map[string]*grpc.ClientConn // by address; nil after Close
 }
 
-// NewDialer returns a Dialer. A nil network is TCP.
-func NewDialer(security auth.Security, network rpc.Network) *Dialer {
-	return &Dialer{security: security, network: cmp.Or(network, rpc.TCP), conns: map[string]*grpc.ClientConn{}}
+// NewDialer returns a Dialer.
+func NewDialer(with rpc.Dialing) *Dialer {
+	return &Dialer{with: with, conns: map[string]*grpc.ClientConn{}}
 }
 
 func (d *Dialer) client(address string) (torchftpb.ClusterServiceClient, error) {
@@ -39,7 +36,7 @@ func (d *Dialer) client(address string) (torchftpb.ClusterServiceClient, error) 
 	conn := d.conns[address]
 	if conn == nil {
 		var err error
-		if conn, err = rpc.DialLater(d.security, d.network, "lighthouse", address); err != nil {
+		if conn, err = rpc.DialLater(d.with, "lighthouse", address); err != nil {
 			return nil, err
 		}
 		d.conns[address] = conn

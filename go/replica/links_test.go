@@ -57,7 +57,7 @@ func newPorts(t *testing.T) (ports []*port) {
 
 func (p *port) start(t *testing.T) {
 	t.Helper()
-	p.dialer = replica.NewDialer(p.security, nil)
+	p.dialer = replica.NewDialer(rpc.Dialing{Security: p.security})
 	p.cfg.Links = p.dialer
 	var err error
 	p.node, err = replica.Open(t.Context(), p.cfg)
@@ -164,7 +164,7 @@ func TestStrangersOnTheRealPort(t *testing.T) {
 		if c.token != "" {
 			security.TokenFile = fttest.File(t, c.token)
 		}
-		unauthenticated := replica.NewDialer(security, nil)
+		unauthenticated := replica.NewDialer(rpc.Dialing{Security: security})
 		_, err := unauthenticated.Identify(ctx, leader.cfg.Self)
 		require.Equal(t, c.want, status.Code(err), name)
 		conn, err := unauthenticated.Dial(ctx, leader.cfg.Self)
@@ -177,7 +177,7 @@ func TestStrangersOnTheRealPort(t *testing.T) {
 		_, err = unauthenticated.Dial(ctx, leader.cfg.Self)
 		require.ErrorIs(t, err, net.ErrClosed)
 	}
-	known := replica.NewDialer(leader.security, nil)
+	known := replica.NewDialer(rpc.Dialing{Security: leader.security})
 	defer known.Close()
 	id, err := known.Identify(ctx, leader.cfg.Self)
 	require.NoError(t, err)

@@ -105,7 +105,7 @@ func (g *group) serve() (*manager.Server, error) {
 	cfg.Hostname, cfg.Network, cfg.LighthouseAddr, cfg.StoreAddr = g.name, g.host, "http://"+lighthouseName+":29510", g.name+":1"
 	cfg.Logger = slog.New(slog.NewTextHandler(g.j.cluster.Log, nil))
 	if g.j.setup.upstream.has(g.slot) {
-		conn, err := rpc.DialSecurely(g.ctx, auth.Security{}, g.host, "lighthouse", cfg.LighthouseAddr, cfg.ConnectTimeout)
+		conn, err := rpc.Dial(g.ctx, rpc.Dialing{Security: auth.Security{}, Network: g.host}, "lighthouse", cfg.LighthouseAddr, cfg.ConnectTimeout)
 		if err != nil {
 			return nil, err
 		}

@@ -18,6 +18,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/replica"
 )
@@ -190,7 +191,7 @@ func TestStrangersOnThePortChangeNothing(t *testing.T) {
 				}
 				for _, with := range []auth.Security{security, {}} {
 					ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
-					dialer := replica.NewDialer(with, nil)
+					dialer := replica.NewDialer(rpc.Dialing{Security: with})
 					identity, err := dialer.Identify(ctx, l.address)
 					if with == security {
 						require.NoError(t, err)

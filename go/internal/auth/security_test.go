@@ -43,7 +43,7 @@ func TestFilesThatCannotBeUsed(t *testing.T) {
 		assert.ErrorContains(t, security.Validate(), wantError)
 		_, err := rpc.NewGate(security, rpc.Limits{}, fttest.Quiet)
 		assert.ErrorContains(t, err, wantError)
-		_, err = rpc.DialSecurely(t.Context(), security, nil, "lighthouse", "http://127.0.0.1:1", time.Second)
+		_, err = rpc.Dial(t.Context(), rpc.Dialing{Security: security}, "lighthouse", "http://127.0.0.1:1", time.Second)
 		assert.Equal(t, codes.InvalidArgument, status.Code(err))
 	}
 }

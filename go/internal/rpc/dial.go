@@ -35,14 +35,14 @@ func LogLongWait(what, address string, timeout time.Duration, reason func() stri
 	return func() { waiting.Stop() }
 }
 
-// DialSecurely connects to a server of kind what ("lighthouse", "manager"), and returns when it is connected. It retries until
+// Dial connects to a server of kind what ("lighthouse", "manager"), and returns when it is connected. It retries until
 // connectTimeout is over; the error then names the address and the timeout. A wait that takes long is logged. If the connection
 // breaks later, gRPC reconnects it.
-func DialSecurely(ctx context.Context, s auth.Security, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
+func Dial(ctx context.Context, with Dialing, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
 	if connectTimeout <= 0 {
 		return nil, status.Errorf(codes.InvalidArgument, "connect_timeout is %s: it must be more than 0", connectTimeout)
 	}
-	conn, lastErr, err := prepare(s, network, what, address)
+	conn, lastErr, err := prepare(with, what, address)
 	if err != nil {
 		return nil, err
 	}
@@ -69,24 +69,24 @@ func DialSecurely(ctx context.Context, s auth.Security, network Network, what, a
 	return conn, nil
 }
 
-// DialLater is like DialSecurely, but connects only when the connection is first used.
-func DialLater(s auth.Security, network Network, what, address string) (*grpc.ClientConn, error) {
-	conn, _, err := prepare(s, network, what, address)
+// DialLater is like Dial, but connects only when the connection is first used.
+func DialLater(with Dialing, what, address string) (*grpc.ClientConn, error) {
+	conn, _, err := prepare(with, what, address)
 	return conn, err
 }
 
 // prepare returns a connection that is not established yet, and a record of the last reason why connecting failed.
-func prepare(s auth.Security, network Network, what, address string) (*grpc.ClientConn, *atomic.Pointer[error], error) {
+func prepare(with Dialing, what, address string) (*grpc.ClientConn, *atomic.Pointer[error], error) {
 	addr, err := ParseAddress(what+" address", address)
 	if err != nil {
 		return nil, nil, status.Error(codes.InvalidArgument, err.Error())
 	}
-	network = cmp.Or(network, TCP)
-	protected, err := s.Open(slog.Default())
+	network, security := cmp.Or(with.Network, TCP), with.Security
+	protected, err := security.Open(slog.Default())
 	if err != nil {
 		return nil, nil, status.Error(codes.InvalidArgument, err.Error())
 	}
-	if s.TLSCA != "" && !addr.TLS {
+	if security.TLSCA != "" && !addr.TLS {
 		return nil, nil, status.Errorf(codes.InvalidArgument, "%s address is %q: with tls_ca (%s) it must begin with https://", what, address, auth.TLSCAEnv)
 	}
 	lastErr := &atomic.Pointer[error]{}
@@ -111,11 +111,6 @@ func prepare(s auth.Security, network Network, what, address string) (*grpc.Clie
 		return nil, nil, status.Errorf(codes.InvalidArgument, "%s address is %q: %v", what, address, err)
 	}
 	return conn, lastErr, nil
-}
-
-// Dial is DialSecurely without TLS and tokens.
-func Dial(ctx context.Context, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
-	return DialSecurely(ctx, auth.Security{}, network, what, address, connectTimeout)
 }
 
 // WithDefaultDeadline sets the deadline of a call without one to MaxWait from now.

@@ -114,19 +114,19 @@ func TestDialNamesAddressAndTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		host := fttest.NewNetwork().Host("a")
 		start := time.Now()
-		_, err := rpc.Dial(t.Context(), host, "lighthouse", "http://b:1", 2*time.Second)
+		_, err := rpc.Dial(t.Context(), rpc.Dialing{Network: host}, "lighthouse", "http://b:1", 2*time.Second)
 		assert.EqualError(t, err, "rpc error: code = Unavailable desc = could not connect to lighthouse at http://b:1: timed out after 2s: dial b:1: connection refused")
 		assert.Equal(t, 2*time.Second, time.Since(start))
 		assert.False(t, rpc.IsTimeout(err))
 
-		_, err = rpc.Dial(t.Context(), host, "lighthouse", "b:1", time.Second)
+		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: host}, "lighthouse", "b:1", time.Second)
 		assert.ErrorContains(t, err, `lighthouse address is "b:1": it must be http://host:port`)
-		_, err = rpc.Dial(t.Context(), host, "lighthouse", "http://b:1", 0)
+		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: host}, "lighthouse", "http://b:1", 0)
 		assert.ErrorContains(t, err, "connect_timeout is 0s: it must be more than 0")
 
 		ctx, cancel := context.WithCancel(t.Context())
 		time.AfterFunc(time.Second, cancel)
-		_, err = rpc.Dial(ctx, host, "lighthouse", "http://b:1", time.Minute)
+		_, err = rpc.Dial(ctx, rpc.Dialing{Network: host}, "lighthouse", "http://b:1", time.Minute)
 		assert.Equal(t, codes.Canceled, status.Code(err))
 	})
 }
@@ -147,7 +147,7 @@ func TestDialToAServerOfAnotherProtocol(t *testing.T) {
 				_ = conn.Close()
 			}
 		}()
-		_, err = rpc.Dial(t.Context(), network.Host("a"), "manager", "http://b:1", time.Second)
+		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: network.Host("a")}, "manager", "http://b:1", time.Second)
 		assert.ErrorContains(t, err, "could not connect to manager at http://b:1: timed out after 1s: it accepts connections, but does not answer as a gRPC server")
 	})
 }
@@ -159,7 +159,7 @@ func TestDialToAServerThatIsStopped(t *testing.T) {
 		require.NoError(t, err)
 		defer func() { require.NoError(t, lis.Close()) }()
 		timeout := 30 * time.Second // gRPC ends an attempt after 20 s
-		_, err = rpc.Dial(t.Context(), endsWithEOF{network.Host("a")}, "lighthouse", "http://b:1", timeout)
+		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: endsWithEOF{network.Host("a")}}, "lighthouse", "http://b:1", timeout)
 		assert.ErrorContains(t, err, "it accepts connections, but does not answer as a gRPC server: its process may be stopped")
 	})
 }
@@ -171,10 +171,10 @@ func TestALongWaitForAServerIsLogged(t *testing.T) {
 		slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
 		defer slog.SetDefault(before)
 		host := fttest.NewNetwork().Host("a")
-		_, err := rpc.Dial(t.Context(), host, "lighthouse", "http://b:1", 1900*time.Millisecond)
+		_, err := rpc.Dial(t.Context(), rpc.Dialing{Network: host}, "lighthouse", "http://b:1", 1900*time.Millisecond)
 		require.Error(t, err)
 		assert.Empty(t, log.String())
-		_, err = rpc.Dial(t.Context(), host, "lighthouse", "http://b:1", time.Minute)
+		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: host}, "lighthouse", "http://b:1", time.Minute)
 		require.Error(t, err)
 		assert.Equal(t, 1, log.Count("\n"), log.String())
 		assert.Contains(t, log.String(), `level=WARN msg="torchft: waiting for the lighthouse" address=http://b:1 timeout=1m0s reason="dial b:1: connection refused"`)

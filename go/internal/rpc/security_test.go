@@ -61,7 +61,7 @@ func beat(t *testing.T, security auth.Security, address string, id string) error
 
 func beatWithin(t *testing.T, timeout time.Duration, security auth.Security, address string, id string) error {
 	t.Helper()
-	conn, err := rpc.DialSecurely(t.Context(), security, nil, "lighthouse", address, timeout)
+	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Security: security}, "lighthouse", address, timeout)
 	if err != nil {
 		return err
 	}
@@ -201,7 +201,7 @@ func TestJoinsOfOneAddress(t *testing.T) {
 	port, _ := serveSecurely(t, auth.Security{}, rpc.Limits{
 		MaxJoins: 1, IsJoin: func(method string) bool { return method == torchftpb.LighthouseService_Quorum_FullMethodName },
 	})
-	conn, err := rpc.Dial(t.Context(), nil, "lighthouse", "http://127.0.0.1:"+port, 20*time.Second)
+	conn, err := rpc.Dial(t.Context(), rpc.Dialing{}, "lighthouse", "http://127.0.0.1:"+port, 20*time.Second)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, conn.Close()) }()
 	stub := torchftpb.NewLighthouseServiceClient(conn)
@@ -250,7 +250,7 @@ func TestConnectionsAreLimited(t *testing.T) {
 	address := "http://127.0.0.1:" + port
 	var open []*grpc.ClientConn
 	for range 2 {
-		conn, err := rpc.Dial(t.Context(), nil, "lighthouse", address, 5*time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{}, "lighthouse", address, 5*time.Second)
 		require.NoError(t, err)
 		_, err = torchftpb.NewLighthouseServiceClient(conn).Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{})
 		require.NoError(t, err)
@@ -288,7 +288,7 @@ func TestUnauthorizedConnectionsTakeNoPlaceOfAMember(t *testing.T) {
 				address = "https://127.0.0.1:" + port
 			}
 			dialed := &dials{Network: rpc.TCP}
-			member, err := rpc.DialSecurely(t.Context(), security, dialed, "lighthouse", address, 10*time.Second)
+			member, err := rpc.Dial(t.Context(), rpc.Dialing{Security: security, Network: dialed}, "lighthouse", address, 10*time.Second)
 			require.NoError(t, err)
 			defer func() { require.NoError(t, member.Close()) }()
 			for i := range 15 {

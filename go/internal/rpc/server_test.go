@@ -61,7 +61,7 @@ func TestOnePortServesGRPCAndHTTP(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := fttest.NewNetwork()
 		s := serve(t, network)
-		conn, err := rpc.Dial(t.Context(), network.Host("client"), "lighthouse", "http://server:1", time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: network.Host("client")}, "lighthouse", "http://server:1", time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		stub := torchftpb.NewLighthouseServiceClient(conn)
@@ -109,7 +109,7 @@ func TestASilentConnectionIsClosedAndDelaysNoOther(t *testing.T) {
 				require.NoError(t, err)
 				_, err = io.WriteString(silent, sent)
 				require.NoError(t, err)
-				conn, err := rpc.Dial(t.Context(), network.Host("client"), "lighthouse", "http://server:1", time.Second)
+				conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: network.Host("client")}, "lighthouse", "http://server:1", time.Second)
 				require.NoError(t, err)
 				require.NoError(t, conn.Close())
 				start := time.Now()

@@ -71,14 +71,14 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with r
 // dialOne connects to a lighthouse.
 func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing) (*Client, error) {
 	return newClient(addr, with, func() (*grpc.ClientConn, error) {
-		return rpc.DialSecurely(ctx, with.Security, with.Network, "lighthouse", addr, connectTimeout)
+		return rpc.Dial(ctx, with, "lighthouse", addr, connectTimeout)
 	})
 }
 
 // dialLater returns a client that connects with its first call.
 func dialLater(addr string, with rpc.Dialing) (*Client, error) {
 	return newClient(addr, with, func() (*grpc.ClientConn, error) {
-		return rpc.DialLater(with.Security, with.Network, "lighthouse", addr)
+		return rpc.DialLater(with, "lighthouse", addr)
 	})
 }
 

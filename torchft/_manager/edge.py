@@ -1,7 +1,7 @@
 """Adapters for clients, transports, process groups and works that may come from another project.
 
-Such an object may have only upstream's methods. Its further abilities are detected here, once, when the Manager is
-made. The rest of the Manager calls the adapters, which work without the methods that the object lacks.
+Such an object may have only upstream's methods. The rest of the Manager calls the adapters, which have the others too:
+:func:`_attribute` takes what the object lacks from one class of defaults for each kind of object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torchft._manager.plan import Plan
 from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
-from torchft.checkpointing._pieces import Giver
 from torchft.checkpointing.transport import CheckpointTransport
 from torchft.collectives import allreduce_quantized
 from torchft.process_group._attempt import Attempt
@@ -43,23 +42,46 @@ _logger = logging.getLogger("torchft.manager")
 
 _DEFAULT_TIMEOUT = timedelta(seconds=60)
 
-# The fields that the quorum result of an upstream client has.
-_UPSTREAM_FIELDS = (
-    "quorum_id",
-    "replica_rank",
-    "replica_world_size",
-    "recover_src_manager_address",
-    "recover_src_replica_rank",
-    "recover_dst_replica_ranks",
-    "store_address",
-    "max_step",
-    "max_replica_rank",
-    "max_world_size",
-    "heal",
-    "commit_failures",
-    "replica_ids",
-    "reconfigure_handles",
-)
+
+# Defaults
+
+
+class _OfClient:
+    def _leave(self, timeout: timedelta) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class _OfTransport:
+    several_sources = takes_target = in_place = gives_pieces = False
+
+    def refuse_checkpoint(self, **what: Any) -> None: ...
+
+    def abandon_receiving(self, reason: Exception) -> bool:
+        return False
+
+
+class _OfGroup:
+    _reduces_sparse = True
+    _averages = connects_beside = _reduces_each_dtype = False
+    _device = "cpu"
+
+    def set_rank_info(self, *rank: object) -> None: ...
+
+    def announce_layout(self, digest: str, lines: str) -> None: ...
+
+    def share_buffer(self, buffer: torch.Tensor) -> None: ...
+
+
+def _attribute(given: Any, defaults: type, name: str) -> Any:
+    """An attribute of an object; the default if it has none. A value of another type than the default's is that of a
+    test double, and counts as missing.
+    """
+    if not hasattr(defaults, name):
+        return getattr(given, name)
+    default = getattr(defaults(), name)
+    own = getattr(given, name, default)
+    return own if callable(default) or type(own) is type(default) else default
 
 
 # The manager server
@@ -73,7 +95,7 @@ class Server:
         group_rank: the number of this rank in its group.
 
     Attributes:
-        client: the client in use; assigning another one detects its abilities again.
+        client: the client in use, which may be replaced.
         native: whether the client is torchft's own, and so its group a member of a job.
     """
 
@@ -82,16 +104,6 @@ class Server:
     def __init__(self, client: Any, group_rank: int) -> None:
         self.client = client
         self._group_rank = group_rank
-
-    @property
-    def client(self) -> Any:
-        return self._client
-
-    @client.setter
-    def client(self, client: Any) -> None:
-        self._client = client
-        self._leaves = hasattr(client, "_leave")
-        self._ends = hasattr(client, "shutdown")
 
     def rounds(self) -> Rounds:
         """The object that requests quorums from this server."""
@@ -103,13 +115,11 @@ class Server:
 
     def leave(self, timeout: timedelta) -> None:
         """Reports to the lighthouse that this group has ended its last step, and waits until no group needs it."""
-        if self._leaves:
-            self.client._leave(timeout)
+        _attribute(self.client, _OfClient, "_leave")(timeout)
 
     def close(self) -> None:
         """Shuts the client down, which ends its pending calls."""
-        if self._ends:
-            self.client.shutdown()
+        _attribute(self.client, _OfClient, "shutdown")()
 
     def listen(
         self,
@@ -194,101 +204,52 @@ def as_server(client: Any, group_rank: int) -> Server:
 
 
 def _whole(result: Any) -> QuorumResult:
-    """A quorum's result with all fields. In a result of another class, fields that upstream lacks get their
-    defaults.
+    """A quorum's result with all fields. In a result of another class, fields that upstream lacks, and a mock's, get
+    their defaults.
     """
     if type(result) is QuorumResult:
         return result
-    return QuorumResult(**{name: getattr(result, name) for name in _UPSTREAM_FIELDS if hasattr(result, name)})
+    whole = QuorumResult()
+    for name, default in vars(whole).items():
+        own = getattr(result, name, default)
+        if type(own) is (int if default is None else type(default)):
+            setattr(whole, name, own)
+    return whole
 
 
 # The transport of a state
 
 
 class Transport:
-    """A checkpoint transport with all methods that a Manager calls.
+    """A checkpoint transport with all methods and attributes of :class:`CheckpointTransport` and HTTPTransport that a
+    Manager uses.
 
     Args:
         transport: has at least the methods of upstream's ``CheckpointTransport``.
 
     Attributes:
-        transport: the transport in use; assigning another one detects its abilities again.
-        several_sources, takes_target, in_place: as in :class:`CheckpointTransport`.
-        gives_pieces: whether it can give a state in pieces, by ``offer_pieces``.
+        transport: the transport in use, which may be replaced.
     """
 
     def __init__(self, transport: CheckpointTransport[Any]) -> None:
         self._first: Any = transport
-        self.transport = transport
+        self.transport: Any = transport
 
-    @property
-    def transport(self) -> Any:
-        return self._transport
-
-    @transport.setter
-    def transport(self, transport: Any) -> None:
-        self._transport = transport
-        # `is True`, because a mock returns some truthy object for any attribute.
-        self.several_sources = getattr(transport, "several_sources", False) is True
-        self.takes_target = getattr(transport, "takes_target", False) is True
-        self.in_place = getattr(transport, "in_place", False) is True
-        self._refuses = hasattr(transport, "refuse_checkpoint")
-        self._abandons = hasattr(transport, "abandon_receiving")
-        self.gives_pieces = hasattr(transport, "offer_pieces")
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self.transport, _OfTransport, name)
 
     def is_for(self, transport: Any) -> bool:
         """Whether it adapts this transport."""
-        return self._transport is transport
-
-    def metadata(self) -> str:
-        return self._transport.metadata()
-
-    def send_checkpoint(self, **what: Any) -> None:
-        self._transport.send_checkpoint(**what)
-
-    def refuse_checkpoint(self, **what: Any) -> None:
-        """Informs targets that no state will be sent; without this message they wait until their timeout."""
-        if self._refuses:
-            self._transport.refuse_checkpoint(**what)
-
-    def help_checkpoint(self, step: int, state_dict: Any) -> None:
-        """Serves the state as an additional source; called only with ``several_sources``."""
-        self._transport.help_checkpoint(step, state_dict)
-
-    def prepare_pieces(self) -> None:
-        """Passed on to a transport that gives pieces."""
-        self._transport.prepare_pieces()
-
-    def note_step(self, step: int, head: Any) -> None:
-        """Passed on to a transport that gives pieces."""
-        self._transport.note_step(step, head)
-
-    def note_decision(self, step: int, quorum_id: int, committed: bool) -> None:
-        """Passed on to a transport that gives pieces."""
-        self._transport.note_decision(step, quorum_id, committed)
-
-    def offer_pieces(self, step: int, giver: Giver) -> None:
-        """Passed on to a transport that gives pieces."""
-        self._transport.offer_pieces(step, giver)
-
-    def disallow_checkpoint(self) -> None:
-        self._transport.disallow_checkpoint()
-
-    def recv_checkpoint(self, **what: Any) -> Any:
-        return self._transport.recv_checkpoint(**what)
+        return self.transport is transport
 
     def abandon_receiving(self, reason: Exception) -> bool:
         """Aborts the running transfer, if there is one. Returns False if the transport cannot abort."""
-        if not self._abandons:
-            return False
-        self._transport.abandon_receiving(reason)
-        return True
+        return _attribute(self.transport, _OfTransport, "abandon_receiving")(reason) is not False
 
     def shutdown(self, wait: bool) -> None:
         """Shuts down the transport in use, and the one that was given first, which only the Manager may refer to."""
-        self._transport.shutdown(wait=wait)
-        if self._first is not self._transport:
-            self._first.shutdown(wait=wait)
+        for transport in {id(one): one for one in (self.transport, self._first)}.values():
+            transport.shutdown(wait=wait)
 
 
 # The transport of tensors
@@ -308,7 +269,6 @@ class Peers:
             that aborted collectives occupy them until their timeout; None: it gets new threads with new peers.
         on_device: whether it is of a class of torchft that communicates on a device.
         ours: whether it is a group of torchft, or of a class derived from one, which reduces tensors of each dtype.
-        connects_beside: whether it can connect with other peers while it keeps the present ones.
     """
 
     def __init__(self, pg: Any) -> None:
@@ -324,38 +284,34 @@ class Peers:
         self._native = is_native(pg)
         self.at_once: Optional[int] = collectives_at_once(pg) if self._native else None
         self.error = errors_of(pg)
-        self.on_device = getattr(type(pg), "_device", "cpu") != "cpu"
-        self.ours = getattr(type(pg), "_reduces_each_dtype", False) is True
+        self.on_device = _attribute(type(pg), _OfGroup, "_device") != "cpu"
+        self.ours = _attribute(type(pg), _OfGroup, "_reduces_each_dtype")
         self._abortable = abortable(pg)  # an abort ends all waits for its collectives
-        self._takes_rank_info = hasattr(pg, "set_rank_info")
-        self._announces_layouts = hasattr(pg, "announce_layout")
         self._takes_stores = hasattr(pg, "configure")
-        self._shares_buffers = hasattr(pg, "share_buffer")
-        self._reduces_sparse = getattr(pg, "_reduces_sparse", True) is not False
-        self._averages = getattr(pg, "_averages", False) is True
-        self.connects_beside = getattr(pg, "connects_beside", False) is True
+
+    @property
+    def connects_beside(self) -> bool:
+        """Whether it can connect with other peers while it keeps the present ones."""
+        return _attribute(self.pg, _OfGroup, "connects_beside")
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
         """Informs the process group which rank it belongs to, for its handle. Native handles do not contain that."""
-        if self._takes_rank_info:
-            number = global_rank(replica_id, group_rank, group_world_size)
-            self.pg.set_rank_info(replica_id, group_rank, group_world_size, number)
+        number = global_rank(replica_id, group_rank, group_world_size)
+        _attribute(self.pg, _OfGroup, "set_rank_info")(replica_id, group_rank, group_world_size, number)
 
     def announce_layout(self, digest: str, lines: str) -> None:
         """Puts a description of what this rank reduces into the store of its handle; a native handle names none."""
-        if self._announces_layouts:
-            self.pg.announce_layout(digest, lines)
+        _attribute(self.pg, _OfGroup, "announce_layout")(digest, lines)
 
     def share_buffer(self, buffer: torch.Tensor) -> None:
         """Lets an isolated group share the memory of a buffer with its worker, so that nothing is copied."""
-        if self._shares_buffers:
-            self.pg.share_buffer(buffer)
+        _attribute(self.pg, _OfGroup, "share_buffer")(buffer)
 
     def check_sparse(self, names: list[str]) -> None:
         """Raises a ValueError if there are parameters with sparse gradients, and the process group takes no sparse
         tensors.
         """
-        if names and not self._reduces_sparse:
+        if names and not _attribute(self.pg, _OfGroup, "_reduces_sparse"):
             raise ValueError(
                 f"{type(self.pg).__name__} reduces dense tensors only, and the gradients of {', '.join(names)} are "
                 "sparse: pass sparse=False to their layers, or use ProcessGroupGloo"
@@ -369,7 +325,7 @@ class Peers:
             awaits_heals: whether this rank waits for groups that heal, if its process group allows that.
         """
         own = (
-            (AVERAGES, "1" if self._averages else ""),
+            (AVERAGES, "1" if _attribute(self.pg, _OfGroup, "_averages") else ""),
             (CALLS, "1" if self.ours else ""),
             (HEALS, "1" if awaits_heals and (self.ours or self._native) else ""),
         )

@@ -86,6 +86,7 @@ class HTTPTransport(CheckpointTransport[T]):
     """
 
     several_sources = True
+    gives_pieces = True
     takes_target = True
 
     def __init__(

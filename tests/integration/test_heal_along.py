@@ -608,7 +608,7 @@ def test_settings_with_which_it_has_no_effect(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], reason: str
 ) -> None:
     class WholeOnly(HTTPTransport[Any]):
-        offer_pieces = property()  # type: ignore[assignment]
+        gives_pieces = False
 
     class Each(Loop):
         def __call__(self, rank: Rank) -> Any:

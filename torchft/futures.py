@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import heapq
-import itertools
 import logging
 import math
 import os
@@ -80,25 +78,35 @@ class _Timer:
     """One pending callback. Runs at most once, and not at all if cancel() has returned before it is due.
 
     Args:
+        due: the time to run it, by time.monotonic().
         device: index of the device on which the callback runs; None: on any.
+        pending: the timers that have not run; it contains this one.
     """
 
-    __slots__ = ("_callback", "_device")
+    __slots__ = ("_callback", "_device", "_pending", "due")
 
-    def __init__(self, callback: Callable[[], None], device: Optional[int]) -> None:
+    def __init__(
+        self, due: float, callback: Callable[[], None], device: Optional[int], pending: dict[_Timer, None]
+    ) -> None:
+        self.due = due
         self._callback: Optional[Callable[[], None]] = callback
         self._device = device
+        self._pending = pending
+        pending[self] = None
 
     def cancel(self) -> None:
         """Drops the callback, and the objects that it keeps alive."""
         self._callback = None
+        self._pending.pop(self, None)
 
     @property
     def cancelled(self) -> bool:
         return self._callback is None
 
     def take(self) -> Optional[Callable[[], None]]:
-        callback, self._callback = self._callback, None
+        """The callback, for the only call of it; None if there is none left to call."""
+        callback = self._callback
+        self.cancel()
         return None if callback is None else partial(_call_on, self._device, callback)
 
 
@@ -107,87 +115,22 @@ def _call_on(device: Optional[int], callback: Callable[[], None]) -> None:
     callback()
 
 
-class _Pending(_Timer):
-    """A timer of :class:`_Deadlines`, which drops it when it is cancelled."""
-
-    __slots__ = ("_deadlines", "due")
-
-    def __init__(self, callback: Callable[[], None], device: Optional[int], deadlines: _Deadlines, due: float) -> None:
-        super().__init__(callback, device)
-        self._deadlines = deadlines
-        self.due = due  # by time.monotonic()
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._deadlines.pending.pop(self, None)
-
-
-class _Deadlines:
-    """The deadlines of operations, blocks and streams, almost all of which are cancelled: a step sets some for each of
-    its operations. One timer serves all of them. It is set for the earliest one; when it fires, it is set again for the
-    earliest one that is left. So a step sets no timer at all, or one if its timeout is shorter than those before.
-    """
-
-    def __init__(self, manager: _TimeoutManager) -> None:
-        self._manager = manager
-        # The manager's lock, since each of both calls the other: with two locks, two threads could wait for each other.
-        # It is reentrant: the garbage collector may call `add` at any time.
-        self._lock = manager._cond
-        self.pending: dict[_Pending, None] = {}
-        self._timer: Optional[_Timer] = None
-        self._fires_at = math.inf
-
-    def add(self, timeout: timedelta, callback: Callable[[], None]) -> _Pending:
-        due = time.monotonic() + timeout.total_seconds()
-        deadline = _Pending(callback, current_device(), self, due)
-        self.pending[deadline] = None
-        # After it was added: `_fire` resets the time before it looks for deadlines, so that one of both sees it.
-        if due < self._fires_at:
-            with self._lock:
-                self._set(due)
-        return deadline
-
-    def _set(self, due: float) -> None:
-        if due >= self._fires_at:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._fires_at = due
-        # On no device: the deadlines are on those of the threads that set them.
-        self._timer = self._manager.push(due, _Timer(self._fire, None))
-
-    def _fire(self) -> None:
-        """Passes on the deadlines that have passed, each with its own watchdog."""
-        with self._lock:
-            self._timer, self._fires_at = None, math.inf
-            now = time.monotonic()
-            pending = sorted(self.pending, key=lambda deadline: deadline.due)
-            for deadline in pending:
-                if deadline.due > now:
-                    self._set(deadline.due)
-                    return
-                callback = deadline.take()
-                self.pending.pop(deadline, None)
-                if callback is not None:
-                    self._manager.push(now, _Timer(callback, None))
-
-
 class _TimeoutManager:
-    """A heap of timers and the thread that runs them."""
+    """The pending timers, and the thread that runs them.
 
-    # Cancelled timers stay in the heap until they are due: with a deadline of a minute and a
-    # thousand steps a second that is a lot of them. Beyond this many the heap is swept.
-    _SWEEP_AT = 256
+    A step sets some timers for each of its operations, and almost all of them are cancelled. So neither wakes the
+    thread, unless a timer is due before the time at which the thread looks anyway: the time of the earliest timer when
+    it looked last, even if that one has been cancelled.
+    """
 
     def __init__(self) -> None:
         self._reset()
 
     def _reset(self) -> None:
+        # Its lock is reentrant: the garbage collector may call `schedule` at any time.
         self._cond = threading.Condition()
-        self._heap: list[tuple[float, int, _Timer]] = []
-        self._sequence = itertools.count()
-        self._sweep_at = self._SWEEP_AT
-        self.deadlines = _Deadlines(self)
+        self.pending: dict[_Timer, None] = {}
+        self._looks_at = math.inf
         self._thread: Optional[threading.Thread] = None
         self._watchdog_sec = _DEFAULT_WATCHDOG_TIMEOUT_SEC
 
@@ -198,28 +141,22 @@ class _TimeoutManager:
             on_device: whether the callback may use this thread's device.
         """
         device = current_device() if on_device else None
-        return self.push(time.monotonic() + timeout.total_seconds(), _Timer(callback, device))
-
-    def push(self, due: float, timer: _Timer) -> _Timer:
-        """Does the same as `schedule`, with a time by time.monotonic()."""
-        with self._cond:
-            if self._thread is None:
-                self._start()
-            if len(self._heap) >= self._sweep_at:
-                self._sweep()
-            entry = (due, next(self._sequence), timer)
-            heapq.heappush(self._heap, entry)
-            # A later timer need not wake the thread, which checks the heap again when the earliest one is due.
-            if self._heap[0] is entry:
-                self._cond.notify()
+        timer = _Timer(time.monotonic() + timeout.total_seconds(), callback, device, self.pending)
+        # After it was added: the thread resets the time before it looks, so that one of both sees the timer.
+        if timer.due < self._looks_at:
+            with self._cond:
+                if self._thread is None:
+                    self._start()
+                if timer.due < self._looks_at:
+                    self._looks_at = timer.due
+                    self._cond.notify()
         return timer
 
     def shutdown(self) -> None:
         """Stops the thread and drops all timers. The next timer starts a new thread."""
         with self._cond:
             thread, self._thread = self._thread, None
-            self._heap.clear()
-            self.deadlines = _Deadlines(self)
+            self.pending, self._looks_at = {}, math.inf
             self._cond.notify()
         if thread is not None and thread is not threading.current_thread():
             # A callback may be running; the process does not wait for it longer than the watchdog.
@@ -230,40 +167,34 @@ class _TimeoutManager:
         self._thread = threading.Thread(target=self._run, name="torchft_timeouts", daemon=True)
         self._thread.start()
 
-    def _sweep(self) -> None:
-        self._heap = [entry for entry in self._heap if not entry[2].cancelled]
-        heapq.heapify(self._heap)
-        self._sweep_at = max(self._SWEEP_AT, 2 * len(self._heap))
-
     def _run(self) -> None:
         me = threading.current_thread()
         while True:
             with self._cond:
-                callback = None
-                while callback is None:
-                    if self._thread is not me:
-                        return
-                    callback = self._next_due()
-            self._call(callback)
-            # This name would keep the callback's tensors alive until the next timer fires.
-            del callback
+                if self._thread is not me:
+                    return
+                due = self._due()
+            # Taken one by one, since a callback may cancel the others; a local name would keep its tensors alive.
+            while due and self._thread is me:
+                self._call(due.pop())
 
-    def _next_due(self) -> Optional[Callable[[], None]]:
-        """The callback that is due, or None after waiting for the earliest timer once.
+    def _due(self) -> list[_Timer]:
+        """The timers that are due, the earliest one last; none after waiting once."""
+        now = time.monotonic()
+        if now < self._looks_at:
+            self._cond.wait(min(self._looks_at - now, threading.TIMEOUT_MAX))
+            return []
+        self._looks_at = math.inf
+        pending = sorted(self.pending, key=lambda timer: -timer.due)
+        due = [timer for timer in pending if timer.due <= now]
+        if len(due) < len(pending):
+            self._looks_at = pending[-len(due) - 1].due
+        return due
 
-        A cancelled timer stays until it is due: without it the heap may be empty, and the next timer would have to wake
-        this thread.
-        """
-        if not self._heap:
-            self._cond.wait()
-            return None
-        delay = self._heap[0][0] - time.monotonic()
-        if delay > 0:
-            self._cond.wait(min(delay, threading.TIMEOUT_MAX))
-            return None
-        return heapq.heappop(self._heap)[2].take()
-
-    def _call(self, callback: Callable[[], None]) -> None:
+    def _call(self, timer: _Timer) -> None:
+        callback = timer.take()
+        if callback is None:
+            return
         # Timers fire rarely, so a watchdog that lives as long as the callback is cheap enough.
         watchdog = threading.Timer(self._watchdog_sec, _end_process, (callback, self._watchdog_sec))
         watchdog.daemon = True
@@ -324,7 +255,7 @@ def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Fu
             # pyrefly: ignore [bad-argument-type]  # typed as a result
             result.set_exception(_timeout_error("future", timeout))
 
-    timer = _TIMEOUT_MANAGER.deadlines.add(timeout, expire)
+    timer = _TIMEOUT_MANAGER.schedule(timeout, expire)
 
     def complete(done: Future[T]) -> None:
         timer.cancel()
@@ -419,7 +350,7 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     if not torch.accelerator.is_available():
         return
     mark = Mark([torch.accelerator.current_stream().device])
-    _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.deadlines.add(timeout, _Watch(mark, callback)))
+    _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.schedule(timeout, _Watch(mark, callback)))
 
 
 class _Timed(ContextDecorator):
@@ -435,7 +366,7 @@ class _Timed(ContextDecorator):
         return _Timed(self._callback, self._timeout)  # each call of a decorated function has its own timer
 
     def __enter__(self) -> None:
-        self._timer = _TIMEOUT_MANAGER.deadlines.add(self._timeout, self._callback)
+        self._timer = _TIMEOUT_MANAGER.schedule(self._timeout, self._callback)
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()

@@ -63,26 +63,27 @@ def test_timers_of_finished_operations_are_removed(group: Group) -> None:
     for _ in range(2000):
         group.allreduce([tensor], ReduceOp.SUM).wait()
         torch.accelerator.synchronize()
-    assert len(timers.deadlines.pending) < 100
+    assert len(timers.pending) < 100
 
 
-def test_the_operations_of_a_step_share_one_timer(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operations_of_a_step_wake_the_timers_thread_once(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets with futures, as DDP reduces them, and with waits."""
-    futures._TIMEOUT_MANAGER.shutdown()
-    set_for, push = list[float](), futures._TIMEOUT_MANAGER.push
+    timers = futures._TIMEOUT_MANAGER
+    timers.shutdown()
+    wakes, notify = list[None](), timers._cond.notify
 
-    def counted(due: float, timer: futures._Timer) -> futures._Timer:
-        set_for.append(due)
-        return push(due, timer)
+    def counted() -> None:
+        wakes.append(None)
+        notify()
 
-    monkeypatch.setattr(futures._TIMEOUT_MANAGER, "push", counted)
+    monkeypatch.setattr(timers._cond, "notify", counted)
     works = [group.allreduce([ones()], ReduceOp.SUM) for _ in range(100)]
     ended = [work.get_future() for work in works[::2]]
     for work in works:
         work.wait()
     for each in ended:
         each.wait()
-    assert len(set_for) == 1
+    assert len(wakes) == 1
     assert len({id(work._deadline) for work in works}) == 1  # type: ignore[attr-defined]
 
 

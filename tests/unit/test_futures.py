@@ -173,7 +173,7 @@ def test_a_callback_may_set_timers(timers: _TimeoutManager) -> None:
     assert done.wait(10)
 
 
-def test_cancelled_timers_keep_nothing_alive_and_are_swept(timers: _TimeoutManager) -> None:
+def test_cancelled_timers_keep_nothing_alive_and_are_dropped(timers: _TimeoutManager) -> None:
     class Big:
         def callback(self) -> None:
             pass
@@ -185,24 +185,17 @@ def test_cancelled_timers_keep_nothing_alive_and_are_swept(timers: _TimeoutManag
     gc.collect()
     assert freed() is None
 
-    for _ in range(10_000):
-        timers.schedule(LONG, lambda: None).cancel()
-    assert len(timers._heap) <= 2 * timers._SWEEP_AT
-
-
-def test_deadlines_share_one_timer(timers: _TimeoutManager) -> None:
-    """One that is not cancelled keeps no others, and later deadlines than the earliest one set no timer."""
     called = threading.Event()
-    timers.deadlines.add(LONG, called.set)
+    timers.schedule(LONG, called.set)
     for i in range(10_000):
-        timers.deadlines.add((i % 3 + 1) * LONG, lambda: None).cancel()
-    assert len(timers._heap) == len(timers.deadlines.pending) == 1
+        timers.schedule((i % 3 + 1) * LONG, lambda: None).cancel()
+    assert len(timers.pending) == 1
     assert not called.is_set()
 
 
-def test_steps_of_many_operations_set_one_timer(timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_many_operations_wake_it_once(timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "_TIMEOUT_MANAGER", timers)
-    with patch.object(timers, "push", wraps=timers.push) as push:
+    with patch.object(timers._cond, "notify", wraps=timers._cond.notify) as notify:
         for step in range(3):
             buckets: list[Future[int]] = [Future() for _ in range(100)]
             ended = []
@@ -212,8 +205,8 @@ def test_steps_of_many_operations_set_one_timer(timers: _TimeoutManager, monkeyp
             for bucket in buckets:
                 bucket.set_result(step)
             assert {each.wait() for each in ended} == {step}
-    assert push.call_count == 1
-    assert not timers.deadlines.pending
+    assert notify.call_count == 1
+    assert not timers.pending
 
 
 def test_each_deadline_passes_once_and_in_order(timers: _TimeoutManager) -> None:
@@ -221,17 +214,17 @@ def test_each_deadline_passes_once_and_in_order(timers: _TimeoutManager) -> None
     done = threading.Event()
     held = timers.schedule(timedelta(0), lambda: done.wait(10) and None)  # until all are set
     for i in (3, 1, 2, 0):
-        deadline = timers.deadlines.add(i * SHORT, lambda i=i: order.append(i))  # type: ignore[misc]
+        deadline = timers.schedule(i * SHORT, lambda i=i: order.append(i))  # type: ignore[misc]
         if i == 2:
             deadline.cancel()
     last = threading.Event()
-    timers.deadlines.add(3 * SHORT, last.set)
+    timers.schedule(3 * SHORT, last.set)
     done.set()
     assert last.wait(10) and not held.take()
     assert order == [0, 1, 3]
-    assert not timers.deadlines.pending
+    assert not timers.pending
     last.clear()
-    timers.deadlines.add(SHORT, last.set)
+    timers.schedule(SHORT, last.set)
     assert last.wait(10)
 
 
@@ -239,12 +232,12 @@ def test_a_deadline_set_by_the_garbage_collector_waits_for_no_other_thread(timer
     """It may run on a thread that sets a timer, while another thread sets a deadline."""
 
     def add(timeout: timedelta) -> None:
-        timers.deadlines.add(timeout, print)
+        timers.schedule(timeout, print)
 
     def collect() -> None:
         with timers._cond:
             other.start()
-            wait_until(lambda: bool(timers.deadlines.pending))
+            wait_until(lambda: bool(timers.pending))
             add(LONG)
 
     other = threading.Thread(target=add, args=(2 * LONG,), daemon=True)
@@ -257,9 +250,9 @@ def test_a_deadline_set_by_the_garbage_collector_waits_for_no_other_thread(timer
 
 def test_deadlines_are_not_lost_with_their_thread(timers: _TimeoutManager) -> None:
     done = threading.Event()
-    timers.deadlines.add(SHORT, print).cancel()
+    timers.schedule(SHORT, print).cancel()
     timers.shutdown()
-    timers.deadlines.add(SHORT, done.set)
+    timers.schedule(SHORT, done.set)
     assert done.wait(10)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from tests.unit.children import run_python
 from tests.unit.process_group.gloo_peers import DEADLINE_S
 from torchft.process_group._gloo import reaper
+from torchft.utils import DeviceThread
 
 # In a separate process: if the destruction kept the GIL, no timeout could fire here.
 _SCRIPT = """
@@ -53,6 +56,16 @@ def test_the_garbage_collector_may_destroy_a_group_on_any_thread() -> None:
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_thread_that_has_not_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Starting(DeviceThread):
+        def start(self) -> None:
+            reaper.drain(0)  # as another thread may, at any time
+            super().start()
+
+    monkeypatch.setattr(reaper, "DeviceThread", Starting)
+    reaper.reap([object()]).join(10)
 
 
 def test_a_slow_destruction_causes_no_delay() -> None:

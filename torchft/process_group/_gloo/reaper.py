@@ -45,9 +45,9 @@ def reap(box: list[Any]) -> threading.Thread:
         The other thread, which ends when the element is dropped.
     """
     thread = DeviceThread(target=_destroy, args=(box,), name="torchft_reaper")
-    with _lock:
+    with _lock:  # a thread in `_pending` has been started: `drain` joins it
+        thread.start()
         _pending.add(thread)
-    thread.start()
     return thread
 
 

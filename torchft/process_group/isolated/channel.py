@@ -251,9 +251,7 @@ class Channel:
             seconds, began = op.timeout_sec, op.started
         if self._shared(self.devices.follow, op):
             if op.timer is None and not self._reached(op):
-                op.timer = _TIMEOUT_MANAGER.deadlines.add(
-                    timedelta(seconds=seconds), partial(self._expire, op, seconds)
-                )
+                op.timer = _TIMEOUT_MANAGER.schedule(timedelta(seconds=seconds), partial(self._expire, op, seconds))
                 if self._reached(op):  # it may have been released before it had the timer
                     op.end_timer()
             if self._broken is not None:

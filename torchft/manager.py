@@ -27,10 +27,13 @@ from torchft._agreement import COMPARES, CONNECTIONS
 from torchft._forked import Maker
 from torchft._manager import hyperparameters
 from torchft._manager.background import Background
-from torchft._manager.calls import Calls
+from torchft._manager.checks.calls import Calls
+from torchft._manager.checks.device import claim_device
+from torchft._manager.checks.layout import Layout
+from torchft._manager.checks.loader import Data, Loader, device_of
+from torchft._manager.checks.replicas import Replicas
 from torchft._manager.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.connection import Connection
-from torchft._manager.device import claim_device
 from torchft._manager.edge import Server, Transport, as_peers, as_server
 from torchft._manager.errors import Errors, ExceptionWithTraceback
 from torchft._manager.extras import OwnExtras
@@ -40,8 +43,6 @@ from torchft._manager.heal_along import Along, StillHealing
 from torchft._manager.heal_plan import Mode
 from torchft._manager.heal_wait import HealWait
 from torchft._manager.inputs import Inputs
-from torchft._manager.layout import Layout
-from torchft._manager.loader import Data, Loader, device_of
 from torchft._manager.observe.lifetime import Life, began, earlier, ended
 from torchft._manager.observe.log import _ManagerLogger
 from torchft._manager.observe.phases import Incidents
@@ -50,7 +51,6 @@ from torchft._manager.observe.trace import step_trace
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.recovery import Recovery
 from torchft._manager.replayer import Replayer
-from torchft._manager.replicas import Replicas
 from torchft._manager.rounds import LateRound, Rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
@@ -727,7 +727,7 @@ class Manager(Stateful, Stepping):
             work.on_success(partial(tensor.div_, step.participants))
         return work
 
-    # For a data loader: see _manager/loader.py
+    # For a data loader: see _manager/checks/loader.py
 
     def _attach_loader(self, loader: Loader) -> None:
         self._data.attach(loader, begun=self._round is not None)

@@ -81,7 +81,7 @@ func otherLayout(of, than *Member) string {
 }
 
 // linesOf returns where a rank's list of its tensors is, for the rank that is refused: it reads the list to
-// name the first ones that differ (refused in torchft/_manager/layout.py). It is empty if the rank's handle
+// name the first ones that differ (refused in torchft/_manager/checks/layout.py). It is empty if the rank's handle
 // does not say.
 func linesOf(m *Member, rank int) string {
 	var handle struct{ Store, Layout string }

@@ -2,7 +2,7 @@
 
 Two replica groups as processes, Gloo, one rank each, no compute. A job with the comparison and one without take turns.
 The figures are means over a turn, not medians: only each tenth step sends digests, and only the first step of a sweep
-(torchft/_manager/divergence.py) lists the tensors. Processor time is that of all threads of a rank.
+(torchft/_manager/checks/divergence.py) lists the tensors. Processor time is that of all threads of a rank.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.bounded import often
 from tests.integration.cluster import DEADLINE, Cluster, Rank, results
-from torchft._manager.divergence import EXCHANGE, LEAST_SWEEP
-from torchft._manager.replicas import Diverged
+from torchft._manager.checks.divergence import EXCHANGE, LEAST_SWEEP
+from torchft._manager.checks.replicas import Diverged
 from torchft.checkpointing._digest import digest_all, memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.optim import OptimizerWrapper

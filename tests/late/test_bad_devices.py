@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 import train_ddp
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.late import load
-from torchft._manager.device import claim_device
+from torchft._manager.checks.device import claim_device
 from torchft.process_group import ProcessGroup, nccl
 
 load()

@@ -39,9 +39,10 @@ def test_the_logs_of_jobs_are_no_part_of_the_repository() -> None:
     assert asked.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["_manager", "_manager/observe", "data", "ftlib", "process_group", "process_group/isolated"]
-)
+PACKAGES = ("_manager", "_manager/checks", "_manager/observe", "data", "ftlib", "process_group")
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, "process_group/isolated"])
 def test_a_package_lists_its_modules(name: str) -> None:
     folder = ROOT / "torchft" / name
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

@@ -8,10 +8,8 @@ Before the first step:
 A step:
     rounds: requests quorums and waits for them. plan: computes from a quorum what this rank does (without torch).
     step: the data and states of one step. stepping: the methods that return properties of the current step.
-    connection: connects the process group with the members of a quorum, by the decisions of handover. layout: checks
-    that all groups reduce the same tensors. calls: checks that a new group makes the same calls. loader: checks that
-    all groups train on the same batch. device: checks that each rank has its own device. collectives: the collectives
-    of a step. work: the futures that an allreduce returns.
+    connection: connects the process group with the members of a quorum, by the decisions of handover.
+    collectives: the collectives of a step. work: the futures that an allreduce returns.
 
 Heals:
     state: the state of a group, and the user's functions for it. hyperparameters: those of its optimizers.
@@ -24,8 +22,8 @@ Heals:
 
 Failures:
     errors: the errors of a step. failures: failures of peers. replayer: reduces a failed step again, by the decisions
-    of replay and with the copies that inputs keeps. replicas: compares the weights of the groups, by the decisions of
-    divergence and the sums of digest. signals: the signals that drain a group.
+    of replay and with the copies that inputs keeps. signals: the signals that drain a group.
 
-In a package of its own, observe: what a rank reports. It has a list of its modules.
+In packages of their own, with a list of their modules: checks (whether the groups train the same model on the same
+data), observe (what a rank reports).
 """

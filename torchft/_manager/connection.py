@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from torchft._agreement import CONNECTIONS, announced
+from torchft._manager.checks.layout import Layout, LayoutDiffers
 from torchft._manager.failures import PeerFailed
 from torchft._manager.handover import Connections, Way, decide, name_of
-from torchft._manager.layout import Layout, LayoutDiffers
 from torchft._manager.observe.ranges import ranged
 from torchft._manager.settings import TORCH_FR_DUMP_TEMP_FILE_ENV, Settings
 from torchft.process_group.native import reset_flight_recorder

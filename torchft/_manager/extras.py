@@ -10,14 +10,14 @@ import torch
 from torchft._extras import Extras
 
 if TYPE_CHECKING:
+    from torchft._manager.checks.layout import Layout
+    from torchft._manager.checks.loader import Data, LocalSteps
+    from torchft._manager.checks.replicas import State
     from torchft._manager.connection import Connection
     from torchft._manager.edge import Peers
     from torchft._manager.errors import Errors
-    from torchft._manager.layout import Layout
-    from torchft._manager.loader import Data, LocalSteps
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.replayer import Replayer
-    from torchft._manager.replicas import State
     from torchft._manager.state import Place
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Optional, Union
 
 from torchft._checks import check_positive, switch
-from torchft._manager.divergence import OnDivergence
 from torchft._manager.heal_plan import Mode
 
 MANAGER_ADDR_KEY: str = "manager_addr"
@@ -33,6 +33,19 @@ MAX_SOURCES = 4
 
 # Number of restarts of the workers so far. Keys contain it, because torchrun keeps the group's store over a restart.
 RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
+
+
+class OnDivergence(Enum):
+    """What a group does if its weights differ from those of most others.
+
+    REPORT: it continues; log, events and metrics name it.
+    HEAL: it takes over the state of another group.
+    EVICT: ``should_commit`` raises in it, so that it ends.
+    """
+
+    REPORT = "report"
+    HEAL = "heal"
+    EVICT = "evict"
 
 
 @dataclass(frozen=True)

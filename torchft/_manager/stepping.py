@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Optional
 
 from torchft._forked import Maker
+from torchft._manager.checks.layout import Layout
 from torchft._manager.errors import ExceptionWithTraceback
-from torchft._manager.layout import Layout
 from torchft._manager.observe.ranges import ranged
 from torchft._manager.rounds import Round
 from torchft._manager.state import kept_in

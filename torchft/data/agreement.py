@@ -4,8 +4,8 @@ In the first reduction of a quorum each participant adds an :func:`entry`: its n
 settings and position. All participants get the same sum, and each one evaluates it by itself. If all digests are equal,
 the sum is the digest times the number of entries, which is the number of participants unless entries are missing. If
 digests differ, the first group that is up to date counts as right. Each group that differs from it announces in the
-next quorum the step before its own, so that it heals. The manager (``torchft/_manager/loader.py``), the loader, and
-the random histories of the tests call these functions.
+next quorum the step before its own, so that it heals. The manager (``torchft/_manager/checks/loader.py``), the loader,
+and the random histories of the tests call these functions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A data loader for groups that fail and join: each sample counts once per epoch, in batches independent of the groups.
 
 :mod:`torchft.data.position` decides which samples a step trains on, and which rank computes which of them. The Manager
-knows the groups of a step and whether it is committed (``torchft/_manager/loader.py``). This module connects both with
-PyTorch's DataLoader.
+knows the groups of a step and whether it is committed (``torchft/_manager/checks/loader.py``). This module connects
+both with PyTorch's DataLoader.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchft.data.workers import WorkerInit
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from torchft._manager.loader import LocalSteps
+    from torchft._manager.checks.loader import LocalSteps
     from torchft.manager import Manager
 
 logger: logging.Logger = logging.getLogger(__name__)

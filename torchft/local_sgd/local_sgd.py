@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn, optim
 
-from torchft._manager.layout import describe
+from torchft._manager.checks.layout import describe
 from torchft._manager.work import managed
 from torchft.checkpointing._places import local_part
 from torchft.local_sgd.inner_steps import InnerSteps, whole

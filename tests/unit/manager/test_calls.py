@@ -14,8 +14,8 @@ import torch
 from torch.distributed import ReduceOp, TCPStore
 
 from torchft._agreement import CALLS, announce
-from torchft._manager.calls import Calls, describe_call, judge_of
-from torchft._manager.layout import LayoutDiffers, read_layout
+from torchft._manager.checks.calls import Calls, describe_call, judge_of
+from torchft._manager.checks.layout import LayoutDiffers, read_layout
 from torchft._manager.plan import Plan, Source
 from torchft._manager.state import Place
 from torchft.process_group.reconfigure import Handle
@@ -183,7 +183,7 @@ def test_a_peer_that_lists_no_calls_is_not_compared(two: Two) -> None:
 
 
 def test_a_store_that_cannot_be_reached_costs_no_step(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchft._manager.calls._CONNECT_TIMEOUT", SHORT)
+    monkeypatch.setattr("torchft._manager.checks.calls._CONNECT_TIMEOUT", SHORT)
     two.handles[0] = announce(Handle(id="0", store="127.0.0.1:1").encode(), ((CALLS, "1"),))
     one = plan(1, source=0, handles=two.handles)
     two.newer._logger = SimpleNamespace(warn=(warned := []).append)  # type: ignore[assignment]
@@ -206,8 +206,8 @@ def test_a_store_that_stops_to_answer(two: Two, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_store_that_never_answers_costs_no_step(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchft._manager.calls._CONNECT_TIMEOUT", SHORT)
-    monkeypatch.setattr("torchft._manager.layout._FETCH_TIMEOUT", SHORT)
+    monkeypatch.setattr("torchft._manager.checks.calls._CONNECT_TIMEOUT", SHORT)
+    monkeypatch.setattr("torchft._manager.checks.layout._FETCH_TIMEOUT", SHORT)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         handle = Handle(id="0", store=f"127.0.0.1:{silent.getsockname()[1]}")
         two.handles[0] = announce(handle.encode(), ((CALLS, "1"),))

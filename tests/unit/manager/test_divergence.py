@@ -8,7 +8,7 @@ from typing import Optional
 import pytest
 
 from tests.bounded import todays
-from torchft._manager.divergence import (
+from torchft._manager.checks.divergence import (
     BUCKETS,
     CPU_PIECE,
     DEVICE_PIECE,

@@ -12,8 +12,16 @@ from torch import nn
 
 from tests.unit.manager.conftest import Fixture, quorum
 from torchft._agreement import LAYOUT, announce
-from torchft._manager import layout
-from torchft._manager.layout import Layout, LayoutDiffers, announcement, check_layouts, digest, read_layout, refused
+from torchft._manager.checks import layout
+from torchft._manager.checks.layout import (
+    Layout,
+    LayoutDiffers,
+    announcement,
+    check_layouts,
+    digest,
+    read_layout,
+    refused,
+)
 from torchft._manager.plan import Plan, Source
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD

@@ -15,8 +15,8 @@ from torch.distributed import ReduceOp
 from tests.unit.manager.conftest import Fixture, quorum
 from torchft import Optimizer
 from torchft._agreement import announce
-from torchft._manager.layout import announcement
-from torchft._manager.loader import BatchCheck, BatchDiffers, device_of
+from torchft._manager.checks.layout import announcement
+from torchft._manager.checks.loader import BatchCheck, BatchDiffers, device_of
 from torchft._manager.plan import Plan as QuorumPlan
 from torchft._manager.plan import WorldSizeMode, make_plan
 from torchft.data import ElasticDataLoader

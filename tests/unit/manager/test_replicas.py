@@ -23,8 +23,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.bounded import todays
 from torchft._agreement import COMPARES, announce
-from torchft._manager.divergence import OnDivergence
-from torchft._manager.replicas import Digester, Replicas, State, _Sent
+from torchft._manager.checks.replicas import Digester, Replicas, State, _Sent
+from torchft._manager.settings import OnDivergence
 from torchft._manager.state import Place
 from torchft.checkpointing._digest import digest_all, memory_of
 

@@ -16,11 +16,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from torchft._agreement import COMPARES, all_announce, announced
-from torchft._manager.divergence import (
+from torchft._manager.checks.divergence import (
     BUCKETS,
     NOTHING,
     Difference,
-    OnDivergence,
     Sweep,
     acts,
     bucket_of,
@@ -30,6 +29,7 @@ from torchft._manager.divergence import (
     sweep_commits,
     unlike,
 )
+from torchft._manager.settings import OnDivergence
 from torchft.checkpointing._digest import combine, digest_bytes, memory_of
 from torchft.checkpointing._places import local_part
 from torchft.utils import Mark, devices_of

@@ -20,7 +20,7 @@ from torchft.work import AnyReduceOp
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from torchft._manager.layout import Layout
+    from torchft._manager.checks.layout import Layout
     from torchft._manager.plan import Plan, Planner
     from torchft._manager.settings import Settings
     from torchft._manager.step import Step

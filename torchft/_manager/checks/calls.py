@@ -22,7 +22,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from torchft._agreement import CALLS, announced, difference
-from torchft._manager.layout import LayoutDiffers
+from torchft._manager.checks.layout import LayoutDiffers
 from torchft.process_group._attempt import in_time, running
 from torchft.process_group.reconfigure import Handle, create_store_client
 
@@ -56,7 +56,7 @@ def describe_call(tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) 
 def judge_of(plan: Plan, new_here: bool) -> Optional[int]:
     """The replica rank of the group whose calls this one compares with its own; None if it compares none.
 
-    As in :func:`torchft._manager.layout.check_layouts`, the group that joined last has to change: at step 0
+    As in :func:`torchft._manager.checks.layout.check_layouts`, the group that joined last has to change: at step 0
     each group but the first, later a group that heals or has committed no step.
     """
     if not (plan.heal or new_here):

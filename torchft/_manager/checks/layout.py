@@ -23,7 +23,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchft._agreement import EQUAL, LAYOUT, LOADER, difference, differing, explained, texts_of
-from torchft._manager.loader import NAME
+from torchft._manager.checks.loader import NAME
 from torchft._manager.plan import Plan
 from torchft.checkpointing._places import local_part
 from torchft.process_group._attempt import in_time

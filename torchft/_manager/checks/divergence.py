@@ -17,9 +17,10 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple, Optional
+
+from torchft._manager.settings import OnDivergence
 
 WORD = 4  # bytes
 EXCHANGE = 10  # steps between two messages: each message costs as much as a small collective
@@ -31,19 +32,6 @@ DEVICE_PIECE = 32 << 20
 
 Entry = Sequence[int]  # a header, and BUCKETS digests
 NOTHING: tuple[int, ...] = (0,) * (1 + BUCKETS)
-
-
-class OnDivergence(Enum):
-    """What a group does if its weights differ from those of most others.
-
-    REPORT: it continues; log, events and metrics name it.
-    HEAL: it takes over the state of another group.
-    EVICT: ``should_commit`` raises in it, so that it ends.
-    """
-
-    REPORT = "report"
-    HEAL = "heal"
-    EVICT = "evict"
 
 
 class Span(NamedTuple):

@@ -65,31 +65,25 @@ class Deadline:
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
-        self._asked: Optional[float] = None
-        self._again = False
-
-    def asked(self, now: float) -> None:
-        """A signal arrived."""
-        if self._asked is None:
-            self._asked = now
-        elif now - self._asked >= SAME_REQUEST_SEC:
-            self._again = True
+        self.forget()
 
     def forget(self) -> None:
         """Starts over, as if no signal had arrived."""
-        self._asked, self._again = None, False
+        self._times: list[float] = []
+
+    def asked(self, now: float) -> None:
+        """A signal arrived."""
+        self._times = [*self._times[:1], now]  # the first, and the last
 
     def left(self, now: float) -> Optional[float]:
         """Seconds until the end of the grace period, at least 0; None if there was no signal."""
-        return None if self._asked is None else max(0.0, self._asked + self._grace - now)
+        return max(0.0, self._times[0] + self._grace - now) if self._times else None
 
     def over(self, now: float) -> str:
         """Why the process has to end now; empty if it may continue."""
-        if self._again:
+        if self._times and self._times[-1] - self._times[0] >= SAME_REQUEST_SEC:
             return "a second signal arrived"
-        if self.left(now) == 0.0:
-            return f"the grace period of {GRACE_SEC_ENV}={self._grace:g} s is over"
-        return ""
+        return f"the grace period of {GRACE_SEC_ENV}={self._grace:g} s is over" if self.left(now) == 0.0 else ""
 
 
 class Signals:

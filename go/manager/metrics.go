@@ -167,7 +167,7 @@ func (m *meters) recovered(r *torchftpb.Recovered) {
 	}
 }
 
-// knownPhases are the phases of torchft/_manager/phases.py and incident.py.
+// knownPhases are the phases of torchft/_manager/observe/phases.py.
 var knownPhases = map[string]bool{
 	"quorum": true, "reconfigure": true, "transfer": true, "load": true, "abort": true, "vote": true, "next step": true,
 }

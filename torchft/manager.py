@@ -71,7 +71,7 @@ from torchft._manager.signals import Signals, leave_on_from_env
 from torchft._manager.state import Position, Stateful, kept_in
 from torchft._manager.step import Request, State, Step
 from torchft._manager.stepping import Stepping
-from torchft._manager.together import Ranks
+from torchft._manager.together import Agreement, Ranks
 from torchft._manager.transfers import Transfers
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
 from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, QuorumResult
@@ -332,6 +332,8 @@ class Manager(Stateful, Stepping):
             sources=settings.heal_sources,
             in_background=planner.use_async_quorum,
             wait=self._heal_wait,
+            # another server's clients are mostly stand-ins for all ranks
+            agreement=Agreement(self._store, self._replica_id, settings.group_world_size if self._server.native else 1),
             logger=self._logger,
         )
         if settings.heal is not Mode.AT_ONCE:
@@ -549,7 +551,7 @@ class Manager(Stateful, Stepping):
         self._recovery.follow(plan)
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, including a rank whose heal fails.
-            self._recovery.begin(self._position, step.began)
+            self._recovery.begin(plan, self._position, step.began)
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id or self._connection.may_change(plan):
             self._quorum_id = plan.quorum_id

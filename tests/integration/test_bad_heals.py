@@ -1,4 +1,6 @@
-"""A heal between groups that do not fit, or with a function that hangs: the group says why, and the others train on."""
+"""Heals that cannot end: between groups that do not fit, with a function that hangs, from a source that fails. The
+group says why, and the others train on.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ from torch import nn
 
 from tests.integration.cluster import Cluster, Gate, Rank
 from tests.unit.waiting import wait_until
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing.transport import CheckpointError
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 
@@ -124,3 +128,64 @@ def test_a_state_dict_function_that_hangs_is_named() -> None:
             assert survivor == newcomer
         finally:
             go_on.set()
+
+
+class Torn(HTTPTransport[Any]):
+    """The only source fails when rank 0 of a group has received its state, and rank 1 has not."""
+
+    def __init__(self, rank: Rank, received: threading.Event) -> None:
+        super().__init__(TIMEOUT, 0)
+        self._rank = rank
+        self._received = received
+
+    def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        if self._rank.rank == 0:
+            state = super().recv_checkpoint(*args, **kwargs)
+            self._received.set()
+            return state
+        assert self._received.wait(60)
+        for rank in self._rank.cluster.ranks:
+            if rank.group == 0:
+                rank.crash()
+        raise CheckpointError("the source has failed")
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_no_rank_loads_a_state_that_another_rank_of_its_group_has_not_received(use_async_quorum: bool) -> None:
+    """Otherwise the ranks of the only group left are of different steps, and it begins again from a checkpoint."""
+    running, received = Gate(), threading.Event()
+
+    def loop(rank: Rank) -> tuple[list[float], list[bool]]:
+        weights = torch.full((4,), 100.0 * rank.group)
+        transport: HTTPTransport[Any] = Torn(rank, received) if rank.group == 1 else HTTPTransport(TIMEOUT, 0)
+        manager = rank.start_manager(
+            timeout=TIMEOUT,
+            load_state_dict=lambda state: weights.copy_(state["w"]),
+            state_dict=lambda: {"w": weights},
+            checkpoint_transport=transport,
+            use_async_quorum=use_async_quorum,
+        )
+        if rank.group == 1:
+            manager.load_state_dict({"step": 1, "batches_committed": 1})  # from a checkpoint
+        decisions = []
+        while manager.current_step() < JOIN_AT + 2:
+            if rank.group == 0 and manager.current_step() == JOIN_AT:
+                running.open()
+                rank.cluster.wait_for_another()
+            manager.start_quorum()
+            gradient = torch.ones(4)
+            manager.allreduce(gradient).wait()
+            decisions.append(manager.should_commit())
+            if decisions[-1]:
+                weights += gradient
+        transport.shutdown()
+        return weights.tolist(), decisions
+
+    with Cluster(make_pg=lambda group: ProcessGroupGloo(TIMEOUT)) as cluster:
+        cluster.start(loop, group=0, world_size=2)
+        cluster.wait(running)
+        for one in cluster.start(loop, group=1, world_size=2):
+            weights, decisions = one.result(90)
+            steps = JOIN_AT + 2 - 1
+            assert weights == [100.0 + steps] * 4
+            assert decisions == [False] + [True] * steps

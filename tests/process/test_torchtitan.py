@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -103,11 +102,6 @@ def test_semi_synchronous_training(tmp_path: Path, method: str) -> None:
         assert all(child.of("finished")[0]["step"] == 4 for child in children)
 
 
-# If the only source fails when one rank of a group has its shard and another one does not, no group has a whole state:
-# that group ends, and its launcher starts it again.
-LOST = "no other group is ahead to heal from"
-
-
 @dataclass
 class Killed:
     """A job of two groups of two ranks whose processes are killed, and the groups started again."""
@@ -155,31 +149,10 @@ class Killed:
     def train(self, group: int) -> None:
         ready(self.job, self.groups[group])
 
-    def kill_source(self, group: int) -> None:
-        """Kills the only group that has trained, while the other one may heal from it: see `LOST`."""
-        for child in self.groups[1 - group]:
-            child.expected_to_live = False
-        self.kill(group)
-
     def wait_together(self) -> None:
         """Waits for a step that both groups count, and compares the weights of all such steps."""
-        self.job.wait(lambda: self._common() or self._lost(), 60, "a step that both groups count")
-        for group in self._lost():
-            children = self.groups[group]
-            logs = [child.log() for child in children if child.returncode not in (None, -signal.SIGKILL)]
-            assert any(LOST in log for log in logs), self.job.report()
-            print(f"the state was lost while group {group} healed: it starts again from its checkpoint", flush=True)
-            self.kill(group)
-            self.train(group)
         self.job.wait(lambda: self._common(), 60, "a step that both groups count")
-        alive = [child for group in self.groups for child in group]
-        for child in alive:
-            child.expected_to_live = True
-        check_equal(self.job, alive)
-
-    def _lost(self) -> list[int]:
-        """The groups that have ended by themselves."""
-        return [g for g, children in enumerate(self.groups) if any(c.returncode is not None for c in children)]
+        check_equal(self.job, [child for group in self.groups for child in group])
 
     def _common(self) -> set[tuple[int, int]]:
         counted = [
@@ -215,9 +188,7 @@ def check_equal(job: Job, children: list[Child]) -> int:
     ],
 )
 def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
-    """No other process ends (but see `LOST`), no step waits for long, and weights are equal from the first step that
-    counts.
-    """
+    """No other process ends, no step waits for long, and weights are equal from the first step that counts."""
     seed = todays(43)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -240,8 +211,7 @@ def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
                     starting.remove(failed)
                 time.sleep(rng.uniform(0, 1))
                 second = rng.randrange(2)
-                heals = second != failed and failed not in starting
-                (killed.kill_source if heals else killed.kill)(second)
+                killed.kill(second)
                 done += 1
                 starting.add(second)
             for group in starting:

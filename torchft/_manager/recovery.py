@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, TypeVar
 
 from torchft._manager import hyperparameters
 from torchft._manager.failures import PeerFailed
+from torchft._manager.heal_along import StillHealing
 from torchft._manager.observe.phases import Phases, tensor_bytes
 from torchft._manager.observe.ranges import ranged
 from torchft._manager.plan import Plan, Source
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torchft._manager.heal_along import Along
     from torchft._manager.heal_wait import HealWait
     from torchft._manager.observe.log import _ManagerLogger
+    from torchft._manager.together import Agreement
     from torchft._torchft import ManagerClient, MemberFailure
 
 T = TypeVar("T")
@@ -59,6 +61,7 @@ class Recovery:
             source for others.
         in_background: whether the model runs while a state is fetched.
         wait: lets the other groups wait for this one.
+        agreement: lets the ranks of this group load their states together.
         logger: of the Manager.
 
     Attributes:
@@ -82,6 +85,7 @@ class Recovery:
         sources: int,
         in_background: bool,
         wait: HealWait,
+        agreement: Agreement,
         logger: _ManagerLogger,
     ) -> None:
         self._transport = transport
@@ -94,6 +98,7 @@ class Recovery:
         self._connect_timeout = connect_timeout
         self._sources = sources
         self._wait = wait
+        self._agreement = agreement
         self._logger = logger
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
@@ -142,14 +147,16 @@ class Recovery:
                 f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
             )
 
-    def begin(self, before: Position, asked: float) -> None:
+    def begin(self, plan: Plan, before: Position, asked: float) -> None:
         """Begins a heal.
 
         Args:
+            plan: the plan of this rank.
             before: the position of the group's own weights, which :meth:`discard` returns if nothing is loaded.
             asked: the time.monotonic() of the quorum request whose result names this group as a target.
         """
         self._before = before
+        self._agreement.begin(plan.quorum_id, plan.max_step)
         self._hyperparameters = hyperparameters.read(self._optimizers)
         self.phases = Phases(quorum=time.monotonic() - asked)
 
@@ -348,16 +355,29 @@ class Recovery:
         self.pending = state
         return Position(plan.max_step, state["torchft"]["batches_committed"], plan.committed_quorum_id)
 
+    def refuse(self) -> None:
+        """Called when this rank will not receive its state in this step: the other ranks do not load theirs either."""
+        try:
+            self._agreement.refuse()
+        except Exception as e:
+            self._logger.warn(f"the other ranks of the group may wait for this one until their timeout: {e}")
+
     def load(self) -> bool:
         """Loads the fetched state, on the training thread. False if there is none.
 
         Raises:
+            StillHealing: this group trains along, and another rank of it has not received its state.
+            RuntimeError: another rank of this group has not received its state.
             Exception: the user's function failed; the weights are then of no step.
         """
         state, before = self.pending, self._before
         if state is None:
+            self.refuse()
             return False
         self.pending = None
+        if not self._all_received():
+            error = StillHealing if self.joining else RuntimeError
+            raise error("another rank of this group has not received its state")
         try:
             with self.phases.measure("load"):
                 state = self._target.settle(state, self._timeout.total_seconds())
@@ -378,6 +398,16 @@ class Recovery:
         self._logger.recovery_event(before.step if before else 0, self.phases)
         return True
 
+    def _all_received(self) -> bool:
+        """Whether all ranks of this group have received their states. Waits for them as long as they make progress."""
+        if not self._agreement.needed:
+            return True
+        try:
+            self._wait.wait()
+        except Exception as e:  # the other ranks may have theirs nevertheless
+            self._logger.info(f"a heal of this quorum has not ended: {e}")
+        return self._agreement.reached(self._timeout)
+
     def _set_hyperparameters(self, state: dict[str, Any], own: hyperparameters.Groups) -> None:
         given = state.get(hyperparameters.KEY)  # upstream's sources have none
         if given is None:
@@ -395,4 +425,6 @@ class Recovery:
             the position of the group's own weights, to report it in the next quorum; None if there was no heal.
         """
         before, self._before, self.pending = self._before, None, None
+        if before is not None:
+            self.refuse()
         return before

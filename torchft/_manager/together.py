@@ -1,13 +1,26 @@
-"""Lets all ranks of a group end their heal in pieces in the same step. They report their progress through a store.
+"""Lets all ranks of a group end their heal in the same step. They agree through the store that they share.
 
-A group commits a step only if all of its ranks vote for it. A rank that has all of its pieces therefore trains along
-until the other ranks have theirs. The reports only avoid useless transfers; the vote decides whether the step counts.
+A group commits a step only if all of its ranks vote for it. In a heal in pieces, a rank that has all of its pieces
+therefore trains along until the other ranks have theirs. Its reports only avoid useless transfers.
+
+No rank loads a state before all ranks have received theirs. If their only source fails meanwhile, a rank that has
+loaded would be of another step than the others, and no group would be left that they could heal from.
 """
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# The first and the longest pause between two looks at a decision.
+_PAUSE_SEC = 0.001, 0.02
+# The values of a decision.
+_LOAD, _DISCARD = b"load", b"discard"
 
 
 class Progress(Enum):
@@ -71,3 +84,66 @@ class Ranks:
 
     def _whole(self, step: int) -> str:
         return f"torchft/heal/{self._name}/{step}/whole"
+
+
+class Agreement:
+    """The decision of a group whether its ranks load the states that they have received in a heal, or discard them.
+
+    The first rank that cannot load decides that none does. A group of a single rank does not use the store.
+
+    Args:
+        store: the store that all ranks of the group share.
+        name: the replica id of this incarnation of the group.
+        members: the number of ranks in the group.
+    """
+
+    def __init__(self, store: Store, name: str, members: int) -> None:
+        self._store = store
+        self._name = name
+        self._members = members
+        self._key = ""  # of the present heal; empty: none, or a single rank
+
+    def begin(self, quorum_id: int, step: int) -> None:
+        """Begins a heal. All ranks have ended the one before: each has asked for this quorum.
+
+        At step 0 a rank heals from the group that is the first for this rank, so others of its group do not heal. No
+        rank can be of another step there, and each loads its state alone.
+        """
+        old, self._key = self._key, ""
+        if self._members > 1 and step > 0:
+            self._key = f"torchft/load/{self._name}/{quorum_id}/{step}"
+        if old and old != self._key:
+            for key in (old, self._received(old)):
+                self._store.delete_key(key)
+
+    @property
+    def needed(self) -> bool:
+        """Whether the ranks of the group have to agree in the present heal."""
+        return bool(self._key)
+
+    def refuse(self) -> bool:
+        """Called by a rank that has not received its state. Returns False if all ranks load theirs, this one too."""
+        return not self.needed or self._decide(_DISCARD) == _DISCARD
+
+    def reached(self, timeout: timedelta) -> bool:
+        """Called by a rank that has received its state. Waits for the others, and returns whether it loads the state.
+
+        After the timeout, all ranks discard their states.
+        """
+        if not self.needed:
+            return True
+        if self._store.add(self._received(self._key), 1) == self._members:
+            return self._decide(_LOAD) == _LOAD
+        end = time.monotonic() + timeout.total_seconds()
+        pause, longest = _PAUSE_SEC
+        while not self._store.check([self._key]) and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return not self.refuse()
+
+    def _decide(self, decision: bytes) -> bytes:
+        """Returns the decision of the group: the first one that a rank has made."""
+        return self._store.compare_set(self._key, "", decision.decode())
+
+    def _received(self, key: str) -> str:
+        return f"{key}/received"

@@ -70,6 +70,7 @@ class Transfers:
                     return self._recovery.fetch(plan)
             except Exception as e:
                 self._logger.exception(f"healing failed: {e}")
+                self._recovery.refuse()
                 self._failed(plan, e)
         return None
 
@@ -81,6 +82,7 @@ class Transfers:
             self._background.join(self._place.timeout, self._recovery.pending)
         except Exception as e:
             self._errors.of_collective(e)  # aborts the process group, which ends the transfers
+            self._recovery.refuse()
             return False
         return True
 
@@ -100,12 +102,17 @@ class Transfers:
         return position
 
     def load(self, step: Step) -> bool:
-        """Loads the fetched state. Returns False if there is none, or if the user's function failed."""
+        """Loads the fetched state. Returns False if this rank or another one of its group has none, or if the user's
+        function failed.
+        """
         try:
             loaded = self._recovery.load()
             if loaded:
                 step.loaded()
             return loaded
+        except StillHealing as e:
+            step.failed(e)
+            return False
         except Exception as e:
             self._failed(step.plan, e)
             return False
@@ -121,7 +128,7 @@ class Transfers:
 
     def load_before(self, step: Step) -> None:
         """Loads the state before the step begins, so that this group participates in the step."""
-        if not step.healing or not self.arrived() or not self.load(step):
+        if not step.healing or self._recovery.joining or not self.arrived() or not self.load(step):
             return
         if step.plan is not None and not step.plan.in_background:
             step.joined()

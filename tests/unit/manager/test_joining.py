@@ -21,7 +21,7 @@ from torchft._manager.heal_along import Along
 from torchft._manager.joining import Target
 from torchft._manager.recovery import Recovery
 from torchft._manager.state import Position
-from torchft._manager.together import Ranks
+from torchft._manager.together import Agreement, Ranks
 from torchft._manager.tracked import Parameters
 from torchft._records import MemberFailure
 from torchft.checkpointing._http_client import Refused
@@ -411,6 +411,7 @@ def recovery_of(connect: Callable[[str, timedelta], Any]) -> Recovery:
         sources=1,
         in_background=True,
         wait=MagicMock(),
+        agreement=Agreement(MagicMock(), "", 1),
         logger=MagicMock(),
     )
 
@@ -485,7 +486,7 @@ def test_weights_that_were_written_after_a_vote_are_of_no_step(monkeypatch: pyte
         MagicMock(), [optimizer], str, lambda: None, Ranks(MagicMock(), "", 0, 1), DEADLINE_SEC, 0, MagicMock()
     )
     alone = cast(Any, SimpleNamespace(heal=False, up_to_date=False, quorum_id=8))
-    recovery.begin(Position(0, 0, -1), 0.0)
+    recovery.begin(plan(7, "source"), Position(0, 0, -1), 0.0)
     assert recovery.join(plan(7, "source"))
     target = along._target
     assert target is not None

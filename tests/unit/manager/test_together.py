@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
-from torchft._manager.together import Progress, Ranks
+import pytest
+from torch.distributed import HashStore
+
+from tests.unit.waiting import wait_until
+from torchft._manager.together import Agreement, Progress, Ranks
+
+LONG, NONE = timedelta(seconds=60), timedelta(0)
 
 
 class Store(dict[str, str]):
@@ -65,3 +72,49 @@ def test_a_report_that_the_store_did_not_acknowledge_is_repeated_and_counts_once
     assert [rank.group_progress(8) for rank in ranks] == [Progress.ARRIVING] * 2
     ranks[1].report(7, Progress.READY)
     assert [rank.group_progress(8) for rank in ranks] == [Progress.READY] * 2
+
+
+def make_agreements(store: HashStore, quorum_id: int = 1) -> list[Agreement]:
+    agreements = [Agreement(store, "group:uuid", 2) for _ in range(2)]
+    for agreement in agreements:
+        agreement.begin(quorum_id, 7)
+    return agreements
+
+
+def test_a_rank_loads_its_state_once_all_ranks_of_the_group_have_theirs() -> None:
+    store = HashStore()
+    first, second = make_agreements(store)
+    with ThreadPoolExecutor() as threads:
+        loads = threads.submit(first.reached, LONG)
+        wait_until(lambda: store.num_keys() > 0)
+        assert not loads.done()
+        assert second.reached(NONE)
+        assert loads.result(60)
+    assert not first.refuse(), "an error comes too late"
+    for agreement in (first, second):
+        agreement.begin(2, 9)
+    assert store.num_keys() == 0, "keys of earlier heals are deleted"
+
+
+def test_no_rank_loads_its_state_if_one_has_none() -> None:
+    first, second = make_agreements(HashStore())
+    with ThreadPoolExecutor() as threads:
+        loads = threads.submit(first.reached, LONG)
+        assert second.refuse()
+        assert not loads.result(60)
+    assert not second.reached(LONG), "it arrives after all"
+
+
+def test_a_rank_that_does_not_answer_is_not_waited_for_after_the_timeout() -> None:
+    first, second = make_agreements(HashStore())
+    assert not first.reached(NONE)
+    assert not second.reached(LONG)
+
+
+@pytest.mark.parametrize(("members", "step"), [(1, 7), (2, 0)])
+def test_a_single_rank_and_one_at_step_0_wait_for_no_other(members: int, step: int) -> None:
+    """Each rank has a source of its own at step 0, in another group or in its own."""
+    store = HashStore()
+    agreement = Agreement(store, "group:uuid", members)
+    agreement.begin(1, step)
+    assert agreement.reached(NONE) and agreement.refuse() and store.num_keys() == 0

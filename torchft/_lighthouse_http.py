@@ -43,7 +43,7 @@ class Unanswered(Exception):
         return self.code is not None and self.code < 500
 
 
-class Lighthouse:
+class HttpLighthouse:
     """The lighthouse at ``http://host:port``, or a cluster: requests go to the first of its lighthouses that serves.
 
     Args:
@@ -153,7 +153,7 @@ class Lighthouse:
             ) from None
 
 
-class Connection:
+class LighthouseConnection:
     """A persistent connection to a lighthouse, or to the first of a cluster that serves, for one request at a time. It
     ends with this process.
 

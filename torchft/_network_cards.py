@@ -18,7 +18,7 @@ _PCI = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _UP = ("up", "unknown")
 
 
-class Place(NamedTuple):
+class PciPlace(NamedTuple):
     """A place on the PCI bus."""
 
     bridges: tuple[str, ...]  # from the root to the device itself
@@ -57,7 +57,7 @@ def nearest(sys: Path, device: str, address_of: Callable[[str], Optional[str]], 
     return best[turn:] + best[:turn]
 
 
-def distance(a: Place, b: Place) -> tuple[int, int]:
+def distance(a: PciPlace, b: PciPlace) -> tuple[int, int]:
     """Compares as the distance of two places: below one root of the bus the bridges between them count, then whether
     both belong to one NUMA node.
     """
@@ -69,7 +69,7 @@ def distance(a: Place, b: Place) -> tuple[int, int]:
     return (1 if a.numa_node == b.numa_node >= 0 else 2), 0
 
 
-def _places(interface: Path) -> Iterator[Place]:
+def _places(interface: Path) -> Iterator[PciPlace]:
     """The cards of an interface: a bond, a bridge or a VLAN has those of the interfaces below it."""
     place = _place(interface / "device")
     if place is not None:
@@ -79,7 +79,7 @@ def _places(interface: Path) -> Iterator[Place]:
         yield from _places(lower)
 
 
-def _place(link: Path) -> Optional[Place]:
+def _place(link: Path) -> Optional[PciPlace]:
     if not link.exists():
         return None
     path = link.resolve()
@@ -89,7 +89,7 @@ def _place(link: Path) -> Optional[Place]:
         path = path.parent
     numa_node = _read(path / "numa_node")
     bridges = [part for part in path.parts if part.startswith("pci") or _PCI.fullmatch(part)]
-    return Place(tuple(bridges), int(numa_node) if numa_node else -1)
+    return PciPlace(tuple(bridges), int(numa_node) if numa_node else -1)
 
 
 def _read(path: Path) -> str:

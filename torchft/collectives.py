@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup as BaseProcessGroup
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceScatterOptions
 
-from torchft._quantization.exchange import Exchange, Ranks, start
+from torchft._quantization.exchange import Exchange, RankedGroup, start
 from torchft._quantization.layout import check_tensors, format_from_env
 from torchft.quantization import (
     check_reduce_op,
@@ -198,7 +198,7 @@ def _start(
     if not any(tensor.numel() for tensor in tensors):
         return _DummyWork(result)
     kinds = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
-    return start(run, f"{what}: {', '.join(kinds)}", tensors, result, Ranks(process_group), sync_stream)
+    return start(run, f"{what}: {', '.join(kinds)}", tensors, result, RankedGroup(process_group), sync_stream)
 
 
 def _pad(tensor: torch.Tensor, size: torch.Size) -> torch.Tensor:

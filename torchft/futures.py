@@ -26,7 +26,7 @@ from typing import Callable, ContextManager, Optional, TypeVar
 import torch
 from torch.futures import Future
 
-from torchft.utils import Mark, current_device, use_device
+from torchft.utils import DeviceEvent, current_device, use_device
 
 __all__ = [
     "WATCHDOG_TIMEOUT_SEC",
@@ -296,9 +296,9 @@ class _StreamTimers:
 
     def reset(self) -> None:
         self._lock = threading.Lock()
-        self._pending: deque[tuple[Mark, _Timer]] = deque()
+        self._pending: deque[tuple[DeviceEvent, _Timer]] = deque()
 
-    def add(self, mark: Mark, timer: _Timer) -> None:
+    def add(self, mark: DeviceEvent, timer: _Timer) -> None:
         with self._lock:
             while self._pending and (self._pending[0][1].cancelled or _passed(self._pending[0][0])):
                 self._pending.popleft()[1].cancel()
@@ -309,7 +309,7 @@ _STREAM_TIMERS = _StreamTimers()
 os.register_at_fork(after_in_child=_STREAM_TIMERS.reset)
 
 
-class _Watch:
+class _StreamDeadline:
     """Calls `callback` unless the streams have reached a mark. An object and not a function that refers to itself: the
     garbage collector would destroy the events of such a cycle, perhaps on a thread that has no device yet. That makes
     a context on device 0.
@@ -317,7 +317,7 @@ class _Watch:
 
     __slots__ = ("_callback", "_mark")
 
-    def __init__(self, mark: Mark, callback: Callable[[], None]) -> None:
+    def __init__(self, mark: DeviceEvent, callback: Callable[[], None]) -> None:
         self._mark = mark
         self._callback = callback
 
@@ -332,7 +332,7 @@ class _Watch:
             self._callback()
 
 
-def _passed(mark: Mark) -> bool:
+def _passed(mark: DeviceEvent) -> bool:
     try:
         return mark.reached()
     except RuntimeError:  # the device has failed: the deadline ends the waits for it
@@ -349,8 +349,8 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     """
     if not torch.accelerator.is_available():
         return
-    mark = Mark([torch.accelerator.current_stream().device])
-    _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.schedule(timeout, _Watch(mark, callback)))
+    mark = DeviceEvent([torch.accelerator.current_stream().device])
+    _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.schedule(timeout, _StreamDeadline(mark, callback)))
 
 
 class _Timed(ContextDecorator):

@@ -305,7 +305,7 @@ class Manager(Stateful, Stepping):
             self._replica_id,
             settings,
             self._layout,
-            may_wait=lambda: self._along is not None and self._peers.connects_beside and not self._why_not_along(),
+            may_wait=lambda: self._along is not None and self._peers.connects_standby and not self._why_not_along(),
             failures=self._failures,
             errors=self._errors,
             logger=self._logger,

@@ -75,7 +75,7 @@ class ParameterServer(ABC):
         self._sessions: dict[str, ProcessGroup] = {}
         self._device = current_device()
         self._lock = threading.Lock()
-        self._server = _Server(("", port), self)
+        self._server = _SessionServer(("", port), self)
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": 0.05},
@@ -188,14 +188,14 @@ class ParameterServer(ABC):
             over.wait(0.1)
 
 
-class _Server(_IPv6HTTPServer):
+class _SessionServer(_IPv6HTTPServer):
     def __init__(self, address: tuple[str, int], owner: ParameterServer) -> None:
-        super().__init__(address, _Handler)
+        super().__init__(address, _SessionHandler)
         self.owner = owner
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server  # type: ignore[assignment]
+class _SessionHandler(BaseHTTPRequestHandler):
+    server: _SessionServer  # type: ignore[assignment]
     connection: _DeadlineSocket
     protocol_version = "HTTP/1.1"
 

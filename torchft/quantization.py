@@ -33,7 +33,7 @@ from torchft._quantization.layout import (
     FORMAT_ENV,
     SCALE_BYTES,
     Format,
-    Layout,
+    SliceLayout,
     check_tensors,
     format_from_env,
     make_layout,
@@ -185,14 +185,14 @@ def reduce_op_name(reduce_op: Any) -> str:
     return next(names, str(reduce_op))
 
 
-def _layout(tensors: Sequence[torch.Tensor], slices: int) -> Layout:
+def _layout(tensors: Sequence[torch.Tensor], slices: int) -> SliceLayout:
     if slices < 1:
         raise ValueError(f"all_reduce_group_size={slices}: at least 1 is needed")
     check_tensors("inputs", tensors)
     return make_layout([tensor.numel() for tensor in tensors], slices)
 
 
-def _check_buffer(buffer: torch.Tensor, layout: Layout) -> None:
+def _check_buffer(buffer: torch.Tensor, layout: SliceLayout) -> None:
     if buffer.dtype != torch.uint8 or buffer.numel() != layout.nbytes or not buffer.is_contiguous():
         raise ValueError(
             f"the buffer has {buffer.numel()} elements of {buffer.dtype}, these tensors in {layout.slices} slices need "

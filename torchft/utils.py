@@ -183,7 +183,7 @@ def devices_of(value: object) -> list[torch.device]:
     return []
 
 
-class Mark:
+class DeviceEvent:
     """Events on the current streams of some devices, behind the work queued so far.
 
     Args:

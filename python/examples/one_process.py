@@ -20,7 +20,7 @@ from torch import nn
 
 import train_ddp
 from torchft.data.exact_sum import ExactSum
-from torchft.data.position import Plan, Position
+from torchft.data.position import DataPlan, DataPosition
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     print(json.dumps({"samples": plan.length, "epochs": plan.epochs, "difference": difference, "equal": equal}))
 
 
-def train(args: Any) -> tuple[nn.Module, Plan]:
+def train(args: Any) -> tuple[nn.Module, DataPlan]:
     """Trains like train_ddp.py, in one process, using only torchft's order of the samples (and its exact sums)."""
     device = train_ddp.pick_device(args.device)
     torch.set_num_threads(args.threads)
@@ -45,12 +45,12 @@ def train(args: Any) -> tuple[nn.Module, Plan]:
     net = train_ddp.small_cnn(images.tensors[0].shape[1]).to(device)
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
     epochs = math.ceil(args.steps / math.ceil(len(images) / args.batch_size))
-    plan = Plan(len(images), args.batch_size, args.micro_batch_size, epochs=epochs)
+    plan = DataPlan(len(images), args.batch_size, args.micro_batch_size, epochs=epochs)
     total = (
         ExactSum(net.named_parameters(), -(-args.batch_size // args.micro_batch_size)) if args.reproducible else None
     )
     pixels, labels = (part.to(device) for part in images.tensors)
-    position = Position()
+    position = DataPosition()
     while position != plan.end:
         units = plan.share(position, 0, 1).units
         adam.zero_grad()

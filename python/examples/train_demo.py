@@ -21,7 +21,7 @@ import torchft  # noqa: E402
 import train_ddp  # noqa: E402
 from python.examples.parts import Events, evaluate, int_from_env, load_images, sha256_of  # noqa: E402
 from torchft.data import ElasticDataLoader  # noqa: E402
-from torchft.data.position import Position  # noqa: E402
+from torchft.data.position import DataPosition  # noqa: E402
 
 LAST = 0.75  # the share of the steps after which groups wait for missing ones
 PAUSE_SEC = 1.0
@@ -75,7 +75,7 @@ class Watch:
         self._events, self._groups = events, groups
         self._slow_from = LAST * steps
         self._manager: Any = None
-        self._position = Position()
+        self._position = DataPosition()
         self._indices: list[int] = []
         self._losses: list[float] = []
         self._started = False
@@ -87,7 +87,7 @@ class Watch:
     def loss(self, loss: torch.Tensor) -> None:
         self._losses.append(loss.item())
 
-    def begins(self, manager: Any, position: Position, participants: int) -> None:
+    def begins(self, manager: Any, position: DataPosition, participants: int) -> None:
         self._manager, self._position = manager, position
         self._indices, self._losses = [], []
         if not self._started:

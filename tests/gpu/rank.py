@@ -62,7 +62,7 @@ class Rank:
         got = tensor.unique().tolist()
         return {"ms": 1000 * (time.monotonic() - began), "sum": got}
 
-    def connect_beside(self, where: str, rank: int, n: int) -> dict[str, Any]:
+    def connect_standby(self, where: str, rank: int, n: int) -> dict[str, Any]:
         """Connects with new peers while the present ones reduce, and waits for the whole device in each step. The last
         rank is late.
         """
@@ -76,7 +76,7 @@ class Rank:
         opts.uuid = int(store.get("uuid").decode())
         if rank == n - 1:
             time.sleep(0.5)
-        attempt = self.group.connect_beside(opts)
+        attempt = self.group.connect_standby(opts)
         steps: list[float] = []
         while not attempt.ended and rank < n - 1:
             began = time.monotonic()

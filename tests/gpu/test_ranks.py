@@ -170,7 +170,7 @@ def test_a_rank_reduces_while_it_connects_with_another_one(ranks: Ranks) -> None
     ranks.connect([0])
     for _ in range(3):
         where = f"localhost:{ranks.store.port}/beside/{next(_meetings)}"
-        answers = ranks.do([0, 1], "connect_beside", [{"where": where, "rank": i, "n": 2} for i in range(2)])
+        answers = ranks.do([0, 1], "connect_standby", [{"where": where, "rank": i, "n": 2} for i in range(2)])
         assert [answer["sum"] for answer in answers] == [[3.0], [3.0]]
         assert answers[0]["steps"] > 10
         print(f"{ranks.kind}: {answers[0]}")

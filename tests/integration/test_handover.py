@@ -42,9 +42,9 @@ class Connecting:
                 connecting.made.append((group, world_size))
                 return super()._create_pg(store, rank, world_size)
 
-            def connect_beside(self, opts: Any) -> Any:
+            def connect_standby(self, opts: Any) -> Any:
                 connecting.beside.append(group)
-                return super().connect_beside(opts)
+                return super().connect_standby(opts)
 
         return Held(timeout=DEADLINE)
 

@@ -18,7 +18,7 @@ from torchft import Optimizer
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data._step import UnitsSkipped
-from torchft.data.position import Plan, Position
+from torchft.data.position import DataPlan, DataPosition
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.manager import Manager, WorldSizeMode
 from torchft.process_group import ManagedProcessGroup, ProcessGroup, ProcessGroupGloo
@@ -52,9 +52,9 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 def one_process() -> torch.Tensor:
     """Trains on whole batches, with the mean over the samples of each; torchft only provides the order."""
-    plan, data, model = Plan(SAMPLES, **SETTINGS), dataset(), make_model()
+    plan, data, model = DataPlan(SAMPLES, **SETTINGS), dataset(), make_model()
     optimizer = make_optimizer(model)
-    position = Position()
+    position = DataPosition()
     while position != plan.end:
         indices = [index for unit in plan.share(position, 0, 1).units for index in unit.indices]
         optimizer.zero_grad()
@@ -142,7 +142,7 @@ class Training:
                 error = manager.errored()
                 self.lost.append(str(error.original_exception) if error else "")
                 self.lost_one.open()
-        assert loader.position == Position(SETTINGS["epochs"], 0)
+        assert loader.position == DataPosition(SETTINGS["epochs"], 0)
         return flat(net).cpu()
 
 
@@ -157,11 +157,11 @@ def check(training: Training, weights: list[Optional[torch.Tensor]], incomplete:
     for ended in weights:
         if ended is not None:
             torch.testing.assert_close(ended, expected, rtol=0, atol=1e-9)
-    plan = Plan(SAMPLES, **SETTINGS)
+    plan = DataPlan(SAMPLES, **SETTINGS)
     seen: dict[int, Counter[int]] = {}
     for (_, number), indices in training.committed.items():
         seen.setdefault(number, Counter()).update(indices)
-    position = Position()
+    position = DataPosition()
     for number in range(plan.batches_per_epoch * plan.epochs):
         if number not in incomplete:
             batch = [index for unit in plan.share(position, 0, 1).units for index in unit.indices]
@@ -218,7 +218,7 @@ def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
 
 
 class ConnectsAtOnce(ProcessGroupGloo):
-    connects_beside = False  # else the others could be at their end before the newcomer is connected
+    connects_standby = False  # else the others could be at their end before the newcomer is connected
 
 
 @pytest.mark.parametrize("workers", [0, 1])

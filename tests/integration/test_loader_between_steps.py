@@ -15,14 +15,14 @@ from tests.integration.cluster import Cluster, Gate, Rank, results
 from tests.integration.test_loader import SAMPLES, SETTINGS, Training, check, dataset, flat, make_model, make_optimizer
 from torchft import Optimizer
 from torchft.data import ElasticDataLoader
-from torchft.data.position import Plan, Position
+from torchft.data.position import DataPlan, DataPosition
 from torchft.local_sgd import DiLoCo
 
-PLAN = Plan(SAMPLES, **SETTINGS)
+PLAN = DataPlan(SAMPLES, **SETTINGS)
 STEPS = PLAN.batches_per_epoch * PLAN.epochs
 
 
-def steps_before(position: Position) -> int:
+def steps_before(position: DataPosition) -> int:
     return position.epoch * PLAN.batches_per_epoch + position.batch
 
 
@@ -74,7 +74,7 @@ class Scheduled:
             self.rates.setdefault(manager.current_step() - 1, set()).add(sgd.param_groups[0]["lr"])
             schedule.step()
             saved, position = manager.state_dict(), loader.state_dict()
-            at = Position(position["epoch"], position["batch"])
+            at = DataPosition(position["epoch"], position["batch"])
             self.checkpoints.append((saved["step"], steps_before(at), schedule.last_epoch))
         return flat(net)
 

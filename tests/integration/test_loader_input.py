@@ -16,11 +16,11 @@ from tests.integration.cluster import Cluster, Rank, results
 from tests.integration.test_loader import SAMPLES, SETTINGS, Training, check, dataset, refused, without_loader
 from tests.unit.process_group.ranks import native
 from torchft.data import ElasticDataLoader
-from torchft.data.position import Plan, Position, PositionDiffers
+from torchft.data.position import DataPlan, DataPosition, PositionDiffers
 
-PLAN = Plan(SAMPLES, **SETTINGS)
+PLAN = DataPlan(SAMPLES, **SETTINGS)
 END = PLAN.end
-LAST = Position(1, PLAN.batches_per_epoch - 1)
+LAST = DataPosition(1, PLAN.batches_per_epoch - 1)
 
 
 def test_a_group_whose_dataset_has_another_length_is_refused_by_name() -> None:
@@ -53,7 +53,7 @@ def test_a_group_that_restores_a_position_of_other_data_gets_an_error(field: str
     check(job, ended)
 
 
-def restored(first: Position, second: Position) -> tuple[Training, list[Optional[torch.Tensor]]]:
+def restored(first: DataPosition, second: DataPosition) -> tuple[Training, list[Optional[torch.Tensor]]]:
     """Starts a job of two groups that begin at different positions."""
 
     def restore(rank: Rank, loader: ElasticDataLoader) -> None:
@@ -79,7 +79,7 @@ def batches(job: Training) -> list[Counter[int]]:
     return [steps[number] for number in sorted(steps)]
 
 
-def rest_of(position: Position) -> list[Counter[int]]:
+def rest_of(position: DataPosition) -> list[Counter[int]]:
     """The batches that a job trains on from a position to its end."""
     found = []
     while position != END:
@@ -88,14 +88,20 @@ def rest_of(position: Position) -> list[Counter[int]]:
     return found
 
 
-BEFORE_LAST = Position(LAST.epoch, LAST.batch - 1)
+BEFORE_LAST = DataPosition(LAST.epoch, LAST.batch - 1)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(BEFORE_LAST, Position()), (Position(1, 0), LAST), (LAST, BEFORE_LAST), (LAST, Position()), (BEFORE_LAST, LAST)],
+    [
+        (BEFORE_LAST, DataPosition()),
+        (DataPosition(1, 0), LAST),
+        (LAST, BEFORE_LAST),
+        (LAST, DataPosition()),
+        (BEFORE_LAST, LAST),
+    ],
 )
-def test_of_different_positions_the_first_groups_counts(first: Position, second: Position) -> None:
+def test_of_different_positions_the_first_groups_counts(first: DataPosition, second: DataPosition) -> None:
     """Also in the last step of the training: a group that heals in it ends together with the others."""
     job, (one, other) = restored(first, second)
     assert one is not None and other is not None and torch.equal(one, other)
@@ -105,9 +111,11 @@ def test_of_different_positions_the_first_groups_counts(first: Position, second:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(END, LAST), (LAST, END), (END, Position()), (BEFORE_LAST, END), (END, END)]
+    ("first", "second"), [(END, LAST), (LAST, END), (END, DataPosition()), (BEFORE_LAST, END), (END, END)]
 )
-def test_a_group_that_was_restored_at_the_end_compares_before_it_ends(first: Position, second: Position) -> None:
+def test_a_group_that_was_restored_at_the_end_compares_before_it_ends(
+    first: DataPosition, second: DataPosition
+) -> None:
     """It has nothing else to reduce. The comparison is needed, because the group at the end may be the correct one."""
     job, (one, other) = restored(first, second)
     assert one is not None and other is not None and torch.equal(one, other)

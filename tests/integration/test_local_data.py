@@ -15,14 +15,14 @@ from torch import nn
 from tests.integration.cluster import Cluster, Gate, Rank, results
 from tests.integration.test_loader import SAMPLES, SETTINGS, dataset, flat, make_model
 from torchft.data import ElasticDataLoader
-from torchft.data.position import Plan, Position
+from torchft.data.position import DataPlan, DataPosition
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import WorldSizeMode
 
 PERIOD = 4  # inner steps; an epoch has as many
 EPOCHS = 3
 TOTAL = SAMPLES * EPOCHS
-PLAN = Plan(SAMPLES, **{**SETTINGS, "epochs": EPOCHS})
+PLAN = DataPlan(SAMPLES, **{**SETTINGS, "epochs": EPOCHS})
 
 
 def local_sgd(manager: Any, model: nn.Module, inner: torch.optim.Optimizer) -> LocalSGD:
@@ -62,7 +62,7 @@ class Training:
     events: dict[tuple[int, int], Callable[[Rank], Optional[str]]] = field(default_factory=dict)
     fails: set[tuple[int, int]] = field(default_factory=set)
     seen: dict[int, Counter[int]] = field(default_factory=dict)
-    parts: dict[tuple[int, Position], int] = field(default_factory=dict)
+    parts: dict[tuple[int, DataPosition], int] = field(default_factory=dict)
     reduced: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
 
     def __call__(self, rank: Rank) -> Optional[Ended]:

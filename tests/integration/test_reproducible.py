@@ -30,19 +30,19 @@ from torchft import Optimizer
 from torchft.data import ElasticDataLoader
 from torchft.data._step import UnitsSkipped
 from torchft.data.exact_sum import ExactSum
-from torchft.data.position import Plan, Position, SamplesDiffer
+from torchft.data.position import DataPlan, DataPosition, SamplesDiffer
 from torchft.manager import Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
 
 def one_process(
-    largest: Callable[[Position], float] = lambda position: 1.0, device: Optional[torch.device] = None
+    largest: Callable[[DataPosition], float] = lambda position: 1.0, device: Optional[torch.device] = None
 ) -> torch.Tensor:
     """Trains on the same units in one process with exact sums, without Manager, loader and groups."""
-    plan, data, model = Plan(SAMPLES, **SETTINGS), dataset(), make_model().to(device)
+    plan, data, model = DataPlan(SAMPLES, **SETTINGS), dataset(), make_model().to(device)
     optimizer = make_optimizer(model)
-    total = ExactSum(model.named_parameters(), plan.num_units(Position()))
-    position = Position()
+    total = ExactSum(model.named_parameters(), plan.num_units(DataPosition()))
+    position = DataPosition()
     while position != plan.end:
         complete = False
         while not complete:
@@ -148,7 +148,7 @@ def test_a_group_with_other_scales_heals() -> None:
 # Further passes
 
 
-def growing(position: Position) -> float:
+def growing(position: DataPosition) -> float:
     """A factor that grows so much that gradients do not fit, and then shrinks so that few of their bits are left."""
     return 2.0**30 if position.batch == 2 else 1.0
 
@@ -339,7 +339,7 @@ class Sharded(nn.Linear):
     def set_requires_gradient_sync(self, value: bool) -> None: ...
 
 
-FIRST = Plan(SAMPLES, **SETTINGS).share(Position(), 0, 1).units[0].indices
+FIRST = DataPlan(SAMPLES, **SETTINGS).share(DataPosition(), 0, 1).units[0].indices
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from tests.late import load
 from torchft import futures, utils
 from torchft.futures import context_timeout, stream_timeout
-from torchft.utils import DeviceThread, Mark
+from torchft.utils import DeviceEvent, DeviceThread
 
 load()
 SOON = timedelta(milliseconds=1)
@@ -29,8 +29,8 @@ def modes(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "_exchange_capture_mode", lambda: exchange)
 
 
-def mark() -> Mark:
-    return Mark([torch.accelerator.current_stream().device])
+def mark() -> DeviceEvent:
+    return DeviceEvent([torch.accelerator.current_stream().device])
 
 
 def beside_a_timer() -> None:
@@ -82,15 +82,15 @@ def test_a_query_that_a_capture_forbids_is_no_deadline_passed(late: Any, monkeyp
     monkeypatch.setattr(futures, "_ASK_AGAIN", SOON)
     monkeypatch.setattr(utils, "_exchange_capture_mode", lambda: lambda _: late.C.exchange_capture_mode(0))
     expired, refused = threading.Event(), threading.Event()
-    query = Mark.known
+    query = DeviceEvent.known
 
-    def known(self: Mark) -> bool | None:
+    def known(self: DeviceEvent) -> bool | None:
         answer = query(self)
         if answer is None:
             refused.set()
         return answer
 
-    monkeypatch.setattr(Mark, "known", known)
+    monkeypatch.setattr(DeviceEvent, "known", known)
     with late.held():
         torch.ones(3, device="late")
         late.C.begin_capture()
@@ -103,10 +103,10 @@ def test_a_query_that_a_capture_forbids_is_no_deadline_passed(late: Any, monkeyp
 
 
 def test_a_device_that_has_failed_is_a_deadline_passed(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def query(_: Mark) -> bool:
+    def query(_: DeviceEvent) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(Mark, "known", query)
+    monkeypatch.setattr(DeviceEvent, "known", query)
     expired = threading.Event()
     torch.ones(3, device="late")
     stream_timeout(expired.set, SOON)

@@ -300,20 +300,20 @@ def test_connected_ranks_reduce_while_they_connect_with_another_one(late: Module
         quorum = options(1, 2)
         on_ranks(both, lambda group: group.reconfigure(quorum))
         quorum = options(2, 3)
-        attempts = on_ranks(both, lambda group: group.connect_beside(quorum))
+        attempts = on_ranks(both, lambda group: group.connect_standby(quorum))
         assert [on_ranks(both, reduced) for _ in range(20)] == [[2.0, 2.0]] * 20
         assert not any(attempt.ended for attempt in attempts), "the third one is missing"
-        attempts += on_ranks(third, lambda group: group.connect_beside(quorum))
+        attempts += on_ranks(third, lambda group: group.connect_standby(quorum))
         until(lambda: all(attempt.ended for attempt in attempts))
         assert all(attempt.made for attempt in attempts)
         assert on_ranks(both, reduced) == [2.0, 2.0]
         on_ranks(all_three, lambda group: group.hand_over())
         assert on_ranks(all_three, reduced) == [3.0] * 3
         quorum = options(3, 3)
-        attempts = on_ranks(both, lambda group: group.connect_beside(quorum))
+        attempts = on_ranks(both, lambda group: group.connect_standby(quorum))
         until(lambda: implementation == "nccl2" or bool(attempts[0]._interrupts))
         began = time.monotonic()
-        groups[0].abandon_beside(RuntimeError("the third one has failed"))
+        groups[0].abandon_standby(RuntimeError("the third one has failed"))
         assert time.monotonic() - began < within(ABORT_S) and attempts[0].ended
         assert on_ranks(all_three, reduced) == [3.0] * 3
     for group in groups:
@@ -330,7 +330,7 @@ def connected(groups: list[Any], uuid: int, way: str = "reconfigure") -> None:
         if way == "reconfigure":
             groups[rank].reconfigure(opts)
         else:
-            groups[rank].connect_beside(opts)
+            groups[rank].connect_standby(opts)
             groups[rank].hand_over()
 
     with ThreadPoolExecutor(len(groups)) as pool:

@@ -22,7 +22,7 @@ from torchft.collectives import allreduce_quantized
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group import ProcessGroup
 from torchft.process_group.isolated import standby
-from torchft.utils import DeviceThread, Mark
+from torchft.utils import DeviceEvent, DeviceThread
 
 load()
 from tests.late.group import together  # noqa: E402
@@ -151,7 +151,7 @@ def test_no_event_waits_for_the_garbage_collector(late: Any) -> None:
     """It runs on any thread, also on one that has no device yet."""
 
     def marks() -> int:
-        return sum(isinstance(each, Mark) for each in gc.get_objects())
+        return sum(isinstance(each, DeviceEvent) for each in gc.get_objects())
 
     def rank(r: int, pg: ProcessGroup) -> None:
         for _ in range(10):

@@ -24,7 +24,7 @@ from torchft._manager.edge import Peers
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
 from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup
-from torchft.utils import Mark
+from torchft.utils import DeviceEvent
 from torchft.work import _DummyWork
 
 __all__ = ["fixture"]
@@ -156,10 +156,10 @@ def test_a_device_that_does_not_finish_fails_the_step_at_the_deadline(
 
 def test_a_poll_asks_for_one_event_only(fixture: Fixture, late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one first, and none twice that was reached."""
-    asked: list[Mark] = []
-    reached = Mark.reached
+    asked: list[DeviceEvent] = []
+    reached = DeviceEvent.reached
 
-    def ask(mark: Mark) -> bool:
+    def ask(mark: DeviceEvent) -> bool:
         asked.append(mark)
         return reached(mark)
 
@@ -171,8 +171,8 @@ def test_a_poll_asks_for_one_event_only(fixture: Fixture, late: ModuleType, monk
         backend.hang()
         works.append(manager.allreduce(ones()))
         works[-1].wait()
-        marks = [flight for flight in manager._current.collectives._flights.values() if isinstance(flight, Mark)]
-        monkeypatch.setattr(Mark, "reached", ask)
+        marks = [flight for flight in manager._current.collectives._flights.values() if isinstance(flight, DeviceEvent)]
+        monkeypatch.setattr(DeviceEvent, "reached", ask)
         vote = Vote(manager)
         deadline = time.monotonic() + 20
         while len(asked) < 5:

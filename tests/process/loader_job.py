@@ -15,7 +15,7 @@ from causes import SILENCE_MS
 from loader_model import one_process, plan
 from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
 
-from torchft.data.position import Position
+from torchft.data.position import DataPosition
 
 # The points of a step at which a rank kills itself; see loader_worker.py.
 PLACES = ("begin", "units", "reduce", "commit", "stepped")
@@ -198,7 +198,7 @@ class Elastic:
             for line in path.read_text().splitlines():
                 epoch, batch, quorum, indices = json.loads(line)
                 trained.setdefault((epoch, batch, quorum), Counter()).update(indices)
-        position = Position()
+        position = DataPosition()
         epochs = [Counter[int]() for _ in range(self.plan.epochs)]
         # The history names the quorum in which each step was committed. Samples that were logged in another quorum do
         # not count: their attempt was not committed, or only by a group that then failed.

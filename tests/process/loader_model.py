@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from torchft.data.exact_sum import ExactSum
-from torchft.data.position import Plan, Position
+from torchft.data.position import DataPlan, DataPosition
 
 SETTINGS: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, seed=3, epochs=3)
 
 
-def plan(samples: int) -> Plan:
-    return Plan(samples, **SETTINGS)
+def plan(samples: int) -> DataPlan:
+    return DataPlan(samples, **SETTINGS)
 
 
 def dataset(samples: int) -> TensorDataset:
@@ -40,8 +40,8 @@ def one_process(samples: int, reproducible: bool) -> dict[str, torch.Tensor]:
     """Returns the weights after training on whole batches, or with exact sums over their units."""
     steps, data, model = plan(samples), dataset(samples), make_model(0)
     sgd = make_optimizer(model)
-    total = ExactSum(model.named_parameters(), steps.num_units(Position()))
-    position = Position()
+    total = ExactSum(model.named_parameters(), steps.num_units(DataPosition()))
+    position = DataPosition()
     while position != steps.end:
         units = steps.share(position, 0, 1).units
         if reproducible:

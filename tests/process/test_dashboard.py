@@ -17,7 +17,7 @@ import pytest
 from dashboard_page import WAIT_S, Member, Page, missing, wait
 from processes import HERE, Child, Job, ours_path
 
-from torchft._lighthouse_http import Lighthouse
+from torchft._lighthouse_http import HttpLighthouse
 from torchft.coordination import LighthouseServer
 from torchft.launch import process_tree
 from torchft.launch.cluster import watched_cluster
@@ -440,7 +440,7 @@ def test_the_page_follows_the_lighthouses_that_fail(browser: Any, tmp_path: Path
 
 def led(address: str) -> str:
     """The leader as a lighthouse knows it; empty if it knows none."""
-    return str(Lighthouse(address).get("/cluster")["leader"])
+    return str(HttpLighthouse(address).get("/cluster")["leader"])
 
 
 def end_lighthouse(address: str) -> None:

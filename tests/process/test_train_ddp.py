@@ -14,7 +14,7 @@ from causes import SILENCE_MS
 from waiting import wait_for
 
 from torchft.coordination import LighthouseServer
-from torchft.data.position import Plan, Position
+from torchft.data.position import DataPlan, DataPosition
 from torchft.launch import process_tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its
 
 def batches_in_order(count: int, batch_size: int) -> list[list[int]]:
     """The first batches of a run without failures."""
-    plan, position, found = Plan(IMAGES, batch_size, batch_size, epochs=count), Position(), []
+    plan, position, found = DataPlan(IMAGES, batch_size, batch_size, epochs=count), DataPosition(), []
     for _ in range(count):
         found.append(list(plan.share(position, 0, 1).units[0].indices))
         position = plan.advance(position)

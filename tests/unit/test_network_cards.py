@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from torchft import addresses
-from torchft._network_cards import Place, distance, nearest
+from torchft._network_cards import PciPlace, distance, nearest
 from torchft.checkpointing import HTTPTransport, http_transport
 
 # As on a host with two processors: below each of them two PCI switches, each with two GPUs and a card. The frontend
@@ -101,12 +101,12 @@ def test_there_is_no_choice_for_an_unknown_device(sys: Path, tmp_path: Path) -> 
 
 
 def test_the_distance_is_that_of_the_bus_before_that_of_the_processor() -> None:
-    here = Place(("pci0000:15", "0000:15:01.0", "0000:17:00.0"), 0)
+    here = PciPlace(("pci0000:15", "0000:15:01.0", "0000:17:00.0"), 0)
     ways = [
-        Place(("pci0000:15", "0000:15:01.0", "0000:18:00.0"), 0),
-        Place(("pci0000:15", "0000:15:03.0", "0000:20:00.0"), 0),
-        Place(("pci0000:37", "0000:38:00.0"), 0),
-        Place(("pci0000:95", "0000:96:00.0"), 1),
+        PciPlace(("pci0000:15", "0000:15:01.0", "0000:18:00.0"), 0),
+        PciPlace(("pci0000:15", "0000:15:03.0", "0000:20:00.0"), 0),
+        PciPlace(("pci0000:37", "0000:38:00.0"), 0),
+        PciPlace(("pci0000:95", "0000:96:00.0"), 1),
     ]
     assert sorted([*ways[2:], *ways[:2]], key=lambda place: distance(here, place)) == ways
     unknown = here._replace(numa_node=-1)

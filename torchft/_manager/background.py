@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree
 
 from torchft._manager.observe.ranges import ranged
-from torchft.utils import Mark, current_device, get_stream_context, poll, use_device
+from torchft.utils import DeviceEvent, current_device, get_stream_context, poll, use_device
 
 
 class Background:
@@ -26,7 +26,7 @@ class Background:
         self._stream: Optional[torch.Stream] = None
         self._trainer: Optional[int] = None  # identity of the training thread
         self._device: Optional[torch.device] = None
-        self._before: Optional[Mark] = None  # what the training thread had queued when the step began
+        self._before: Optional[DeviceEvent] = None  # what the training thread had queued when the step began
         self._used = False
 
     def begin(self) -> None:
@@ -34,7 +34,7 @@ class Background:
         self._trainer = threading.get_ident()
         if current_device() is not None:
             self._device = torch.accelerator.current_stream().device
-            self._before = Mark([self._device])
+            self._before = DeviceEvent([self._device])
 
     def enter_thread(self) -> None:
         """Called on a thread that acts for the training thread, for example on a new quorum or on a failure: makes the

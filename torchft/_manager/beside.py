@@ -9,7 +9,7 @@ from typing import Optional
 
 import torch
 
-from torchft.utils import Mark, get_stream_context, on_device
+from torchft.utils import DeviceEvent, get_stream_context, on_device
 
 
 class Beside:
@@ -29,14 +29,14 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._mark: Optional[Mark] = None
+        self._mark: Optional[DeviceEvent] = None
         self.mark()
 
     def mark(self) -> None:
         """Marks the work that is queued on the current stream, behind which the work of other threads has to run."""
         if self._device.type != "cpu":
             self._trains = torch.accelerator.current_stream(self._device)
-            self._mark = Mark([self._device])
+            self._mark = DeviceEvent([self._device])
 
     def allocated(self, tensor: torch.Tensor) -> torch.Tensor:
         """Registers a tensor that was allocated within :meth:`running`, and that the training thread will use.

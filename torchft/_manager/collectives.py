@@ -1,8 +1,8 @@
 """The collectives of one step, and the aborted collectives of earlier steps that the backend has not ended.
 
 On a device a collective has ended when the device has finished it, but `wait` only orders the current stream behind it.
-So a `wait` leaves an event on that stream (a :class:`Mark`) here until the vote. The tensors are not kept: the training
-loop may free them.
+So a `wait` leaves an event on that stream (a :class:`DeviceEvent`) here until the vote. The tensors are not kept: the
+training loop may free them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from torchft.collectives import check_quantizable
-from torchft.utils import Mark, poll, refuse_capture
+from torchft.utils import DeviceEvent, poll, refuse_capture
 from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # The most seconds for which a step waits until its aborted collectives no longer write. Those of Gloo mostly end within
 # some 10 ms. In one of a hundred failures Gloo never wakes a send. Such a collective no longer writes once the threads
-# of Gloo sleep (see stillness.py); with PyTorch 2.7 that cannot be detected, and the send lasts until its own timeout.
+# of Gloo sleep (see quiescence.py); with PyTorch 2.7 that cannot be detected, and the send lasts until its own timeout.
 _DRAIN_SEC = 0.5
 # The interval at which such collectives are polled.
 _LOOK_SEC = 0.01
@@ -83,7 +83,7 @@ class Collectives:
         self._begun = 0
         # By number: collectives that failed or that the training loop has not waited for, and events that the device
         # has not reached.
-        self._flights: dict[int, Union[_ManagedWork, Mark]] = {}
+        self._flights: dict[int, Union[_ManagedWork, DeviceEvent]] = {}
 
     def __len__(self) -> int:
         return self._begun
@@ -106,7 +106,7 @@ class Collectives:
     def running(self) -> Optional[int]:
         """The number of the first collective that has not ended, None if all have."""
         for number, flight in list(self._flights.items()):
-            if not (flight.reached() if isinstance(flight, Mark) else flight.over()):
+            if not (flight.reached() if isinstance(flight, DeviceEvent) else flight.over()):
                 return number
         return None
 
@@ -138,7 +138,7 @@ class Collectives:
     def wait(self) -> None:
         """Waits for the collectives that the training loop has not waited for; most of them have ended already."""
         for flight in list(self._flights.values()):
-            if not isinstance(flight, Mark):
+            if not isinstance(flight, DeviceEvent):
                 flight.wait()
 
     def end(self, timeout: timedelta) -> bool:
@@ -152,19 +152,19 @@ class Collectives:
             False if an operation has still not ended.
         """
         self.wait()
-        marks = [flight for flight in self._flights.values() if isinstance(flight, Mark)]
+        marks = [flight for flight in self._flights.values() if isinstance(flight, DeviceEvent)]
         if marks:
             self._await_devices(marks, timeout)
         flights, self._flights = self._flights, {}
         if not self.aborted:
             return True
         deadline = time.monotonic() + _DRAIN_SEC
-        works = [flight for flight in flights.values() if not isinstance(flight, Mark)]
+        works = [flight for flight in flights.values() if not isinstance(flight, DeviceEvent)]
         left = [work for work in works if not work.drain(timedelta(seconds=max(0.0, deadline - time.monotonic())))]
         self._backlog.add([work for work in works if not work.ended()])  # a sleeping one still occupies a thread
         return not left and all(_waited(mark, deadline - time.monotonic()) for mark in marks)
 
-    def _await_devices(self, marks: list[Mark], timeout: timedelta) -> None:
+    def _await_devices(self, marks: list[DeviceEvent], timeout: timedelta) -> None:
         """Waits until devices have reached the marks, or a reported failure has aborted the collectives.
 
         A poll asks for the last mark that was not reached: mostly it is behind all others on one stream.
@@ -237,7 +237,7 @@ class Backlog:
         return len(self._left)
 
 
-def _waited(mark: Mark, timeout: float) -> bool:
+def _waited(mark: DeviceEvent, timeout: float) -> bool:
     try:
         return mark.wait(max(0.0, timeout))
     except RuntimeError:  # the device has failed, so it writes nothing any more

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.plan import Plan
     from torchft._torchft import MemberFailure
-    from torchft.process_group._attempt import Attempt
+    from torchft.process_group._attempt import ConnectionAttempt
 
 
 # How many attempts to connect beside the connection in use may fail in a row. Then all groups connect at once: another
@@ -41,7 +41,7 @@ class _Next(NamedTuple):
 
     name: str
     plan: Plan
-    attempt: Optional[Attempt[Any]]  # None: it has failed, or has not begun
+    attempt: Optional[ConnectionAttempt[Any]]  # None: it has failed, or has not begun
 
     @property
     def made(self) -> bool:
@@ -203,7 +203,7 @@ class Connection:
         if way is Way.KEEP or way is Way.BESIDE:
             self._failures.follow(plan.quorum_id, self.members)
             if way is Way.BESIDE:
-                self._connect_beside(name, plan)
+                self._connect_standby(name, plan)
             else:
                 self._drop_next()
                 self._failed = 0
@@ -263,14 +263,14 @@ class Connection:
         self._failed = self._without_memory = 0
         self.made += 1
 
-    def _connect_beside(self, name: str, plan: Plan) -> None:
+    def _connect_standby(self, name: str, plan: Plan) -> None:
         """Begins to make the next connection, unless that has begun."""
         if self._next is not None and self._next.name == name:
             return
         opts = options_of(plan.quorum_id, plan.handles, self._settings.timeout)
         following = _Next(name, plan, None)
         try:
-            self._next = following._replace(attempt=self._peers.connect_beside(opts))
+            self._next = following._replace(attempt=self._peers.connect_standby(opts))
         except Exception as e:
             self._cannot_connect(following, e)
         for failure in self._failures.reported(plan.quorum_id):
@@ -279,7 +279,7 @@ class Connection:
     def _drop_next(self) -> None:
         if self._next is not None:
             self._next = None
-            self._peers.abandon_beside(RuntimeError("a later quorum needs another connection, or none"))
+            self._peers.abandon_standby(RuntimeError("a later quorum needs another connection, or none"))
 
     def peer_failed(self, failure: MemberFailure) -> None:
         """Ends an attempt that would wait for a group that has failed. Called on any thread."""
@@ -287,7 +287,7 @@ class Connection:
         if following is None or following.attempt is None or following.attempt.ended:
             return
         if failure.quorum_id == following.plan.quorum_id and failure.replica_id in following.plan.replica_ids:
-            self._peers.abandon_beside(PeerFailed(failure), following.attempt)
+            self._peers.abandon_standby(PeerFailed(failure), following.attempt)
 
     def without_unconnected(self, plan: Plan) -> Plan:
         """The plan without transfers to the groups that wait for their connection, since these do not heal yet."""

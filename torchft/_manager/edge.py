@@ -25,7 +25,7 @@ from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.checkpointing.transport import CheckpointTransport
 from torchft.collectives import allreduce_quantized
-from torchft.process_group._attempt import Attempt
+from torchft.process_group._attempt import ConnectionAttempt
 from torchft.process_group._errors import refuse_meta
 from torchft.process_group.native import (
     abort_native,
@@ -63,7 +63,7 @@ class _OfTransport:
 
 class _OfGroup:
     _reduces_sparse = True
-    _averages = connects_beside = _reduces_each_dtype = False
+    _averages = connects_standby = _reduces_each_dtype = False
     _device = "cpu"
 
     def set_rank_info(self, *rank: object) -> None: ...
@@ -290,9 +290,9 @@ class Peers:
         self._takes_stores = hasattr(pg, "configure")
 
     @property
-    def connects_beside(self) -> bool:
+    def connects_standby(self) -> bool:
         """Whether it can connect with other peers while it keeps the present ones."""
-        return _attribute(self.pg, _OfGroup, "connects_beside")
+        return _attribute(self.pg, _OfGroup, "connects_standby")
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
         """Informs the process group which rank it belongs to, for its handle. Native handles do not contain that."""
@@ -339,17 +339,17 @@ class Peers:
         else:
             reconfigure_and_wait(self.pg, opts)
 
-    def connect_beside(self, opts: ReconfigureOptions) -> Attempt[Any]:
+    def connect_standby(self, opts: ReconfigureOptions) -> ConnectionAttempt[Any]:
         """Begins to connect with the peers that the handles in ``opts`` name, beside the present ones."""
-        return self.pg.connect_beside(opts)
+        return self.pg.connect_standby(opts)
 
     def hand_over(self) -> None:
-        """Replaces the present peers by those of :meth:`connect_beside`."""
+        """Replaces the present peers by those of :meth:`connect_standby`."""
         self.pg.hand_over()
 
-    def abandon_beside(self, error: Exception, attempt: Optional[Attempt[Any]] = None) -> None:
-        """Ends the attempt of :meth:`connect_beside`: this one, or the latest."""
-        self.pg.abandon_beside(error, attempt)
+    def abandon_standby(self, error: Exception, attempt: Optional[ConnectionAttempt[Any]] = None) -> None:
+        """Ends the attempt of :meth:`connect_standby`: this one, or the latest."""
+        self.pg.abandon_standby(error, attempt)
 
     def configure_by_store(self, plan: Plan, replica_id: str, settings: Settings) -> None:
         """Connects with peers as torchft 0.2.0 does, which has no handles: they meet in the primary's store.

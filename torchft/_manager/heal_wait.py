@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Callable, Iterator, Optional
 
-from torchft.process_group._attempt import Attempt, running
+from torchft.process_group._attempt import ConnectionAttempt, running
 from torchft.process_group.reconfigure import Handle, create_store_client
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class _Wait:
         self.received = 0  # bytes of this rank's heal
         self.ready = False  # whether this rank has no heal, or has ended it
         self.moved_at = time.monotonic()
-        self.attempt: Attempt[None] = Attempt(self._count, list.clear, _CONNECT_TIMEOUT)
+        self.attempt: ConnectionAttempt[None] = ConnectionAttempt(self._count, list.clear, _CONNECT_TIMEOUT)
         self.attempt.start()
 
     def _count(self) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchft._manager.edge import timeout_of, work_kind
 from torchft.futures import future_wait, timed
-from torchft.utils import Mark, devices_of, poll
+from torchft.utils import DeviceEvent, devices_of, poll
 from torchft.work import _DummyWork
 
 T = TypeVar("T")
@@ -99,8 +99,10 @@ class _ManagedWork(dist._Work):
         # Reentrant: a failure aborts the process group, which may complete this work's future in the same call.
         self._lock = threading.RLock()
         self._succeeded: Optional[bool] = None  # None until it has ended
-        self._mark: Optional[Mark] = None  # on a device: reached when the collective has ended and its value is final
-        self._flights: Optional[dict[int, Union[_ManagedWork, Mark]]] = None
+        self._mark: Optional[DeviceEvent] = (
+            None  # on a device: reached when the collective has ended and its value is final
+        )
+        self._flights: Optional[dict[int, Union[_ManagedWork, DeviceEvent]]] = None
         self._number = 0
         self._on_cpu = type(value) is torch.Tensor and value.is_cpu
         self._future: Optional[_ManagedFuture[object]] = None
@@ -120,7 +122,7 @@ class _ManagedWork(dist._Work):
         """
         self._on_end = notice
 
-    def belongs_to(self, flights: dict[int, Union[_ManagedWork, Mark]], number: int) -> None:
+    def belongs_to(self, flights: dict[int, Union[_ManagedWork, DeviceEvent]], number: int) -> None:
         """Sets the table in which this collective is listed. Its entry is removed when the collective has succeeded, or
         replaced by a mark when only the device has to finish. Call it before the first wait.
         """
@@ -286,7 +288,7 @@ class _ManagedWork(dist._Work):
             if self._on_success is not None:
                 self._on_success()
             if not self._on_cpu and (devices := self._devices()):
-                self._mark = Mark(devices)
+                self._mark = DeviceEvent(devices)
         except Exception as e:
             return e
         return None

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.futures import Future
 
 from torchft._agreement import difference
-from torchft.utils import DeviceThread, Mark, get_stream_context
+from torchft.utils import DeviceEvent, DeviceThread, get_stream_context
 from torchft.work import _PendingWork
 
 # Tags of sends and receives; large, so that they differ from those of other users of the group.
@@ -35,7 +35,7 @@ _GATHER_TAG = 0x71F7_0003
 _DESCRIPTION_BYTES = 512
 
 
-class Ranks:
+class RankedGroup:
     """An adapter for process groups of torchft, of PyTorch, or of another project, which may lack torchft's methods.
 
     Args:
@@ -75,7 +75,7 @@ def start(
     what: str,
     tensors: Sequence[torch.Tensor],
     result: object,
-    ranks: Ranks,
+    ranks: RankedGroup,
     stream: Optional[torch.Stream],
 ) -> Work:
     """Runs a function that exchanges buffers among the ranks of a group, without waiting for it.
@@ -106,7 +106,7 @@ def _own_stream(device: torch.device) -> torch.Stream:
 
 
 class _StreamExchange(Exchange):
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankedGroup) -> None:
         self._pg = ranks.pg
         self.rank = ranks.pg.rank()
 
@@ -129,7 +129,7 @@ class _StreamWork(Work):
         run: Callable[[Exchange], None],
         tensors: Sequence[torch.Tensor],
         result: object,
-        ranks: Ranks,
+        ranks: RankedGroup,
         stream: Optional[torch.Stream],
     ) -> None:
         super().__init__()
@@ -137,14 +137,14 @@ class _StreamWork(Work):
         self._ranks = ranks
         self._peers = weakref.ref(ranks.peers())
         device = tensors[0].device
-        before = Mark([device])
+        before = DeviceEvent([device])
         own = _own_stream(device) if stream is None else stream
         with get_stream_context(own):
             before.follow()
             run(_StreamExchange(ranks))
             for tensor in tensors:
                 tensor.record_stream(own)
-            self._end = Mark([device])
+            self._end = DeviceEvent([device])
             self._future: Future[object] = Future(devices=[device])
             self._future.set_result(result)  # sets the result now: callers' streams wait for this stream
 
@@ -189,7 +189,7 @@ class _StreamWork(Work):
 
 
 class _HostExchange(Exchange):
-    def __init__(self, ranks: Ranks, what: str, device: torch.device) -> None:
+    def __init__(self, ranks: RankedGroup, what: str, device: torch.device) -> None:
         self._group = ranks
         self._pg = ranks.pg
         self._ranks = ranks.pg.size()
@@ -270,7 +270,7 @@ def _on_stream(
     """Wraps `run`: it begins behind the work now queued on the current stream, and returns when the device is
     finished.
     """
-    before = Mark([device])
+    before = DeviceEvent([device])
     own = _own_stream(device) if stream is None else stream
 
     def run_there(exchange: Exchange) -> None:
@@ -287,7 +287,7 @@ def _start_on_host(
     what: str,
     device: torch.device,
     result: object,
-    ranks: Ranks,
+    ranks: RankedGroup,
     stream: Optional[torch.Stream],
 ) -> _HostWork:
     """Runs `run` on a thread, after the previous work among the same peers."""

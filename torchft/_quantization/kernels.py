@@ -13,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from torchft._quantization.layout import BLOCK, Format, Layout
+from torchft._quantization.layout import BLOCK, Format, SliceLayout
 from torchft._quantization.plain import MIN_EXPONENT
 
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
 
 
-def quantize(inputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: Layout, fmt: Format) -> None:
+def quantize(inputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: SliceLayout, fmt: Format) -> None:
     """As `plain.quantize`."""
     for part, tensor in zip(layout.parts, inputs):
         if part.chunk:
@@ -29,7 +29,7 @@ def quantize(inputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: Layou
             )  # fmt: skip
 
 
-def dequantize(outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: Layout, fmt: Format) -> None:
+def dequantize(outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: SliceLayout, fmt: Format) -> None:
     """As `plain.dequantize`."""
     for part, tensor in zip(layout.parts, outputs):
         if part.chunk:
@@ -41,7 +41,7 @@ def dequantize(outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: La
 
 def reduce(
     buffer: torch.Tensor,
-    layout: Layout,
+    layout: SliceLayout,
     fmt: Format,
     divisor: int,
     rank: Optional[int],

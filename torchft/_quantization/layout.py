@@ -61,7 +61,7 @@ def format_from_env() -> Format:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """The place of one tensor in each slice.
 
     Attributes:
@@ -81,14 +81,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SliceLayout:
     """A buffer of one slice for each rank: the codes of all tensors, then the scales of all blocks.
 
     Attributes:
         padding: the bytes of a slice that belong to no code and no scale, as ranges.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     slices: int
     slice_bytes: int
     padding: tuple[slice, ...]
@@ -98,7 +98,7 @@ class Layout:
         return self.slices * self.slice_bytes
 
 
-def make_layout(numels: Sequence[int], slices: int) -> Layout:
+def make_layout(numels: Sequence[int], slices: int) -> SliceLayout:
     """Computes the places of tensors with these numbers of elements, each cut into as many chunks as
     there are slices.
     """
@@ -106,14 +106,14 @@ def make_layout(numels: Sequence[int], slices: int) -> Layout:
     codes = _round_up(sum(chunks), SCALE_BYTES)
     parts, code, scale = [], 0, codes // SCALE_BYTES
     for numel, chunk in zip(numels, chunks):
-        part = Part(numel, chunk, code, scale)
+        part = TensorPart(numel, chunk, code, scale)
         parts.append(part)
         code += chunk
         scale += part.blocks
     end = scale * SCALE_BYTES
     size = _round_up(end, _ALIGN)
     padding = tuple(slice(*gap) for gap in ((code, codes), (end, size)) if gap[0] < gap[1])
-    return Layout(tuple(parts), slices, size, padding)
+    return SliceLayout(tuple(parts), slices, size, padding)
 
 
 def _round_up(n: int, to: int) -> int:

@@ -7,14 +7,14 @@ from typing import Optional, Sequence
 import torch
 import torch.nn.functional as F
 
-from torchft._quantization.layout import BLOCK, SCALE_BYTES, Format, Layout, Part
+from torchft._quantization.layout import BLOCK, SCALE_BYTES, Format, SliceLayout, TensorPart
 
 # Biased exponent of the smallest scale, 2**-100. Values that are too small for it get the code 0. So no product of a
 # code and a scale is a subnormal number: devices treat subnormal numbers differently.
 MIN_EXPONENT = 127 - 100
 
 
-def quantize(inputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: Layout, fmt: Format) -> None:
+def quantize(inputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: SliceLayout, fmt: Format) -> None:
     """Writes the codes and scales of flat tensors into a buffer."""
     for part, tensor in zip(layout.parts, inputs):
         for i in range(layout.slices):
@@ -22,7 +22,7 @@ def quantize(inputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: Layou
             _store(F.pad(values, (0, part.chunk - values.numel())), _slice(buffer, layout, i), part, fmt)
 
 
-def dequantize(outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: Layout, fmt: Format) -> None:
+def dequantize(outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: SliceLayout, fmt: Format) -> None:
     """Writes the values of a buffer into flat tensors."""
     for part, tensor in zip(layout.parts, outputs):
         for i in range(layout.slices):
@@ -32,7 +32,7 @@ def dequantize(outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: La
 
 def reduce(
     buffer: torch.Tensor,
-    layout: Layout,
+    layout: SliceLayout,
     fmt: Format,
     divisor: int,
     rank: Optional[int],
@@ -93,23 +93,23 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tens
     return (values * scales[:, None]).view(-1)[:n]
 
 
-def _slice(buffer: torch.Tensor, layout: Layout, i: int) -> torch.Tensor:
+def _slice(buffer: torch.Tensor, layout: SliceLayout, i: int) -> torch.Tensor:
     return buffer[i * layout.slice_bytes : (i + 1) * layout.slice_bytes]
 
 
-def _store(values: torch.Tensor, slice: torch.Tensor, part: Part, fmt: Format) -> None:
+def _store(values: torch.Tensor, slice: torch.Tensor, part: TensorPart, fmt: Format) -> None:
     codes, scales = _places(slice, part)
     new_codes, new_scales = encode(values, fmt)
     codes.copy_(new_codes)
     scales.copy_(new_scales)
 
 
-def _load(slice: torch.Tensor, part: Part, fmt: Format) -> torch.Tensor:
+def _load(slice: torch.Tensor, part: TensorPart, fmt: Format) -> torch.Tensor:
     codes, scales = _places(slice, part)
     return decode(codes, scales, fmt)
 
 
-def _places(slice: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(slice: torch.Tensor, part: TensorPart) -> tuple[torch.Tensor, torch.Tensor]:
     codes = slice[part.codes : part.codes + part.chunk]
     begin = part.scales * SCALE_BYTES
     return codes, slice[begin : begin + part.blocks * SCALE_BYTES].view(torch.float32)

@@ -32,7 +32,7 @@ from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, 
 from torchft.process_group._timeout import point_to_point_timeout
 from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.native import abort_group, errors_of
-from torchft.utils import Mark, on_device
+from torchft.utils import DeviceEvent, on_device
 
 if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
@@ -507,7 +507,7 @@ class _Queued:
 
     def __init__(self, channel: _Channel) -> None:
         self._channel = channel
-        self._end = Mark([channel.device])
+        self._end = DeviceEvent([channel.device])
         self.close = channel.close
 
     def wait(self) -> None:

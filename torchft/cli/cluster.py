@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchft._lighthouse_http import Lighthouse, Unanswered
+from torchft._lighthouse_http import HttpLighthouse, Unanswered
 from torchft._security import DEFAULT_JOB
 from torchft.cli.arguments import Parser, ask_lighthouse
 from torchft.cli.output import printable
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"the address of the lighthouse to {args.change} is missing; see {parser.prog} --help")
     try:
         if args.change:
-            lighthouse = Lighthouse(args.lighthouse, DEFAULT_JOB, timeout=_CHANGE_SEC)
+            lighthouse = HttpLighthouse(args.lighthouse, DEFAULT_JOB, timeout=_CHANGE_SEC)
             print(printable(lighthouse.change(args.change, args.address)))
         else:
             status = _look(args.lighthouse)
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _look(addresses: str | None) -> Mapping[str, Any]:
     """The cluster as its leader sees it, or as the first lighthouse that answers does if the leader does not answer."""
-    status: Mapping[str, Any] = Lighthouse(addresses, DEFAULT_JOB).get("/cluster")
+    status: Mapping[str, Any] = HttpLighthouse(addresses, DEFAULT_JOB).get("/cluster")
     if status["leader"] not in ("", status["self"]):
         with contextlib.suppress(Unanswered):
-            return Lighthouse(status["leader"], DEFAULT_JOB).get("/cluster")
+            return HttpLighthouse(status["leader"], DEFAULT_JOB).get("/cluster")
     return status
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torchft import _libraries
-from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, Lighthouse, Unanswered, direct
+from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, HttpLighthouse, Unanswered, direct
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.addresses import host_port, localhost, loopback
 from torchft.cli.arguments import Parser, ask_of
@@ -261,7 +261,7 @@ def _port(job: str | None) -> Iterator[Finding]:
 
 def _is_lighthouse(address: str) -> bool:
     try:
-        Lighthouse(address, timeout=_LOCAL_SEC).get("/jobs")
+        HttpLighthouse(address, timeout=_LOCAL_SEC).get("/jobs")
     except Unanswered:
         return False
     return True
@@ -269,7 +269,7 @@ def _is_lighthouse(address: str) -> bool:
 
 def _lighthouse(addresses: str | None, job: str | None) -> Iterator[Finding]:
     try:
-        lighthouse = Lighthouse(addresses, job)
+        lighthouse = HttpLighthouse(addresses, job)
         began = time.monotonic()
         known = any(job["job"] == lighthouse.job for job in lighthouse.get("/jobs"))
         members = lighthouse.get("/status")["members"] if known else []  # the job may not have begun
@@ -289,7 +289,7 @@ def _cluster(addresses: list[str]) -> Iterator[Finding]:
     """Groups of this machine must reach each lighthouse of a cluster: any of them may lead later."""
     for address in addresses:
         try:
-            Lighthouse(address).get("/cluster")
+            HttpLighthouse(address).get("/cluster")
         except Unanswered as e:
             advice = "groups on this machine wait while it leads; `torchft cluster` shows whether the others reach it"
             yield Finding("bad", str(e), advice)

@@ -7,7 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
-from torchft._lighthouse_http import Lighthouse, Unanswered
+from torchft._lighthouse_http import HttpLighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of, duration, nearest
 from torchft.cli.output import printable
 
@@ -47,7 +47,7 @@ def _parser(command: str, about: str) -> Parser:
 
 def _end(what: str, args: Namespace, wait: float | None) -> int:
     try:
-        lighthouse = Lighthouse(args.lighthouse, args.job)
+        lighthouse = HttpLighthouse(args.lighthouse, args.job)
         replica_id = meant(args.replica_id, _known(lighthouse))
         print(printable(lighthouse.ask(what, replica_id)), flush=True)
         deadline = time.monotonic() + (wait or 0.0)
@@ -63,7 +63,7 @@ def _end(what: str, args: Namespace, wait: float | None) -> int:
     return 0
 
 
-def _known(lighthouse: Lighthouse) -> list[str]:
+def _known(lighthouse: HttpLighthouse) -> list[str]:
     return [member["replica_id"] for member in lighthouse.get("/status")["members"]]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from torchft._lighthouse_http import Lighthouse, Unanswered
+from torchft._lighthouse_http import HttpLighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.output import printable
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args(arguments)
     try:
-        lighthouse = Lighthouse(args.lighthouse, args.job)
+        lighthouse = HttpLighthouse(args.lighthouse, args.job)
         for event in _followed(lighthouse) if args.follow else lighthouse.get("/api/v1/history")["events"]:
             print(json.dumps(event) if args.json else words(event), flush=True)
     except Unanswered as e:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _followed(lighthouse: Lighthouse) -> Iterator[dict[str, Any]]:
+def _followed(lighthouse: HttpLighthouse) -> Iterator[dict[str, Any]]:
     """Yields events forever. A broken stream is reopened at the same position.
 
     Raises:

@@ -22,7 +22,7 @@ from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import LocalJob
 from torchft.launch.lighthouse import LaunchError, watched_lighthouse
 from torchft.launch.output import tail
-from torchft.launch.progress import Progress
+from torchft.launch.progress import StatusLines
 
 _ABOUT = """\
 Starts a lighthouse, or several that agree, and replica groups of a script, each a separate torchrun; restarts groups
@@ -159,7 +159,7 @@ def _run(args: Any) -> int:
                 control = Control()
             except OSError as e:
                 print(f"torchft run: `torchft scale` cannot reach this job: {e}", file=sys.stderr)
-            job.run(partial(_show, Progress()), partial(_look, check_lighthouse, control))
+            job.run(partial(_show, StatusLines()), partial(_look, check_lighthouse, control))
         except _Terminated as e:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 print(f"\n{e}: ending the groups (once more, a second later: at once)", file=sys.stderr)
@@ -173,7 +173,7 @@ def _run(args: Any) -> int:
     return 0
 
 
-def _show(progress: Progress, job: LocalJob) -> None:
+def _show(progress: StatusLines, job: LocalJob) -> None:
     try:
         progress.show(job)
     except OSError as e:  # a closed terminal fails at once, and its SIGHUP comes later, or never

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torchft._lighthouse_http import Lighthouse, Unanswered
+from torchft._lighthouse_http import HttpLighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of, duration
 from torchft.cli.cluster import summary
 from torchft.cli.output import printable
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the lighthouse's JSON")
     args = parser.parse_args(arguments)
     try:
-        lighthouse = Lighthouse(args.lighthouse, args.job)
+        lighthouse = HttpLighthouse(args.lighthouse, args.job)
         shown = _look(lighthouse, args.json)
         while True:
             if args.watch and sys.stdout.isatty():
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
 
 
-def _look(lighthouse: Lighthouse, as_json: bool) -> str:
+def _look(lighthouse: HttpLighthouse, as_json: bool) -> str:
     status = lighthouse.get("/status")
     return json.dumps(status) if as_json else table(status)
 

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple, Optional
 
-from torchft.data.position import Position, Unit
+from torchft.data.position import DataPosition, PlannedUnit
 
 
 class Key(NamedTuple):
     """Identifies a unit of a job."""
 
-    position: Position
+    position: DataPosition
     unit: int
 
 
@@ -28,7 +28,7 @@ class Task:
     """A unit to read."""
 
     key: Key
-    unit: Unit
+    unit: PlannedUnit
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 
-from torchft.data.position import Share
+from torchft.data.position import RankShare
 
 if TYPE_CHECKING:
     from torchft.data.loader import ElasticDataLoader
@@ -114,7 +114,7 @@ class Step:
         participants: groups whose gradients count.
     """
 
-    def __init__(self, loader: ElasticDataLoader, share: Share, membership: Membership) -> None:
+    def __init__(self, loader: ElasticDataLoader, share: RankShare, membership: Membership) -> None:
         self._loader = loader
         self._share = share
         self._membership = membership

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 
-class Turn(Enum):
+class GroupAction(Enum):
     """The action of a group in a quorum."""
 
     TRAINS = "reduces gradients, or zeros in their place"
@@ -31,7 +31,7 @@ class Verdict(Enum):
     GIVES_WAY = "the step is not committed, and this group heals"
 
 
-def turn(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool) -> Turn:
+def next_action(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool) -> GroupAction:
     """Decides the action of a group in a quorum.
 
     Args:
@@ -40,8 +40,8 @@ def turn(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool) -> Tu
         all_up_to_date: whether all groups of the quorum are at its newest step. All groups get the same value.
     """
     if not at_end or heals_in_background:
-        return Turn.TRAINS
-    return Turn.ENDS if all_up_to_date else Turn.PASSES
+        return GroupAction.TRAINS
+    return GroupAction.ENDS if all_up_to_date else GroupAction.PASSES
 
 
 def entry(samples: int, digest: str) -> tuple[int, int, int]:
@@ -56,7 +56,7 @@ def entry(samples: int, digest: str) -> tuple[int, int, int]:
 
 
 def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, heals: bool) -> Verdict:
-    """Compares the sum with the group's own entry. :meth:`torchft.data.position.Share.check` finds missing samples.
+    """Compares the sum with the group's own entry. :meth:`torchft.data.position.RankShare.check` finds missing samples.
 
     Entries are missing if a group could not heal before the step, and added zeros. That is no reason to heal: at step 0
     a group would have to announce step -1, where init_sync heals no group, and groups could train on different weights.

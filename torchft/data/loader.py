@@ -24,9 +24,9 @@ from torchft._manager.signals import heeded
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
 from torchft.data._step import Membership, Step, Unit, UnitsSkipped
-from torchft.data.agreement import Turn, turn
+from torchft.data.agreement import GroupAction, next_action
 from torchft.data.local_steps import Account
-from torchft.data.position import Plan, Position, PositionDiffers, Share, Stamp
+from torchft.data.position import DataPlan, DataPosition, PositionDiffers, RankShare, Stamp
 from torchft.data.workers import WorkerInit
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ class ElasticDataLoader:
             )
         settings = manager._settings
         self._manager = manager
-        self._plan = Plan(len(dataset), global_batch_size, micro_batch_size, shuffle, seed, epochs)
-        self._position = Position()
+        self._plan = DataPlan(len(dataset), global_batch_size, micro_batch_size, shuffle, seed, epochs)
+        self._position = DataPosition()
         self._data_rank = settings.group_rank if data_rank is None else data_rank
         self._data_world_size = settings.group_world_size if data_world_size is None else data_world_size
         self._factor = self._data_world_size if reduction_in_group == "mean" else 1
@@ -126,7 +126,7 @@ class ElasticDataLoader:
         self._exact: Optional[ReproducibleSum] = None
         if settings.reproducible_reduction:
             group = group_of_ranks(manager, self._data_world_size, data_group)
-            self._exact = ReproducibleSum(manager, self._plan.num_units(Position()), group)
+            self._exact = ReproducibleSum(manager, self._plan.num_units(DataPosition()), group)
             self._factor = 1
 
         self._batches = _Batches(self._seed if reproducible_rng else None)
@@ -136,7 +136,7 @@ class ElasticDataLoader:
         self._reader: Any = None  # the DataLoader's iterator
         self._prefetcher = Prefetcher(self._start_reading)
         # membership and position of the forecast's next step
-        self._forecast: Optional[tuple[Membership, Position]] = None
+        self._forecast: Optional[tuple[Membership, DataPosition]] = None
         # The last unit of a group that does not participate. One that heals over several steps stays at its position.
         self._again: Optional[tuple[Key, Any]] = None
         self._account = Account()  # counts the samples of LocalSGD's or DiLoCo's inner steps
@@ -151,7 +151,7 @@ class ElasticDataLoader:
     # Positions
 
     @property
-    def position(self) -> Position:
+    def position(self) -> DataPosition:
         """The position of the next step: epoch and batch, from 0."""
         return self._position
 
@@ -206,7 +206,7 @@ class ElasticDataLoader:
         """The number of steps of the whole job."""
         return self._plan.batches_per_epoch * self._plan.epochs
 
-    def share(self, rank: Optional[int], participants: int) -> Share:
+    def share(self, rank: Optional[int], participants: int) -> RankShare:
         """The units of this rank at its position; at the end of the job, those of the first step, with weight 0.
 
         Args:
@@ -215,7 +215,7 @@ class ElasticDataLoader:
         """
         position = self._position
         if rank is None and self.at_end:
-            position = Position()  # any position is valid, because the weight is 0
+            position = DataPosition()  # any position is valid, because the weight is 0
         return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
 
     def check_samples(self, counted: int, participants: int) -> None:
@@ -295,14 +295,14 @@ class ElasticDataLoader:
             before = self._position
             plan = manager._begin_batch()
             self._check_ranks_alike(before)
-            what = turn(
+            what = next_action(
                 at_end=self.at_end,
                 heals_in_background=plan.heal and plan.in_background,
                 all_up_to_date=plan.num_up_to_date == plan.replica_world_size,
             )
-            if what is Turn.TRAINS:
+            if what is GroupAction.TRAINS:
                 break
-            if what is Turn.ENDS and manager._ends_together():
+            if what is GroupAction.ENDS and manager._ends_together():
                 self._end()
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -319,7 +319,7 @@ class ElasticDataLoader:
         self._step = Step(self, share, membership)
         return self._step
 
-    def _check_ranks_alike(self, before: Position) -> None:
+    def _check_ranks_alike(self, before: DataPosition) -> None:
         """Raises PositionDiffers if ranks of this group may have got different positions.
 
         At step 0 (init_sync) each rank takes over the state of a rank of another group; ranks of this group may heal
@@ -429,14 +429,14 @@ class ElasticDataLoader:
 
     # Reading
 
-    def _expect(self, membership: Membership, share: Share) -> None:
+    def _expect(self, membership: Membership, share: RankShare) -> None:
         """Makes the DataLoader read the units of this step and the next ones, unless it reads those already."""
         if self._forecast != (membership, share.position):
             self._prefetcher.expect(self._foresee(membership, share))
         following = self._plan.advance(share.position)
         self._forecast = None if membership.rank is None else (membership, following)
 
-    def _foresee(self, membership: Membership, share: Share) -> Iterator[Task]:
+    def _foresee(self, membership: Membership, share: RankShare) -> Iterator[Task]:
         """Yields the units from this step on, for an unchanged membership. If the group does not participate, only
         those of this step.
         """

@@ -1,8 +1,8 @@
 """The samples of each step of a job, independent of its participants. Pure, and free of torch.
 
 An epoch is a permutation of the dataset. A *batch* is a slice of it, and a *unit* a slice of a batch: so units depend
-only on the :class:`Plan` and the :class:`Position`. The groups of a quorum share the units of one batch
-(:meth:`Plan.share`); a step that is not committed is divided again in the next quorum, from the same units.
+only on the :class:`DataPlan` and the :class:`DataPosition`. The groups of a quorum share the units of one batch
+(:meth:`DataPlan.share`); a step that is not committed is divided again in the next quorum, from the same units.
 The position is state like the weights: it advances when a step is committed, it arrives with a heal, and a checkpoint
 holds both. So each sample is, once per epoch, in exactly one step of the job's final weights.
 
@@ -34,7 +34,7 @@ class SamplesDiffer(RuntimeError):
 
 
 @dataclass(frozen=True, order=True)
-class Position:
+class DataPosition:
     """The position of a job in its data. It belongs to the weights that contain all batches before it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Unit:
+class PlannedUnit:
     """The samples of one backward pass.
 
     Attributes:
@@ -66,7 +66,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The part of one rank in one step.
 
     Attributes:
@@ -76,8 +76,8 @@ class Share:
         expected: number of samples in a reduction over all participants, among ranks with this ``data_rank``.
     """
 
-    position: Position
-    units: tuple[Unit, ...]
+    position: DataPosition
+    units: tuple[PlannedUnit, ...]
     samples: int
     expected: int
 
@@ -115,7 +115,7 @@ class Stamp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class DataPlan:
     """The settings that determine the samples of each step. Must be equal in all groups.
 
     Args:
@@ -156,18 +156,18 @@ class Plan:
         return -(-self.length // self.global_batch_size)
 
     @property
-    def end(self) -> Position:
+    def end(self) -> DataPosition:
         """The position after the last batch of the last epoch."""
-        return Position(self.epochs, 0)
+        return DataPosition(self.epochs, 0)
 
-    def advance(self, position: Position) -> Position:
+    def advance(self, position: DataPosition) -> DataPosition:
         """Returns the position after a committed step."""
         self._check_inside(position)
         if position.batch + 1 < self.batches_per_epoch:
-            return Position(position.epoch, position.batch + 1)
-        return Position(position.epoch + 1, 0)
+            return DataPosition(position.epoch, position.batch + 1)
+        return DataPosition(position.epoch + 1, 0)
 
-    def stamp(self, position: Position) -> Stamp:
+    def stamp(self, position: DataPosition) -> Stamp:
         """The values that peers compare: see :func:`torchft.data.agreement.judge`."""
         return Stamp(
             self.length,
@@ -180,11 +180,11 @@ class Plan:
             position.batch,
         )
 
-    def save(self, position: Position) -> dict[str, int]:
+    def save(self, position: DataPosition) -> dict[str, int]:
         """The position as state, for a heal or a checkpoint."""
         return {"format": _FORMAT, **self.stamp(position)._asdict()}
 
-    def load(self, state: Mapping[str, int]) -> Position:
+    def load(self, state: Mapping[str, int]) -> DataPosition:
         """Restores the position from a state of :meth:`save`.
 
         The number of groups, ``epochs`` and ``micro_batch_size`` may be others than those of the state: batches are the
@@ -198,14 +198,14 @@ class Plan:
             raise PositionDiffers(f"the saved position has no {', '.join(missing)}: it was not saved by this loader")
         if state["format"] != _FORMAT:
             raise PositionDiffers(f"the saved position has format {state['format']}: this version reads {_FORMAT}")
-        ours = self.stamp(Position())._asdict()
+        ours = self.stamp(DataPosition())._asdict()
         for name in ("length", "global_batch_size", "shuffle", "seed"):
             if state[name] != ours[name]:
                 raise PositionDiffers(
                     f"{name} is {ours[name]}, and the saved position is of a run in which it was {state[name]}: "
                     f"batches would be others; give {name}={state[name]}, or begin without the position"
                 )
-        position = Position(state["epoch"], state["batch"])
+        position = DataPosition(state["epoch"], state["batch"])
         if position > self.end:
             raise PositionDiffers(
                 f"epochs is {self.epochs}, and the saved position is in epoch {position.epoch}, from 0"
@@ -214,7 +214,7 @@ class Plan:
             self._check_inside(position)
         return position
 
-    def _check_inside(self, position: Position) -> None:
+    def _check_inside(self, position: DataPosition) -> None:
         if not (0 <= position.epoch < self.epochs and 0 <= position.batch < self.batches_per_epoch):
             raise PositionDiffers(
                 f"there is no batch {position.batch} in epoch {position.epoch}: there are {self.epochs} epochs of "
@@ -223,16 +223,16 @@ class Plan:
 
     # Units
 
-    def batch_size(self, position: Position) -> int:
+    def batch_size(self, position: DataPosition) -> int:
         """The number of samples in the batch: the global batch size, or the rest of the epoch."""
         self._check_inside(position)
         return min(self.global_batch_size, self.length - position.batch * self.global_batch_size)
 
-    def num_units(self, position: Position) -> int:
+    def num_units(self, position: DataPosition) -> int:
         """The number of units in the batch. Only the last one may be smaller than ``micro_batch_size``."""
         return -(-self.batch_size(position) // self.micro_batch_size)
 
-    def indices(self, position: Position, unit: int) -> Sequence[int]:
+    def indices(self, position: DataPosition, unit: int) -> Sequence[int]:
         """The samples of one unit of a batch."""
         first = position.batch * self.global_batch_size + unit * self.micro_batch_size
         places = range(first, first + self._samples(position, unit, unit + 1))
@@ -242,17 +242,17 @@ class Plan:
 
     def share(
         self,
-        position: Position,
+        position: DataPosition,
         participating_rank: Optional[int],
         num_participants: int,
         data_rank: int = 0,
         data_world_size: int = 1,
-    ) -> Share:
+    ) -> RankShare:
         """Computes the part of a rank at a position.
 
         The units are divided among the data ranks first. So data rank r of the groups reduces the same units in every
-        quorum, and can check its own reduction (:meth:`Share.check`). The part of a data rank is then divided among the
-        participants. All parts are contiguous, and their sizes differ by at most one unit.
+        quorum, and can check its own reduction (:meth:`RankShare.check`). The part of a data rank is then divided among
+        the participants. All parts are contiguous, and their sizes differ by at most one unit.
 
         The ranks of a group run collectives with each other in each unit, so all get as many units as the rank with the
         most. A group that does not participate has one unit per rank. The added units have weight 0 and are copies of
@@ -285,17 +285,17 @@ class Plan:
         size = self.batch_size(position)
         weighted = [(unit, self._samples(position, unit, unit + 1) / size) for unit in own]
         weighted += [(0, 0.0)] * (rounds - len(own))
-        return Share(
+        return RankShare(
             position,
             tuple(
-                Unit(self.indices(position, unit), weight, last=number == rounds, number=unit)
+                PlannedUnit(self.indices(position, unit), weight, last=number == rounds, number=unit)
                 for number, (unit, weight) in enumerate(weighted, start=1)
             ),
             samples=self._samples(position, own.start, own.stop),
             expected=self._samples(position, slices[data_rank].start, slices[data_rank].stop),
         )
 
-    def _samples(self, position: Position, start: int, stop: int) -> int:
+    def _samples(self, position: DataPosition, start: int, stop: int) -> int:
         """The number of samples in a range of units, without ``stop``."""
         size = self.batch_size(position)
         return min(stop * self.micro_batch_size, size) - min(start * self.micro_batch_size, size)

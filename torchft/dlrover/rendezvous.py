@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from torchft._forked import Maker, threaded
-from torchft._lighthouse_http import Connection, Unanswered, address_of
+from torchft._lighthouse_http import LighthouseConnection, Unanswered, address_of
 from torchft.addresses import announced_host, host_port, loopback
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _STORE_SEC = 60.0
 
 
 @dataclass(frozen=True)
-class Round:
+class RendezvousRound:
     """A round of a rendezvous, for one node of it.
 
     Attributes:
@@ -117,7 +117,7 @@ class TorchRendezvousService:
         self._trouble: Unanswered | None = None
         self._ended = threading.Event()
         self._connect(connect_timeout)
-        connection = Connection(self._address, _ANSWER_SEC)
+        connection = LighthouseConnection(self._address, _ANSWER_SEC)
         self._thread = threading.Thread(target=self._attend, args=(connection,), name="torchft-rendezvous", daemon=True)
         self._thread.start()
 
@@ -158,7 +158,7 @@ class TorchRendezvousService:
         else:
             self._trouble = None
 
-    def get_state(self, timeout: float = 0.0) -> Optional[Round]:
+    def get_state(self, timeout: float = 0.0) -> Optional[RendezvousRound]:
         """Returns the round requested by ``set_state``; None if it is not released within ``timeout`` seconds.
 
         Raises:
@@ -177,7 +177,7 @@ class TorchRendezvousService:
             if not self._decided():
                 return None
             if view["store"]:
-                return Round(view["round"], view["rank"], view["size"], view["store"])
+                return RendezvousRound(view["round"], view["rank"], view["size"], view["store"])
             self.set_state()  # the round ended before this node learned of it
 
     def close(self, finished: bool = True) -> None:
@@ -189,7 +189,7 @@ class TorchRendezvousService:
             return
         self._ended.set()
         try:
-            with closing(Connection(self._address, 2.0)) as connection:
+            with closing(LighthouseConnection(self._address, 2.0)) as connection:
                 connection.post(self._path, {**self._claim, "leave": True, "close": finished})
         except Unanswered as error:
             logger.warning("the rendezvous is left without a word: %s", error)
@@ -225,7 +225,7 @@ class TorchRendezvousService:
                     ) from None
             time.sleep(_RETRY_SEC)
 
-    def _attend(self, connection: Connection) -> None:
+    def _attend(self, connection: LighthouseConnection) -> None:
         while not self._ended.is_set():
             try:
                 answer = self._request(connection, self._view)
@@ -237,10 +237,10 @@ class TorchRendezvousService:
         connection.close()
 
     def _once(self, seen: dict[str, Any], timeout: float = _ANSWER_SEC, close: bool = False) -> Any:
-        with closing(Connection(self._address, timeout)) as connection:
+        with closing(LighthouseConnection(self._address, timeout)) as connection:
             return self._request(connection, seen, close)
 
-    def _request(self, connection: Connection, seen: dict[str, Any], close: bool = False) -> Any:
+    def _request(self, connection: LighthouseConnection, seen: dict[str, Any], close: bool = False) -> Any:
         answer = connection.post(self._path, {**self._claim, "ask": self._ask, "seen": seen, "close": close})
         if not isinstance(answer, dict) or not isinstance(answer.get("view"), dict):
             raise Unanswered(f"{self._address} answered {str(answer)[:80]!r}: is it a lighthouse?", 404)
@@ -397,7 +397,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
                 missed = f"the nodes of round {released.number} did not meet at {released.store}: {error}"
                 logger.warning("rendezvous: %s; asking again", missed)
 
-    def _meet(self, released: Round) -> RendezvousInfo:
+    def _meet(self, released: RendezvousRound) -> RendezvousInfo:
         """Waits until all nodes of a round are connected to its store: one of them may have ended since the release."""
         store: dist.Store = self._own_store
         if released.rank:

@@ -23,9 +23,9 @@ from torchft.checkpointing._serialization import (
     pickle_allowed,
 )
 from torchft.ftlib.consensus import Consensus, ConsensusStatus, FTAllReduceStatus
-from torchft.ftlib.flag import Event, Flag
+from torchft.ftlib.flag import Flag, FlagEvent
 from torchft.ftlib.framework import Framework, ProcessGroupFramework
-from torchft.ftlib.views import INCOMPLETE, Progress, RankAssignScheme, View, source
+from torchft.ftlib.views import INCOMPLETE, MemberProgress, RankAssignScheme, View, source
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class FTLib:
         self._framework = framework
         self._state_dict = state_dict
         self._load_state_dict = load_state_dict
-        self._made_in = -1  # the view of the last step; see `Progress.view`
+        self._made_in = -1  # the view of the last step; see `MemberProgress.view`
         self._view: Optional[View] = None
         self._ended = (-1, "")  # the latest view in which a member failed, and the reason
         self._flag = Flag()
@@ -118,7 +118,7 @@ class FTLib:
     def initialized(self) -> bool:
         """Whether the communicator connects all members."""
         if self._consensus.active and self._flag.initialized and self.confirm() is ConsensusStatus.FAIL:
-            self._advance(Event.JOINED)  # or a member has failed: the consensus reports which one
+            self._advance(FlagEvent.JOINED)  # or a member has failed: the consensus reports which one
         return self._flag.initialized
 
     def skip_allreduce(self) -> bool:
@@ -159,7 +159,7 @@ class FTLib:
         """Called when a process wants to become a member. The communicator is rebuilt after the collective in progress,
         if any.
         """
-        self._advance(Event.JOINED)
+        self._advance(FlagEvent.JOINED)
 
     def member_failed(self, view: int, reason: str) -> None:
         """Called when a member of this view has failed or left. A collective that waits for it fails at once."""
@@ -167,7 +167,7 @@ class FTLib:
         if self._view is not None and self._view.number == view:
             if self._flag.initialized:
                 _logger.warning("view %d: %s", view, reason)
-            self._advance(Event.MEMBER_FAILED)
+            self._advance(FlagEvent.MEMBER_FAILED)
             try:
                 self._framework.abort()
             # an error must not end the calling thread of the consensus, which may also renew this member's record
@@ -238,18 +238,18 @@ class FTLib:
     @contextlib.contextmanager
     def _in_collective(self) -> Iterator[None]:
         with self._collective:
-            self._advance(Event.BEGUN)
+            self._advance(FlagEvent.BEGUN)
             self._answer = None
             try:
                 yield
             except BaseException:
-                self._advance(Event.FAILED)
+                self._advance(FlagEvent.FAILED)
                 raise
-            self._advance(Event.ENDED)
+            self._advance(FlagEvent.ENDED)
 
     def _rebuild(self) -> bool:
         """Connects the members of a new view, and makes their states equal."""
-        self._advance(Event.REBUILDING)
+        self._advance(FlagEvent.REBUILDING)
         try:
             self._framework.abort()  # peers that wait for this member in a collective must rebuild, too
             view = self.get_member_list()
@@ -259,22 +259,22 @@ class FTLib:
             self.rank, self.size = rank, size
             self._make_equal()
         except BaseException as e:
-            self._advance(Event.FAILED)
+            self._advance(FlagEvent.FAILED)
             if not isinstance(e, Exception):
                 raise
             self._failed("rebuild", e)
             return False
-        self._advance(Event.REBUILT)
+        self._advance(FlagEvent.REBUILT)
         return True
 
     def _make_equal(self) -> None:
         if self._state_dict is None or self._load_state_dict is None:
             return
-        progress = [Progress(self._made_in, self.step)]
+        progress = [MemberProgress(self._made_in, self.step)]
         device = self._framework.device
         if self.size > 1:
             gathered = self._framework.allgather(torch.tensor(progress[0], dtype=torch.int64, device=device))
-            progress = [Progress(*each.tolist()) for each in gathered]
+            progress = [MemberProgress(*each.tolist()) for each in gathered]
         root, behind = source(progress)
         if progress[root].view == INCOMPLETE:
             raise RuntimeError("no member has a complete state: load_state_dict has failed in all of them")
@@ -302,7 +302,7 @@ class FTLib:
         _logger.warning("%s: %s: %s", what, type(error).__name__, error)
         return FTAllReduceStatus.FAIL
 
-    def _advance(self, event: Event) -> None:
+    def _advance(self, event: FlagEvent) -> None:
         with self._flag_lock:
             self._flag = self._flag.after(event)
 

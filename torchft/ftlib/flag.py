@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 
-class Event(Enum):
+class FlagEvent(Enum):
     """The events that change the flag."""
 
     REBUILDING = "rebuilding"  # a rebuild begins, before the list of members is requested
@@ -36,18 +36,18 @@ class Flag:
     busy: bool = False
     pending: bool = False
 
-    def after(self, event: Event) -> Flag:
+    def after(self, event: FlagEvent) -> Flag:
         """Returns the flag after an event."""
-        if event is Event.REBUILDING:
+        if event is FlagEvent.REBUILDING:
             return Flag(busy=True)
-        if event is Event.BEGUN:
+        if event is FlagEvent.BEGUN:
             return replace(self, busy=True)
-        if event is Event.FAILED:
+        if event is FlagEvent.FAILED:
             return Flag()
-        if event is Event.ENDED:
+        if event is FlagEvent.ENDED:
             return Flag(self.initialized and not self.pending)
-        if event is Event.REBUILT:
+        if event is FlagEvent.REBUILT:
             return Flag(not self.pending)
         if self.busy:
-            return replace(self, initialized=self.initialized and event is Event.JOINED, pending=True)
+            return replace(self, initialized=self.initialized and event is FlagEvent.JOINED, pending=True)
         return Flag()

@@ -111,7 +111,7 @@ class RankAssignScheme:
 INCOMPLETE = -2
 
 
-class Progress(NamedTuple):
+class MemberProgress(NamedTuple):
     """The progress of a member's state.
 
     Attributes:
@@ -124,7 +124,7 @@ class Progress(NamedTuple):
     step: int = 0
 
 
-def source(progress: Sequence[Progress]) -> tuple[int, list[int]]:
+def source(progress: Sequence[MemberProgress]) -> tuple[int, list[int]]:
     """Returns the rank whose state the others take over, and the ranks that take it over.
 
     Members whose last step was in the same view and has the same number have equal states. The members with the latest

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Callable
 from urllib.parse import urlsplit
 
-from torchft._lighthouse_http import Lighthouse, Unanswered
+from torchft._lighthouse_http import HttpLighthouse, Unanswered
 from torchft._manager.signals import LEAVE_ON_ENV
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
 from torchft.launch.output import error_of
-from torchft.launch.pace import Pace
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
+from torchft.launch.step_rate import StepRate
 
 _TICK_SEC = 0.1
 _ANSWER_SEC = 1.0
@@ -30,7 +30,7 @@ _DRAIN_SEC = 30.0
 
 
 @dataclass
-class Member:
+class GroupState:
     """The state of one group."""
 
     group: ReplicaGroup
@@ -73,12 +73,12 @@ class LocalJob:
         seed: int | None = None,
         least: int = 1,
     ) -> None:
-        self.members: list[Member] = []
+        self.members: list[GroupState] = []
         self._first = replicas
         self.most = most
         self.least = least
         self.kills = 0
-        self.pace = Pace()
+        self.pace = StepRate()
         self._make_group = make_group
         self._lighthouse = lighthouse
         self._kill_every = kill_every
@@ -109,7 +109,7 @@ class LocalJob:
                 self._drain(member)
         for number in range(replicas):
             if number == len(self.members):
-                self.members.append(Member(self._make_group(number)))
+                self.members.append(GroupState(self._make_group(number)))
             member = self.members[number]
             if member.group.starts > 0 and not member.leaving and not member.abandoned:
                 continue
@@ -168,14 +168,14 @@ class LocalJob:
         for member in self.members:
             member.group.kill()
 
-    def _drain(self, member: Member) -> None:
+    def _drain(self, member: GroupState) -> None:
         """Drains a group that the lighthouse knows. Any other group gets SIGTERM at once."""
         if member.running and member.replica_id and drain(self._lighthouse, member.replica_id):
             member.end_by = time.monotonic() + _DRAIN_SEC
         else:
             member.group.terminate()
 
-    def _start(self, member: Member) -> None:
+    def _start(self, member: GroupState) -> None:
         member.port = free_port()
         member.state = "starting" if member.group.starts == 0 else "starting again"
         member.took_part, member.restart_at, member.step = False, None, 0
@@ -184,7 +184,7 @@ class LocalJob:
         leave_on = {LEAVE_ON_ENV: os.environ.get(LEAVE_ON_ENV, signal.SIGTERM.name)}
         member.group.start(self._lighthouse, {"TORCHFT_MANAGER_PORT": str(member.port), **leave_on})
 
-    def _look_after(self, member: Member, now: float) -> None:
+    def _look_after(self, member: GroupState, now: float) -> None:
         status = member.group.status
         if status is None:
             if member.end_by is not None and now >= member.end_by:
@@ -212,7 +212,7 @@ class LocalJob:
                 member.state = f"ended with status {status}"
             member.restart_at = now + delay
 
-    def _end_if_repeated(self, member: Member, error: str) -> None:
+    def _end_if_repeated(self, member: GroupState, error: str) -> None:
         """Ends the job if its script cannot start: it raised the same error twice, in one group or in two, and no group
         has ever taken part in a step.
         """
@@ -222,7 +222,7 @@ class LocalJob:
             raise LaunchError(f"the script ends before its first step: {error}", member.group.log)
         self._errors.append(error)
 
-    def _stop_restarting(self, member: Member, status: int, error: str) -> None:
+    def _stop_restarting(self, member: GroupState, status: int, error: str) -> None:
         """Stops restarting a group. The job ends if no group has ever taken part in a step: then the script is at
         fault.
         """
@@ -264,7 +264,7 @@ class LocalJob:
 def status(lighthouse: str) -> dict[str, Any]:
     """The status of a lighthouse; without members if it does not answer."""
     try:
-        return Lighthouse(lighthouse, timeout=_ANSWER_SEC).get("/status")
+        return HttpLighthouse(lighthouse, timeout=_ANSWER_SEC).get("/status")
     except Unanswered:
         return {"members": []}
 
@@ -272,7 +272,7 @@ def status(lighthouse: str) -> dict[str, Any]:
 def drain(lighthouse: str, replica_id: str) -> bool:
     """Drains a group through the lighthouse. Returns False if the lighthouse could not pass the request on."""
     try:
-        Lighthouse(lighthouse, timeout=_REQUEST_SEC).ask("drain", replica_id)
+        HttpLighthouse(lighthouse, timeout=_REQUEST_SEC).ask("drain", replica_id)
     except (Unanswered, ValueError):
         return False
     return True

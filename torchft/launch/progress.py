@@ -6,14 +6,14 @@ import shutil
 import sys
 import time
 
-from torchft.launch.job import LocalJob, Member
-from torchft.launch.pace import Pace
+from torchft.launch.job import GroupState, LocalJob
+from torchft.launch.step_rate import StepRate
 
 _EVERY_SEC = 10.0  # seconds between two lines of a group that only continues to train
 _START_SEC = 30.0  # from then on a group that starts names its log: on a busy machine PyTorch alone takes as long
 
 
-class Progress:
+class StatusLines:
     def __init__(self) -> None:
         self._in_place = sys.stdout.isatty()
         self._drawn = 0
@@ -34,7 +34,7 @@ class Progress:
                 print(line(member, job.pace), flush=True)
 
 
-def line(member: Member, pace: Pace) -> str:
+def line(member: GroupState, pace: StepRate) -> str:
     """The state of a group in one line, without a step after its end: the last look may be older than the last step."""
     step = " " * 13 if member.state in ("done", "left") else f"step {member.step:>8d}"
     text = f"group {member.group.number:<3d} {step}  {member.state}"

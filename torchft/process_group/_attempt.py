@@ -24,7 +24,7 @@ _LOOK_SEC = 0.01
 _thread = threading.local()
 
 
-def running() -> Optional[Attempt[Any]]:
+def running() -> Optional[ConnectionAttempt[Any]]:
     """The attempt whose call runs on this thread."""
     return getattr(_thread, "attempt", None)
 
@@ -36,7 +36,7 @@ def check() -> None:
         raise attempt.abandoned
 
 
-class Attempt(Generic[T]):
+class ConnectionAttempt(Generic[T]):
     """A call on a separate thread; after `abandon`, its result is discarded.
 
     `start` or `result` starts the thread, so the attempt can be registered for an abort before that.
@@ -45,10 +45,10 @@ class Attempt(Generic[T]):
         call: may wait for peers.
         discard: gets a list with the result of `call` if nobody takes that, and must empty the list.
         timeout: timeout of each wait in the call, for the store and then for the peers.
-        beside: whether the caller keeps its present peers meanwhile.
+        standby: whether the caller keeps its present peers meanwhile.
 
     Attributes:
-        beside: the argument.
+        standby: the argument.
         prepared: what the call uses up; set before the call is made, None after it.
         error: why there is no result; None before the end of the call, and if it succeeded.
         abandoned: the error passed to the first `abandon`, also if the result had been taken by then; None: there was
@@ -56,12 +56,12 @@ class Attempt(Generic[T]):
     """
 
     def __init__(
-        self, call: Callable[[], T], discard: Callable[[list[T]], None], timeout: timedelta, beside: bool = False
+        self, call: Callable[[], T], discard: Callable[[list[T]], None], timeout: timedelta, standby: bool = False
     ) -> None:
         self._call: Optional[Callable[[], T]] = call
         self._discard = discard
         self._timeout = timeout
-        self.beside = beside
+        self.standby = standby
         self.prepared: Any = None
         self._lock = threading.Lock()
         self._started = False
@@ -175,7 +175,7 @@ def in_time(call: Callable[[], T], timeout: timedelta, check: Callable[[], objec
         Exception: the error of the call or of `check`.
         TimeoutError: the call has not ended in time.
     """
-    attempt = Attempt(call, list.clear, timeout)
+    attempt = ConnectionAttempt(call, list.clear, timeout)
     attempt.start()
     deadline = time.monotonic() + timeout.total_seconds()
     try:

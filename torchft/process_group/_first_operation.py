@@ -28,7 +28,7 @@ _REDUCTIONS = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG}
 _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-class Kind(NamedTuple):
+class AllreduceKind(NamedTuple):
     """Allreduces for which NCCL chooses the same algorithm, or one of two.
 
     Attributes:
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
         return "/".join(map(str, self))
 
     @classmethod
-    def decode(cls, text: str) -> Kind:
+    def decode(cls, text: str) -> AllreduceKind:
         """Raises ValueError if the text is none of :meth:`encode`."""
         reduction, dtype, exponent = text.split("/")
         if reduction not in _REDUCTIONS or dtype not in _TYPES or not 0 <= int(exponent) <= _MOST:
@@ -53,11 +53,11 @@ class Kind(NamedTuple):
         return cls(reduction, dtype, int(exponent))
 
 
-class Recorded:
+class RecordedAllreduces:
     """The allreduces that a group has run. Used by any thread."""
 
     def __init__(self) -> None:
-        self._kinds: set[Kind] = set()
+        self._kinds: set[AllreduceKind] = set()
 
     def add(self, tensors: Iterable[torch.Tensor], reduction: object) -> None:
         op = next((name for name, op in _REDUCTIONS.items() if reduction == op), None)
@@ -65,17 +65,17 @@ class Recorded:
             dtype = str(tensor.dtype).removeprefix("torch.")
             if op is not None and dtype in _TYPES and tensor.numel():
                 # One call, which other threads see whole.
-                self._kinds.add(Kind(op, dtype, min(tensor.nbytes.bit_length() - 1, _MOST)))
+                self._kinds.add(AllreduceKind(op, dtype, min(tensor.nbytes.bit_length() - 1, _MOST)))
 
     def encode(self) -> str:
         return ",".join(kind.encode() for kind in sorted(self._kinds.copy()))
 
 
-def agreed(announced: Sequence[Optional[str]]) -> Optional[list[Kind]]:
+def agreed(announced: Sequence[Optional[str]]) -> Optional[list[AllreduceKind]]:
     """The allreduces that any peer has run, equal on all peers; None if a peer announces nothing.
 
     Args:
-        announced: what each peer announces, of :meth:`Recorded.encode`; None: nothing.
+        announced: what each peer announces, of :meth:`RecordedAllreduces.encode`; None: nothing.
 
     Raises:
         ValueError: a peer announces what this version does not know.
@@ -83,7 +83,7 @@ def agreed(announced: Sequence[Optional[str]]) -> Optional[list[Kind]]:
     texts = [text for text in announced if text is not None]
     if len(texts) < len(announced):
         return None
-    return sorted({Kind.decode(part) for text in texts for part in text.split(",") if part})
+    return sorted({AllreduceKind.decode(part) for text in texts for part in text.split(",") if part})
 
 
 # The bytes that these operations reduce, and their stream, by device. Never freed, nor those that were too few: an
@@ -106,7 +106,7 @@ def _operand(device: torch.device, size: int) -> tuple[torch.Stream, torch.Tenso
         return known
 
 
-def first_operation(group: Any, device: torch.device, count: int = 1, kinds: Sequence[Kind] = ()) -> Work:
+def first_operation(group: Any, device: torch.device, count: int = 1, kinds: Sequence[AllreduceKind] = ()) -> Work:
     """Begins operations of torchft's own, the first ones of a group or a backend with its peers.
 
     Args:

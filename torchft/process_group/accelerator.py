@@ -27,7 +27,7 @@ from torchft._checks import check_positive
 from torchft.process_group._attempt import running
 from torchft.process_group._device_memory import communicator_bytes, free_bytes, waits_for_abort
 from torchft.process_group._errors import refuse_meta, tensors_of
-from torchft.process_group._first_operation import Kind, Recorded, agreed, first_operation
+from torchft.process_group._first_operation import AllreduceKind, RecordedAllreduces, agreed, first_operation
 from torchft.process_group._forwarding import _NO_CONTEXT
 from torchft.process_group._gloo.reaper import reap
 from torchft.process_group._timeout import given_timeout
@@ -35,7 +35,7 @@ from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGro
 from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
 from torchft.process_group.reconfigure import Handle, options_of
 from torchft.process_group.wrapper import ProcessGroupWrapper
-from torchft.utils import Mark, on_device, poll, refuse_capture
+from torchft.utils import DeviceEvent, on_device, poll, refuse_capture
 from torchft.work import _DummyWork
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ class _OnCurrentStream(_DummyWork):
     def __init__(self) -> None:
         super().__init__(None)
         accelerated = torch.accelerator.is_available()
-        self._mark = Mark([torch.accelerator.current_stream().device] if accelerated else [])
+        self._mark = DeviceEvent([torch.accelerator.current_stream().device] if accelerated else [])
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         self._mark.follow()
@@ -241,7 +241,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         super().__init__(timeout)  # it never wraps another group
         # Replaced, never changed: another thread may abort the group meanwhile.
         self._pairs: tuple[weakref.ref[AcceleratorProcessGroup], ...] = ()
-        self._recorded = Recorded()
+        self._recorded = RecordedAllreduces()
 
     def set_timeout(self, timeout: timedelta) -> None:
         # torchft's own; PyTorch's stays at _NEVER.
@@ -337,7 +337,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             TimeoutError: not all peers came in time.
         """
         attempt = running()
-        count = 0 if attempt is not None and attempt.beside else 1
+        count = 0 if attempt is not None and attempt.standby else 1
 
         def begin() -> Optional[Work]:
             backend.eager_connect_single_device(device)
@@ -349,7 +349,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     def _begin_first(self, backend: Any, device: torch.device, count: int = 1) -> Work:
         return first_operation(backend, device, count, self._agreed() or () if count else ())
 
-    def _agreed(self) -> Optional[list[Kind]]:
+    def _agreed(self) -> Optional[list[AllreduceKind]]:
         """The operations for which all peers connect now; None if a peer does not say, or has no handle."""
         handles = self._options.handles if self._options is not None else []
         return agreed([Handle.decode(handle).first for handle in handles]) if handles else None

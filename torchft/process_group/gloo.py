@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroupGloo as BaseProcessGroupGloo
 from torch.distributed import Store
 
-from torchft.process_group._gloo.connections import Connections
+from torchft.process_group._gloo.connections import GlooConnections
 from torchft.process_group._gloo.operations import Operations
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.wrapper import ProcessGroupWrapper, _set_timeout
@@ -41,7 +41,7 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         return pg
 
     def _watch(self, pg: BaseProcessGroup, store: Store, rank: int, world_size: int) -> Optional[Operations]:
-        return Operations(self.getBackendName(), Connections(store, rank, world_size))
+        return Operations(self.getBackendName(), GlooConnections(store, rank, world_size))
 
     def getBackendName(self) -> str:
         return "torchft-gloo"

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, Work
 
 from torchft.process_group._errors import named_timeout
-from torchft.process_group._gloo.connections import Connections
+from torchft.process_group._gloo.connections import GlooConnections
 from torchft.utils import DeviceThread
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ReconfigureOptions
 
 # The connections of each native Gloo group with its last peers. An abort cuts them and keeps the entry.
-_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, GlooConnections] = weakref.WeakKeyDictionary()
 
 # The thread of the last abort, for each native group that has not been reconfigured since.
 _aborts: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
@@ -129,7 +129,7 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         if abort.is_alive():  # it may take effect later: then it would abort operations with the next peers
             raise RuntimeError(f"reconfigure: timed out: the abort of its last peers has not ended within {seconds} s")
     reconfigure_and_wait(pg, opts)
-    connections = Connections(_published(pg, opts.uuid), pg.rank(), pg.size()) if _is_gloo(pg) else None
+    connections = GlooConnections(_published(pg, opts.uuid), pg.rank(), pg.size()) if _is_gloo(pg) else None
     with _aborts_lock:
         if connections is not None:
             _connections[pg] = connections
@@ -205,7 +205,7 @@ def reset_flight_recorder() -> None:
         reset()
 
 
-def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
+def connections_of(pg: dist.ProcessGroup) -> Optional[GlooConnections]:
     """The connections of a native group with its present peers, or after an abort with its last ones; None if they are
     not known.
     """

@@ -15,7 +15,7 @@ from torch.distributed import AllToAllOptions, HashStore, Store, Work
 
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.process_group import nccl2
-from torchft.process_group._attempt import Attempt, running
+from torchft.process_group._attempt import ConnectionAttempt, running
 from torchft.process_group._first_operation import first_operation
 from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
 from torchft.process_group.base import BaseProcessGroup
@@ -223,8 +223,10 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
                 return None  # connecting reports it
         return self._prepared.handle
 
-    def _connecting_with(self, store_addr: str, rank: int, world_size: int, beside: bool = False) -> Attempt[Any]:
-        attempt = super()._connecting_with(store_addr, rank, world_size, beside)
+    def _connecting_with(
+        self, store_addr: str, rank: int, world_size: int, standby: bool = False
+    ) -> ConnectionAttempt[Any]:
+        attempt = super()._connecting_with(store_addr, rank, world_size, standby)
         # Here, not on the thread of the attempt: meanwhile the next request may announce another backend.
         attempt.prepared = self._take_prepared()
         return attempt
@@ -285,14 +287,14 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
     def _create(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         # First: without a device PyTorch ends the process when it destroys the newer backend.
         device, attempt = self._current_device(), running()
-        beside = attempt is not None and attempt.beside  # other peers are in use
-        if not beside:
+        standby = attempt is not None and attempt.standby  # other peers are in use
+        if not standby:
             self._make_room(device, world_size)
         if self._implementation == LEGACY:
             return self._create_legacy(store, rank, world_size)
         prepared = attempt.prepared if attempt is not None else None
         pg = nccl2.connect(store, rank, world_size, device, self._connect_timeout, self._global_ranks, prepared)
-        if self._agreed() is not None and not beside:
+        if self._agreed() is not None and not standby:
             self._use_first(pg)
         return pg
 

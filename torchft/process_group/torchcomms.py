@@ -25,7 +25,7 @@ from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client, exchange_handles
-from torchft.utils import DeviceThread, Mark, on_device
+from torchft.utils import DeviceEvent, DeviceThread, on_device
 from torchft.work import AnyReduceOp, _DummyWork, _PendingWork
 
 _REDUCE_OP_MAP: dict[AnyReduceOp, object] = {
@@ -276,7 +276,7 @@ class _TorchCommsWork(_PendingWork):
         self._timeout = timeout
         self._deadline = _deadline(pg)
         self._thread: Optional[threading.Thread] = None
-        self._mark: Optional[Mark] = None  # set by a wait; reached when the device has finished
+        self._mark: Optional[DeviceEvent] = None  # set by a wait; reached when the device has finished
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         timeout = self._timeout if timeout is None else timeout
@@ -302,7 +302,7 @@ class _TorchCommsWork(_PendingWork):
             self.end(e)
         else:
             if not self._pg._on_cpu:  # on a device the stream has yet to pass the operation
-                self._mark = Mark([self._pg._device])
+                self._mark = DeviceEvent([self._pg._device])
                 with on_device(self._pg._device):
                     stream_timeout(self._deadline, timeout)
             self.end(None)

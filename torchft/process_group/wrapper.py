@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, Work
 
 from torchft._checks import check_positive
 from torchft._forked import refusal, threaded
-from torchft.process_group._attempt import Attempt, running
+from torchft.process_group._attempt import ConnectionAttempt, running
 from torchft.process_group._errors import copied, named_timeout
 from torchft.process_group._forwarding import Forwarding
 from torchft.process_group._gloo.operations import Operations
@@ -87,9 +87,9 @@ class ProcessGroupWrapper(Forwarding):
         self._operations: Optional[Operations] = None
         self._checker: Optional[Checker] = None
         self._aborted: Optional[Exception] = None
-        self._attempt: Optional[Attempt[_Connected]] = None  # the one that a thread waits for
-        self._beside: Optional[Attempt[_Connected]] = None
-        self._beside_lock = threading.Lock()
+        self._attempt: Optional[ConnectionAttempt[_Connected]] = None  # the one that a thread waits for
+        self._standby: Optional[ConnectionAttempt[_Connected]] = None
+        self._standby_lock = threading.Lock()
         self._handed: Optional[ReconfigureOptions] = None  # of a `reconfigure` in progress
         # The options by which the latest peers were to connect; None: by `configure`.
         self._options: Optional[ReconfigureOptions] = None
@@ -167,8 +167,8 @@ class ProcessGroupWrapper(Forwarding):
         self._replace(self._connecting_with(store_addr, rank, world_size))
 
     def _connecting_with(
-        self, store_addr: str, rank: int, world_size: int, beside: bool = False
-    ) -> Attempt[_Connected]:
+        self, store_addr: str, rank: int, world_size: int, standby: bool = False
+    ) -> ConnectionAttempt[_Connected]:
         """An attempt to connect with peers, which has not begun."""
         self._store_addr = store_addr
 
@@ -177,7 +177,7 @@ class ProcessGroupWrapper(Forwarding):
             pg = threaded(self._create_pg(store, rank, world_size))
             return _Connected(pg, self._watch(pg, store, rank, world_size), store)
 
-        return Attempt(connect, self._discard, self._connect_timeout, beside)
+        return ConnectionAttempt(connect, self._discard, self._connect_timeout, standby)
 
     def _discard(self, box: list[_Connected]) -> None:
         """Drops the only element of `box`. The caller holds no other reference."""
@@ -185,17 +185,17 @@ class ProcessGroupWrapper(Forwarding):
             box[0].operations.end(RuntimeError("the connection was aborted"))
         self._drop([box.pop().pg])
 
-    def _replace(self, attempt: Attempt[_Connected]) -> None:
+    def _replace(self, attempt: ConnectionAttempt[_Connected]) -> None:
         """Gives up the present peers, waits until the attempt has connected others, and uses those."""
         error = RuntimeError(f"{self.getBackendName()} was given other peers")
         self._release(error)
         whole = attempt
-        if attempt.beside:
-            whole = Attempt(partial(self._used, attempt), self._discard, self._connect_timeout)
+        if attempt.standby:
+            whole = ConnectionAttempt(partial(self._used, attempt), self._discard, self._connect_timeout)
         self._attempt = whole
         try:
-            if not self._take_beside(attempt):
-                self.abandon_beside(error)  # another one
+            if not self._take_standby(attempt):
+                self.abandon_standby(error)  # another one
             pg, self._operations, store = whole.result()
             _owners.add(self)
             if enabled():
@@ -223,7 +223,7 @@ class ProcessGroupWrapper(Forwarding):
         return self._given and isinstance(self._pg, ProcessGroup) and self._pg._averages
 
     @property
-    def connects_beside(self) -> bool:
+    def connects_standby(self) -> bool:
         """Whether the group can connect with other peers while it keeps the present ones."""
         kind = type(self)
         return not self._given and (kind.configure, kind.reconfigure) == (
@@ -231,7 +231,7 @@ class ProcessGroupWrapper(Forwarding):
             ProcessGroupWrapper.reconfigure,
         )
 
-    def connect_beside(self, opts: ReconfigureOptions) -> Attempt[Any]:
+    def connect_standby(self, opts: ReconfigureOptions) -> ConnectionAttempt[Any]:
         """Begins to connect with other peers, on a thread. Until :meth:`hand_over` the group keeps the present ones.
 
         Both connections exist for that time, and nothing on a device waits for the new peers. An abort of the group
@@ -247,50 +247,50 @@ class ProcessGroupWrapper(Forwarding):
             ValueError: as for `reconfigure`.
         """
         meeting = plan_rendezvous(opts.handles, self.get_reconfigure_handle(), self._group_rank)
-        self.abandon_beside(RuntimeError(f"{self.getBackendName()} connects with other peers"))
+        self.abandon_standby(RuntimeError(f"{self.getBackendName()} connects with other peers"))
         if self._pg is None:
             self._reset()
         self._options = opts
         self._quorum_id, self._global_ranks = opts.uuid, meeting.global_ranks
-        attempt = self._connecting_with(meeting.address(opts.uuid), meeting.rank, meeting.world_size, beside=True)
-        with self._beside_lock:
-            self._beside = attempt
+        attempt = self._connecting_with(meeting.address(opts.uuid), meeting.rank, meeting.world_size, standby=True)
+        with self._standby_lock:
+            self._standby = attempt
         _owners.add(self)
         attempt.start()
         return attempt
 
     def hand_over(self) -> None:
-        """Gives up the present peers for those of `connect_beside`. Waits until these are connected.
+        """Gives up the present peers for those of `connect_standby`. Waits until these are connected.
 
         Raises:
             RuntimeError: there are no such peers, or they could not be connected.
         """
-        attempt = self._beside
+        attempt = self._standby
         if attempt is None:
             raise RuntimeError(f"{self.getBackendName()} has no other peers to hand over to")
         self._reset()
         self._replace(attempt)
 
-    def abandon_beside(self, error: Exception, attempt: Optional[Attempt[Any]] = None) -> None:
-        """Ends the attempt of `connect_beside`, if there is one, with this error.
+    def abandon_standby(self, error: Exception, attempt: Optional[ConnectionAttempt[Any]] = None) -> None:
+        """Ends the attempt of `connect_standby`, if there is one, with this error.
 
         Args:
             error: the error of the attempt.
             attempt: the attempt to end, if it is still the latest one; None: whichever that is.
         """
-        attempt = attempt or self._beside
-        if attempt is not None and self._take_beside(attempt):
+        attempt = attempt or self._standby
+        if attempt is not None and self._take_standby(attempt):
             attempt.abandon(error)
 
-    def _take_beside(self, attempt: Attempt[Any]) -> bool:
+    def _take_standby(self, attempt: ConnectionAttempt[Any]) -> bool:
         """Makes the caller responsible for an attempt. Returns False if it is not the latest, or was taken."""
-        with self._beside_lock:
-            mine = self._beside is attempt
+        with self._standby_lock:
+            mine = self._standby is attempt
             if mine:
-                self._beside = None
+                self._standby = None
             return mine
 
-    def _used(self, attempt: Attempt[_Connected]) -> _Connected:
+    def _used(self, attempt: ConnectionAttempt[_Connected]) -> _Connected:
         """The result of an attempt, after the first use. Called on the thread of another attempt, for an abort."""
         whole = running()
         assert whole is not None
@@ -466,12 +466,12 @@ class ProcessGroupWrapper(Forwarding):
         self._aborted = refusal(self.getBackendName())
         if self._operations is not None:
             self._operations.forget(self._aborted)
-        self._pg = self._operations = self._checker = self._attempt = self._beside = None
-        self._beside_lock = threading.Lock()  # a thread of the parent may have held the old one
+        self._pg = self._operations = self._checker = self._attempt = self._standby = None
+        self._standby_lock = threading.Lock()  # a thread of the parent may have held the old one
 
     def _release_both(self, error: Exception) -> None:
         """Drops the parent, and the connection that is made beside it."""
-        self.abandon_beside(error)
+        self.abandon_standby(error)
         self._release(error)
 
     def _release(self, error: Exception) -> None:

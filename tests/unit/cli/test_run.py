@@ -162,7 +162,7 @@ def test_a_terminal_that_fails_before_its_signal_ends_the_groups(
     def show(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(run.Progress, "show", show)
+    monkeypatch.setattr(run.StatusLines, "show", show)
     signal.signal(HUP, signal.default_int_handler)
     groups.signals = [HUP, HUP]  # the output fails before the first, so only the second one arrives: while they end
     assert main(["run", __file__]) == 129

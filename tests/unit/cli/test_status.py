@@ -172,7 +172,7 @@ def test_a_wait_for_a_lighthouse_is_announced(
         address = f"http://127.0.0.1:{stopped.getsockname()[1]}"
         expected = rf"no lighthouse answered \({address}: no answer within 1.5 s\); is it running"
         with pytest.raises(_lighthouse_http.Unanswered, match=expected):
-            _lighthouse_http.Lighthouse(address, timeout=1.5).get("/status")
+            _lighthouse_http.HttpLighthouse(address, timeout=1.5).get("/status")
     assert capsys.readouterr().err == f"waiting for the lighthouse at {address}, at most 1.5 s\n"
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Optional
 
-from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_announce, turn
-from torchft.data.position import Plan, Position, SamplesDiffer, Share
+from torchft.data.agreement import GroupAction, Verdict, entry, judge, next_action, step_to_announce
+from torchft.data.position import DataPlan, DataPosition, RankShare, SamplesDiffer
 
 # The samples of one step: the index of each, and its weight in the sum. Weights are sums of quotients, so they are
 # rounded.
@@ -44,7 +44,7 @@ class State:
 class Group:
     """A replica group, with the decisions of its loader. Subclasses make mistakes."""
 
-    def __init__(self, name: str, plan: Plan, state: Optional[State] = None) -> None:
+    def __init__(self, name: str, plan: DataPlan, state: Optional[State] = None) -> None:
         self.name = name
         self.plan = plan
         self.step = 0
@@ -52,7 +52,7 @@ class Group:
         # until the first commit: the name of the group that began with these weights, if init_sync is set; without
         # init_sync all groups begin with equal weights
         self.origin = ""
-        self.position = Position()
+        self.position = DataPosition()
         if state is not None:
             self.load(state)
 
@@ -63,8 +63,8 @@ class Group:
         self.step, self.weights, self.origin = state.step, state.weights, state.origin
         self.position = self.plan.load(state.data)
 
-    def turn(self, heals_in_background: bool, all_up_to_date: bool) -> Turn:
-        return turn(
+    def action(self, heals_in_background: bool, all_up_to_date: bool) -> GroupAction:
+        return next_action(
             at_end=self.position == self.plan.end,
             heals_in_background=heals_in_background,
             all_up_to_date=all_up_to_date,
@@ -78,16 +78,16 @@ class Group:
         leads = self.name == quorum.up_to_date[0]
         return judge(sums, self.digest, participants=len(quorum.participants), leads=leads, heals=heals)
 
-    def shares(self, quorum: Quorum) -> list[Share]:
+    def shares(self, quorum: Quorum) -> list[RankShare]:
         """The shares of each data rank; without samples if this group is at the end, or is no participant."""
         rank = quorum.participants.index(self.name) if self.name in quorum.participants else None
-        position = Position() if self.position == self.plan.end else self.position
+        position = DataPosition() if self.position == self.plan.end else self.position
         return [
             self.plan.share(position, rank, len(quorum.participants), data_rank, quorum.data_world_size)
             for data_rank in range(quorum.data_world_size)
         ]
 
-    def check(self, shares: list[Share], counted: list[int]) -> bool:
+    def check(self, shares: list[RankShare], counted: list[int]) -> bool:
         """Whether the reductions of all data ranks contain the expected samples."""
         try:
             for share, samples in zip(shares, counted):
@@ -135,7 +135,7 @@ class Job:
     def __init__(self, seed: int, group: type[Group] = Group) -> None:
         self.random = random.Random(seed)
         self.group = group
-        self.plan = Plan(
+        self.plan = DataPlan(
             length=self.random.randint(1, 14),
             global_batch_size=self.random.choice([1, 2, 3, 4, 6, 8, 12]),
             micro_batch_size=1,
@@ -218,7 +218,7 @@ class Job:
     def _step(self, groups: list[Group]) -> None:
         if self._happens(0.03, "a stranger asked"):
             # Groups announce their settings: the stranger gets an error, and the other groups lose the step.
-            if self._stranger().plan.stamp(Position()).digest == self.plan.stamp(Position()).digest:
+            if self._stranger().plan.stamp(DataPosition()).digest == self.plan.stamp(DataPosition()).digest:
                 raise Broken("a stranger was not refused")
             self.compared = []
             return
@@ -238,14 +238,16 @@ class Job:
         quorum.participants = [group.name for group in contributes][: self.most_participants]
         self.seen["a spare"] += len(contributes) > len(quorum.participants)
         up_to_date = len(quorum.up_to_date) == len(groups)
-        turns = {group.name: group.turn(in_background and group in behind, up_to_date) for group in groups}
+        actions = {group.name: group.action(in_background and group in behind, up_to_date) for group in groups}
         healed = {group.name for group in trains} | (set() if in_background else set(states))
-        if Turn.PASSES in turns.values():  # a group at the end of the data aborts the collectives of the healing groups
+        if (
+            GroupAction.PASSES in actions.values()
+        ):  # a group at the end of the data aborts the collectives of the healing groups
             self._heal(quorum, states)
             self.seen["healed at the end"] += len(states)
             self.compared = []
             return
-        self._reduce_and_decide(quorum, turns, healed, states if in_background else {})
+        self._reduce_and_decide(quorum, actions, healed, states if in_background else {})
 
     def _stranger(self) -> Group:
         """A group with the settings of another job. Its name is the last in order."""
@@ -268,7 +270,7 @@ class Job:
         self.groups = [group for group in self.groups if group not in groups]
 
     def _reduce_and_decide(
-        self, quorum: Quorum, turns: dict[str, Turn], healed: set[str], states: dict[str, State]
+        self, quorum: Quorum, actions: dict[str, GroupAction], healed: set[str], states: dict[str, State]
     ) -> None:
         names = [group.name for group in quorum.groups]
         compares, self.compared = names != self.compared, []
@@ -289,16 +291,21 @@ class Job:
             shares[lacking] = [_without_first(share) for share in shares[lacking]]
         digests = {group.name: group.digest for group in quorum.groups}
         entries = [
-            [entry(shares[name][rank].samples if turns[name] is Turn.TRAINS else 0, digests[name]) for name in counts]
+            [
+                entry(shares[name][rank].samples if actions[name] is GroupAction.TRAINS else 0, digests[name])
+                for name in counts
+            ]
             for rank in range(self.data_world_size)
         ]
         sums = [[sum(column) for column in zip(*of_rank)] or [0, 0, 0] for of_rank in entries]
-        adding = [group for group in quorum.groups if group.name in counts and turns[group.name] is Turn.TRAINS]
+        adding = [
+            group for group in quorum.groups if group.name in counts and actions[group.name] is GroupAction.TRAINS
+        ]
         batch = _sum([share for group in adding for share in shares[group.name]])
         made_of = {(group.origin, group.weights) for group in adding}
         fails = bool(failed) or self._happens(0.1, "a collective failed")
         # groups at the end of the data compare, and then end the collectives of the others
-        mixed = len(set(turns.values())) > 1
+        mixed = len(set(actions.values())) > 1
         self.groups = [group for group in self.groups if group not in failed]
         committed, left = [], []
         for group in quorum.groups:
@@ -313,7 +320,7 @@ class Job:
                 if verdict is not Verdict.ALIKE:
                     self.seen["at the newest step, at another position"] += 1
             fine = has_weights and not sees_failure and verdict is Verdict.ALIKE and group.name != lacking
-            if turns[group.name] is Turn.ENDS:
+            if actions[group.name] is GroupAction.ENDS:
                 if fine:
                     left.append(group)
                     continue
@@ -329,19 +336,19 @@ class Job:
             self.seen["a step was not committed"] += 1
             group.abandon()
             group.step = step_to_announce(group.step, verdict)
-        if left and any(turns[name] is Turn.TRAINS for name in counts):
+        if left and any(actions[name] is GroupAction.TRAINS for name in counts):
             raise Broken("some groups left in a quorum in which others train on")
         self._finish(left)
         if len(committed) == len(names):
             self.compared = names
 
 
-def _without_first(share: Share) -> Share:
+def _without_first(share: RankShare) -> RankShare:
     first, *others = share.units
     return replace(share, units=tuple(others), samples=share.samples - (len(first.indices) if first.weight else 0))
 
 
-def _sum(shares: list[Share]) -> Batch:
+def _sum(shares: list[RankShare]) -> Batch:
     weights: dict[int, float] = {}
     for share in shares:
         for unit in share.units:
@@ -351,7 +358,7 @@ def _sum(shares: list[Share]) -> Batch:
 
 
 @cache
-def one_process(plan: Plan) -> Weights:
+def one_process(plan: DataPlan) -> Weights:
     """The same training in one process."""
     group = Group("one", plan)
     while group.position != plan.end:
@@ -360,7 +367,7 @@ def one_process(plan: Plan) -> Weights:
     return group.weights
 
 
-def check(plan: Plan, weights: Weights) -> None:
+def check(plan: DataPlan, weights: Weights) -> None:
     """Raises Broken unless the weights consist of each sample once per epoch, in the batches of one process."""
     per_epoch = math.ceil(plan.length / plan.global_batch_size)
     if len(weights) != per_epoch * plan.epochs:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_announce, turn
+from torchft.data.agreement import GroupAction, Verdict, entry, judge, next_action, step_to_announce
 
 A, B = "ffffffff00000001", "00000001ffffffff"
 
@@ -61,13 +61,13 @@ def test_a_group_that_has_to_heal_announces_an_older_step() -> None:
 @pytest.mark.parametrize(
     ("at_end", "heals_in_background", "all_up_to_date", "what"),
     [
-        (False, False, True, Turn.TRAINS),
-        (False, False, False, Turn.TRAINS),
-        (False, True, False, Turn.TRAINS),
-        (True, True, False, Turn.TRAINS),  # with the others: the heal replaces its position
-        (True, False, False, Turn.PASSES),
-        (True, False, True, Turn.ENDS),
+        (False, False, True, GroupAction.TRAINS),
+        (False, False, False, GroupAction.TRAINS),
+        (False, True, False, GroupAction.TRAINS),
+        (True, True, False, GroupAction.TRAINS),  # with the others: the heal replaces its position
+        (True, False, False, GroupAction.PASSES),
+        (True, False, True, GroupAction.ENDS),
     ],
 )
-def test_turns(at_end: bool, heals_in_background: bool, all_up_to_date: bool, what: Turn) -> None:
-    assert turn(at_end=at_end, heals_in_background=heals_in_background, all_up_to_date=all_up_to_date) is what
+def test_actions(at_end: bool, heals_in_background: bool, all_up_to_date: bool, what: GroupAction) -> None:
+    assert next_action(at_end=at_end, heals_in_background=heals_in_background, all_up_to_date=all_up_to_date) is what

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchft.data.exact_sum import ExactSum, ScalesDiffer
-from torchft.data.position import Plan, Position, SamplesDiffer
+from torchft.data.position import DataPlan, DataPosition, SamplesDiffer
 
 Gradients = dict[str, Optional[torch.Tensor]]
 
@@ -126,7 +126,7 @@ def test_the_bits_are_those_of_one_process_however_the_units_are_cut(seed: int, 
 
 def train(kill: bool) -> list[torch.Tensor]:
     """Trains one process, or three groups: the last group leaves before attempt 5, and attempts 2 and 7 fail."""
-    plan = Plan(length=48, global_batch_size=12, micro_batch_size=2, epochs=3)
+    plan = DataPlan(length=48, global_batch_size=12, micro_batch_size=2, epochs=3)
     data = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
     groups = 3 if kill else 1
     models = []
@@ -134,7 +134,7 @@ def train(kill: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         models.append(torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2)))
     sums = [ExactSum(model.named_parameters(), max_units=6) for model in models]
-    position, number = Position(), 0
+    position, number = DataPosition(), 0
     while position != plan.end:
         number += 1
         if kill and number == 5:

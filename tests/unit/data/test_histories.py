@@ -23,8 +23,8 @@ from tests.unit.data.history import (
     prove,
 )
 from torchft.data import position
-from torchft.data.agreement import Turn, Verdict
-from torchft.data.position import Plan, Position, Share
+from torchft.data.agreement import GroupAction, Verdict
+from torchft.data.position import DataPlan, DataPosition, RankShare
 
 EVENTS = {
     "a collective failed",
@@ -88,7 +88,7 @@ class AdvancesWithoutCommit(Group):
 
 class HealsWeightsOnly(Group):
     def load(self, state: State) -> None:
-        before = getattr(self, "position", Position())
+        before = getattr(self, "position", DataPosition())
         super().load(state)
         self.position = before
 
@@ -113,7 +113,7 @@ class SavesThePositionOfTheStep(Group):
 class Uncounted(Group):
     """A mistake: ignores the number of samples in the reduction."""
 
-    def check(self, shares: list[Share], counted: list[int]) -> bool:
+    def check(self, shares: list[RankShare], counted: list[int]) -> bool:
         return True
 
 
@@ -125,7 +125,7 @@ class CutsOverTheQuorum(Group):
     while a group heals.
     """
 
-    def shares(self, quorum: Quorum) -> list[Share]:
+    def shares(self, quorum: Quorum) -> list[RankShare]:
         return super().shares(replace(quorum, participants=[group.name for group in quorum.groups]))
 
 
@@ -136,7 +136,7 @@ class CutsOverTheQuorumUncounted(CutsOverTheQuorum, Uncounted):
 class IsInTheReductionTwice(Uncounted):
     """A mistake: a healing group computes the units of the first participant, and its gradients count."""
 
-    def shares(self, quorum: Quorum) -> list[Share]:
+    def shares(self, quorum: Quorum) -> list[RankShare]:
         if self.name in quorum.participants:
             return super().shares(quorum)
         return super().shares(replace(quorum, participants=[self.name, *quorum.participants[1:]]))
@@ -177,8 +177,8 @@ class LeavesWithoutComparing(Group):
 class EndsByItself(LeavesWithoutComparing):
     """A mistake: a group ends without regard to healing groups."""
 
-    def turn(self, heals_in_background: bool, all_up_to_date: bool) -> Turn:
-        return super().turn(False, True)
+    def action(self, heals_in_background: bool, all_up_to_date: bool) -> GroupAction:
+        return super().action(False, True)
 
 
 class GivesWayToMissingEntries(Group):
@@ -232,10 +232,10 @@ def drops_the_rest(units: range, rank: int, of: int) -> range:
     return range(units.start + size * rank, units.start + size * (rank + 1))
 
 
-def weighs_copies(share: Callable[..., Share]) -> Callable[..., Share]:
+def weighs_copies(share: Callable[..., RankShare]) -> Callable[..., RankShare]:
     """A mistake: units that are added to give all ranks the same number count like others."""
 
-    def mistaken(plan: Plan, position: Position, *args: Any) -> Share:
+    def mistaken(plan: DataPlan, position: DataPosition, *args: Any) -> RankShare:
         got = share(plan, position, *args)
         size = plan.batch_size(position)
         return replace(got, units=tuple(replace(u, weight=len(u.indices) / size) for u in got.units))
@@ -243,16 +243,16 @@ def weighs_copies(share: Callable[..., Share]) -> Callable[..., Share]:
     return mistaken
 
 
-def adds_no_copies(share: Callable[..., Share]) -> Callable[..., Share]:
-    def mistaken(plan: Plan, position: Position, *args: Any) -> Share:
+def adds_no_copies(share: Callable[..., RankShare]) -> Callable[..., RankShare]:
+    def mistaken(plan: DataPlan, position: DataPosition, *args: Any) -> RankShare:
         got = share(plan, position, *args)
         return replace(got, units=tuple(u for u in got.units if u.weight))
 
     return mistaken
 
 
-def weighs_by_the_global_batch_size(share: Callable[..., Share]) -> Callable[..., Share]:
-    def mistaken(plan: Plan, position: Position, *args: Any) -> Share:
+def weighs_by_the_global_batch_size(share: Callable[..., RankShare]) -> Callable[..., RankShare]:
+    def mistaken(plan: DataPlan, position: DataPosition, *args: Any) -> RankShare:
         got = share(plan, position, *args)
         factor = plan.batch_size(position) / plan.global_batch_size
         return replace(got, units=tuple(replace(u, weight=u.weight * factor) for u in got.units))
@@ -260,10 +260,12 @@ def weighs_by_the_global_batch_size(share: Callable[..., Share]) -> Callable[...
     return mistaken
 
 
-def cuts_other_units_for_each_number_of_groups(share: Callable[..., Share]) -> Callable[..., Share]:
+def cuts_other_units_for_each_number_of_groups(share: Callable[..., RankShare]) -> Callable[..., RankShare]:
     """A mistake, as with a sampler with batches per group: the samples of a step depend on the number of groups."""
 
-    def mistaken(plan: Plan, position: Position, rank: Optional[int], participants: int, *args: Any) -> Share:
+    def mistaken(
+        plan: DataPlan, position: DataPosition, rank: Optional[int], participants: int, *args: Any
+    ) -> RankShare:
         got = share(plan, position, rank, participants, *args)
         move = participants - 1
         moved = [replace(u, indices=[(index + move) % plan.length for index in u.indices]) for u in got.units]
@@ -276,17 +278,17 @@ PLAN_MISTAKES: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "parts overlap": (position, "_part", lambda _: ends_late),
     "the rest of a cut is dropped": (position, "_part", lambda _: drops_the_rest),
     "the last batch of an epoch is dropped": (
-        Plan,
+        DataPlan,
         "batches_per_epoch",
         lambda _: property(lambda plan: max(1, plan.length // plan.global_batch_size)),
     ),
-    "copies count": (Plan, "share", weighs_copies),
-    "no copies": (Plan, "share", adds_no_copies),
-    "a smaller batch weighs less": (Plan, "share", weighs_by_the_global_batch_size),
-    "batches depend on the groups": (Plan, "share", cuts_other_units_for_each_number_of_groups),
+    "copies count": (DataPlan, "share", weighs_copies),
+    "no copies": (DataPlan, "share", adds_no_copies),
+    "a smaller batch weighs less": (DataPlan, "share", weighs_by_the_global_batch_size),
+    "batches depend on the groups": (DataPlan, "share", cuts_other_units_for_each_number_of_groups),
     "an order that repeats itself": (position, "_order", lambda _: lambda length, seed, epoch: [0] * length),
     "each epoch begins twice": (
-        Plan,
+        DataPlan,
         "load",
         lambda load: lambda plan, state: load(plan, state if state["batch"] != 1 else {**state, "batch": 0}),
     ),
@@ -317,7 +319,7 @@ def is_found(mistake: type[Group] = Group, job: type[Job] = Job) -> bool:
 
 
 def test_the_oracle_accepts_one_process() -> None:
-    plan = Plan(length=7, global_batch_size=4, micro_batch_size=2, shuffle=False, epochs=2)
+    plan = DataPlan(length=7, global_batch_size=4, micro_batch_size=2, shuffle=False, epochs=2)
     first = ((0, 0.25), (1, 0.25), (2, 0.25), (3, 0.25))
     rest = tuple((index, round(1 / 3, 9)) for index in (4, 5, 6))
     assert one_process(plan) == (first, rest) * 2
@@ -335,12 +337,12 @@ def test_the_oracle_accepts_one_process() -> None:
     ],
 )
 def test_the_oracle_refuses(weights: list[list[int]], message: str) -> None:
-    plan = Plan(length=3, global_batch_size=2, micro_batch_size=1, shuffle=False, epochs=2)
+    plan = DataPlan(length=3, global_batch_size=2, micro_batch_size=1, shuffle=False, epochs=2)
     with pytest.raises(Broken, match=message):
         check(plan, tuple(tuple((index, 1 / len(batch)) for index in batch) for batch in weights))
 
 
 def test_the_oracle_requires_the_mean() -> None:
-    plan = Plan(length=3, global_batch_size=2, micro_batch_size=1, shuffle=False)
+    plan = DataPlan(length=3, global_batch_size=2, micro_batch_size=1, shuffle=False)
     with pytest.raises(Broken, match="the weights of a batch are not those of a mean"):
         check(plan, (((0, 0.5), (1, 0.25)), ((2, 1.0),)))

@@ -21,9 +21,8 @@ from torchft._manager.plan import Plan as QuorumPlan
 from torchft._manager.settings import resolve
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
-from torchft.data._step import StepEnded, UnitsSkipped
-from torchft.data.loader import Step
-from torchft.data.position import Plan, Position, PositionDiffers
+from torchft.data._step import Step, StepEnded, UnitsSkipped
+from torchft.data.position import DataPlan, DataPosition, PositionDiffers
 from torchft.manager import Manager
 
 DATA = TensorDataset(torch.arange(10))
@@ -109,8 +108,8 @@ def train(loader: ElasticDataLoader) -> Generator[tuple[Step, list[Any]], Option
 def test_each_sample_once_an_epoch_in_the_order_of_the_plan(num_workers: int) -> None:
     loader = make(seed=7, epochs=2, num_workers=num_workers)
     assert len(loader) == 6
-    plan = Plan(10, 4, 2, seed=7, epochs=2)
-    position, ended = Position(), 0
+    plan = DataPlan(10, 4, 2, seed=7, epochs=2)
+    position, ended = DataPosition(), 0
     for step, units in train(loader):
         assert step.position == position and len(step) == len(units)
         for unit, planned in zip(units, plan.share(position, 0, 1).units):
@@ -138,7 +137,7 @@ def test_a_job_resumes_at_a_saved_position() -> None:
     saved = loader.state_dict()
     restored = make(epochs=2, micro_batch_size=4)
     restored.load_state_dict(saved)
-    assert restored.position == loader.position == Position(0, 2)
+    assert restored.position == loader.position == DataPosition(0, 2)
     ours = [index for unit in next(steps)[1] for index in unit.indices]
     loader.load_state_dict(saved)
     (unit,) = next(train(restored))[1]

@@ -17,11 +17,11 @@ from torch.utils.data import Dataset
 from tests.unit.data.test_loader import Alone, Raises, make, train
 from torchft._manager.plan import Plan as QuorumPlan
 from torchft.data._prefetch import ReadFailed
-from torchft.data.position import Plan, Position
+from torchft.data.position import DataPlan, DataPosition
 
 SAMPLES = 60
 SIZES: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, shuffle=False)
-PLAN = Plan(SAMPLES, 12, 2, shuffle=False)
+PLAN = DataPlan(SAMPLES, 12, 2, shuffle=False)
 
 
 class Counting(Dataset):
@@ -85,7 +85,7 @@ def trained_after_changes(
 
 
 def samples_of(step: int, rank: int, participants: int) -> list[int]:
-    return [index for unit in PLAN.share(Position(0, step), rank, participants).units for index in unit.indices]
+    return [index for unit in PLAN.share(DataPosition(0, step), rank, participants).units for index in unit.indices]
 
 
 # Units read ahead at the end of a step: none, fewer than the share of a step, and more than a step has.

@@ -7,19 +7,19 @@ from typing import Any, Optional
 
 import pytest
 
-from torchft.data.position import Plan, Position, PositionDiffers, SamplesDiffer, Share, Unit
+from torchft.data.position import DataPlan, DataPosition, PlannedUnit, PositionDiffers, RankShare, SamplesDiffer
 
-PLAN = Plan(length=10, global_batch_size=4, micro_batch_size=2, shuffle=False, seed=0, epochs=2)
+PLAN = DataPlan(length=10, global_batch_size=4, micro_batch_size=2, shuffle=False, seed=0, epochs=2)
 
 
-def positions(plan: Plan) -> list[Position]:
-    found = [Position()]
+def positions(plan: DataPlan) -> list[DataPosition]:
+    found = [DataPosition()]
     while found[-1] != plan.end:
         found.append(plan.advance(found[-1]))
     return found[:-1]
 
 
-def counted(share: Share) -> list[list[int]]:
+def counted(share: RankShare) -> list[list[int]]:
     return [list(unit.indices) for unit in share.units if unit.weight]
 
 
@@ -31,16 +31,16 @@ def counted(share: Share) -> list[list[int]]:
     [(10, 4, 3, 2), (8, 4, 2, 4), (4, 4, 1, 4), (3, 4, 1, 3), (1, 4, 1, 1), (9, 1, 9, 1)],
 )
 def test_batches_of_an_epoch(length: int, global_batch_size: int, batches: int, last: int) -> None:
-    plan = Plan(length, global_batch_size, micro_batch_size=1)
+    plan = DataPlan(length, global_batch_size, micro_batch_size=1)
     assert plan.batches_per_epoch == batches
     sizes = [plan.batch_size(position) for position in positions(plan)]
     assert sizes == [global_batch_size] * (batches - 1) + [last]
 
 
 def test_epochs_follow_each_other_and_end() -> None:
-    assert positions(PLAN) == [Position(epoch, batch) for epoch in (0, 1) for batch in (0, 1, 2)]
+    assert positions(PLAN) == [DataPosition(epoch, batch) for epoch in (0, 1) for batch in (0, 1, 2)]
     assert positions(PLAN) == sorted(positions(PLAN))
-    assert PLAN.end == Position(2, 0)
+    assert PLAN.end == DataPosition(2, 0)
 
 
 def test_there_is_nothing_after_the_end() -> None:
@@ -66,8 +66,14 @@ def test_one_process_reads_the_epoch_in_units() -> None:
 
 def test_a_unit_has_a_weight_and_knows_whether_it_is_the_last() -> None:
     plan = replace(PLAN, length=7)  # the last batch has 3 samples, and weights for that size
-    assert plan.share(Position(1, 0), 0, 1).units == (Unit((0, 1), 0.5, False), Unit((2, 3), 0.5, True))
-    assert plan.share(Position(1, 1), 0, 1).units == (Unit((4, 5), 2 / 3, False), Unit((6,), 1 / 3, True))
+    assert plan.share(DataPosition(1, 0), 0, 1).units == (
+        PlannedUnit((0, 1), 0.5, False),
+        PlannedUnit((2, 3), 0.5, True),
+    )
+    assert plan.share(DataPosition(1, 1), 0, 1).units == (
+        PlannedUnit((4, 5), 2 / 3, False),
+        PlannedUnit((6,), 1 / 3, True),
+    )
 
 
 COPY = "copy"
@@ -89,9 +95,12 @@ COPY = "copy"
     ],
 )
 def test_units_of_each_rank(units: int, participants: int, data_world_size: int, expected: list[Any]) -> None:
-    plan = Plan(length=units, global_batch_size=units, micro_batch_size=1, shuffle=False)
+    plan = DataPlan(length=units, global_batch_size=units, micro_batch_size=1, shuffle=False)
     shares = [
-        [plan.share(Position(), rank, participants, data_rank, data_world_size) for data_rank in range(data_world_size)]
+        [
+            plan.share(DataPosition(), rank, participants, data_rank, data_world_size)
+            for data_rank in range(data_world_size)
+        ]
         for rank in range(participants)
     ]
     found = [
@@ -109,7 +118,7 @@ def test_any_cut_is_the_same_batch(shuffle: bool) -> None:
     data rank can check.
     """
     for length, micro, factor in itertools.product((1, 7, 12), (1, 3), (1, 2, 5)):
-        plan = Plan(length, micro * factor, micro, shuffle, seed=5)
+        plan = DataPlan(length, micro * factor, micro, shuffle, seed=5)
         for position, participants, data_world_size in itertools.product(positions(plan), range(1, 6), range(1, 4)):
             expected = counted(plan.share(position, 0, 1))
             shares = [
@@ -131,28 +140,28 @@ def test_any_cut_is_the_same_batch(shuffle: bool) -> None:
 
 @pytest.mark.parametrize("data_rank", [0, 1])
 def test_a_group_that_does_not_take_part_runs_one_unit_and_checks_like_the_others(data_rank: int) -> None:
-    share = PLAN.share(Position(0, 1), None, 2, data_rank, 2)
-    assert share.units == (Unit((4, 5), 0.0, True),)
+    share = PLAN.share(DataPosition(0, 1), None, 2, data_rank, 2)
+    assert share.units == (PlannedUnit((4, 5), 0.0, True),)
     assert (share.samples, share.expected) == (0, 2)
 
 
 def test_each_epoch_has_its_own_order() -> None:
-    plan = Plan(length=100, global_batch_size=100, micro_batch_size=100, epochs=2, seed=1)
+    plan = DataPlan(length=100, global_batch_size=100, micro_batch_size=100, epochs=2, seed=1)
     first, second = (plan.share(position, 0, 1).units[0].indices for position in positions(plan))
-    other = replace(plan, seed=2).share(Position(), 0, 1).units[0].indices
+    other = replace(plan, seed=2).share(DataPosition(), 0, 1).units[0].indices
     assert sorted(first) == sorted(second) == sorted(other) == list(range(100))
     assert len({tuple(first), tuple(second), tuple(other), tuple(range(100))}) == 4
 
 
 def test_no_memory_of_the_size_of_the_dataset_is_allocated() -> None:
-    plan = Plan(length=2**62, global_batch_size=2**40, micro_batch_size=4, seed=3)
-    share = plan.share(Position(0, 2**21), 2**30 - 1, 2**30, 1, 2)
+    plan = DataPlan(length=2**62, global_batch_size=2**40, micro_batch_size=4, seed=3)
+    share = plan.share(DataPosition(0, 2**21), 2**30 - 1, 2**30, 1, 2)
     assert len(share.units) == 2**7 and share.samples == 2**9 and share.expected == 2**39
     assert len({index for unit in share.units for index in unit.indices}) == 2**9
 
 
 def test_a_reduction_of_more_or_fewer_samples_is_refused() -> None:
-    share = PLAN.share(Position(1, 2), 0, 2)
+    share = PLAN.share(DataPosition(1, 2), 0, 2)
     share.check(2)
     for samples in (0, 1, 3):
         with pytest.raises(SamplesDiffer, match=f"batch 2 of epoch 1: {samples} samples were reduced, 2 belong to it"):
@@ -197,7 +206,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
 )
 def test_places_out_of_range(place: tuple[Optional[int], int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PLAN.share(Position(), *place)
+        PLAN.share(DataPosition(), *place)
 
 
 # State
@@ -207,7 +216,7 @@ def test_a_position_is_saved_and_loaded() -> None:
     for position in [*positions(PLAN), PLAN.end]:
         state = json.loads(json.dumps(PLAN.save(position)))
         assert PLAN.load(state) == position
-    assert PLAN.save(Position(1, 2)) == {
+    assert PLAN.save(DataPosition(1, 2)) == {
         "format": 1,
         "length": 10,
         "global_batch_size": 4,
@@ -222,7 +231,7 @@ def test_a_position_is_saved_and_loaded() -> None:
 
 @pytest.mark.parametrize("change", [{"micro_batch_size": 1}, {"epochs": 5}])
 def test_a_resumed_run_may_have_other_units_and_more_epochs(change: dict[str, Any]) -> None:
-    assert replace(PLAN, **change).load(PLAN.save(PLAN.end)) == Position(2, 0)
+    assert replace(PLAN, **change).load(PLAN.save(PLAN.end)) == DataPosition(2, 0)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +254,7 @@ def test_a_resumed_run_may_have_other_units_and_more_epochs(change: dict[str, An
 )
 def test_a_position_of_another_run(change: dict[str, int], message: str) -> None:
     with pytest.raises(PositionDiffers, match=message):
-        PLAN.load({**PLAN.save(Position()), **change})
+        PLAN.load({**PLAN.save(DataPosition()), **change})
 
 
 def test_a_state_of_something_else() -> None:
@@ -259,7 +268,7 @@ def test_a_state_of_something_else() -> None:
 
 
 def test_each_field_changes_the_digest() -> None:
-    stamp = PLAN.stamp(Position(1, 2))
+    stamp = PLAN.stamp(DataPosition(1, 2))
     assert stamp.digest == "a1717d3ae3c4e2f8"
     others = {stamp._replace(**{field: getattr(stamp, field) + 1}).digest for field in stamp._fields}
     assert len(others | {stamp.digest}) == len(stamp) + 1

@@ -9,9 +9,9 @@ from typing import Callable, Optional
 import pytest
 
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
-from torchft.data.position import Plan, Position
+from torchft.data.position import DataPlan, DataPosition
 
-PLAN = Plan(length=48, global_batch_size=12, micro_batch_size=2, epochs=2)
+PLAN = DataPlan(length=48, global_batch_size=12, micro_batch_size=2, epochs=2)
 
 
 class Reading:
@@ -45,12 +45,12 @@ class Reading:
 
         return _Results(read)
 
-    def step(self, position: Position, rank: int, participants: int) -> list[Key]:
+    def step(self, position: DataPosition, rank: int, participants: int) -> list[Key]:
         """Takes and checks the units of a step after a change."""
         self.prefetcher.expect(forecast(position, rank, participants))
         return self.take(position, rank, participants)
 
-    def take(self, position: Position, rank: int, participants: int) -> list[Key]:
+    def take(self, position: DataPosition, rank: int, participants: int) -> list[Key]:
         keys = []
         for unit in PLAN.share(position, rank, participants).units:
             keys.append(Key(position, unit.number))
@@ -71,7 +71,7 @@ class _Results(Iterator[tuple[int, ...]]):
         return indices
 
 
-def forecast(position: Position, rank: int, participants: int) -> Iterator[Task]:
+def forecast(position: DataPosition, rank: int, participants: int) -> Iterator[Task]:
     while position != PLAN.end:
         for unit in PLAN.share(position, rank, participants).units:
             yield Task(Key(position, unit.number), unit)
@@ -81,7 +81,7 @@ def forecast(position: Position, rank: int, participants: int) -> Iterator[Task]
 @pytest.mark.parametrize("ahead", [0, 1, 4, 50])
 def test_units_are_read_once_and_in_order_while_nothing_changes(ahead: int) -> None:
     reading = Reading(ahead)
-    position = Position()
+    position = DataPosition()
     taken = reading.step(position, 1, 2)
     while (position := PLAN.advance(position)) != PLAN.end:
         taken += reading.take(position, 1, 2)
@@ -90,10 +90,10 @@ def test_units_are_read_once_and_in_order_while_nothing_changes(ahead: int) -> N
 
 def test_units_that_stay_with_this_rank_are_kept() -> None:
     reading = Reading(ahead=5)
-    reading.step(Position(), 0, 2)  # units 0 to 2 of each batch
+    reading.step(DataPosition(), 0, 2)  # units 0 to 2 of each batch
     before = len(reading.read)
     assert before == 8
-    taken = reading.step(Position(0, 1), 0, 1)  # without peers it takes units 3 to 5, too
+    taken = reading.step(DataPosition(0, 1), 0, 1)  # without peers it takes units 3 to 5, too
     assert [key.unit for key in taken] == [0, 1, 2, 3, 4, 5]
     assert reading.prefetcher.dropped == 0
     assert len(set(reading.read)) == len(reading.read), "a unit was read twice"
@@ -101,19 +101,19 @@ def test_units_that_stay_with_this_rank_are_kept() -> None:
 
 def test_units_of_another_rank_are_dropped() -> None:
     reading = Reading(ahead=5)
-    reading.step(Position(), 0, 1)
+    reading.step(DataPosition(), 0, 1)
     assert len(reading.read) == 11
-    reading.step(Position(0, 1), 1, 2)  # units 3 to 5 of batch 1
-    reading.take(Position(0, 2), 1, 2)
+    reading.step(DataPosition(0, 1), 1, 2)  # units 3 to 5 of batch 1
+    reading.take(DataPosition(0, 2), 1, 2)
     assert reading.prefetcher.dropped == 3
     assert len(set(reading.read)) == len(reading.read)
 
 
 def test_a_step_that_is_lost_is_read_again() -> None:
     reading = Reading(ahead=2)
-    first = reading.step(Position(), 0, 2)
-    assert reading.step(Position(), 0, 2) == first
-    reading.take(Position(0, 1), 0, 2)
+    first = reading.step(DataPosition(), 0, 2)
+    assert reading.step(DataPosition(), 0, 2) == first
+    reading.take(DataPosition(0, 1), 0, 2)
     assert reading.prefetcher.dropped == 0
 
 
@@ -122,7 +122,7 @@ def test_more_after_the_end_of_a_forecast() -> None:
     its own reading has ended.
     """
     reading = Reading(ahead=3)
-    last = Position(1, 3)
+    last = DataPosition(1, 3)
     reading.step(last, 0, 2)
     assert [key.unit for key in reading.step(last, 0, 1)] == [0, 1, 2, 3, 4, 5]
 
@@ -131,7 +131,7 @@ def test_a_group_that_is_alone_then_not_reads_each_unit_that_it_takes() -> None:
     """Several changes of rank and size, for different numbers of units read ahead."""
     for ahead in (0, 1, 3, 7, 20):
         reading = Reading(ahead)
-        position = Position()
+        position = DataPosition()
         for rank, participants in [(0, 1), (2, 3), (0, 2), (0, 2), (1, 2), (0, 1), (3, 4), (0, 3)]:
             reading.step(position, rank, participants)
             position = PLAN.advance(position)
@@ -141,41 +141,41 @@ def test_a_group_that_is_alone_then_not_reads_each_unit_that_it_takes() -> None:
 def test_a_failure_belongs_to_the_unit_that_could_not_be_read() -> None:
     """Unit 3 of batch 1 goes to another rank before it is taken."""
     reading = Reading(ahead=8)
-    reading.fails_at = Key(Position(0, 1), 3)
-    reading.step(Position(), 0, 1)
-    reading.step(Position(0, 1), 0, 2)
-    reading.take(Position(0, 2), 0, 2)
+    reading.fails_at = Key(DataPosition(0, 1), 3)
+    reading.step(DataPosition(), 0, 1)
+    reading.step(DataPosition(0, 1), 0, 2)
+    reading.take(DataPosition(0, 2), 0, 2)
 
 
 def test_a_unit_that_cannot_be_read_is_named_and_can_be_tried_again() -> None:
     reading = Reading(ahead=1)
-    reading.fails_at = Key(Position(), 1)
+    reading.fails_at = Key(DataPosition(), 1)
     with pytest.raises(ReadFailed, match="OSError: unreadable"):
-        reading.step(Position(), 0, 2)
+        reading.step(DataPosition(), 0, 2)
     reading.fails_at = None
-    reading.step(Position(), 0, 2)
+    reading.step(DataPosition(), 0, 2)
 
 
 def test_after_an_interrupt_each_unit_has_its_own_samples() -> None:
     """A notebook may go on after Ctrl-C."""
     reading = Reading(ahead=1)
-    reading.interrupted_at = Key(Position(), 1)
+    reading.interrupted_at = Key(DataPosition(), 1)
     with pytest.raises(KeyboardInterrupt):
-        reading.step(Position(), 0, 2)
-    reading.step(Position(), 0, 2)
-    reading.take(Position(0, 1), 0, 2)
+        reading.step(DataPosition(), 0, 2)
+    reading.step(DataPosition(), 0, 2)
+    reading.take(DataPosition(0, 1), 0, 2)
 
 
 def test_a_reader_that_ends_early_is_named() -> None:
     prefetcher = Prefetcher(lambda tasks: iter([next(tasks) for _ in range(3)][:2]))
-    prefetcher.expect(forecast(Position(), 0, 1))
+    prefetcher.expect(forecast(DataPosition(), 0, 1))
     for unit in range(2):
-        prefetcher.take(Key(Position(), unit))
+        prefetcher.take(Key(DataPosition(), unit))
     with pytest.raises(ReadFailed, match="ended before it gave all"):
-        prefetcher.take(Key(Position(), 2))
+        prefetcher.take(Key(DataPosition(), 2))
 
 
 def test_a_unit_outside_of_the_forecast_is_an_error() -> None:
     prefetcher = Prefetcher(lambda tasks: iter(()))
     with pytest.raises(KeyError, match="not in the forecast"):
-        prefetcher.take(Key(Position(), 0))
+        prefetcher.take(Key(DataPosition(), 0))

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from tests.bounded import often, todays
-from torchft.ftlib.flag import Event, Flag
+from torchft.ftlib.flag import Flag, FlagEvent
 
-REBUILDING, REBUILT, BEGUN, ENDED = Event.REBUILDING, Event.REBUILT, Event.BEGUN, Event.ENDED
-FAILED, JOINED, MEMBER_FAILED = Event.FAILED, Event.JOINED, Event.MEMBER_FAILED
+REBUILDING, REBUILT, BEGUN, ENDED = FlagEvent.REBUILDING, FlagEvent.REBUILT, FlagEvent.BEGUN, FlagEvent.ENDED
+FAILED, JOINED, MEMBER_FAILED = FlagEvent.FAILED, FlagEvent.JOINED, FlagEvent.MEMBER_FAILED
 UP = (REBUILDING, REBUILT)
 
 
@@ -36,18 +36,18 @@ UP = (REBUILDING, REBUILT)
         ((*UP, BEGUN, FAILED, *UP), True),
     ],
 )
-def test_flag(events: tuple[Event, ...], initialized: bool) -> None:
+def test_flag(events: tuple[FlagEvent, ...], initialized: bool) -> None:
     assert after(events).initialized is initialized
 
 
-def after(events: tuple[Event, ...] | list[Event]) -> Flag:
+def after(events: tuple[FlagEvent, ...] | list[FlagEvent]) -> Flag:
     flag = Flag()
     for event in events:
         flag = flag.after(event)
     return flag
 
 
-def oracle(events: list[Event]) -> bool:
+def oracle(events: list[FlagEvent]) -> bool:
     """Initialized: the last rebuild succeeded, and no reason to do another one has taken effect since it began."""
     starts = [i for i, event in enumerate(events) if event is REBUILDING]
     if not starts:
@@ -74,7 +74,7 @@ def oracle(events: list[Event]) -> bool:
 def test_random_histories() -> None:
     rng = random.Random(todays(23))
     for _ in range(often(100_000)):
-        events: list[Event] = []
+        events: list[FlagEvent] = []
         doing = None
         for _ in range(rng.randrange(1, 14)):
             allowed = [JOINED, MEMBER_FAILED]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.bounded import often, todays
-from torchft.ftlib.views import Identity, Member, Progress, RankAssignScheme, View, source
+from torchft.ftlib.views import Identity, Member, MemberProgress, RankAssignScheme, View, source
 
 A, A2, B, C = Identity("a", 1), Identity("a", 2), Identity("b", 1), Identity("c", 1)
 
@@ -77,4 +77,4 @@ def test_the_meeting_place_is_that_of_rank_0_and_of_this_view_alone() -> None:
     ],
 )
 def test_whose_state_counts(progress: list[tuple[int, int]], root: int, behind: list[int]) -> None:
-    assert source([Progress(*each) for each in progress]) == (root, behind)
+    assert source([MemberProgress(*each) for each in progress]) == (root, behind)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from torchft.launch.job import Member
-from torchft.launch.pace import Pace
-from torchft.launch.progress import Progress, line
+from torchft.launch.job import GroupState
+from torchft.launch.progress import StatusLines, line
+from torchft.launch.step_rate import StepRate
 
 
-def member(number: int, state: str) -> Member:
+def member(number: int, state: str) -> GroupState:
     group: Any = SimpleNamespace(number=number, starts=1, started=time.time(), log="logs/group-0.log", pid=7)
-    return Member(group, state=state)
+    return GroupState(group, state=state)
 
 
 def test_on_a_terminal_the_lines_replace_the_last_ones_also_if_they_are_wider_than_it(
@@ -24,9 +24,9 @@ def test_on_a_terminal_the_lines_replace_the_last_ones_also_if_they_are_wider_th
     """Otherwise the text would move up by a row each time, ten times a second."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    job: Any = SimpleNamespace(members=[member(0, "training"), member(1, "x" * 200)], pace=Pace())
+    job: Any = SimpleNamespace(members=[member(0, "training"), member(1, "x" * 200)], pace=StepRate())
     assert 160 < len(line(job.members[1], job.pace)) <= 240
-    progress = Progress()
+    progress = StatusLines()
     progress.show(job)
     assert capsys.readouterr().out.count("A") == 0
     progress.show(job)
@@ -34,7 +34,7 @@ def test_on_a_terminal_the_lines_replace_the_last_ones_also_if_they_are_wider_th
 
 
 def test_the_line_of_a_group() -> None:
-    one, pace = member(0, "training"), Pace()
+    one, pace = member(0, "training"), StepRate()
     assert line(one, pace) == "group 0   step        0  training", "a rate of 0 would say that it makes no step"
     pace.look(0.0, 1, 0)
     pace.look(0.5, 1, 10)
@@ -57,20 +57,20 @@ def test_the_line_of_a_group() -> None:
 def test_the_restarts_of_a_group_are_said_once(starts: int, state: str, expected: str) -> None:
     one = member(0, state)
     one.group.starts = starts
-    assert line(one, Pace()) == f"group 0   step        0  {expected}"
+    assert line(one, StepRate()) == f"group 0   step        0  {expected}"
 
 
 def test_a_group_that_hangs_at_its_start_names_its_log() -> None:
     one = member(0, "starting")
-    assert line(one, Pace()).endswith("  starting")
+    assert line(one, StepRate()).endswith("  starting")
     one.group.started -= 31
-    assert "  starting for 31 s, see logs/group-0.log; `py-spy dump -s --pid 7` shows where" in line(one, Pace())
+    assert "  starting for 31 s, see logs/group-0.log; `py-spy dump -s --pid 7` shows where" in line(one, StepRate())
     one.state = "waiting"
-    assert line(one, Pace()).endswith("  waiting")
+    assert line(one, StepRate()).endswith("  waiting")
 
 
 def test_the_rate_of_steps_that_take_long() -> None:
-    pace = Pace()
+    pace = StepRate()
     shown = []
     for second in range(121):
         pace.look(float(second), 1, min(second // 12, 4))  # the fifth step does not end
@@ -79,7 +79,7 @@ def test_the_rate_of_steps_that_take_long() -> None:
 
 
 def test_a_rate_does_not_go_across_quorums() -> None:
-    pace = Pace()
+    pace = StepRate()
     pace.look(0.0, 1, 0)
     pace.look(1.0, 2, 5000)  # a group with a checkpoint has joined
     assert str(pace) == ""

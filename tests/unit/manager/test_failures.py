@@ -17,7 +17,7 @@ from torchft._torchft import MemberFailure, QuorumResult
 from torchft.futures import future_wait
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupDummy
-from torchft.utils import Mark
+from torchft.utils import DeviceEvent
 
 if TYPE_CHECKING:
     from tests.unit.manager.conftest import Fixture
@@ -153,7 +153,7 @@ def test_a_late_device_fails_only_its_own_step(fixture: Fixture) -> None:
     manager.start_quorum()
     manager.wait_quorum()
 
-    class Late(Mark):
+    class Late(DeviceEvent):
         def __init__(self) -> None:
             pass
 

@@ -89,7 +89,7 @@ class Attempt:
 class Network:
     """The process group of one rank."""
 
-    connects_beside = True
+    connects_standby = True
 
     def __init__(self, identity: str) -> None:
         self.identity = identity
@@ -101,7 +101,7 @@ class Network:
     def handle(self, connections: str) -> str:
         return announce(Handle(id=self.identity, store=f"{self.identity}:1").encode(), ((CONNECTIONS, connections),))
 
-    def connect_beside(self, opts: ReconfigureOptions) -> Attempt:
+    def connect_standby(self, opts: ReconfigureOptions) -> Attempt:
         members = frozenset(Handle.decode(handle).id for handle in opts.handles)
         self.used.add(opts.uuid)
         self.beside = Attempt(opts.uuid, members)
@@ -113,14 +113,14 @@ class Network:
         self.waits += not beside.made
         self.peers = beside.uuid, beside.members
 
-    def abandon_beside(self, error: Exception, attempt: Optional[Attempt] = None) -> None:
+    def abandon_standby(self, error: Exception, attempt: Optional[Attempt] = None) -> None:
         beside = self.beside
         if beside is not None and attempt in (None, beside):
             self.beside = None
             beside.made, beside.error = False, beside.error or error
 
     def reconfigure(self, uuid: int, handles: list[str]) -> None:
-        self.abandon_beside(RuntimeError("other peers"))
+        self.abandon_standby(RuntimeError("other peers"))
         assert uuid not in self.used, "the store has the keys of an earlier meeting"
         self.waits += 1
         self.peers = uuid, frozenset(Handle.decode(handle).id for handle in handles)

@@ -22,7 +22,7 @@ from torchft._manager.plan import WorldSizeMode, make_plan
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data.agreement import Verdict
-from torchft.data.position import Plan, Position, SamplesDiffer, Share, Stamp
+from torchft.data.position import DataPlan, DataPosition, RankShare, SamplesDiffer, Stamp
 from torchft.manager import Manager
 from torchft.process_group import ManagedProcessGroup, ProcessGroupDummy
 from torchft.work import _DummyWork
@@ -367,7 +367,7 @@ def test_with_local_sgd_averages_are_divided(native: Fixture, loader_first: bool
 class Fake:
     rank = 0
 
-    def __init__(self, plan: Plan, position: Position) -> None:
+    def __init__(self, plan: DataPlan, position: DataPosition) -> None:
         self.plan, self.position = plan, position
 
     @property
@@ -382,7 +382,7 @@ class Fake:
     def digest(self) -> str:
         return self.stamp.digest
 
-    def share(self, rank: Optional[int], participants: int) -> Share:
+    def share(self, rank: Optional[int], participants: int) -> RankShare:
         return self.plan.share(self.position, rank, participants)
 
     def units_added(self) -> bool:
@@ -440,15 +440,15 @@ def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[tuple[str, bool]]
     return found
 
 
-PLAN = Plan(length=10, global_batch_size=4, micro_batch_size=2)
+PLAN = DataPlan(length=10, global_batch_size=4, micro_batch_size=2)
 
 
 def test_equal_groups_pass() -> None:
-    assert verdicts(Fake(PLAN, Position(0, 2)), Fake(PLAN, Position(0, 2))) == [("", False)] * 2
+    assert verdicts(Fake(PLAN, DataPosition(0, 2)), Fake(PLAN, DataPosition(0, 2))) == [("", False)] * 2
 
 
 def test_missing_samples_cost_the_step() -> None:
-    found = verdicts(Fake(PLAN, Position()), Fake(PLAN, Position()), lost=2)
+    found = verdicts(Fake(PLAN, DataPosition()), Fake(PLAN, DataPosition()), lost=2)
     message = "batch 0 of epoch 0: 2 samples were reduced, 4 belong to it; the step must not be committed"
     assert found == [(message, False)] * 2
 
@@ -456,9 +456,9 @@ def test_missing_samples_cost_the_step() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Fake(PLAN, Position(0, 1)),
+        Fake(PLAN, DataPosition(0, 1)),
         *(
-            Fake(plan, Position())
+            Fake(plan, DataPosition())
             for plan in (
                 replace(PLAN, length=11),
                 replace(PLAN, seed=1),
@@ -470,6 +470,6 @@ def test_missing_samples_cost_the_step() -> None:
     ],
 )
 def test_groups_that_differ_lose_the_step_and_the_first_one_counts(other: Fake) -> None:
-    first, second = verdicts(Fake(PLAN, Position()), other)
+    first, second = verdicts(Fake(PLAN, DataPosition()), other)
     assert "the 2 groups that take part do not train on the same batch" in first[0]
     assert [first[1], second[1]] == [False, True]

@@ -18,7 +18,7 @@ from torchft._agreement import HEALS, announced
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.manager import Manager
 from torchft.process_group import ReconfigureOptions
-from torchft.process_group._gloo.connections import Connections
+from torchft.process_group._gloo.connections import GlooConnections
 from torchft.process_group.native import abort_group, reconfigure_group
 
 if TYPE_CHECKING:
@@ -39,8 +39,10 @@ def asks_for_the_future(work: dist._Work) -> None:
     work.get_future().wait()
 
 
-def forget(self: Connections) -> None:
-    """Replaces `Connections.shutdown`, to simulate an operation that Gloo does not wake when its connection breaks."""
+def forget(self: GlooConnections) -> None:
+    """Replaces `GlooConnections.shutdown`, to simulate an operation that Gloo does not wake when its connection
+    breaks.
+    """
     self.cut = True
 
 
@@ -86,7 +88,7 @@ def test_a_failure_ends_a_collective_that_gloo_does_not_wake(
     manager, peer = connected(fixture, make_quorum)
     work = manager.allreduce(torch.ones(64), **how)
     with monkeypatch.context() as forgetful:
-        forgetful.setattr(Connections, "shutdown", forget)
+        forgetful.setattr(GlooConnections, "shutdown", forget)
         manager._failures.member_failed(FAILED)
         began = time.monotonic()
         end(work)
@@ -136,7 +138,7 @@ def test_a_group_whose_threads_are_all_occupied_joins_no_quorum(
     for _ in range(aborted):
         manager.allreduce(torch.ones(64))
     with monkeypatch.context() as forgetful:
-        forgetful.setattr(Connections, "shutdown", forget)
+        forgetful.setattr(GlooConnections, "shutdown", forget)
         manager._failures.member_failed(FAILED)
         assert not manager.should_commit()
     fixture.client._quorum.side_effect = RuntimeError("asked")

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp, TCPStore
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import TIMEOUT, connect, meeting
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
-from torchft.process_group._gloo.connections import Connections
+from torchft.process_group._gloo.connections import GlooConnections
 
 HERE = Path(__file__).parent
 # The promised bound of an abort, without which operations would wait for TIMEOUT.
@@ -34,7 +34,7 @@ def pair(store: TCPStore) -> list[ProcessGroupGloo]:
     return groups
 
 
-def connections_of(group: ProcessGroupGloo) -> Connections:
+def connections_of(group: ProcessGroupGloo) -> GlooConnections:
     assert group._operations is not None and group._operations.connections is not None
     return group._operations.connections
 

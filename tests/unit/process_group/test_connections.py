@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from tests.unit.process_group.gloo_peers import PEER_ENDED, SOON, connections_of, first_line, gloo, pair
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
-from torchft.process_group._gloo.connections import Connections, _listening, _raw
+from torchft.process_group._gloo.connections import GlooConnections, _listening, _raw
 
 
 def test_the_peers_notice_an_abort(store: TCPStore) -> None:
@@ -109,9 +109,9 @@ def test_ipv6_is_cut(store: TCPStore) -> None:
     options._timeout = TIMEOUT
     prefix = meeting(store).partition("/")[2]
 
-    def make(rank: int) -> tuple[Any, Connections]:
+    def make(rank: int) -> tuple[Any, GlooConnections]:
         own = dist.PrefixStore(prefix, TCPStore("localhost", store.port, is_master=False, wait_for_workers=False))
-        return dist.ProcessGroupGloo(own, rank, 2, options), Connections(own, rank, 2)
+        return dist.ProcessGroupGloo(own, rank, 2, options), GlooConnections(own, rank, 2)
 
     (first, connections), (second, _) = on_ranks(2, make)
     assert len(connections) == 2
@@ -148,8 +148,8 @@ def test_the_address_is_read_from_a_ranks_published_bytes() -> None:
 
 
 def test_without_published_addresses_nothing_is_cut() -> None:
-    assert len(Connections(dist.HashStore(), 0, 2)) == 0
-    assert len(Connections(dist.HashStore(), 0, 1)) == 0
+    assert len(GlooConnections(dist.HashStore(), 0, 2)) == 0
+    assert len(GlooConnections(dist.HashStore(), 0, 1)) == 0
 
 
 @pytest.mark.parametrize(

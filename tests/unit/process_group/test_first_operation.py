@@ -11,12 +11,12 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from torchft.process_group import ProcessGroupNCCL, ProcessGroupXCCL, _first_operation
-from torchft.process_group._first_operation import Kind, Recorded, agreed, first_operation
+from torchft.process_group._first_operation import AllreduceKind, RecordedAllreduces, agreed, first_operation
 from torchft.process_group.reconfigure import Handle
 
 
 def test_allreduces_are_recorded_by_kind() -> None:
-    recorded = Recorded()
+    recorded = RecordedAllreduces()
     assert recorded.encode() == ""
     opts = AllreduceOptions()
     opts.reduceOp = ReduceOp.AVG
@@ -62,10 +62,10 @@ def test_operations_have_the_sizes_of_their_kinds(monkeypatch: pytest.MonkeyPatc
     assert begun == [(torch.float32, 1, "sum"), (torch.float32, 0, "sum")]
     begun.clear()
     kinds = [
-        Kind("avg", "bfloat16", 9),
-        Kind("sum", "float32", 1),
-        Kind("sum", "float32", 2),
-        Kind("sum", "float32", 25),
+        AllreduceKind("avg", "bfloat16", 9),
+        AllreduceKind("sum", "float32", 1),
+        AllreduceKind("sum", "float32", 2),
+        AllreduceKind("sum", "float32", 25),
     ]
     assert first_operation(group, torch.device("cpu"), kinds=kinds).number == len(begun)  # type: ignore[attr-defined]
     assert begun == [

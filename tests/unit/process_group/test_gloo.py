@@ -23,7 +23,7 @@ from tests.unit.flickering import cleared_after_each_look
 from tests.unit.process_group.gloo_peers import DEADLINE_S, PEER_ENDED, SOON, Peer, first_line, gloo, pair
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, _attempt, wrapper
-from torchft.process_group._attempt import Attempt
+from torchft.process_group._attempt import ConnectionAttempt
 from torchft.process_group._gloo import reaper
 from torchft.utils import DeviceThread
 
@@ -113,9 +113,9 @@ def test_an_abort_after_the_connection_is_made_and_before_it_is_used_ends_it(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     group = gloo()
-    result = Attempt.result
+    result = ConnectionAttempt.result
 
-    def connected(attempt: Attempt[Any]) -> Any:
+    def connected(attempt: ConnectionAttempt[Any]) -> Any:
         made = result(attempt)
         group.abort()
         return made
@@ -125,7 +125,7 @@ def test_an_abort_after_the_connection_is_made_and_before_it_is_used_ends_it(
         return False
 
     if when == "connected":
-        monkeypatch.setattr(Attempt, "result", connected)
+        monkeypatch.setattr(ConnectionAttempt, "result", connected)
     else:
         monkeypatch.setattr(wrapper, "enabled", about_to_be_used)
     with pytest.raises(RuntimeError, match="was aborted"):
@@ -166,7 +166,7 @@ def test_connecting_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
         box.clear()
         discarded.set()
 
-    attempt = Attempt(lambda: gate.wait(TIMEOUT.total_seconds()), discard, timedelta(milliseconds=1))
+    attempt = ConnectionAttempt(lambda: gate.wait(TIMEOUT.total_seconds()), discard, timedelta(milliseconds=1))
     with pytest.raises(RuntimeError, match=r"timed out: connecting with the peers, with timeout=0:00:00.001"):
         attempt.result()
     gate.set()
@@ -176,7 +176,7 @@ def test_connecting_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_connecting_keeps_nothing_that_it_has_used_up(succeeds: bool) -> None:
     """The error of the attempt would destroy it on another thread."""
-    attempt = Attempt(lambda: 1 // succeeds, list.clear, timedelta(seconds=20))
+    attempt = ConnectionAttempt(lambda: 1 // succeeds, list.clear, timedelta(seconds=20))
     attempt.prepared = object()
     attempt.start()
     assert attempt.wait(20)

@@ -57,7 +57,7 @@ def beside(groups: list[Gated], uuid: int = 1) -> list[Any]:
     opts.handles = [group.get_reconfigure_handle() for group in groups]
     opts.uuid = uuid
     opts.timeout = TIMEOUT
-    return [group.connect_beside(opts) for group in groups]
+    return [group.connect_standby(opts) for group in groups]
 
 
 def reduced(groups: list[Gated]) -> list[float]:
@@ -93,7 +93,7 @@ def test_handing_over_waits_until_the_peers_are_connected(groups: list[Gated]) -
 def test_an_abandoned_attempt_leaves_the_present_peers(groups: list[Gated]) -> None:
     attempts = beside(groups)
     for group in groups:
-        group.abandon_beside(RuntimeError("a peer has failed"))
+        group.abandon_standby(RuntimeError("a peer has failed"))
     assert all(attempt.ended and "a peer has failed" in str(attempt.error) for attempt in attempts)
     assert reduced(groups[:2]) == [2.0, 2.0] and groups[0].errored() is None
     with pytest.raises(RuntimeError, match="torchft-gloo has no other peers to hand over to"):
@@ -104,7 +104,7 @@ def test_an_abandoned_attempt_leaves_the_present_peers(groups: list[Gated]) -> N
 def test_an_attempt_that_is_not_the_latest_ends_nothing(groups: list[Gated]) -> None:
     first = beside(groups[:2])
     second = beside(groups, uuid=2)
-    groups[0].abandon_beside(RuntimeError("a peer of the first one has failed"), first[0])
+    groups[0].abandon_standby(RuntimeError("a peer of the first one has failed"), first[0])
     for group in groups:
         group.gate.set()
     wait_until(lambda: all(attempt.ended for attempt in second))
@@ -211,7 +211,7 @@ def test_handles_are_checked_before_anything_changes(groups: list[Gated]) -> Non
     opts = ReconfigureOptions()
     opts.handles = ["no handle"]
     with pytest.raises(ValueError, match="not a torchft handle"):
-        groups[0].connect_beside(opts)
+        groups[0].connect_standby(opts)
     assert reduced(groups[:2]) == [2.0, 2.0]
 
 
@@ -219,9 +219,9 @@ def test_the_timeout_is_that_of_the_options(groups: list[Gated], store: TCPStore
     opts = ReconfigureOptions()
     opts.handles = [group.get_reconfigure_handle() for group in groups]
     opts.uuid, opts.timeout = 1, timedelta(seconds=7)
-    groups[0].connect_beside(opts)
+    groups[0].connect_standby(opts)
     assert groups[0]._connect_timeout == timedelta(seconds=7)
-    groups[0].abandon_beside(RuntimeError("enough"))
+    groups[0].abandon_standby(RuntimeError("enough"))
     groups[0].configure(f"localhost:{store.port}/alone", "alone", 0, 1)
     assert groups[0]._connect_timeout == TIMEOUT
 
@@ -242,7 +242,7 @@ class OwnConfigure(ProcessGroupGloo):
         (ProcessGroupBabyGloo, None),  # its worker has one group
     ],
 )
-def test_groups_that_connect_beside(make: Any, can: object) -> None:
+def test_groups_that_connect_standby(make: Any, can: object) -> None:
     group: ProcessGroup = make()
-    assert getattr(group, "connects_beside", None) is can
+    assert getattr(group, "connects_standby", None) is can
     group.shutdown()

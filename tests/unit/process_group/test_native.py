@@ -33,7 +33,7 @@ from torchft.process_group import (
     supports_reconfigure,
 )
 from torchft.process_group import native as native_module
-from torchft.process_group._gloo.connections import Connections
+from torchft.process_group._gloo.connections import GlooConnections
 from torchft.process_group.native import abort_group, connections_of, error_of_native, reconfigure_group
 
 pytestmark = pytest.mark.skipif(
@@ -114,7 +114,7 @@ def test_an_operation_after_an_abort_ends_although_gloo_does_not_wake_it(
     group = ProcessGroupWrapper(pg=parents[0])
     connect([group, parents[1]], store)
     with monkeypatch.context() as forgetful:
-        forgetful.setattr(Connections, "shutdown", lambda self: setattr(self, "cut", True))
+        forgetful.setattr(GlooConnections, "shutdown", lambda self: setattr(self, "cut", True))
         abort_group(parents[0])
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="the connections with all peers are broken"):

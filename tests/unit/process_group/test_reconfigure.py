@@ -30,7 +30,7 @@ from torchft.process_group import (
     reconfigure_with_store,
     supports_reconfigure,
 )
-from torchft.process_group._attempt import Attempt
+from torchft.process_group._attempt import ConnectionAttempt
 from torchft.process_group.reconfigure import Handle, exchange_handles, plan_rendezvous
 from torchft.work import _DummyWork
 
@@ -435,7 +435,7 @@ def test_an_abandoned_attempt_does_not_go_on_once_it_has_its_store() -> None:
 
     for error, expected in ((None, None), (RuntimeError("gone"), "gone")):
         reached.clear()
-        attempt = Attempt(connects, list.clear, TIMEOUT)
+        attempt = ConnectionAttempt(connects, list.clear, TIMEOUT)
         if error is not None:
             attempt.abandon(error)
         attempt.start()

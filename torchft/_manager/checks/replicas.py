@@ -32,7 +32,7 @@ from torchft._manager.checks.divergence import (
 from torchft._manager.settings import OnDivergence
 from torchft.checkpointing._digest import combine, digest_bytes, memory_of
 from torchft.checkpointing._places import local_part
-from torchft.utils import Mark, devices_of
+from torchft.utils import DeviceEvent, devices_of
 from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class _Sent(NamedTuple):
     plan: Plan
     table: torch.Tensor  # the message; with a ``mark``, its copy on the host, valid once the mark is reached
     work: Optional[_ManagedWork] = None
-    mark: Optional[Mark] = None  # reached when the copy to the host is complete
+    mark: Optional[DeviceEvent] = None  # reached when the copy to the host is complete
 
 
 class Replicas:
@@ -273,7 +273,7 @@ class Replicas:
         self._active: tuple[int, bool] = (-1, False)  # quorum id, and whether its groups compare
         self._entries: dict[int, Digests] = {}
         self._stale = False  # whether the entries are digests of weights that a heal replaces
-        self._mark: Optional[Mark] = None  # reached when the last digests on a device are computed
+        self._mark: Optional[DeviceEvent] = None  # reached when the last digests on a device are computed
         self._last: Optional[int] = None  # the step that was digested last
         self._asked: Optional[Step] = None  # the attempt in which a message was sent last
         self._running: Optional[_Sent] = None
@@ -398,7 +398,7 @@ class Replicas:
             self._judge(running)
         else:
             table = _on_host(running.table)
-            self._copied = running._replace(table=table, work=None, mark=Mark(devices_of(running.table)))
+            self._copied = running._replace(table=table, work=None, mark=DeviceEvent(devices_of(running.table)))
 
     def _digest(self, step: Step, number: int) -> None:
         """Digests this step's part of the state. An error switches the comparison off; training is not affected."""
@@ -410,7 +410,7 @@ class Replicas:
         try:
             entry = self._digester.digest(number)
             words = entry.words
-            self._mark = Mark(devices_of(words)) if isinstance(words, torch.Tensor) else None
+            self._mark = DeviceEvent(devices_of(words)) if isinstance(words, torch.Tensor) else None
         except Exception as e:
             self._logger.exception(f"the weights cannot be compared with those of other groups: {e}")
             # This group sends zeros from now on. It must not stop sending, because the other groups wait for it in the

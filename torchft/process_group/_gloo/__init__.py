@@ -9,7 +9,7 @@ connections             an abort leaves operations in flight: their sockets, fou
                         in /proc and the store, are shut down                        operations in flight
 operations              some operations do not end even then; a wait for one also    the same holds for each of
                         ends after an abort, or when connections are broken          them, `recv` from any included
-stillness               the end of a connection may not wake a send; if its thread   such a send is woken
+quiescence               the end of a connection may not wake a send; if its thread   such a send is woken
                         sleeps, the step can be reduced again
 loops                   Gloo's event loop spins on a cut connection that still       it closes a connection that is
                         holds data                                                   cut behind unread data

@@ -26,7 +26,7 @@ from torchft.process_group._gloo.loops import epolls, is_open, quiet_later, watc
 
 _DESCRIPTORS = "/proc/self/fd"
 
-_all: weakref.WeakSet[Connections] = weakref.WeakSet()
+_all: weakref.WeakSet[GlooConnections] = weakref.WeakSet()
 
 
 class _Connection(NamedTuple):
@@ -35,7 +35,7 @@ class _Connection(NamedTuple):
     there: tuple[bytes, ...]
 
 
-class Connections:
+class GlooConnections:
     """The established connections of a group.
 
     Args:

@@ -6,7 +6,7 @@ failures of a peer), which sleeps until its timeout although all connections of 
 are not known, no operation ends. So each wait here is ended separately. After an abort, or when every connection is
 broken, Gloo has `_GRACE_SEC` to raise its own error; then the wait ends. A wait for a collective also ends when one
 connection has been broken for `_DAMAGED_SEC`. An operation that still runs then ends at its timeout, on a thread of the
-reaper. Until then it may write to its tensors, unless its threads sleep (`stillness`).
+reaper. Until then it may write to its tensors, unless its threads sleep (`quiescence`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from torchft.process_group._errors import POINT_TO_POINT, copied, explained, tensors_of
-from torchft.process_group._gloo.connections import Connections
-from torchft.process_group._gloo.stillness import Stillness
+from torchft.process_group._gloo.connections import GlooConnections
+from torchft.process_group._gloo.quiescence import Quiescence
 from torchft.utils import DeviceThread
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Operations:
         connections: the group's connections; without them only `end` ends operations.
     """
 
-    def __init__(self, name: str, connections: Optional[Connections] = None) -> None:
+    def __init__(self, name: str, connections: Optional[GlooConnections] = None) -> None:
         self.name = name
         self.connections = connections
         # Reentrant: the garbage collector may call `end` on a thread that holds the lock.
@@ -261,9 +261,9 @@ class _GuardedWork(Work):
             False if it may still write after the timeout.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        connections, stillness = self._operations.connections, Stillness()
+        connections, quiescence = self._operations.connections, Quiescence()
         while not self.ended():
-            if self._in_place and connections is not None and connections.severed and stillness.reached():
+            if self._in_place and connections is not None and connections.severed and quiescence.reached():
                 return True
             if time.monotonic() >= deadline:
                 return False

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import Work
 
 from torchft.process_group._errors import POINT_TO_POINT, explained
-from torchft.process_group._gloo.connections import Connections
+from torchft.process_group._gloo.connections import GlooConnections
 from torchft.process_group._gloo.operations import _LOOK_SEC, Operations
 from torchft.process_group._gloo.scheduling import calm_loops
 from torchft.process_group.base import BaseProcessGroup
@@ -185,7 +185,7 @@ class Worker:
             DeviceThread(self._watch_backend, "torchft_backend", (self._pg,)).start()
         else:
             calm_loops()
-            operations = Operations(group._name, Connections(store, rank, world_size))
+            operations = Operations(group._name, GlooConnections(store, rank, world_size))
             if operations.connections:
                 DeviceThread(self._watch, "torchft_peers", (operations,)).start()
 

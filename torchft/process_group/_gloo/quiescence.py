@@ -28,7 +28,7 @@ _LOOK_SEC = 0.02
 _Switches = dict[str, str]
 
 
-class Stillness:
+class Quiescence:
     """Observes for how long the threads of Gloo in this process have slept."""
 
     def __init__(self) -> None:

@@ -19,9 +19,9 @@ from torch.distributed import TCPStore
 from tests.unit.process_group.gloo_peers import DEADLINE_S, pair
 from tests.unit.process_group.test_operations import Stuck
 from torchft.process_group._gloo import connections as connections_module
-from torchft.process_group._gloo import stillness as module
+from torchft.process_group._gloo import quiescence as module
 from torchft.process_group._gloo.operations import _GuardedWork
-from torchft.process_group._gloo.stillness import Stillness
+from torchft.process_group._gloo.quiescence import Quiescence
 
 NEVER = timedelta(seconds=3 * module._STILL_SEC)
 
@@ -48,9 +48,9 @@ def thread(name: str, turn: Callable[[threading.Event], object]) -> Iterator[Non
 
 
 def reached_within(seconds: float) -> bool:
-    stillness, deadline = Stillness(), time.monotonic() + seconds
+    quiescence, deadline = Quiescence(), time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if stillness.reached():
+        if quiescence.reached():
             return True
         time.sleep(0.001)
     return False

@@ -8,7 +8,7 @@ _OVER_SEC = 5.0
 _MOST_PERIODS = 3  # without a step for this many times the usual duration of one, the rate is unknown
 
 
-class Pace:
+class StepRate:
     """Steps per second of the groups that train, from looks at the job.
 
     The groups of a quorum are in the same step, so they have one rate. The step of a single group, or of different

@@ -26,7 +26,7 @@ _lighthouse = ""
 
 
 def use_lighthouse(address: str) -> None:
-    """Sets the lighthouse address of this process. Called by a Manager, which may have it from an argument.
+    """Sets the lighthouse address of this process; a Manager may have it from an argument.
 
     Process groups and checkpoint servers have no such argument; they announce the address on the route to the
     lighthouse.

@@ -25,7 +25,7 @@ _LARGE_READ = 1 << 20
 
 # The answer of a server without room, and the seconds after which there may be some.
 _BUSY = b"HTTP/1.1 503 busy\r\nRetry-After: %d\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-_ADMITTED_ENDS, _STRANGER_ENDS = 1, 0
+_ADMITTED_ENDS, _PENDING_ENDS = 1, 0
 
 
 class _DeadlineSocket(socket.socket):
@@ -37,7 +37,7 @@ class _DeadlineSocket(socket.socket):
     """
 
     deadline: float | None = None  # by time.monotonic(); None: no limit
-    arrived: Callable[[], float] | None = None  # called after each read of data; returns the deadline from then on
+    arrived: Callable[[], float] | None = None  # runs after each read of data; returns the deadline from then on
 
     @classmethod
     def wrap(cls, sock: socket.socket) -> _DeadlineSocket:
@@ -85,8 +85,8 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
     """A threading HTTP server for IPv6 and IPv4; on a host without IPv6, for IPv4 only.
 
     Every connection is served by its own thread. `server_close` cuts the open connections and waits for their threads,
-    at most `close_timeout` seconds. A connection is a *stranger* until its handler has found its request valid and
-    called `admit`. There are at most `max_strangers` of them, and `strangers_of_one` from one address; beyond that the
+    at most `close_timeout` seconds. A connection is *pending* until its handler has found its request valid and
+    called `admit`. There are at most `max_pending` of them, and `pending_of_one` from one address; beyond that the
     oldest is cut. `admit` refuses a request beyond `max_connections` admitted ones. In both cases the client is told
     when to retry.
 
@@ -99,9 +99,9 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
     request_queue_size = 1024
     daemon_threads = True
     max_connections = 256
-    # A small number suffices: a peer sends its request at once, so it is a stranger for a moment only.
-    max_strangers = 64
-    strangers_of_one = 32
+    # A small number suffices: a peer sends its request at once, so it is pending for a moment only.
+    max_pending = 64
+    pending_of_one = 32
     close_timeout = 5.0
 
     def __init__(
@@ -111,7 +111,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         bind_and_activate: bool = True,
     ) -> None:
         self._connections: set[_DeadlineSocket] = set()
-        self._strangers: dict[_DeadlineSocket, str] = {}  # those not admitted, with their addresses, oldest first
+        self._pending: dict[_DeadlineSocket, str] = {}  # those not admitted, with their addresses, oldest first
         self._admitted: set[_DeadlineSocket] = set()  # those admitted
         self._full = False  # whether a connection was refused since the last one was admitted
         self._request_threads: list[threading.Thread] = []
@@ -142,22 +142,22 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         )
         host = client_address[0]
         with self._connections_lock:
-            same = [stranger for stranger, its in self._strangers.items() if its == host]
-            if len(same) >= self.strangers_of_one:
+            same = [other for other, its in self._pending.items() if its == host]
+            if len(same) >= self.pending_of_one:
                 self._cut(same[0])
-            elif len(self._strangers) >= self.max_strangers:
-                self._cut(next(iter(self._strangers)))
+            elif len(self._pending) >= self.max_pending:
+                self._cut(next(iter(self._pending)))
             self._connections.add(request)
-            self._strangers[request] = host
+            self._pending[request] = host
             # in a list apart from the connections: a thread outlives its connection by a moment
             self._request_threads = [t for t in self._request_threads if t.is_alive()] + [thread]
             thread.start()
 
-    def _cut(self, stranger: _DeadlineSocket, retry_after: int = _STRANGER_ENDS) -> None:
-        del self._strangers[stranger]
+    def _cut(self, connection: _DeadlineSocket, retry_after: int = _PENDING_ENDS) -> None:
+        del self._pending[connection]
         with suppress(OSError):
-            stranger.send(_BUSY % retry_after, socket.MSG_DONTWAIT)
-        stranger.abort()
+            connection.send(_BUSY % retry_after, socket.MSG_DONTWAIT)
+        connection.abort()
 
     def admit(self, request: _DeadlineSocket) -> bool:
         """Admits a connection with a valid request.
@@ -167,12 +167,12 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
             closes the connection.
         """
         with self._connections_lock:
-            if request not in self._strangers:
+            if request not in self._pending:
                 return request in self._admitted
             full, self._full = self._full, len(self._admitted) >= self.max_connections
             if not self._full:
                 self._admitted.add(request)
-                del self._strangers[request]
+                del self._pending[request]
                 return True
             self._cut(request, _ADMITTED_ENDS)
         if not full:
@@ -186,7 +186,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
             with self._connections_lock:
                 self._connections.discard(request)
                 self._admitted.discard(request)
-                self._strangers.pop(request, None)
+                self._pending.pop(request, None)
 
     def abort_connections(self) -> None:
         """Cuts every open connection; reads and writes that wait on one of them get an error."""

@@ -91,7 +91,7 @@ class ParameterServer(ABC):
     @classmethod
     @abstractmethod
     def new_process_group(cls) -> ProcessGroup:
-        """Makes a process group without peers, for one session; called by the server and by its clients.
+        """Makes a process group without peers, for one session, in the server and in its clients.
 
         Its timeout limits how long server and client wait for each other to connect.
         """
@@ -108,7 +108,7 @@ class ParameterServer(ABC):
 
     @classmethod
     def new_session(cls, address: str) -> ProcessGroup:
-        """Called by a client: opens a session.
+        """Opens a session, as a client.
 
         Args:
             address: result of the server's `address`.

@@ -127,8 +127,8 @@ class ReproducibleSum:
         return self._outcome is Outcome.REPEAT
 
     def verify(self, units: int) -> None:
-        """Raises an error unless the gradients are those of a batch with this many units; called after a
-        heal was loaded.
+        """Raises an error unless the gradients are those of a batch with this many units. A heal must be
+        loaded before.
         """
         if self._error is not None:
             raise self._error

@@ -171,7 +171,7 @@ class Step:
             )
 
     def _check_first(self, units: int) -> None:
-        """Called before the last unit is reduced: a unit that is accumulated later would miss the reduction."""
+        """Checks the units before the last one is reduced: one that is accumulated later would miss the reduction."""
         try:
             self.check(units)
         except UnitsSkipped as e:

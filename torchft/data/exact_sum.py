@@ -203,7 +203,7 @@ class ExactSum:
         return True
 
     def commit(self) -> None:
-        """Called when the step is committed: sets the scales of the next step.
+        """Commits the step: sets the scales of the next one.
 
         Raises:
             RuntimeError: no ``read()`` has set the gradients.
@@ -214,7 +214,7 @@ class ExactSum:
         self._attempt = dict(self._committed)
 
     def abandon(self) -> None:
-        """Called when the step is not committed, because of an error or a vote: the next attempt counts as a first one.
+        """Makes the next attempt count as a first one: the step was not committed, because of an error or a vote.
 
         Every rank must call it, even if it saw no failure; otherwise the scales of the ranks may differ.
         """

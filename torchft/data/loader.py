@@ -229,7 +229,7 @@ class ElasticDataLoader:
         return self._position == self._plan.end
 
     def units_added(self) -> bool:
-        """Whether the gradients contain all units of this rank. Called at each reduction; False before the first unit.
+        """Whether the gradients of a reduction contain all units of this rank; False before the first unit.
 
         Raises:
             UnitsSkipped: they contain only some of the units.
@@ -240,7 +240,7 @@ class ElasticDataLoader:
         return True
 
     def verify(self) -> None:
-        """Raises an error unless all units are in the gradients; called before the vote, after a heal was loaded."""
+        """Raises an error unless all units are in the gradients. A heal must be loaded before."""
         if self._local_steps is not None:
             return
         self._check_units(self._step)
@@ -365,11 +365,11 @@ class ElasticDataLoader:
         return self._account.committed
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
-        """Called when a LocalSGD or DiLoCo is made for the Manager of this loader."""
+        """Makes a step of the loader one of the inner optimizer of this LocalSGD or DiLoCo."""
         self._local_steps = local_steps
 
     def send_samples(self) -> int:
-        """Called when groups compare their samples; returns this rank's samples that the reduction contains."""
+        """Begins a comparison of the groups' samples. Returns this rank's samples that the reduction contains."""
         if self._local_steps is not None:
             return self._account.send()
         if self._step is None:
@@ -379,11 +379,11 @@ class ElasticDataLoader:
         return self._step.samples if self._step.begun else self._step.planned_samples
 
     def samples_averaged(self, counted: int) -> None:
-        """Called with the number of samples in an average, over all groups, before the average is committed."""
+        """Sets the number of samples in an average, over all groups, before the average is committed."""
         self._counted = counted
 
     def inner_step_ended(self) -> None:
-        """Called after each step of the inner optimizer."""
+        """Ends a step of the inner optimizer."""
         step, self._step = self._step, None
         if step is not None:
             self._account.trained(step.samples, step.expected)

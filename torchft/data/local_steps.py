@@ -30,7 +30,7 @@ class Account:
     _sent: Optional[tuple[int, int]] = None
 
     def trained(self, own: int, expected: int) -> None:
-        """Called after an inner step.
+        """Adds an inner step.
 
         Args:
             own: samples that this rank trained on.
@@ -40,12 +40,12 @@ class Account:
         self.open += expected
 
     def send(self) -> int:
-        """Called when an average begins. Returns the samples that this rank contributes to it."""
+        """Begins an average. Returns the samples that this rank contributes to it."""
         self._sent = self.open, self.own
         return self.own
 
     def averaged(self, counted: int) -> None:
-        """Called when an average that contains this many samples is committed."""
+        """Commits an average that contains this many samples."""
         assert self._sent is not None
         open_, own = self._sent
         self.committed += counted
@@ -55,7 +55,7 @@ class Account:
         self._sent = None
 
     def failed(self, kept: bool) -> None:
-        """Called when an average is not committed.
+        """Ends an average without a commit.
 
         Args:
             kept: whether each group continues with its own weights, which are in the next average.

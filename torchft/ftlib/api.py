@@ -146,7 +146,7 @@ class FTLib:
         return self._answer
 
     def get_member_list(self) -> View:
-        """Waits until the members agree on a view, and confirms it. Called by ``execute`` and the averages."""
+        """Waits until the members agree on a view, and confirms it."""
         view = self._view = self._consensus.get_member_list()
         ended, reason = self._ended
         if ended == view.number:  # the report of its end came before the view
@@ -156,13 +156,11 @@ class FTLib:
         return view
 
     def new_member_join(self) -> None:
-        """Called when a process wants to become a member. The communicator is rebuilt after the collective in progress,
-        if any.
-        """
+        """Lets the communicator be rebuilt after the collective in progress: a process wants to become a member."""
         self._advance(FlagEvent.JOINED)
 
     def member_failed(self, view: int, reason: str) -> None:
-        """Called when a member of this view has failed or left. A collective that waits for it fails at once."""
+        """Fails a collective that waits for a member of this view, which has failed or left."""
         self._ended = max(self._ended, (view, reason))
         if self._view is not None and self._view.number == view:
             if self._flag.initialized:

@@ -31,10 +31,10 @@ class Listener(Protocol):
     """Receives reports from a consensus. Both methods return at once, and may be called from any thread."""
 
     def new_member_join(self) -> None:
-        """Called when a process wants to become a member."""
+        """Reports a process that wants to become a member."""
 
     def member_failed(self, view: int, reason: str) -> None:
-        """Called when a member of the view with this number has failed or left. It may be this member itself."""
+        """Reports that a member of the view with this number has failed or left. It may be this member itself."""
 
 
 class Consensus(ABC):
@@ -65,7 +65,7 @@ class Consensus(ABC):
 
     @abstractmethod
     def attach(self, listener: Listener) -> None:
-        """Called once, before anything else."""
+        """Sets the receiver of the reports: once, before anything else."""
 
     @abstractmethod
     def close(self) -> None:

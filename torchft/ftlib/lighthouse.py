@@ -144,8 +144,8 @@ def _view(result: QuorumResult) -> View:
         RuntimeError: a group of the quorum is no member of FTLib.
     """
     if len(result.reconfigure_handles) != len(result.replica_ids):
-        strangers = result.replicas_without_handles or result.replica_ids
-        raise RuntimeError(f"quorum {result.quorum_id}: {strangers} do not use FTLib: give it a TORCHFT_JOB_ID")
+        others = result.replicas_without_handles or result.replica_ids
+        raise RuntimeError(f"quorum {result.quorum_id}: {others} do not use FTLib: give it a TORCHFT_JOB_ID")
     members = []
     for replica_id, address in zip(result.replica_ids, result.reconfigure_handles):
         name, _, incarnation = replica_id.rpartition(":")

@@ -164,7 +164,7 @@ def _forget_frames(error: Optional[BaseException]) -> None:
 
 
 def in_time(call: Callable[[], T], timeout: timedelta, check: Callable[[], object] = lambda: None) -> T:
-    """Waits for a call that may heed no timeout: a TCPStore does not answer while its process is suspended.
+    """Waits for a call that may ignore its timeout: a TCPStore does not answer while its process is suspended.
 
     Args:
         call: continues on its own thread after an error. It learns of that by :func:`running`.

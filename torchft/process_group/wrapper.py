@@ -110,7 +110,7 @@ class ProcessGroupWrapper(Forwarding):
         return min(self._timeout, given or self._timeout)
 
     def _reset(self) -> None:
-        """Resets the state that belongs to the old peers; called before new ones are connected."""
+        """Resets the state that belongs to the old peers, before new ones are connected."""
         self._aborted = None
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
@@ -291,7 +291,7 @@ class ProcessGroupWrapper(Forwarding):
             return mine
 
     def _used(self, attempt: ConnectionAttempt[_Connected]) -> _Connected:
-        """The result of an attempt, after the first use. Called on the thread of another attempt, for an abort."""
+        """The result of an attempt, after the first use. Runs on the thread of another attempt, which an abort ends."""
         whole = running()
         assert whole is not None
         whole.when_abandoned(partial(attempt.abandon, RuntimeError(f"{self.getBackendName()} was aborted")))
@@ -304,7 +304,7 @@ class ProcessGroupWrapper(Forwarding):
         return box.pop()
 
     def _use_first(self, pg: BaseProcessGroup) -> None:
-        """Called before peers that were connected beside others are used."""
+        """Prepares the first use of peers that were a standby connection."""
 
     @property
     def supports_reconfigure(self) -> bool:
@@ -470,7 +470,7 @@ class ProcessGroupWrapper(Forwarding):
         self._standby_lock = threading.Lock()  # a thread of the parent may have held the old one
 
     def _release_both(self, error: Exception) -> None:
-        """Drops the parent, and the connection that is made beside it."""
+        """Drops the parent, and the standby connection."""
         self.abandon_standby(error)
         self._release(error)
 
@@ -542,8 +542,8 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def _release_all() -> None:
-    """Called at the end of the process, while threads can still be started; `_gloo.reaper` then waits a moment for
-    them.
+    """Releases all groups at the end of the process, while threads can still be started; `_gloo.reaper` then waits a
+    moment for them.
     """
     for group in list(_owners):
         if group._given:

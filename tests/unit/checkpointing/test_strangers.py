@@ -81,7 +81,7 @@ def test_strangers_do_not_delay_a_heal(data: bytes, native: bool, monkeypatch: p
         for _ in range(3):
             got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
             assert torch.equal(got["weights"], state["weights"])
-        assert len(source._server._strangers) <= source._server.max_strangers
+        assert len(source._server._pending) <= source._server.max_pending
 
 
 def test_strangers_do_not_delay_a_heal_with_a_token(
@@ -136,7 +136,7 @@ def test_a_busy_source_is_no_progress(make: Make, monkeypatch: pytest.MonkeyPatc
 def test_a_connection_that_is_cut_before_its_request_is_told_to_retry(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_IPv6HTTPServer, "strangers_of_one", 1)
+    monkeypatch.setattr(_IPv6HTTPServer, "pending_of_one", 1)
     source = make()
     with connect(source) as early, connect(source), HTTPResponse(early) as response:
         response.begin()

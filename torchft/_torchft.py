@@ -120,7 +120,7 @@ class _Operation(_Native):
         return self._go.wait(op)
 
 
-class _Server(_Native):
+class _GoServer(_Native):
     """A native object that listens at an address."""
 
     __slots__ = ("_address",)
@@ -138,7 +138,7 @@ class _Server(_Native):
         self._release()
 
 
-class ManagerServer(_Server):
+class ManagerServer(_GoServer):
     """The server of one replica group, on its group rank 0. It heartbeats to the lighthouse, gathers the
     group's ranks for a quorum and for the vote on a commit, and ends with ``shutdown`` or the last reference.
 
@@ -415,7 +415,7 @@ class ManagerClient(_Native):
         self._release()
 
 
-class LighthouseServer(_Server):
+class LighthouseServer(_GoServer):
     """The server of a job that tracks its members and forms their quorums. In production it runs as
     ``torchft_lighthouse``. It ends with ``shutdown`` or the last reference.
 
@@ -523,7 +523,7 @@ class LighthouseClient(_Native):
         self._go.run(self._go.pyapi_LighthouseHeartbeatStart, self._handle, replica_id, _micros("timeout", timeout))
 
 
-class _LighthouseCommand(_Server):
+class _LighthouseCommand(_GoServer):
     """The server behind ``torchft_lighthouse``."""
 
     __slots__ = ()

@@ -34,7 +34,7 @@ from torchft._manager.checks.loader import Data, Loader, device_of
 from torchft._manager.checks.replicas import Replicas
 from torchft._manager.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.connection import Connection
-from torchft._manager.edge import Server, Transport, as_peers, as_server
+from torchft._manager.edge import GroupServer, Transport, as_peers, as_server
 from torchft._manager.errors import Errors, ExceptionWithTraceback
 from torchft._manager.extras import OwnExtras
 from torchft._manager.failures import FailureCallback, Failures
@@ -69,7 +69,7 @@ from torchft._manager.settings import (
 )
 from torchft._manager.signals import Signals, leave_on_from_env
 from torchft._manager.state import Position, Stateful, kept_in
-from torchft._manager.step import Request, State, Step
+from torchft._manager.step import Step, StepRequest, StepState
 from torchft._manager.stepping import Stepping
 from torchft._manager.together import Agreement, Ranks
 from torchft._manager.transfers import Transfers
@@ -234,7 +234,7 @@ class Manager(Stateful, Stepping):
         if settings.lighthouse_addr:
             use_lighthouse(settings.lighthouse_addr)
         self._transport = Transport(checkpoint_transport or HTTPTransport(timeout=settings.timeout, num_chunks=0))
-        self._server = Server(None, settings.group_rank)  # a placeholder until the group's server is known
+        self._server = GroupServer(None, settings.group_rank)  # a placeholder until the group's server is known
         self._manager: Optional[ManagerServer] = None
         self._rounds: Optional[Rounds] = None
         self._along: Optional[Along] = None  # None if groups heal at once
@@ -285,7 +285,7 @@ class Manager(Stateful, Stepping):
         self._user_state.optimizers = self._replicas.state.optimizers
         self._layout = Layout(self._peers.announce_layout)
         self._data = Data(self._layout, planner, settings, self._init_sync)
-        first = self._make_step(Request(True, False, self._quorum_timeout), state=State.UNASKED)
+        first = self._make_step(StepRequest(True, False, self._quorum_timeout), state=StepState.UNASKED)
         self._current = self._errors.step = first
         self._failures = Failures(
             settings.enable_error_bus,
@@ -376,10 +376,10 @@ class Manager(Stateful, Stepping):
 
     def _make_step(
         self,
-        request: Request,
+        request: StepRequest,
         inputs: Optional[Inputs] = None,
         plan: Optional[Plan] = None,
-        state: State = State.ASKED,
+        state: StepState = StepState.ASKED,
     ) -> Step:
         collectives = Collectives(
             self._peers.abort, self._errors.of_collective, self._backlog, self._place, logger=self._logger
@@ -428,7 +428,7 @@ class Manager(Stateful, Stepping):
         if self._data.adds_gradients:
             return  # the loader checks for a drain between two steps, and its units belong to the step in progress
         self._data.check_step()
-        request = Request(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
+        request = StepRequest(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
         if self._replayer.is_ahead:
             if self._replayer.begins_at(self._position) and request.is_like(self._current.request):
                 self._current.inputs.forget()
@@ -440,7 +440,7 @@ class Manager(Stateful, Stepping):
         if at_once:
             self._settle()
 
-    def _begin_round(self, request: Request, inputs: Optional[Inputs] = None, reads_state: bool = False) -> None:
+    def _begin_round(self, request: StepRequest, inputs: Optional[Inputs] = None, reads_state: bool = False) -> None:
         """Begins an attempt at a step.
 
         Args:
@@ -740,7 +740,7 @@ class Manager(Stateful, Stepping):
     def _begin_batch(self) -> Plan:
         """Begins a step if none has begun, and waits until its quorum is known. A heal continues in the background."""
         if not self._loader_can_use_step():
-            self._begin_round(Request(True, False, self._quorum_timeout), reads_state=self._server.native)
+            self._begin_round(StepRequest(True, False, self._quorum_timeout), reads_state=self._server.native)
         self._maker.check()
         assert self._round is not None
         plan = self._planner.plan(self._round.answer(), self._current.request.allow_heal)

@@ -17,7 +17,7 @@ from tests.late.one_rank import OneRank
 from tests.late.test_step import DEADLINE, Vote
 from tests.promises import ABORT_S, within
 from tests.unit.manager.conftest import Fixture, fixture, quorum
-from torchft._manager.step import Request
+from torchft._manager.step import StepRequest
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
 
@@ -183,7 +183,7 @@ def test_a_synchronous_quorum_does_not_change_the_training_threads_device(
     torch.ones(1, device="late")
     manager = fixture.manager()
     manager._background.begin()
-    manager._follow(manager._make_step(Request(True, False, timedelta(seconds=10))), quorum())
+    manager._follow(manager._make_step(StepRequest(True, False, timedelta(seconds=10))), quorum())
     assert threading.current_thread() not in set_on
 
 

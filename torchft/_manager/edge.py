@@ -87,7 +87,7 @@ def _attribute(given: Any, defaults: type, name: str) -> Any:
 # The manager server
 
 
-class Server:
+class GroupServer:
     """The manager server of a rank's group, through any client.
 
     Args:
@@ -143,7 +143,7 @@ class Server:
         """Calls the named method of the client, which reports something for logs, dashboard or metrics."""
 
 
-class _NativeServer(Server):
+class _NativeServer(GroupServer):
     """The manager server through torchft's own client, which can do more than upstream's."""
 
     native = True
@@ -193,14 +193,14 @@ class _NativeServer(Server):
             _logger.debug("not sent: %s", e)
 
 
-def as_server(client: Any, group_rank: int) -> Server:
+def as_server(client: Any, group_rank: int) -> GroupServer:
     """The manager server behind a client.
 
-    A subclass of torchft's client counts as upstream's: it may override upstream's methods, and only :class:`Server`
-    goes through them (torchft's own path bypasses ``_quorum``, for example). The rank then receives no notices of
-    failures.
+    A subclass of torchft's client counts as upstream's: it may override upstream's methods, and only
+    :class:`GroupServer` goes through them (torchft's own path bypasses ``_quorum``, for example). The rank then
+    receives no notices of failures.
     """
-    return (_NativeServer if type(client) is _torchft.ManagerClient else Server)(client, group_rank)
+    return (_NativeServer if type(client) is _torchft.ManagerClient else GroupServer)(client, group_rank)
 
 
 def _whole(result: Any) -> QuorumResult:

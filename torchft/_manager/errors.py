@@ -12,7 +12,7 @@ from torchft._manager.replay import peers_fault
 
 if TYPE_CHECKING:
     from torchft._manager.collectives import Collectives
-    from torchft._manager.edge import Server
+    from torchft._manager.edge import GroupServer
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.observe.phases import Incidents
     from torchft._manager.step import Step
@@ -51,7 +51,7 @@ class Errors:
         self,
         replica_id: str,
         incidents: Incidents,
-        server: Server,
+        server: GroupServer,
         logger: _ManagerLogger,
     ) -> None:
         self._replica_id = replica_id

@@ -12,7 +12,7 @@ from torchft._extras import Extras
 if TYPE_CHECKING:
     from torchft._manager.checks.layout import Layout
     from torchft._manager.checks.loader import Data, LocalSteps
-    from torchft._manager.checks.replicas import State
+    from torchft._manager.checks.replicas import RegisteredState
     from torchft._manager.connection import Connection
     from torchft._manager.edge import Peers
     from torchft._manager.errors import Errors
@@ -33,7 +33,7 @@ class OwnExtras(Extras):
         errors: Errors,
         data: Data,
         replayer: Replayer,
-        replicated: State,
+        replicated: RegisteredState,
         layout: Layout,
     ) -> None:
         self._place = place

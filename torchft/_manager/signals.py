@@ -56,7 +56,7 @@ def leave_on_from_env() -> tuple[int, ...]:
     return tuple(allowed[name] for name in names)
 
 
-class Deadline:
+class DrainDeadline:
     """The time by which a draining process must have ended. Times are arguments, in seconds.
 
     Args:
@@ -136,7 +136,7 @@ class Signals:
         if self not in _heeding:
             _heeding.append(self)
         if _watch is None:
-            _watch = _Watch(Deadline(grace.total_seconds()), end, clock)
+            _watch = _Watch(DrainDeadline(grace.total_seconds()), end, clock)
         for number in numbers:
             if number not in self._previous:
                 self._previous[number] = signal.getsignal(number)
@@ -275,7 +275,7 @@ class _Watch:
         clock: in seconds.
     """
 
-    def __init__(self, deadline: Deadline, end: Callable[[int], Any], clock: Callable[[], float]) -> None:
+    def __init__(self, deadline: DrainDeadline, end: Callable[[int], Any], clock: Callable[[], float]) -> None:
         self._deadline = deadline
         self._end = end
         self._clock = clock

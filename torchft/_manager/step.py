@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchft._manager.plan import Plan
 
 
-class State(Enum):
+class StepState(Enum):
     """The states of a step."""
 
     UNASKED = "was not begun"  # the placeholder before the first step
@@ -57,47 +57,49 @@ class Event(Enum):
     __hash__ = object.__hash__
 
 
-_RUNNING = (State.ASKED, State.TRAINING, State.HEALING, State.HEALED, State.FAILED)
-_VOTED = (State.VOTED_YES, State.VOTED_NO)
-_DECIDED = (State.COMMITTED, State.LOST)
+_RUNNING = (StepState.ASKED, StepState.TRAINING, StepState.HEALING, StepState.HEALED, StepState.FAILED)
+_VOTED = (StepState.VOTED_YES, StepState.VOTED_NO)
+_DECIDED = (StepState.COMMITTED, StepState.LOST)
 
 
-def _each(states: Iterable[State], event: Event, to: Optional[State] = None) -> dict[tuple[State, Event], State]:
+def _each(
+    states: Iterable[StepState], event: Event, to: Optional[StepState] = None
+) -> dict[tuple[StepState, Event], StepState]:
     return {(state, event): to or state for state in states}
 
 
 # The next state by state and event. Any other combination is a bug of this package or of the manager server.
-TRANSITIONS: dict[tuple[State, Event], State] = {
+TRANSITIONS: dict[tuple[StepState, Event], StepState] = {
     # The quorum arrives, once.
-    (State.ASKED, Event.QUORUM): State.TRAINING,
-    (State.ASKED, Event.BEHIND): State.HEALING,
-    (State.FAILED, Event.QUORUM): State.FAILED,
-    (State.FAILED, Event.BEHIND): State.FAILED,
+    (StepState.ASKED, Event.QUORUM): StepState.TRAINING,
+    (StepState.ASKED, Event.BEHIND): StepState.HEALING,
+    (StepState.FAILED, Event.QUORUM): StepState.FAILED,
+    (StepState.FAILED, Event.BEHIND): StepState.FAILED,
     # A heal. A state that has arrived is loaded even if the step has failed, because the next step needs it.
-    (State.HEALING, Event.LOADED): State.HEALED,
-    (State.FAILED, Event.LOADED): State.FAILED,
-    (State.HEALED, Event.JOINED): State.TRAINING,
-    (State.FAILED, Event.JOINED): State.FAILED,
+    (StepState.HEALING, Event.LOADED): StepState.HEALED,
+    (StepState.FAILED, Event.LOADED): StepState.FAILED,
+    (StepState.HEALED, Event.JOINED): StepState.TRAINING,
+    (StepState.FAILED, Event.JOINED): StepState.FAILED,
     # Errors. One after this rank's vote changes nothing.
-    **_each(_RUNNING, Event.ERROR, State.FAILED),
-    **_each((State.UNASKED, *_VOTED, *_DECIDED, State.DROPPED), Event.ERROR),
+    **_each(_RUNNING, Event.ERROR, StepState.FAILED),
+    **_each((StepState.UNASKED, *_VOTED, *_DECIDED, StepState.DROPPED), Event.ERROR),
     # This rank's vote: never yes after an error, or before a peer's state is loaded.
-    **_each((State.TRAINING, State.HEALED), Event.YES, State.VOTED_YES),
-    **_each((State.TRAINING, State.HEALED, State.FAILED), Event.NO, State.VOTED_NO),
+    **_each((StepState.TRAINING, StepState.HEALED), Event.YES, StepState.VOTED_YES),
+    **_each((StepState.TRAINING, StepState.HEALED, StepState.FAILED), Event.NO, StepState.VOTED_NO),
     # The group's decision. torchft's own manager server never commits a step that a rank voted against (edge.py checks
     # this); the decision of another server is followed, as in upstream.
-    **_each(_VOTED, Event.COMMIT, State.COMMITTED),
-    **_each(_VOTED, Event.LOSE, State.LOST),
+    **_each(_VOTED, Event.COMMIT, StepState.COMMITTED),
+    **_each(_VOTED, Event.LOSE, StepState.LOST),
     # A second vote: an unanswered vote is repeated. After a decision the group votes on the next step, in the same
     # quorum.
-    **_each((State.VOTED_YES, *_DECIDED), Event.YES, State.VOTED_YES),
-    **_each((*_VOTED, *_DECIDED), Event.NO, State.VOTED_NO),
+    **_each((StepState.VOTED_YES, *_DECIDED), Event.YES, StepState.VOTED_YES),
+    **_each((*_VOTED, *_DECIDED), Event.NO, StepState.VOTED_NO),
     # A second quorum request: an undecided step is dropped.
-    **_each((*_RUNNING, *_VOTED), Event.DROP, State.DROPPED),
+    **_each((*_RUNNING, *_VOTED), Event.DROP, StepState.DROPPED),
 }
 
 
-def after(state: State, event: Event) -> State:
+def after(state: StepState, event: Event) -> StepState:
     """Returns the state that an event leads to.
 
     Raises:
@@ -109,14 +111,14 @@ def after(state: State, event: Event) -> State:
         raise RuntimeError(f"a step that {state.value} cannot {event.value}") from None
 
 
-class Request(NamedTuple):
+class StepRequest(NamedTuple):
     """The arguments of ``start_quorum``."""
 
     allow_heal: bool
     shrink_only: bool
     timeout: timedelta
 
-    def is_like(self, other: Request) -> bool:
+    def is_like(self, other: StepRequest) -> bool:
         """Whether both request the same quorum; their timeouts may differ."""
         return self[:2] == other[:2]
 
@@ -151,11 +153,11 @@ class Step:
 
     def __init__(
         self,
-        request: Request,
+        request: StepRequest,
         collectives: Collectives,
         inputs: Inputs,
         plan: Optional[Plan],
-        state: State = State.ASKED,
+        state: StepState = StepState.ASKED,
     ) -> None:
         self.request = request
         self.collectives = collectives
@@ -223,8 +225,8 @@ class Step:
             self.collectives.usable = error is None
             if error is not None:
                 self.state = after(self.state, Event.ERROR)
-            elif self.state is State.FAILED:
-                self.state = State.TRAINING
+            elif self.state is StepState.FAILED:
+                self.state = StepState.TRAINING
 
     def connected(self) -> None:
         """Called when the process group is connected with the peers of this step."""
@@ -238,7 +240,7 @@ class Step:
         nothing after this rank's vote, since the next step may keep the connection.
         """
         with self._lock:
-            self._aborts = self.state is State.FAILED
+            self._aborts = self.state is StepState.FAILED
         if self._aborts and self._connected:
             self.collectives.abort()
 

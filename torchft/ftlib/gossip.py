@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Optional
 
 from torchft._security import security
-from torchft._torchft import _micros, _Server
+from torchft._torchft import _GoServer, _micros
 from torchft.addresses import announced_host, host_port
 from torchft.ftlib.consensus import Consensus, Listener
 from torchft.ftlib.views import Identity, Member, View, checked_name
@@ -111,7 +111,7 @@ class Gossip(Consensus):
                 self._listener.new_member_join()
 
 
-class _Node(_Server):
+class _Node(_GoServer):
     """A node of ``go/gossip``."""
 
     __slots__ = ()

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, create_autospec
 import pytest
 
 from tests.unit.manager.test_rounds import LONG, REQUEST, UPSTREAM, Followed
-from torchft._manager.edge import Server, Transport, _NativeServer, as_peers, as_server, work_kind
+from torchft._manager.edge import GroupServer, Transport, _NativeServer, as_peers, as_server, work_kind
 from torchft._torchft import ManagerClient, QuorumResult
 from torchft.checkpointing import CheckpointTransport
 from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
@@ -36,11 +36,11 @@ class UpstreamClient:
 
 
 @pytest.fixture
-def server() -> Server:
+def server() -> GroupServer:
     return as_server(UpstreamClient("http://m:1", connect_timeout=SOON), 2)
 
 
-def test_a_client_with_the_methods_of_upstream_suffices(server: Server) -> None:
+def test_a_client_with_the_methods_of_upstream_suffices(server: GroupServer) -> None:
     followed = Followed()
     rounds = server.rounds()
     rounds.begin(followed, REQUEST, LONG).result()
@@ -56,7 +56,7 @@ def test_a_client_with_the_methods_of_upstream_suffices(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stand_in", [SimpleNamespace(quorum_id=3, max_step=5), MagicMock(quorum_id=3, max_step=5)])
-def test_a_result_of_another_class_gets_all_fields(server: Server, stand_in: Any) -> None:
+def test_a_result_of_another_class_gets_all_fields(server: GroupServer, stand_in: Any) -> None:
     server.client.result = stand_in
     followed = Followed()
     rounds = server.rounds()
@@ -69,7 +69,7 @@ def test_a_result_of_another_class_gets_all_fields(server: Server, stand_in: Any
 def test_a_double_of_our_client_is_used_by_its_methods() -> None:
     double = MagicMock(spec=ManagerClient)
     server = as_server(double, 0)
-    assert type(server) is Server, "a test double would return notices at once and without end"
+    assert type(server) is GroupServer, "a test double would return notices at once and without end"
     server.leave(SOON)
     server.close()
     double._leave.assert_called_once_with(SOON)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.bounded import todays
 from torchft._agreement import COMPARES, announce
-from torchft._manager.checks.replicas import Digester, Replicas, State, _Sent
+from torchft._manager.checks.replicas import Digester, RegisteredState, Replicas, _Sent
 from torchft._manager.settings import OnDivergence
 from torchft._manager.state import Place
 from torchft.checkpointing._digest import digest_all, memory_of
@@ -295,7 +295,7 @@ def test_empty_entries_of_the_optimizer_state_are_not_counted() -> None:
     """
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([parameter])
-    state = State()
+    state = RegisteredState()
     state.add_optimizer(optimizer)
     digester = Digester(state, 10)
     before = state.counts()
@@ -305,7 +305,7 @@ def test_empty_entries_of_the_optimizer_state_are_not_counted() -> None:
     optimizer.step()
     optimizer.state["other"] = 3  # type: ignore[index]
     assert state.counts() != before
-    healed = State()
+    healed = RegisteredState()
     healed.add_optimizer(optimizer)
     assert digester.digest(1).header == Digester(healed, 10).digest(1).header
 
@@ -354,7 +354,7 @@ def test_where_weights_are_compared_by_default(named: Any, by_default: str, chos
 def test_the_names_of_parameters() -> None:
     """The model's names, else the optimizer's, else the position in the optimizer."""
     model = nn.Linear(2, 2)
-    plain, named = State(), State()
+    plain, named = RegisteredState(), RegisteredState()
     plain.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     named.add_parameters(lambda: [*model.named_parameters(), ("again", model.weight)])
     named.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -377,7 +377,7 @@ def test_numbers_and_tensors_of_any_kind_are_digested() -> None:
         "half": torch.randn(5).to(torch.bfloat16),
         "text": "x",
     }
-    state = State()
+    state = RegisteredState()
     state.add_optimizer(optimizer)
     digester = Digester(state, 1)
     before = digester.digest(0)
@@ -403,7 +403,7 @@ def test_the_local_shard_of_a_dtensor_is_digested() -> None:
             for parameter, gradient in zip(parameters, gradients):
                 parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if shards else gradient.clone()
             optimizer.step()
-            state = State()
+            state = RegisteredState()
             state.add_optimizer(optimizer)
             digesters.append(Digester(state, sweep))
         first = [[digester.digest(step).words for step in range(sweep)] for digester in digesters]

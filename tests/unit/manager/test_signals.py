@@ -17,7 +17,7 @@ import pytest
 
 from tests.unit.waiting import wait_until
 from torchft._manager import signals as module
-from torchft._manager.signals import SAME_REQUEST_SEC, Deadline, Signals
+from torchft._manager.signals import SAME_REQUEST_SEC, DrainDeadline, Signals
 from torchft._torchft import QuorumResult
 
 Quorum = Callable[..., QuorumResult]
@@ -55,7 +55,7 @@ def handlers() -> Iterator[None]:
     ],
 )
 def test_when_the_process_ends_at_once(at: list[float], now: float, left: Optional[float], over: str) -> None:
-    deadline = Deadline(25.0)
+    deadline = DrainDeadline(25.0)
     for arrived in at:
         deadline.asked(arrived)
     assert deadline.left(now) == (None if left is None else pytest.approx(left))

@@ -17,83 +17,83 @@ from tests.unit.manager.quorums import healing, peer_state
 from tests.unit.manager.test_plan import plan, result
 from torchft._manager.inputs import Inputs
 from torchft._manager.observe.trace import StepTrace
-from torchft._manager.step import TRANSITIONS, Event, Request, State, Step, after
+from torchft._manager.step import TRANSITIONS, Event, Step, StepRequest, StepState, after
 from torchft._torchft import QuorumResult
 
 Quorum = Callable[..., QuorumResult]
-Path = list[tuple[Event, Optional[State]]]  # None: the event is an error
+Path = list[tuple[Event, Optional[StepState]]]  # None: the event is an error
 
 PATHS: dict[str, Path] = {
     "a step": [
-        (Event.QUORUM, State.TRAINING),
-        (Event.YES, State.VOTED_YES),
-        (Event.COMMIT, State.COMMITTED),
+        (Event.QUORUM, StepState.TRAINING),
+        (Event.YES, StepState.VOTED_YES),
+        (Event.COMMIT, StepState.COMMITTED),
         (Event.DROP, None),
     ],
     "a sibling votes against it": [
-        (Event.QUORUM, State.TRAINING),
-        (Event.YES, State.VOTED_YES),
-        (Event.LOSE, State.LOST),
+        (Event.QUORUM, StepState.TRAINING),
+        (Event.YES, StepState.VOTED_YES),
+        (Event.LOSE, StepState.LOST),
         (Event.DROP, None),
     ],
     "too few groups": [
-        (Event.QUORUM, State.TRAINING),
-        (Event.NO, State.VOTED_NO),
-        (Event.LOSE, State.LOST),
+        (Event.QUORUM, StepState.TRAINING),
+        (Event.NO, StepState.VOTED_NO),
+        (Event.LOSE, StepState.LOST),
     ],
     "healed at its end": [
-        (Event.BEHIND, State.HEALING),
-        (Event.LOADED, State.HEALED),
-        (Event.YES, State.VOTED_YES),
-        (Event.COMMIT, State.COMMITTED),
+        (Event.BEHIND, StepState.HEALING),
+        (Event.LOADED, StepState.HEALED),
+        (Event.YES, StepState.VOTED_YES),
+        (Event.COMMIT, StepState.COMMITTED),
     ],
     "healed before it began": [
-        (Event.BEHIND, State.HEALING),
-        (Event.LOADED, State.HEALED),
-        (Event.JOINED, State.TRAINING),
-        (Event.YES, State.VOTED_YES),
+        (Event.BEHIND, StepState.HEALING),
+        (Event.LOADED, StepState.HEALED),
+        (Event.JOINED, StepState.TRAINING),
+        (Event.YES, StepState.VOTED_YES),
     ],
     "a heal that was not loaded": [
-        (Event.BEHIND, State.HEALING),
+        (Event.BEHIND, StepState.HEALING),
         (Event.YES, None),
         (Event.JOINED, None),
-        (Event.DROP, State.DROPPED),
+        (Event.DROP, StepState.DROPPED),
     ],
     "healed and failed": [
-        (Event.BEHIND, State.HEALING),
-        (Event.LOADED, State.HEALED),
-        (Event.ERROR, State.FAILED),
+        (Event.BEHIND, StepState.HEALING),
+        (Event.LOADED, StepState.HEALED),
+        (Event.ERROR, StepState.FAILED),
         (Event.YES, None),
-        (Event.NO, State.VOTED_NO),
-        (Event.LOSE, State.LOST),
+        (Event.NO, StepState.VOTED_NO),
+        (Event.LOSE, StepState.LOST),
         (Event.COMMIT, None),
     ],
     "failed, then its heal came": [
-        (Event.BEHIND, State.HEALING),
-        (Event.ERROR, State.FAILED),
-        (Event.LOADED, State.FAILED),
-        (Event.JOINED, State.FAILED),
+        (Event.BEHIND, StepState.HEALING),
+        (Event.ERROR, StepState.FAILED),
+        (Event.LOADED, StepState.FAILED),
+        (Event.JOINED, StepState.FAILED),
         (Event.YES, None),
-        (Event.NO, State.VOTED_NO),
+        (Event.NO, StepState.VOTED_NO),
     ],
     "failed before its quorum was known": [
-        (Event.ERROR, State.FAILED),
-        (Event.QUORUM, State.FAILED),
-        (Event.ERROR, State.FAILED),
-        (Event.NO, State.VOTED_NO),
-        (Event.LOSE, State.LOST),
+        (Event.ERROR, StepState.FAILED),
+        (Event.QUORUM, StepState.FAILED),
+        (Event.ERROR, StepState.FAILED),
+        (Event.NO, StepState.VOTED_NO),
+        (Event.LOSE, StepState.LOST),
     ],
     "failed before its quorum was known, and has to heal": [
-        (Event.ERROR, State.FAILED),
-        (Event.BEHIND, State.FAILED),
-        (Event.LOADED, State.FAILED),
+        (Event.ERROR, StepState.FAILED),
+        (Event.BEHIND, StepState.FAILED),
+        (Event.LOADED, StepState.FAILED),
     ],
     "an error after this rank's yes": [
-        (Event.QUORUM, State.TRAINING),
-        (Event.YES, State.VOTED_YES),
-        (Event.ERROR, State.VOTED_YES),
-        (Event.COMMIT, State.COMMITTED),
-        (Event.ERROR, State.COMMITTED),
+        (Event.QUORUM, StepState.TRAINING),
+        (Event.YES, StepState.VOTED_YES),
+        (Event.ERROR, StepState.VOTED_YES),
+        (Event.COMMIT, StepState.COMMITTED),
+        (Event.ERROR, StepState.COMMITTED),
     ],
     "voted before its quorum was known": [
         (Event.YES, None),
@@ -102,66 +102,66 @@ PATHS: dict[str, Path] = {
         (Event.LOSE, None),
     ],
     "voted twice, because the first vote was not answered": [
-        (Event.QUORUM, State.TRAINING),
-        (Event.YES, State.VOTED_YES),
-        (Event.YES, State.VOTED_YES),
-        (Event.NO, State.VOTED_NO),
+        (Event.QUORUM, StepState.TRAINING),
+        (Event.YES, StepState.VOTED_YES),
+        (Event.YES, StepState.VOTED_YES),
+        (Event.NO, StepState.VOTED_NO),
         (Event.YES, None),
-        (Event.DROP, State.DROPPED),
+        (Event.DROP, StepState.DROPPED),
     ],
     "voted twice, on two steps in one quorum": [
-        (Event.QUORUM, State.TRAINING),
-        (Event.YES, State.VOTED_YES),
-        (Event.COMMIT, State.COMMITTED),
+        (Event.QUORUM, StepState.TRAINING),
+        (Event.YES, StepState.VOTED_YES),
+        (Event.COMMIT, StepState.COMMITTED),
         (Event.COMMIT, None),
-        (Event.YES, State.VOTED_YES),
-        (Event.LOSE, State.LOST),
-        (Event.NO, State.VOTED_NO),
-        (Event.LOSE, State.LOST),
+        (Event.YES, StepState.VOTED_YES),
+        (Event.LOSE, StepState.LOST),
+        (Event.NO, StepState.VOTED_NO),
+        (Event.LOSE, StepState.LOST),
     ],
-    "asked twice": [(Event.DROP, State.DROPPED), (Event.DROP, None), (Event.QUORUM, None)],
+    "asked twice": [(Event.DROP, StepState.DROPPED), (Event.DROP, None), (Event.QUORUM, None)],
     "asked twice, the first had its quorum": [
-        (Event.QUORUM, State.TRAINING),
+        (Event.QUORUM, StepState.TRAINING),
         (Event.QUORUM, None),
         (Event.BEHIND, None),
-        (Event.DROP, State.DROPPED),
-        (Event.ERROR, State.DROPPED),
+        (Event.DROP, StepState.DROPPED),
+        (Event.ERROR, StepState.DROPPED),
         (Event.YES, None),
     ],
     "asked twice, the first had healed": [
-        (Event.BEHIND, State.HEALING),
-        (Event.LOADED, State.HEALED),
-        (Event.DROP, State.DROPPED),
+        (Event.BEHIND, StepState.HEALING),
+        (Event.LOADED, StepState.HEALED),
+        (Event.DROP, StepState.DROPPED),
     ],
-    "asked twice, the first had failed": [(Event.ERROR, State.FAILED), (Event.DROP, State.DROPPED)],
+    "asked twice, the first had failed": [(Event.ERROR, StepState.FAILED), (Event.DROP, StepState.DROPPED)],
     "asked twice, the vote on the first is not decided": [
-        (Event.QUORUM, State.TRAINING),
-        (Event.YES, State.VOTED_YES),
-        (Event.DROP, State.DROPPED),
+        (Event.QUORUM, StepState.TRAINING),
+        (Event.YES, StepState.VOTED_YES),
+        (Event.DROP, StepState.DROPPED),
     ],
     "healed, and too few groups take part": [
-        (Event.BEHIND, State.HEALING),
-        (Event.LOADED, State.HEALED),
-        (Event.NO, State.VOTED_NO),
-        (Event.NO, State.VOTED_NO),
-        (Event.ERROR, State.VOTED_NO),
-        (Event.COMMIT, State.COMMITTED),  # only with a stand-in for the manager server
-        (Event.NO, State.VOTED_NO),
+        (Event.BEHIND, StepState.HEALING),
+        (Event.LOADED, StepState.HEALED),
+        (Event.NO, StepState.VOTED_NO),
+        (Event.NO, StepState.VOTED_NO),
+        (Event.ERROR, StepState.VOTED_NO),
+        (Event.COMMIT, StepState.COMMITTED),  # only with a stand-in for the manager server
+        (Event.NO, StepState.VOTED_NO),
     ],
     "lost, then the next step in the same quorum": [
-        (Event.QUORUM, State.TRAINING),
-        (Event.ERROR, State.FAILED),
-        (Event.NO, State.VOTED_NO),
-        (Event.LOSE, State.LOST),
-        (Event.ERROR, State.LOST),
-        (Event.YES, State.VOTED_YES),
+        (Event.QUORUM, StepState.TRAINING),
+        (Event.ERROR, StepState.FAILED),
+        (Event.NO, StepState.VOTED_NO),
+        (Event.LOSE, StepState.LOST),
+        (Event.ERROR, StepState.LOST),
+        (Event.YES, StepState.VOTED_YES),
     ],
 }
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_transitions_of_a_step(path: Path) -> None:
-    state = State.ASKED
+    state = StepState.ASKED
     for event, expected in path:
         if expected is None:
             with pytest.raises(RuntimeError, match=f"a step that {state.value} cannot {event.value}"):
@@ -172,9 +172,9 @@ def test_transitions_of_a_step(path: Path) -> None:
 
 
 def test_each_row_is_on_a_path() -> None:
-    walked = {(State.UNASKED, Event.ERROR)}  # walked in the next test
+    walked = {(StepState.UNASKED, Event.ERROR)}  # walked in the next test
     for path in PATHS.values():
-        state = State.ASKED
+        state = StepState.ASKED
         for event, expected in path:
             if expected is not None:
                 walked.add((state, event))
@@ -183,26 +183,28 @@ def test_each_row_is_on_a_path() -> None:
 
 
 def test_before_the_first_step_there_are_errors_only() -> None:
-    allowed = {event for event in Event if (State.UNASKED, event) in TRANSITIONS}
+    allowed = {event for event in Event if (StepState.UNASKED, event) in TRANSITIONS}
     assert allowed == {Event.ERROR}
-    assert after(State.UNASKED, Event.ERROR) is State.UNASKED
+    assert after(StepState.UNASKED, Event.ERROR) is StepState.UNASKED
 
 
 def test_invariants_of_all_rows() -> None:
     for (state, event), to in TRANSITIONS.items():
-        if to is State.COMMITTED and state is not State.COMMITTED:
-            assert event is Event.COMMIT and state in (State.VOTED_YES, State.VOTED_NO), "only after this rank's vote"
-        if state is State.FAILED:
-            assert to in (State.FAILED, State.VOTED_NO, State.DROPPED), "an error is not taken back"
-        if state is State.DROPPED:
-            assert to is State.DROPPED
-    assert all((state, Event.ERROR) in TRANSITIONS for state in State), "an error comes whenever it likes"
-    reached = {State.ASKED, State.UNASKED, *TRANSITIONS.values()}
-    assert reached == set(State)
+        if to is StepState.COMMITTED and state is not StepState.COMMITTED:
+            assert event is Event.COMMIT and state in (StepState.VOTED_YES, StepState.VOTED_NO), (
+                "only after this rank's vote"
+            )
+        if state is StepState.FAILED:
+            assert to in (StepState.FAILED, StepState.VOTED_NO, StepState.DROPPED), "an error is not taken back"
+        if state is StepState.DROPPED:
+            assert to is StepState.DROPPED
+    assert all((state, Event.ERROR) in TRANSITIONS for state in StepState), "an error comes whenever it likes"
+    reached = {StepState.ASKED, StepState.UNASKED, *TRANSITIONS.values()}
+    assert reached == set(StepState)
 
 
 def begun(**quorum: Any) -> Step:
-    step = Step(Request(True, False, timedelta(seconds=1)), MagicMock(), Inputs([]), None)
+    step = Step(StepRequest(True, False, timedelta(seconds=1)), MagicMock(), Inputs([]), None)
     step.follow(plan(result(**quorum)))
     return step
 
@@ -213,7 +215,7 @@ def test_the_first_error_is_the_cause_and_the_vote_is_no() -> None:
     step.failed(RuntimeError("second"))
     assert step.vote(least=1) is False and step.why_lost() == "first"
     step.decided(committed=False)
-    assert step.state is State.LOST and not step.undecided
+    assert step.state is StepState.LOST and not step.undecided
 
 
 def test_why_a_step_without_an_error_is_lost() -> None:
@@ -229,15 +231,15 @@ def test_a_group_that_healed_before_the_step_contributes() -> None:
     step = begun()
     assert step.healing
     step.loaded()
-    assert step.healing and step.state is State.HEALED
+    assert step.healing and step.state is StepState.HEALED
     step.joined()
-    assert not step.healing and step.state is State.TRAINING
+    assert not step.healing and step.state is StepState.TRAINING
 
 
 @pytest.mark.parametrize("during", [Event.BEHIND, Event.LOADED, Event.JOINED])
 def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """It arrives on another thread, between the check of the state and its change."""
-    step = Step(Request(True, False, timedelta(seconds=1)), MagicMock(), Inputs([]), None)
+    step = Step(StepRequest(True, False, timedelta(seconds=1)), MagicMock(), Inputs([]), None)
     went_on = threading.Event()  # the error is stored, or waits for the other event
     step._lock = Contended(went_on)  # type: ignore[assignment]
 
@@ -247,7 +249,7 @@ def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pyt
 
     failing = threading.Thread(target=fail, daemon=True)
 
-    def with_an_error(state: State, event: Event) -> State:
+    def with_an_error(state: StepState, event: Event) -> StepState:
         if event is during:
             failing.start()
             assert went_on.wait(30)
@@ -258,7 +260,7 @@ def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pyt
     step.loaded()
     step.joined()
     failing.join(30)
-    assert step.state is State.FAILED and not step.vote(least=1)
+    assert step.state is StepState.FAILED and not step.vote(least=1)
 
 
 # Steps of a Manager
@@ -266,11 +268,11 @@ def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pyt
 
 def test_a_step_ends_when_the_next_one_begins(fixture: Fixture) -> None:
     manager = fixture.manager()
-    assert manager._current.state is State.UNASKED
+    assert manager._current.state is StepState.UNASKED
     manager.start_quorum()
     first = manager._current
     manager.allreduce(torch.ones(2)).wait()
-    assert manager.should_commit() and first.state is State.COMMITTED
+    assert manager.should_commit() and first.state is StepState.COMMITTED
     manager.report_error(RuntimeError("after the vote"))
     assert manager._current is first and manager.errored() is first.error
     manager.start_quorum()
@@ -285,7 +287,7 @@ def test_asked_twice(fixture: Fixture, make_quorum: Quorum) -> None:
     first = manager._current
     manager.wait_quorum()
     manager.start_quorum()
-    assert first.state is State.DROPPED and manager._current.state in (State.ASKED, State.HEALING)
+    assert first.state is StepState.DROPPED and manager._current.state in (StepState.ASKED, StepState.HEALING)
     assert manager.should_commit() and fixture.loaded == ["weights"]
 
 
@@ -304,7 +306,7 @@ def test_an_unanswered_vote_may_be_repeated(fixture: Fixture) -> None:
     fixture.client.should_commit.side_effect = [TimeoutError("a rank did not vote"), True]
     with pytest.raises(TimeoutError):
         manager.should_commit()
-    assert manager._current.state is State.VOTED_YES
+    assert manager._current.state is StepState.VOTED_YES
     assert manager.should_commit() and manager.current_step() == 1
 
 
@@ -312,7 +314,7 @@ def test_an_error_after_the_vote_counts_when_it_is_asked_again() -> None:
     step = begun(heal=False, max_replica_rank=1)
     assert step.vote(least=1) is True
     step.failed(RuntimeError("late"))
-    assert step.state is State.VOTED_YES
+    assert step.state is StepState.VOTED_YES
     assert step.vote(least=1) is False
 
 
@@ -332,7 +334,7 @@ def test_a_replay_without_a_quorum_leaves_no_step_open(fixture: Fixture, make_qu
     manager.allreduce(torch.ones(2)).wait()
     manager._errors.of_collective(RuntimeError("a peer failed"))
     assert not manager.should_commit()
-    assert manager._current.state is State.DROPPED and manager.draining()
+    assert manager._current.state is StepState.DROPPED and manager.draining()
 
 
 def test_each_attempt_has_a_trace_with_its_outcome(fixture: Fixture, make_quorum: Quorum) -> None:

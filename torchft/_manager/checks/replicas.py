@@ -75,7 +75,7 @@ class Part(NamedTuple):
     read: Callable[[], Any]  # returns the present value
 
 
-class State:
+class RegisteredState:
     """The parameters and optimizer state that must be equal in all groups, in the same order in each.
 
     Attributes:
@@ -183,10 +183,10 @@ class Digester:
         setting: commits in a sweep; None: chosen by the size of the state.
     """
 
-    def __init__(self, state: State, setting: Optional[int]) -> None:
+    def __init__(self, state: RegisteredState, setting: Optional[int]) -> None:
         self._state = state
         self._setting = setting
-        # number of the sweep, and :meth:`State.counts`, for which the parts were listed
+        # number of the sweep, and :meth:`RegisteredState.counts`, for which the parts were listed
         self._listed: Optional[tuple[int, list[int]]] = None
 
     def digest(self, step: int) -> Digests:
@@ -258,7 +258,7 @@ class Replicas:
         errors: Errors,
         logger: _ManagerLogger,
     ) -> None:
-        self.state = State()
+        self.state = RegisteredState()
         self._setting = setting
         self._off = setting == 0
         self._by_default = by_default

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from torchft._manager.observe.exporters import otel_for
-from torchft._manager.step import State, Step
+from torchft._manager.step import Step, StepState
 
 
 class StepTrace:
@@ -47,7 +47,7 @@ class StepTrace:
         span, self._span = self._span, None
         if span is None:
             return
-        committed = step.state is State.COMMITTED
+        committed = step.state is StepState.COMMITTED
         span.set_attribute("torchft.step", number)
         span.set_attribute("torchft.quorum_id", step.plan.quorum_id if step.plan is not None else -1)
         span.set_attribute("torchft.groups", step.participants)

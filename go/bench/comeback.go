@@ -19,12 +19,13 @@ import (
 	"github.com/torchft/torchft/go/membership/lighthouses"
 )
 
-// comeback is the result of a benchmark in which a lighthouse with many groups is killed and restarted, and all groups reconnect at
-// once, as managers do (lighthouses.Member).
+// comeback is the result of a benchmark in which a lighthouse with many groups is killed and restarted, and
+// all groups reconnect at once, as managers do (lighthouses.Member).
 type comeback struct {
-	Groups   int     `json:"groups"`
-	AwayS    float64 `json:"away_s"`    // time without a lighthouse
-	HalfMS   float64 `json:"half_ms"`   // from the moment when it listens again until half of the groups are connected
+	Groups int     `json:"groups"`
+	AwayS  float64 `json:"away_s"` // time without a lighthouse
+	// from the moment when it listens again until half of the groups are connected
+	HalfMS   float64 `json:"half_ms"`
 	AllMS    float64 `json:"all_ms"`    // until all are connected
 	CPUMS    float64 `json:"cpu_ms"`    // of the lighthouse, until all are connected
 	MemoryMB float64 `json:"memory_mb"` // resident, after the reconnection
@@ -90,8 +91,11 @@ func (r *returning) attend(ctx context.Context, group *lighthouses.Member) {
 	}
 }
 
-// measureComeback kills and restarts a lighthouse. The command is completed by --bind and a few other options.
-func measureComeback(ctx context.Context, command string, groups int, away time.Duration) (c comeback, err error) {
+// measureComeback kills and restarts a lighthouse. The command is completed by --bind and a few other
+// options.
+func measureComeback(
+	ctx context.Context, command string, groups int, away time.Duration,
+) (c comeback, err error) {
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	bind, err := freePort()
@@ -112,7 +116,8 @@ func measureComeback(ctx context.Context, command string, groups int, away time.
 		all.Wait()
 	}()
 	if err := inParallel(groups, func(i int) (err error) {
-		members[i], err = lighthouses.Join(ctx, "http://"+bind, newMember(i).GetReplicaId(), requestTimeout, rpc.Dialing{})
+		members[i], err = lighthouses.Join(ctx, "http://"+bind, newMember(i).GetReplicaId(), requestTimeout,
+			rpc.Dialing{})
 		return err
 	}); err != nil {
 		return c, err
@@ -165,7 +170,8 @@ func end(process *exec.Cmd) {
 
 // startLighthouse returns when the process has printed that it listens.
 func startLighthouse(ctx context.Context, command, bind string, groups int) (*exec.Cmd, error) {
-	args := append(strings.Fields(command), "--bind", bind, "--min_replicas", strconv.Itoa(groups), "--state_dir", "")
+	args := append(strings.Fields(command), "--bind", bind, "--min_replicas", strconv.Itoa(groups),
+		"--state_dir", "")
 	c := exec.CommandContext(ctx, args[0], args[1:]...)
 	c.Stderr = os.Stderr
 	out, err := c.StdoutPipe()
@@ -178,7 +184,8 @@ func startLighthouse(ctx context.Context, command, bind string, groups int) (*ex
 	line, err := bufio.NewReader(out).ReadString('\n')
 	if err != nil || !strings.Contains(line, "listening") {
 		_ = c.Process.Kill()
-		return nil, errors.Join(fmt.Errorf("%q does not listen: its output was %q", command, line), err, c.Wait())
+		return nil, errors.Join(fmt.Errorf("%q does not listen: its output was %q", command, line), err,
+			c.Wait())
 	}
 	return c, nil
 }

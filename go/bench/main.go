@@ -1,12 +1,13 @@
-// Command bench puts load on a lighthouse. Simulated replica groups, each with its own connection, request the next quorum as soon
-// as they have received one. The command prints its result as one line of JSON.
+// Command bench puts load on a lighthouse. Simulated replica groups, each with its own connection, request
+// the next quorum as soon as they have received one. The command prints its result as one line of JSON.
 //
 //	go run ./bench -lighthouse http://localhost:29510 -kind upstream -groups 1000 -pid PID
 //	go run ./bench -comeback ./torchft_lighthouse -groups 10000
 //
-// The second command kills the lighthouse of running groups, restarts it, and measures how long the groups take to reconnect.
-// Groups of kind upstream behave like an upstream manager, groups of kind ours like a manager server of this repository. The
-// min_replicas of the lighthouse must be the number of groups, so that it waits for all of them.
+// The second command kills the lighthouse of running groups, restarts it, and measures how long the groups
+// take to reconnect. Groups of kind upstream behave like an upstream manager, groups of kind ours like a
+// manager server of this repository. The min_replicas of the lighthouse must be the number of groups, so that
+// it waits for all of them.
 package main
 
 import (
@@ -47,9 +48,11 @@ func parse(args []string) (s settings, err error) {
 	flags.IntVar(&s.groups, "groups", 100, "number of groups")
 	flags.IntVar(&s.rounds, "rounds", 20, "how many rounds to measure, after one that is not")
 	flags.DurationVar(&s.limit, "limit", time.Minute, "after this time no further round begins")
-	flags.DurationVar(&s.idle, "idle", 0, "how long to measure the cost of heartbeats of kind ours; 0: not at all")
+	flags.DurationVar(&s.idle, "idle", 0,
+		"how long to measure the cost of heartbeats of kind ours; 0: not at all")
 	flags.IntVar(&s.pid, "pid", 0, "process of the lighthouse, to measure its time and memory; 0: not at all")
-	flags.StringVar(&s.comeback, "comeback", "", "command of a lighthouse to kill and to start again, in place of -lighthouse")
+	flags.StringVar(&s.comeback, "comeback", "",
+		"command of a lighthouse to kill and to start again, in place of -lighthouse")
 	flags.DurationVar(&s.away, "away", 2*time.Second, "time between its end and its restart")
 	if err := flags.Parse(args); err != nil {
 		return s, err

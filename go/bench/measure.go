@@ -29,7 +29,8 @@ type group interface {
 }
 
 // kinds are the constructors of connected groups, by the name of the kind.
-var kinds = map[string]func(ctx context.Context, lighthouse string, member *torchftpb.QuorumMember) (group, error){
+var kinds = map[string]func(ctx context.Context, lighthouse string, member *torchftpb.QuorumMember) (group,
+	error){
 	"upstream": newUpstream,
 	"ours":     newOurs,
 }
@@ -90,7 +91,8 @@ func measure(ctx context.Context, s settings) (result, error) {
 	r.RoundCPUMS = milliseconds(after.cpu-before.cpu) / float64(len(all))
 	r.MemoryMB, r.PeakMB = after.memoryMB, after.peakMB
 	slices.Sort(all)
-	r.FastestMS, r.RoundMS, r.SlowestMS = milliseconds(all[0]), milliseconds(all[len(all)/2]), milliseconds(all[len(all)-1])
+	r.FastestMS, r.RoundMS, r.SlowestMS = milliseconds(all[0]), milliseconds(all[len(all)/2]),
+		milliseconds(all[len(all)-1])
 	if s.idle > 0 {
 		r.IdleSeconds = s.idle.Seconds()
 		r.IdleCPU = idle(s)
@@ -159,13 +161,15 @@ func round(groups []group, step int64) (took time.Duration, bytes int64, err err
 	}
 	for _, g := range checked(groups) {
 		if members, steps := g.check(); members != len(groups) || steps != step*int64(len(groups)) {
-			return 0, 0, fmt.Errorf("the quorum has %d members at %d steps in sum, not %d at step %d", members, steps, len(groups), step)
+			return 0, 0, fmt.Errorf("the quorum has %d members at %d steps in sum, not %d at step %d",
+				members, steps, len(groups), step)
 		}
 	}
 	return took, received.Load(), nil
 }
 
-// idle returns the cores that the lighthouse uses while the groups send only heartbeats, as those of kind ours do by themselves.
+// idle returns the cores that the lighthouse uses while the groups send only heartbeats, as those of kind
+// ours do by themselves.
 func idle(s settings) (cores float64) {
 	time.Sleep(2 * time.Second) // until the heartbeats are spread over time
 	before, start := usage(s.pid), time.Now()

@@ -15,8 +15,9 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ours is a group that keeps a stream, like the manager server of this repository. Unlike the manager server, it does not unpack quorums,
-// but those that check sees: thousands of unpacked ones would not fit into memory.
+// ours is a group that keeps a stream, like the manager server of this repository. Unlike the manager server,
+// it does not unpack quorums, but those that check sees: thousands of unpacked ones would not fit into
+// memory.
 type ours struct {
 	conn     *grpc.ClientConn
 	stream   torchftpb.MemberService_AttendClient
@@ -34,7 +35,8 @@ type ours struct {
 	whole, latest *torchftpb.Delivery // the first quorum, and the latest one
 }
 
-// answer has the size of the messages received since the previous answer, up to and including a quorum or the end of the stream.
+// answer has the size of the messages received since the previous answer, up to and including a quorum or the
+// end of the stream.
 type answer struct {
 	bytes int
 	err   error
@@ -96,7 +98,8 @@ func (o *ours) greet() error {
 }
 
 func (o *ours) begin(step int64) error {
-	ask := &torchftpb.Ask{Number: uint64(time.Now().UnixNano()), TimeoutUs: requestTimeout.Microseconds(), Step: step, Member: o.member}
+	ask := &torchftpb.Ask{Number: uint64(time.Now().UnixNano()), TimeoutUs: requestTimeout.Microseconds(),
+		Step: step, Member: o.member}
 	o.member = nil
 	return o.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
 }
@@ -142,11 +145,13 @@ func (o *ours) handle(message *torchftpb.LighthouseMessage) (answers bool, err e
 			}
 		}
 		return true, nil
-	case *torchftpb.LighthouseMessage_ProgressAsked: // always the same answer: a simulated group computes nothing, it only waits for quorums
+	case *torchftpb.LighthouseMessage_ProgressAsked:
+		// always the same answer: a simulated group computes nothing, it only waits for quorums
 		return false, o.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
 			Progress: &torchftpb.GroupProgress{Phase: "waits for the other groups", Waits: true},
 		}})
-	case *torchftpb.LighthouseMessage_MemberFailed, *torchftpb.LighthouseMessage_MemberStalled: // the group asks again in the next round
+	case *torchftpb.LighthouseMessage_MemberFailed, *torchftpb.LighthouseMessage_MemberStalled:
+		// the group asks again in the next round
 		return false, nil
 	}
 	return false, fmt.Errorf("unexpected message of the lighthouse: %s", message)

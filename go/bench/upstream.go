@@ -21,8 +21,9 @@ type upstream struct {
 	answer  encoded
 }
 
-// encoded is an answer that the benchmark does not decode. One process stands for all groups: if it decoded a thousand members for each
-// of a thousand groups, it would use more processor time than the lighthouse. Real groups have their own processors.
+// encoded is an answer that the benchmark does not decode. One process stands for all groups: if it decoded a
+// thousand members for each of a thousand groups, it would use more processor time than the lighthouse. Real
+// groups have their own processors.
 type encoded struct {
 	keep  bool // its bytes, too
 	size  int
@@ -45,7 +46,8 @@ func newUpstream(ctx context.Context, lighthouse string, member *torchftpb.Quoru
 	if err != nil {
 		return nil, err
 	}
-	return &upstream{conn: conn, request: &torchftpb.LighthouseQuorumRequest{Requester: member}, begun: make(chan struct{}, 1)}, nil
+	return &upstream{conn: conn, request: &torchftpb.LighthouseQuorumRequest{Requester: member},
+		begun: make(chan struct{}, 1)}, nil
 }
 
 func (s *upstream) begin(step int64) error {

@@ -14,7 +14,10 @@ import (
 
 // metricNames returns the names of all metrics, for a histogram also those with its suffixes.
 func metricNames(t *testing.T) []string {
-	families, err := registry(func() []*Feed { return []*Feed{NewFeed("default", (&job{}).current)} }).Gather()
+	families, err := registry(func() []*Feed {
+		return []*Feed{NewFeed("default",
+			(&job{}).current)}
+	}).Gather()
 	require.NoError(t, err)
 	var found []string
 	for _, family := range families {
@@ -36,7 +39,8 @@ func TestMetricsOfTheDocsAndTheGrafanaDashboardExist(t *testing.T) {
 			require.True(t, json.Valid(text))
 		}
 		for _, name := range slices.Compact(slices.Sorted(slices.Values(regexp.MustCompile(`\b(torchft|process)_[a-z_]+`).FindAllString(string(text), -1)))) {
-			if strings.HasSuffix(path, ".md") && !regexp.MustCompile("_(total|seconds|members|id|step|viewers)$").MatchString(name) {
+			if strings.HasSuffix(path, ".md") &&
+				!regexp.MustCompile("_(total|seconds|members|id|step|viewers)$").MatchString(name) {
 				continue // a module or a command
 			}
 			if strings.HasPrefix(name, "torchft_manager_") {
@@ -48,7 +52,8 @@ func TestMetricsOfTheDocsAndTheGrafanaDashboardExist(t *testing.T) {
 	operating, err := os.ReadFile("../../docs/operating.md")
 	require.NoError(t, err)
 	for _, name := range known {
-		if strings.HasPrefix(name, "torchft_") && !regexp.MustCompile("_(bucket|sum|count)$").MatchString(name) {
+		if strings.HasPrefix(name, "torchft_") &&
+			!regexp.MustCompile("_(bucket|sum|count)$").MatchString(name) {
 			assert.True(t, strings.Contains(string(operating), name), "%s is not documented", name)
 		}
 	}
@@ -104,7 +109,8 @@ func TestTheGrafanaDashboardShowsEveryMetricAndIsWellMade(t *testing.T) {
 			refs[target.RefID] = true
 			expressions = append(expressions, target.Expr)
 			for _, brackets := range []string{"()", "{}", "[]"} {
-				assert.Equal(t, strings.Count(target.Expr, brackets[:1]), strings.Count(target.Expr, brackets[1:]), target.Expr)
+				assert.Equal(t, strings.Count(target.Expr, brackets[:1]),
+					strings.Count(target.Expr, brackets[1:]), target.Expr)
 			}
 			for _, name := range regexp.MustCompile(`\$(\w+)`).FindAllStringSubmatch(target.Expr, -1) {
 				assert.True(t, variables[name[1]], "%s: there is no variable %s", target.Expr, name[1])
@@ -113,7 +119,8 @@ func TestTheGrafanaDashboardShowsEveryMetricAndIsWellMade(t *testing.T) {
 	}
 	all := strings.Join(expressions, "\n")
 	for _, name := range metricNames(t) {
-		if base := regexp.MustCompile("_(bucket|sum|count)$").ReplaceAllString(name, ""); strings.HasPrefix(name, "torchft_") {
+		if base := regexp.MustCompile("_(bucket|sum|count)$").ReplaceAllString(name,
+			""); strings.HasPrefix(name, "torchft_") {
 			assert.Regexp(t, `\b`+base+`(_bucket|_sum|_count)?\b`, all, "%s is on no panel", name)
 		}
 	}

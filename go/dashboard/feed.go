@@ -14,18 +14,20 @@ import (
 const (
 	// lookEvery is how often viewers are sent changes.
 	lookEvery = time.Second
-	// lookUnseen is about how often a feed without viewers looks, since a status takes the job's lock. The time since when a member is
-	// in its state is late by at most that.
+	// lookUnseen is about how often a feed without viewers looks, since a status takes the job's lock. The
+	// time since when a member is in its state is late by at most that.
 	lookUnseen = 10 * time.Second
 	// mostViewers is how many viewers a job may have (docs/operating.md).
 	mostViewers = 2000
-	// backlog is how many messages are queued for a slow viewer. With more, its connection is closed, and the browser reconnects.
+	// backlog is how many messages are queued for a slow viewer. With more, its connection is closed, and the
+	// browser reconnects.
 	backlog = 16
 	// keepWrite is how long sending one message to a viewer may take.
 	keepWrite = 10 * time.Second
 )
 
-// Feed is the history and the board of a job, and its viewers. It is safe for concurrent use, and its methods do not wait for viewers.
+// Feed is the history and the board of a job, and its viewers. It is safe for concurrent use, and its methods
+// do not wait for viewers.
 type Feed struct {
 	job    string
 	status func() Status
@@ -35,10 +37,11 @@ type Feed struct {
 	history History
 	board   Board
 	viewers map[*viewer]struct{}
-	wholes  map[int64]*whole // first messages for viewers that join before the next change, by the last event that they know
-	closed  bool
-	looked  time.Time
-	meters  *meters
+	// first messages for viewers that join before the next change, by the last event that they know
+	wholes map[int64]*whole
+	closed bool
+	looked time.Time
+	meters *meters
 }
 
 type viewer struct {
@@ -46,8 +49,8 @@ type viewer struct {
 	messages chan []byte // closed when it is dropped
 }
 
-// whole is the full state at a moment. Viewers that connect at the same time share it: a thousand may do so after a restart of the
-// lighthouse. It is encoded once, and not under the feed's lock.
+// whole is the full state at a moment. Viewers that connect at the same time share it: a thousand may do so
+// after a restart of the lighthouse. It is encoded once, and not under the feed's lock.
 type whole struct {
 	once sync.Once
 	last int64 // id of the last event
@@ -62,11 +65,12 @@ func (w *whole) message() []byte {
 
 // NewFeed returns the feed of a job; status returns the present status of the job's machine.
 func NewFeed(job string, status func() Status) *Feed {
-	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{}, wholes: map[int64]*whole{}, meters: newMeters(job)}
+	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{},
+		wholes: map[int64]*whole{}, meters: newMeters(job)}
 }
 
-// InCluster makes the page show the lighthouses of the cluster, which each of them describes at GET /cluster. Call it before the feed is
-// used.
+// InCluster makes the page show the lighthouses of the cluster, which each of them describes at GET /cluster.
+// Call it before the feed is used.
 func (f *Feed) InCluster() { f.board.cluster = true }
 
 // Record stores an event and sends it to all viewers.
@@ -81,7 +85,8 @@ func (f *Feed) Record(e Event) {
 	}
 }
 
-// Failed counts the failure of a member. The event for the history is recorded separately, since it may name several members.
+// Failed counts the failure of a member. The event for the history is recorded separately, since it may name
+// several members.
 func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures.WithLabelValues(string(cause)).Inc() }
 
 // Heard counts a heartbeat.
@@ -103,8 +108,8 @@ func (f *Feed) Advanced(step int64, groups int, now time.Time) {
 	f.history.Advanced(step, groups, now)
 }
 
-// Run looks at the job until stop is closed, and sends changes to viewers. It looks without viewers too, every lookUnseen: the rows show
-// since when each member is in its state.
+// Run looks at the job until stop is closed, and sends changes to viewers. It looks without viewers too,
+// every lookUnseen: the rows show since when each member is in its state.
 func (f *Feed) Run(stop <-chan struct{}) {
 	ticks := time.Tick(lookEvery)
 	for {
@@ -126,7 +131,8 @@ func (f *Feed) due() bool {
 	return len(f.viewers) > 0 || f.now().Sub(f.looked) >= lookUnseen
 }
 
-// look gets the status before it locks the feed, to avoid a deadlock: a job calls Record under its own lock, which status needs.
+// look gets the status before it locks the feed, to avoid a deadlock: a job calls Record under its own lock,
+// which status needs.
 func (f *Feed) look() {
 	status := f.status()
 	f.mu.Lock()
@@ -146,8 +152,8 @@ func (f *Feed) look() {
 	}
 }
 
-// current updates the state for a new viewer, unless that was done a moment ago: an update for each of a thousand new viewers would
-// send a thousand messages to each of the others.
+// current updates the state for a new viewer, unless that was done a moment ago: an update for each of a
+// thousand new viewers would send a thousand messages to each of the others.
 func (f *Feed) current() {
 	f.mu.Lock()
 	fresh := f.now().Sub(f.looked) < lookEvery
@@ -184,7 +190,8 @@ func (f *Feed) close() {
 	}
 }
 
-// join adds a viewer. Its first message is the full state: the members, the events after the given id, and the throughput.
+// join adds a viewer. Its first message is the full state: the members, the events after the given id, and
+// the throughput.
 func (f *Feed) join(after int64) (*viewer, error) {
 	f.current()
 	f.mu.Lock()
@@ -200,7 +207,8 @@ func (f *Feed) join(after int64) (*viewer, error) {
 	if v.whole == nil {
 		v.whole = &whole{last: f.history.next, data: struct {
 			Change
-			Last   int64   `json:"last"` // id of the last event; if a viewer knows a larger one, the lighthouse was restarted
+			// id of the last event; if a viewer knows a larger one, the lighthouse was restarted
+			Last   int64   `json:"last"`
 			Events []Event `json:"events"`
 			Points []Point `json:"points"`
 		}{f.board.Whole(), f.history.next, f.history.After(after), f.history.Points()}}

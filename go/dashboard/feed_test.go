@@ -176,7 +176,8 @@ func TestAViewerGetsEverythingThenChangesThenEvents(t *testing.T) {
 		assert.Equal(t, []string{"b"}, change.Removed)
 		require.Len(t, change.Rows, 1)
 		assert.EqualValues(t, 2, change.Rows[0].Step)
-		assert.Equal(t, &Point{At: time.Now().UnixMilli(), Step: 1, Groups: 2}, change.Point, "the time is that of the lighthouse")
+		assert.Equal(t, &Point{At: time.Now().UnixMilli(), Step: 1, Groups: 2}, change.Point,
+			"the time is that of the lighthouse")
 
 		s.Record(Event{Kind: MemberFailed, Left: []string{"b"}})
 		var failed Event
@@ -262,7 +263,8 @@ func TestAnErrorIsJSONWithAReason(t *testing.T) {
 			code      int
 			wantError string
 		}{
-			"/api/v1/history?after=-1":  {400, `after="-1" is not allowed; allowed: a whole number of at least 0`},
+			"/api/v1/history?after=-1": {400,
+				`after="-1" is not allowed; allowed: a whole number of at least 0`},
 			"/api/v1/history?after=1e3": {400, `after="1e3" is not allowed`},
 			"/api/v1/events?after=x":    {400, `after="x" is not allowed`},
 			"/api/v1/nothing":           {404, "there is no GET /api/v1/nothing"},
@@ -289,7 +291,8 @@ func TestAThousandGroupsFitIntoAMegabyte(t *testing.T) {
 		j.set(members...)
 		s := serve(t, j)
 		for i := range 2 * mostEvents {
-			s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i%1000].ReplicaID}, Reason: "every healthy member asked"})
+			s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i%1000].ReplicaID},
+				Reason: "every healthy member asked"})
 		}
 		for i := range 3 * mostPoints {
 			s.Round(int64(i), 1000, 0, start.Add(time.Duration(i)*time.Second))
@@ -304,12 +307,14 @@ func TestAThousandGroupsFitIntoAMegabyte(t *testing.T) {
 func TestThePageIsCompleteAndLoadsNothingFromOtherHosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := serve(t, &job{})
-		for path, kind := range map[string]string{"/": "text/html", "/app.js": "text/javascript", "/style.css": "text/css"} {
+		for path, kind := range map[string]string{"/": "text/html", "/app.js": "text/javascript",
+			"/style.css": "text/css"} {
 			code, body, header := s.get(t, path)
 			assert.Equal(t, http.StatusOK, code, path)
 			assert.Contains(t, header.Get("Content-Type"), kind)
 			assert.Contains(t, header.Get("Content-Security-Policy"), "default-src 'none'")
-			without := strings.ReplaceAll(body, "http://www.w3.org/2000/svg", "") // the name of an XML namespace, which is not loaded
+			// the name of an XML namespace, which is not loaded
+			without := strings.ReplaceAll(body, "http://www.w3.org/2000/svg", "")
 			assert.NotContains(t, without, "http://", path)
 			assert.NotContains(t, without, "https://", path)
 			assert.NotContains(t, without, "innerHTML", "names come from clients")

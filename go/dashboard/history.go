@@ -1,7 +1,7 @@
 // Package dashboard shows a job to people: its present members, its events, and its speed.
 //
-// History and Board keep these in bounded memory, however long the job runs. Feed.Register adds the routes that serve them, as JSON
-// and as a stream of events, and the web page that draws them.
+// History and Board keep these in bounded memory, however long the job runs. Feed.Register adds the routes
+// that serve them, as JSON and as a stream of events, and the web page that draws them.
 package dashboard
 
 import (
@@ -36,8 +36,9 @@ const (
 )
 
 const (
-	// mostEvents is how many events are kept: enough for a day in which a group fails every eight minutes. Such a failure adds five: the
-	// failure, the quorums without and with the group, its heal, and the recovery of the others.
+	// mostEvents is how many events are kept: enough for a day in which a group fails every eight minutes.
+	// Such a failure adds five: the failure, the quorums without and with the group, its heal, and the
+	// recovery of the others.
 	mostEvents = 1000
 	// mostNames is how many members an event names.
 	mostNames = 8
@@ -67,7 +68,8 @@ type Event struct {
 	StepsLost int64   `json:"steps_lost,omitempty"`
 }
 
-// Took returns how long a recovery took: the sum of its phases. The phase "total" is not added, since it is that sum already.
+// Took returns how long a recovery took: the sum of its phases. The phase "total" is not added, since it is
+// that sum already.
 func (e Event) Took() (seconds float64) {
 	for _, p := range e.Phases {
 		if p.Name != "total" {
@@ -88,7 +90,8 @@ type Point struct {
 	At     int64 `json:"at"`     // milliseconds since 1970
 	Step   int64 `json:"step"`   // largest step of the quorum
 	Groups int   `json:"groups"` // in the quorum
-	// Trained counts the steps that the job has made since the start of the lighthouse. A group with a checkpoint raises Step at once.
+	// Trained counts the steps that the job has made since the start of the lighthouse. A group with a
+	// checkpoint raises Step at once.
 	Trained int64 `json:"trained"`
 }
 
@@ -127,8 +130,9 @@ func (h *History) After(id int64) []Event {
 	return found
 }
 
-// known returns the id after which After begins: the given one, or the one before the oldest kept event if that is larger. An id
-// above all existing ones is from an earlier process of the lighthouse, so all kept events are new to the client.
+// known returns the id after which After begins: the given one, or the one before the oldest kept event if
+// that is larger. An id above all existing ones is from an earlier process of the lighthouse, so all kept
+// events are new to the client.
 func (h *History) known(id int64) int64 {
 	oldest := h.next - int64(len(h.events)) // the id before the oldest
 	if id > h.next {
@@ -141,7 +145,8 @@ func (h *History) known(id int64) int64 {
 func (h *History) Round(step int64, groups int, now time.Time) {
 	trained := int64(0)
 	if step > h.latest.Step {
-		trained = 1 // the round follows one step, or the steps of a quorum that stood, which Advanced has counted
+		// the round follows one step, or the steps of a quorum that stood, which Advanced has counted
+		trained = 1
 	}
 	h.add(step, groups, trained, now)
 }
@@ -158,7 +163,8 @@ func (h *History) add(step int64, groups int, trained int64, now time.Time) {
 	p := Point{At: now.UnixMilli(), Step: step, Groups: groups, Trained: h.latest.Trained + trained}
 	h.latest = p
 	if n := len(h.points); n > 0 {
-		// A change of the number of groups always adds a point: the distance to the next point shows the cost of the change.
+		// A change of the number of groups always adds a point: the distance to the next point shows the cost
+		// of the change.
 		last := h.points[n-1]
 		if p.At-last.At < max(h.every, pointEvery).Milliseconds() && last.Groups == groups {
 			return
@@ -170,7 +176,8 @@ func (h *History) add(step int64, groups int, trained int64, now time.Time) {
 			kept = append(kept, h.points[i])
 		}
 		h.points = kept
-		// As far apart as the kept points are on average. It is not doubled: the points may be from many changes within a short time.
+		// As far apart as the kept points are on average. It is not doubled: the points may be from many
+		// changes within a short time.
 		h.every = time.Duration(p.At-kept[0].At) * time.Millisecond / time.Duration(len(kept))
 	}
 	h.points = append(h.points, p)

@@ -27,7 +27,8 @@ func TestEventsAreNumberedAndTheOldestAreForgotten(t *testing.T) {
 	}
 	assert.Len(t, h.After(3*mostEvents/2-2), 2)
 	assert.Empty(t, h.After(3*mostEvents/2))
-	assert.Equal(t, all, h.After(1e9), "an id above all existing ones is from an earlier process: all events are new")
+	assert.Equal(t, all, h.After(1e9),
+		"an id above all existing ones is from an earlier process: all events are new")
 }
 
 func TestAnEventIsBounded(t *testing.T) {
@@ -75,7 +76,8 @@ func TestAPointASecondAndOneForEachChangeOfTheMembers(t *testing.T) {
 	assert.Equal(t, []int64{0, 10, 20, 30, 40, 50, 51, 61, 71, 81, 91}, steps)
 }
 
-// Each change of the number of groups adds a point. A job with many changes must still show its steps between them.
+// Each change of the number of groups adds a point. A job with many changes must still show its steps between
+// them.
 func TestManyChangesOfTheGroupsDoNotHideTheSteps(t *testing.T) {
 	var h History
 	now := start
@@ -94,7 +96,8 @@ func TestManyChangesOfTheGroupsDoNotHideTheSteps(t *testing.T) {
 
 func TestAStateOfALaterStepIsNoThroughput(t *testing.T) {
 	var h History
-	steps := []int64{0, 1, 5000, 5001, 5001, 5002} // a group with a checkpoint joins, and later a commit fails
+	// a group with a checkpoint joins, and later a commit fails
+	steps := []int64{0, 1, 5000, 5001, 5001, 5002}
 	for i, step := range steps {
 		h.Round(step, 2, start.Add(time.Duration(i)*time.Second))
 	}

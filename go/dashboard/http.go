@@ -23,7 +23,8 @@ func page() http.Handler {
 		h := w.Header()
 		h.Set("Cache-Control", "no-cache")
 		h.Set("X-Content-Type-Options", "nosniff")
-		h.Set("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'")
+		h.Set("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'self'; "+
+			"connect-src 'self'; img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'")
 		served.ServeHTTP(w, r)
 	})
 }
@@ -33,7 +34,10 @@ func (f *Feed) Register(mux *http.ServeMux) {
 	for _, path := range []string{"/{$}", "/app.js", "/style.css"} {
 		mux.Handle("GET "+path, page())
 	}
-	mux.HandleFunc("GET /api/v1/status", func(w http.ResponseWriter, _ *http.Request) { Answer(w, f.status()) })
+	mux.HandleFunc("GET /api/v1/status", func(w http.ResponseWriter,
+		_ *http.Request) {
+		Answer(w, f.status())
+	})
 	mux.HandleFunc("GET /api/v1/events", f.serveEvents)
 	mux.HandleFunc("GET /api/v1/history", func(w http.ResponseWriter, r *http.Request) {
 		after, err := number(r, "after")
@@ -47,7 +51,8 @@ func (f *Feed) Register(mux *http.ServeMux) {
 		http.ServeFileFS(w, r, files, "openapi.json")
 	})
 	mux.HandleFunc("/api/v1/", func(w http.ResponseWriter, r *http.Request) {
-		Refuse(w, http.StatusNotFound, fmt.Errorf("there is no %s %s; GET /api/v1/openapi.json lists the routes", r.Method, r.URL.Path))
+		Refuse(w, http.StatusNotFound, fmt.Errorf("there is no %s %s; GET /api/v1/openapi.json lists the "+
+			"routes", r.Method, r.URL.Path))
 	})
 }
 

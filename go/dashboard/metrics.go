@@ -17,12 +17,14 @@ const scrapeTimeout = 10 * time.Second
 
 // Metrics serves the metrics of all jobs, and of this process, to Prometheus.
 func Metrics(feeds func() []*Feed) http.Handler {
-	return promhttp.HandlerFor(registry(feeds), promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: scrapeTimeout})
+	return promhttp.HandlerFor(registry(feeds),
+		promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: scrapeTimeout})
 }
 
 func registry(feeds func() []*Feed) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(collector(feeds), logging.Metric(), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	r.MustRegister(collector(feeds), logging.Metric(), collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return r
 }
 
@@ -59,7 +61,8 @@ type meters struct {
 	lastAt   time.Time // when the job came to that step; zero: not known
 }
 
-// mostSteps bounds the steps that are observed at once: after an absence of the lighthouse there may be millions.
+// mostSteps bounds the steps that are observed at once: after an absence of the lighthouse there may be
+// millions.
 const mostSteps = 1000
 
 func newMeters(job string) *meters {
@@ -69,26 +72,37 @@ func newMeters(job string) *meters {
 	}
 	times := func(name, help string) prometheus.HistogramOpts {
 		return prometheus.HistogramOpts{
-			Name: name, Help: help, ConstLabels: labels, Buckets: prometheus.ExponentialBuckets(0.005, 2, 16), // 5 ms to 2.7 minutes
+			// 5 ms to 2.7 minutes
+			Name: name, Help: help, ConstLabels: labels, Buckets: prometheus.ExponentialBuckets(0.005, 2, 16),
 		}
 	}
 	m := &meters{
-		rounds:  counter("torchft_quorum_rounds_total", "Quorums answered. While a quorum stands, its members train on without another one."),
+		rounds: counter("torchft_quorum_rounds_total",
+			"Quorums answered. While a quorum stands, its members train on without another one."),
 		changes: counter("torchft_quorum_changes_total", "Quorums with other members than the one before."),
 		failures: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "torchft_member_failures_total", Help: "Members that were found failed, by cause.", ConstLabels: labels,
+			Name: "torchft_member_failures_total", Help: "Members that were found failed, by cause.",
+			ConstLabels: labels,
 		}, []string{"cause"}),
-		heartbeats: counter("torchft_heartbeats_total", "Heartbeats, which members send when they send nothing else."),
-		kills:      counter("torchft_kills_total", "Members that were ended on request."),
-		drains:     counter("torchft_drains_total", "Members that were asked to leave at the end of a step."),
-		heals:      counter("torchft_heals_total", "Groups that took over the state of another."),
-		healed:     counter("torchft_healed_bytes_total", "Bytes of these states, of the first rank of each group."),
-		lost:       counter("torchft_lost_steps_total", "Steps that the survivors of failures lost."),
-		regressed:  counter("torchft_regressions_total", "Quorums below the step that the job had reached: later steps are lost."),
+		heartbeats: counter("torchft_heartbeats_total",
+			"Heartbeats, which members send when they send nothing else."),
+		kills:  counter("torchft_kills_total", "Members that were ended on request."),
+		drains: counter("torchft_drains_total", "Members that were asked to leave at the end of a step."),
+		heals:  counter("torchft_heals_total", "Groups that took over the state of another."),
+		healed: counter("torchft_healed_bytes_total",
+			"Bytes of these states, of the first rank of each group."),
+		lost: counter("torchft_lost_steps_total", "Steps that the survivors of failures lost."),
+		regressed: counter("torchft_regressions_total",
+			"Quorums below the step that the job had reached: later steps are lost."),
 		recovery: prometheus.NewHistogramVec(
-			times("torchft_recovery_seconds", "Time of a heal, or from a failure to the next commit of the survivors."), []string{"recovery"}),
-		quorum: prometheus.NewHistogram(times("torchft_quorum_seconds", "Time from the first group that asks for a quorum to its answer, without stops of the lighthouse.")),
-		step:   prometheus.NewHistogram(times("torchft_step_seconds", "Time from one step of the job to the next.")),
+			times("torchft_recovery_seconds",
+				"Time of a heal, or from a failure to the next commit of the survivors."),
+			[]string{"recovery"}),
+		quorum: prometheus.NewHistogram(times("torchft_quorum_seconds",
+			"Time from the first group that asks for a quorum to its answer, without stops of the "+
+				"lighthouse.")),
+		step: prometheus.NewHistogram(times("torchft_step_seconds",
+			"Time from one step of the job to the next.")),
 	}
 	for _, kind := range []string{"heal", "failure"} { // shown before the first
 		m.recovery.WithLabelValues(kind)
@@ -102,7 +116,8 @@ func newMeters(job string) *meters {
 // all returns the metrics, for Prometheus.
 func (m *meters) all() []prometheus.Collector {
 	return []prometheus.Collector{
-		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.heals, m.healed, m.lost, m.regressed, m.recovery, m.quorum, m.step,
+		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.heals, m.healed, m.lost,
+		m.regressed, m.recovery, m.quorum, m.step,
 	}
 }
 
@@ -151,19 +166,28 @@ func (m *meters) event(e Event) {
 
 // The label is not named job: Prometheus uses that name for the scraped target.
 var (
-	membersDesc    = prometheus.NewDesc("torchft_members", "Members by state.", []string{"training_job", "state"}, nil)
-	quorumDesc     = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.", []string{"training_job"}, nil)
-	inDesc         = prometheus.NewDesc("torchft_quorum_members", "Members of the latest quorum.", []string{"training_job"}, nil)
-	stepDesc       = prometheus.NewDesc("torchft_step", "Largest step of the latest quorum.", []string{"training_job"}, nil)
-	viewersDesc    = prometheus.NewDesc("torchft_dashboard_viewers", "Browsers that look at the page.", []string{"training_job"}, nil)
-	unkeptDesc     = prometheus.NewDesc("torchft_state_unkept_seconds", "For how long the latest state of the job is not on disk, since that fails or hangs; 0: it is, or none is kept.", []string{"training_job"}, nil)
-	signOfLifeDesc = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds", "Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
+	membersDesc = prometheus.NewDesc("torchft_members", "Members by state.",
+		[]string{"training_job", "state"}, nil)
+	quorumDesc = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.",
+		[]string{"training_job"}, nil)
+	inDesc = prometheus.NewDesc("torchft_quorum_members", "Members of the latest quorum.",
+		[]string{"training_job"}, nil)
+	stepDesc = prometheus.NewDesc("torchft_step", "Largest step of the latest quorum.",
+		[]string{"training_job"}, nil)
+	viewersDesc = prometheus.NewDesc("torchft_dashboard_viewers", "Browsers that look at the page.",
+		[]string{"training_job"}, nil)
+	unkeptDesc = prometheus.NewDesc("torchft_state_unkept_seconds",
+		"For how long the latest state of the job is not on disk, since that fails or hangs; 0: it is, or "+
+			"none is kept.", []string{"training_job"}, nil)
+	signOfLifeDesc = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds",
+		"Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
 )
 
 // collect computes the gauges of a job at each scrape, and sends them with its counters.
 func (f *Feed) collect(out chan<- prometheus.Metric) {
 	status := f.status()
-	states := map[State]int{Training: 0, Healing: 0, Waiting: 0, Joining: 0, Suspect: 0, Stalled: 0, Draining: 0, Failed: 0}
+	states := map[State]int{Training: 0, Healing: 0, Waiting: 0, Joining: 0, Suspect: 0, Stalled: 0,
+		Draining: 0, Failed: 0}
 	oldest := int64(0)
 	for _, m := range status.Members {
 		states[stateOf(m.MemberStatus)]++
@@ -172,7 +196,8 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 		}
 	}
 	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
-		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{f.job}, labels...)...)
+		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value,
+			append([]string{f.job}, labels...)...)
 	}
 	for state, n := range states {
 		gauge(membersDesc, float64(n), string(state))

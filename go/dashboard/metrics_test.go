@@ -23,9 +23,11 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	for i := range 5 {
 		f.Round(int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
 	}
-	f.Round(4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // step 4 again, since it was not committed: this is not counted as a step
+	// step 4 again, since it was not committed: this is not counted as a step
+	f.Round(4, 2, 20*time.Millisecond, start.Add(10*time.Second))
 	f.Round(5, 2, 20*time.Millisecond, start.Add(10400*time.Millisecond))
-	f.Round(5000, 2, 20*time.Millisecond, start.Add(10500*time.Millisecond)) // a group with a checkpoint joins: no step took so short
+	// a group with a checkpoint joins: no step took so short
+	f.Round(5000, 2, 20*time.Millisecond, start.Add(10500*time.Millisecond))
 	f.Record(Event{Kind: QuorumChanged})
 	f.Failed(quorum.Silent)
 	f.Failed(quorum.Connection)
@@ -121,7 +123,8 @@ func TestTheStepsOfAQuorumThatStandsAreNoRounds(t *testing.T) {
 	f.Advanced(1_000_054, 2, start.Add(time.Hour)) // the lighthouse was away
 	f.Round(1_000_054, 2, 20*time.Millisecond, start.Add(time.Hour))
 	out := httptest.NewRecorder()
-	Metrics(func() []*Feed { return []*Feed{f} }).ServeHTTP(out, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	Metrics(func() []*Feed { return []*Feed{f} }).ServeHTTP(out,
+		httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	for _, line := range []string{
 		`torchft_quorum_rounds_total{training_job="default"} 2`,
 		`torchft_quorum_seconds_count{training_job="default"} 2`,
@@ -134,7 +137,10 @@ func TestTheStepsOfAQuorumThatStandsAreNoRounds(t *testing.T) {
 }
 
 func TestTheMetricsAreNamedAsPrometheusWantsThem(t *testing.T) {
-	found, err := testutil.GatherAndLint(registry(func() []*Feed { return []*Feed{NewFeed("default", (&job{}).current)} }))
+	found, err := testutil.GatherAndLint(registry(func() []*Feed {
+		return []*Feed{NewFeed("default",
+			(&job{}).current)}
+	}))
 	require.NoError(t, err)
 	assert.Empty(t, found)
 }
@@ -143,7 +149,8 @@ func TestTwoJobsAndProcess(t *testing.T) {
 	one, two := NewFeed("one", (&job{}).current), NewFeed("two", (&job{}).current)
 	two.Record(Event{Kind: Killed, Left: []string{"c"}})
 	recorder := httptest.NewRecorder()
-	Metrics(func() []*Feed { return []*Feed{one, two} }).ServeHTTP(recorder, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	Metrics(func() []*Feed { return []*Feed{one, two} }).ServeHTTP(recorder,
+		httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	assert.Equal(t, 200, recorder.Code)
 	assert.Contains(t, recorder.Body.String(), `torchft_kills_total{training_job="one"} 0`)
 	assert.Contains(t, recorder.Body.String(), `torchft_kills_total{training_job="two"} 1`)

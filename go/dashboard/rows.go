@@ -25,11 +25,12 @@ const (
 
 // Row has the data of one member that the page shows.
 type Row struct {
-	ID       string `json:"id"`
-	State    State  `json:"state"`
-	Since    int64  `json:"since"` // when the state began, in milliseconds since 1970
-	Step     int64  `json:"step"`
-	HeardOf  int64  `json:"heard_of"` // time of a failed member's last sign of life, in milliseconds since 1970, rounded to seconds; else 0
+	ID    string `json:"id"`
+	State State  `json:"state"`
+	Since int64  `json:"since"` // when the state began, in milliseconds since 1970
+	Step  int64  `json:"step"`
+	// time of a failed member's last sign of life, in milliseconds since 1970, rounded to seconds; else 0
+	HeardOf  int64  `json:"heard_of"`
 	Address  string `json:"address"`
 	Ranks    uint64 `json:"ranks"`
 	Failures int64  `json:"failures"` // failed commits in a row
@@ -41,17 +42,21 @@ type Row struct {
 
 // Head is the state of the job as a whole.
 type Head struct {
-	QuorumID    int64  `json:"quorum_id"`
-	QuorumSince int64  `json:"quorum_since"` // when the quorum got this id, in milliseconds since 1970; 0 before the first
-	Groups      int    `json:"groups"`       // in the quorum
-	Healthy     int    `json:"healthy"`
-	Waiting     int    `json:"waiting"`
-	MinReplicas int    `json:"min_replicas"`
-	Step        int64  `json:"step"`
-	StepMicros  int64  `json:"step_us"`           // duration of a step of all groups in the quorum; 0: unknown
-	Reason      string `json:"reason"`            // why there is no next quorum yet; empty unless a group waits for it longer than a step
-	Cluster     bool   `json:"cluster,omitempty"` // whether GET /cluster describes lighthouses that agree
-	Unkept      string `json:"unkept"`            // why the latest state is not on the lighthouse's disk; empty: it is, or none is kept
+	QuorumID int64 `json:"quorum_id"`
+	// when the quorum got this id, in milliseconds since 1970; 0 before the first
+	QuorumSince int64 `json:"quorum_since"`
+	Groups      int   `json:"groups"` // in the quorum
+	Healthy     int   `json:"healthy"`
+	Waiting     int   `json:"waiting"`
+	MinReplicas int   `json:"min_replicas"`
+	Step        int64 `json:"step"`
+	// duration of a step of all groups in the quorum; 0: unknown
+	StepMicros int64 `json:"step_us"`
+	// why there is no next quorum yet; empty unless a group waits for it longer than a step
+	Reason  string `json:"reason"`
+	Cluster bool   `json:"cluster,omitempty"` // whether GET /cluster describes lighthouses that agree
+	// why the latest state is not on the lighthouse's disk; empty: it is, or none is kept
+	Unkept string `json:"unkept"`
 }
 
 // Change is the difference from one look to the next.
@@ -62,7 +67,8 @@ type Change struct {
 	Point   *Point   `json:"point,omitempty"`   // the throughput until this look
 }
 
-// leastWait is how long a group must have waited for a quorum before the page shows why. Short steps differ by more than their median.
+// leastWait is how long a group must have waited for a quorum before the page shows why. Short steps differ
+// by more than their median.
 const leastWait = time.Second
 
 // Board keeps the rows of the last look, to find changes. It is not safe for concurrent use.
@@ -110,9 +116,11 @@ func (b *Board) Whole() Change {
 func headOf(old Head, s Status, now time.Time) Head {
 	h := Head{
 		QuorumID: s.QuorumID, Groups: len(s.Quorum), Healthy: s.Healthy, Waiting: s.Candidates,
-		MinReplicas: s.MinReplicas, Step: s.MaxStep, StepMicros: s.StepTime.Microseconds(), Reason: s.Reason, Unkept: s.Unkept,
+		MinReplicas: s.MinReplicas, Step: s.MaxStep, StepMicros: s.StepTime.Microseconds(), Reason: s.Reason,
+		Unkept: s.Unkept,
 	}
-	// In a healthy job, the first group that asks for the next quorum waits for the others, for less than a step.
+	// In a healthy job, the first group that asks for the next quorum waits for the others, for less than a
+	// step.
 	long := max(leastWait.Milliseconds(), s.MedianStepMS)
 	if s.QuorumID != 0 && !slices.ContainsFunc(s.Members, func(m Member) bool { return m.WaitingMS > long }) {
 		h.Reason = ""
@@ -128,9 +136,10 @@ func headOf(old Head, s Status, now time.Time) Head {
 }
 
 func follow(old Row, known bool, m Member, now time.Time) Row {
+	beat := now.Add(-time.Duration(m.HeartbeatAgeMS) * time.Millisecond)
 	row := Row{
 		ID: m.ReplicaID, State: stateOf(m.MemberStatus), Since: old.Since, Step: m.Step,
-		HeardOf: now.Add(-time.Duration(m.HeartbeatAgeMS) * time.Millisecond).Truncate(time.Second).UnixMilli(),
+		HeardOf: beat.Truncate(time.Second).UnixMilli(),
 		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
 		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining),
 	}

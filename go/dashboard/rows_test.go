@@ -10,7 +10,8 @@ import (
 )
 
 func member(id string, step int64) Member {
-	return Member{MemberStatus: quorum.MemberStatus{ReplicaID: id, Step: step, Healthy: true, InQuorum: true, WorldSize: 2}}
+	return Member{MemberStatus: quorum.MemberStatus{ReplicaID: id, Step: step, Healthy: true, InQuorum: true,
+		WorldSize: 2}}
 }
 
 func TestALookReturnsTheChanges(t *testing.T) {
@@ -53,7 +54,8 @@ func TestTheHeadTellsThatThereIsACluster(t *testing.T) {
 func TestAFailedGroupKeepsItsStepWhenTheOthersGoOnWithoutIt(t *testing.T) {
 	var b Board
 	b.Look(Status{Members: []Member{member("a", 1404)}}, start)
-	gone := Member{MemberStatus: quorum.MemberStatus{ReplicaID: "a"}} // it is in no quorum any more, so its step is not known
+	// it is in no quorum any more, so its step is not known
+	gone := Member{MemberStatus: quorum.MemberStatus{ReplicaID: "a"}}
 	change := b.Look(Status{Members: []Member{gone}}, start.Add(time.Second))
 	assert.Equal(t, Failed, change.Rows[0].State)
 	assert.EqualValues(t, 1404, change.Rows[0].Step)
@@ -77,7 +79,8 @@ func TestTheStateOfAMember(t *testing.T) {
 func TestTheQuorumLastsFromItsFirstStep(t *testing.T) {
 	var b Board
 	look := func(after time.Duration, id, age int64) Head {
-		return b.Look(Status{Status: quorum.Status{QuorumID: id, QuorumAgeMS: age, StepTime: 20 * time.Millisecond}}, start.Add(after)).Head
+		return b.Look(Status{Status: quorum.Status{QuorumID: id, QuorumAgeMS: age,
+			StepTime: 20 * time.Millisecond}}, start.Add(after)).Head
 	}
 	assert.Zero(t, look(0, 0, 0).QuorumSince)
 	began := start.Add(800 * time.Millisecond).UnixMilli()
@@ -99,7 +102,8 @@ func TestTheReasonIsShownIfAGroupWaitsLongerThanAStep(t *testing.T) {
 		"a long step":               {1, 5000, 4000, ""},
 		"a member is missing":       {1, 5000, 5001, "b is missing"},
 	} {
-		s := Status{Status: quorum.Status{QuorumID: c.quorumID, MedianStepMS: c.medianMS, Reason: "b is missing"}}
+		s := Status{Status: quorum.Status{QuorumID: c.quorumID, MedianStepMS: c.medianMS,
+			Reason: "b is missing"}}
 		s.Members = []Member{{MemberStatus: quorum.MemberStatus{WaitingMS: c.waitingMS}}}
 		assert.Equal(t, c.want, headOf(Head{}, s, start).Reason, name)
 	}

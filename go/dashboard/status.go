@@ -7,8 +7,8 @@ type Status struct {
 	quorum.Status
 	Members []Member `json:"members"` // instead of those of the machine, which is nil
 
-	// Why the latest state is not on the lighthouse's disk, and for how long. Empty if the state is on the disk, or if no
-	// state is kept.
+	// Why the latest state is not on the lighthouse's disk, and for how long. Empty if the state is on the
+	// disk, or if no state is kept.
 	Unkept   string `json:"unkept,omitempty"`
 	UnkeptMS int64  `json:"unkept_ms,omitempty"`
 }

@@ -19,8 +19,10 @@ import (
 func busy(s *site, j *job) {
 	var members []Member
 	for i := range 200 {
-		members = append(members, member(fmt.Sprintf("train_%d:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11", i), 123456789))
-		s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i].ReplicaID}, Reason: "every healthy member asked"})
+		members = append(members, member(fmt.Sprintf("train_%d:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11", i),
+			123456789))
+		s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i].ReplicaID},
+			Reason: "every healthy member asked"})
 	}
 	j.set(members...)
 }
@@ -39,8 +41,8 @@ func (s *site) watching() int {
 	return len(s.viewers)
 }
 
-// Limits for one connection with its buffers of 4 KiB and its stacks; both ends are in this process. The limit of bytes is below the
-// size of the first message, so that a copy for each viewer would exceed it.
+// Limits for one connection with its buffers of 4 KiB and its stacks; both ends are in this process. The
+// limit of bytes is below the size of the first message, so that a copy for each viewer would exceed it.
 const (
 	mostBytesOfAViewer      = 60_000
 	mostGoroutinesOfAViewer = 4
@@ -88,7 +90,8 @@ func TestAThousandViewersShareMessagesAndSlowOnesAreDisconnected(t *testing.T) {
 				require.Equal(t, []string{fmt.Sprint("group ", i)}, e.Left)
 			}
 		}
-		// The stuck ones are disconnected. Their connections are closed when the deadline of the pending write has passed.
+		// The stuck ones are disconnected. Their connections are closed when the deadline of the pending
+		// write has passed.
 		synctest.Wait()
 		assert.Equal(t, viewers-slow, s.watching())
 		ended := make(chan error, len(reading))
@@ -115,7 +118,8 @@ func TestAThousandViewersShareMessagesAndSlowOnesAreDisconnected(t *testing.T) {
 		s.client.CloseIdleConnections()
 		synctest.Wait()
 		assert.Zero(t, s.watching())
-		assert.LessOrEqual(t, runtime.NumGoroutine(), goroutines+1, "no goroutine of a viewer is left; one may be running finalizers")
+		assert.LessOrEqual(t, runtime.NumGoroutine(), goroutines+1,
+			"no goroutine of a viewer is left; one may be running finalizers")
 	})
 }
 

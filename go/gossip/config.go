@@ -19,8 +19,9 @@ import (
 
 // Config has the settings of a node.
 type Config struct {
-	Name        string `json:"name"`        // of the member, unique in the job
-	Incarnation int64  `json:"incarnation"` // grows with each start under the name; raised if a later incarnation is known (agree.Rise)
+	Name string `json:"name"` // of the member, unique in the job
+	// grows with each start under the name; raised if a later incarnation is known (agree.Rise)
+	Incarnation int64 `json:"incarnation"`
 	// StoreAddress is announced to the other members.
 	StoreAddress string `json:"store_address"`
 	// Host is the announced name or IP address.
@@ -47,11 +48,13 @@ func (c Config) Validate() error {
 	case c.MinMembers < 1:
 		return fmt.Errorf("min_members=%d is not allowed; allowed: 1 and more", c.MinMembers)
 	case len(c.Job) > memberlist.LabelMaxSize:
-		return fmt.Errorf("job id (TORCHFT_JOB_ID) has %d bytes; allowed with gossip: %d", len(c.Job), memberlist.LabelMaxSize)
+		return fmt.Errorf("job id (TORCHFT_JOB_ID) has %d bytes; allowed with gossip: %d", len(c.Job),
+			memberlist.LabelMaxSize)
 	}
 	for _, seed := range c.Seeds {
 		host, port, err := net.SplitHostPort(seed)
-		if number, bad := strconv.ParseUint(port, 10, 16); err != nil || host == "" || bad != nil || number == 0 {
+		if number, bad := strconv.ParseUint(port, 10, 16); err != nil || host == "" || bad != nil ||
+			number == 0 {
 			return fmt.Errorf("seeds: %q is not allowed; allowed: host:port", seed)
 		}
 	}
@@ -61,7 +64,8 @@ func (c Config) Validate() error {
 		Digest: strings.Repeat("f", 16), Formed: true, Left: true,
 	}
 	if size := len(metadata(latest, longest)); size > memberlist.MetaMaxSize {
-		return fmt.Errorf("name=%q is not allowed: with it and the store's address %q the metadata of this member have up to %d bytes; allowed: %d",
+		return fmt.Errorf("name=%q is not allowed: with it and the store's address %q the metadata of this "+
+			"member have up to %d bytes; allowed: %d",
 			c.Name, c.StoreAddress, size, memberlist.MetaMaxSize)
 	}
 	return nil
@@ -81,18 +85,21 @@ func metadata(id agree.ID, note agree.Note) []byte { return encoded(nodeMetadata
 // and a suspicion: up to 4 seconds in a job of ten members, less if several of them suspect it.
 func (c Config) settings() *memberlist.Config {
 	conf := memberlist.DefaultLANConfig()
-	conf.Name = fmt.Sprintf("%s.%d", c.Name, c.Incarnation) // a later incarnation is another node: the end of the earlier one may not have been noticed yet
+	// a later incarnation is another node: the end of the earlier one may not have been noticed yet
+	conf.Name = fmt.Sprintf("%s.%d", c.Name, c.Incarnation)
 	conf.Label = c.Job
 	conf.ProbeInterval = 500 * time.Millisecond
 	conf.ProbeTimeout = 200 * time.Millisecond
 	conf.SuspicionMult = 3
 	conf.SuspicionMaxTimeoutMult = 3
-	conf.AwarenessMaxMultiplier = 4             // a member on a busy host may take four times as long to notice the end of another one
+	// a member on a busy host may take four times as long to notice the end of another one
+	conf.AwarenessMaxMultiplier = 4
 	conf.GossipInterval = 50 * time.Millisecond // a view takes several of these intervals
 	conf.PushPullInterval = 2 * time.Second     // makes up for lost messages
 	conf.TCPTimeout = 2 * time.Second           // of one exchange
-	conf.GossipToTheDeadTime = 10 * time.Second // a member that was cut off for less time learns at once that it counts as failed
-	conf.EnableCompression = false              // messages are small
+	// a member that was cut off for less time learns at once that it counts as failed
+	conf.GossipToTheDeadTime = 10 * time.Second
+	conf.EnableCompression = false // messages are small
 	conf.Logger = memberLogger(c.Log)
 	return conf
 }

@@ -67,17 +67,21 @@ func (n *Node) unreached(why map[string]string) error {
 	if len(texts) == 0 {
 		texts = []string{"no answer"}
 	}
-	return fmt.Errorf("gossip: timed out: none of the seeds %s answered within %v: %s", strings.Join(n.cfg.Seeds, ", "), n.cfg.ConnectTimeout,
+	return fmt.Errorf("gossip: timed out: none of the seeds %s answered within %v: %s",
+		strings.Join(n.cfg.Seeds, ", "), n.cfg.ConnectTimeout,
 		strings.Join(texts, "; "))
 }
 
 // joinError adds the probable cause if a seed was reached and refused this node. It searches the text of the
 // error, in which memberlist joins several errors.
 func joinError(err error) string {
-	text := strings.TrimPrefix(strings.Join(strings.Fields(err.Error()), " "), "1 error occurred: * Failed to join ")
-	for _, refusal := range []string{"EOF", "closed pipe", "broken pipe", "connection reset", "decrypt", "encrypt"} {
+	text := strings.TrimPrefix(strings.Join(strings.Fields(err.Error()), " "),
+		"1 error occurred: * Failed to join ")
+	for _, refusal := range []string{"EOF", "closed pipe", "broken pipe", "connection reset", "decrypt",
+		"encrypt"} {
 		if strings.Contains(text, refusal) {
-			return "a node answers, and refuses this one: the job (TORCHFT_JOB_ID) or the token (TORCHFT_TOKEN_FILE) of the two differs (" +
+			return "a node answers, and refuses this one: the job (TORCHFT_JOB_ID) or the token " +
+				"(TORCHFT_TOKEN_FILE) of the two differs (" +
 				text + ")"
 		}
 	}

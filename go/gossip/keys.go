@@ -11,8 +11,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// keyring encrypts with a key derived from the first of the job's tokens, and decrypts with the keys of all tokens. It is nil if
-// the job has no tokens.
+// keyring encrypts with a key derived from the first of the job's tokens, and decrypts with the keys of all
+// tokens. It is nil if the job has no tokens.
 type keyring struct {
 	*memberlist.Keyring
 	tokens *auth.Watched[auth.Tokens]
@@ -50,9 +50,9 @@ func (k *keyring) refresh() error {
 		}
 		keys = append(keys, key)
 	}
-	// UseKey moves a key to the front of the ring. Called for the last key first, it puts the keys in the order of the tokens,
-	// before the keys to be removed. This order matters for the removal: memberlist removes a key in place unless it is the last
-	// one, and the ring may be read meanwhile.
+	// UseKey moves a key to the front of the ring. Called for the last key first, it puts the keys in the
+	// order of the tokens, before the keys to be removed. This order matters for the removal: memberlist
+	// removes a key in place unless it is the last one, and the ring may be read meanwhile.
 	if !inOrder(k.GetKeys(), keys) {
 		for _, key := range slices.Backward(keys) {
 			if err := k.UseKey(key); err != nil {

@@ -31,7 +31,8 @@ type mesh struct {
 }
 
 func newMesh(t *testing.T, loss float64) *mesh {
-	return &mesh{t: t, rand: rand.New(rand.NewPCG(23, 23)), loss: loss, ports: map[string]*port{}, part: map[string]int{}, slow: map[string]time.Duration{}}
+	return &mesh{t: t, rand: rand.New(rand.NewPCG(23, 23)), loss: loss, ports: map[string]*port{},
+		part: map[string]int{}, slow: map[string]time.Duration{}}
 }
 
 // cut separates nodes from all others.
@@ -57,8 +58,9 @@ func (m *mesh) reach(from, to string) *port {
 // config returns the settings of the member with this number; number 1 is the seed.
 func (m *mesh) config(number int) (Config, *memberlist.Config, [][]string) {
 	cfg := Config{
-		Name: fmt.Sprintf("m%03d", number), Incarnation: time.Now().UnixNano(), StoreAddress: fmt.Sprintf("host%d:1", number),
-		MinMembers: 1, Job: "job", ConnectTimeout: 20 * time.Second, Log: slog.New(slog.DiscardHandler),
+		Name: fmt.Sprintf("m%03d", number), Incarnation: time.Now().UnixNano(),
+		StoreAddress: fmt.Sprintf("host%d:1", number),
+		MinMembers:   1, Job: "job", ConnectTimeout: 20 * time.Second, Log: slog.New(slog.DiscardHandler),
 		Seeds: []string{at(1)},
 	}
 	settings := cfg.settings()
@@ -78,7 +80,8 @@ func (m *mesh) open(number int) *Node {
 
 func (m *mesh) try(cfg Config, settings *memberlist.Config, seeds [][]string) (*Node, error) {
 	address := net.JoinHostPort(settings.AdvertiseAddr, strconv.Itoa(settings.AdvertisePort))
-	p := &port{mesh: m, address: address, packets: make(chan *memberlist.Packet, 1024), streams: make(chan net.Conn), down: make(chan struct{})}
+	p := &port{mesh: m, address: address, packets: make(chan *memberlist.Packet, 1024),
+		streams: make(chan net.Conn), down: make(chan struct{})}
 	m.mu.Lock()
 	m.ports[address] = p
 	m.mu.Unlock()

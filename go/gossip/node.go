@@ -18,13 +18,15 @@ import (
 )
 
 const (
-	tick          = 250 * time.Millisecond // between checks of what is due to be sent
-	reconnect     = 5 * time.Second        // between attempts to reach a member that failed
-	repeatAfter   = time.Second            // between two News with the same content
-	joinPause     = 200 * time.Millisecond // between attempts to reach the seeds
-	farewell      = 500 * time.Millisecond // longest wait for each announcement of a member that leaves
-	mostFailed    = 256                    // addresses of members that stopped answering, which are tried again
-	announceBound = time.Millisecond       // UpdateNode queues its message before it waits, so a short wait suffices
+	tick        = 250 * time.Millisecond // between checks of what is due to be sent
+	reconnect   = 5 * time.Second        // between attempts to reach a member that failed
+	repeatAfter = time.Second            // between two News with the same content
+	joinPause   = 200 * time.Millisecond // between attempts to reach the seeds
+	farewell    = 500 * time.Millisecond // longest wait for each announcement of a member that leaves
+	// addresses of members that stopped answering, which are tried again
+	mostFailed = 256
+	// UpdateNode queues its message before it waits, so a short wait suffices
+	announceBound = time.Millisecond
 )
 
 // ErrClosed is returned by calls on a closed node.
@@ -82,7 +84,8 @@ func Open(ctx context.Context, cfg Config) (*Node, error) {
 	defer cancel()
 	announced, err := resolve(ctx, net.JoinHostPort(cfg.Host, strconv.Itoa(cfg.Port)))
 	if err != nil {
-		return nil, fmt.Errorf("gossip: the announced host %q (TORCHFT_HOST) has no address: %w", cfg.Host, err)
+		return nil, fmt.Errorf("gossip: the announced host %q (TORCHFT_HOST) has no address: %w", cfg.Host,
+			err)
 	}
 	seeds := make([][]string, 0, len(cfg.Seeds))
 	for _, seed := range cfg.Seeds {
@@ -107,7 +110,9 @@ func Open(ctx context.Context, cfg Config) (*Node, error) {
 }
 
 // open is Open with a given transport, which the node closes.
-func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds [][]string, address string) (_ *Node, err error) {
+func open(
+	ctx context.Context, cfg Config, settings *memberlist.Config, seeds [][]string, address string,
+) (_ *Node, err error) {
 	n := &Node{
 		cfg: cfg, id: cfg.id(), name: settings.Name, log: cfg.Log, address: address,
 		own: net.JoinHostPort(settings.AdvertiseAddr, strconv.Itoa(settings.AdvertisePort)),
@@ -117,7 +122,8 @@ func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds []
 	if n.seeds = seeds; len(seeds) == 0 {
 		n.seeds = [][]string{{n.own}}
 	}
-	n.machine = agree.New(agree.Config{Me: n.id, Address: cfg.StoreAddress, At: n.own, Seeds: n.seeds, MinMembers: cfg.MinMembers})
+	n.machine = agree.New(agree.Config{Me: n.id, Address: cfg.StoreAddress, At: n.own, Seeds: n.seeds,
+		MinMembers: cfg.MinMembers})
 	protection, err := cfg.Security.Open(cfg.Log)
 	if err == nil {
 		n.keys, err = newKeyring(protection.Tokens)
@@ -161,13 +167,15 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	n.step(func(m *agree.Machine) { m.Ask() })
 	for {
 		n.mu.Lock()
-		taken, replaced, waits, changed := n.machine.Taken(), n.machine.Replaced(), n.machine.Waits(), n.changed
+		taken, replaced, waits, changed := n.machine.Taken(), n.machine.Replaced(), n.machine.Waits(),
+			n.changed
 		n.mu.Unlock()
 		switch {
 		case taken != nil:
 			return taken, nil
 		case replaced:
-			return nil, fmt.Errorf("gossip: %s is no member any more: a later incarnation of it has taken its place", n.id.Name)
+			return nil, fmt.Errorf("gossip: %s is no member any more: a later incarnation of it has taken "+
+				"its place", n.id.Name)
 		}
 		select {
 		case <-changed:
@@ -264,7 +272,8 @@ func (n *Node) background() {
 			return
 		}
 		if err := n.keys.refresh(); err != nil {
-			n.log.Error("torchft: the gossip keys were not updated; gossip continues with the previous ones", "error", err)
+			n.log.Error("torchft: the gossip keys were not updated; gossip continues with the previous ones",
+				"error", err)
 		}
 		n.mu.Lock()
 		announce := n.announce

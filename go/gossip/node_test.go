@@ -228,7 +228,8 @@ func TestTheLongestNamesFit(t *testing.T) {
 			Address: cfg.StoreAddress, Asks: true, Wants: most, Joined: most,
 			Digest: view.Digest(), Formed: true, Left: true,
 		}
-		require.Len(t, metadata(n.id, last), memberlist.MetaMaxSize, "one more byte in the name would be too many")
+		require.Len(t, metadata(n.id, last), memberlist.MetaMaxSize,
+			"one more byte in the name would be too many")
 	}
 	known := agree.Known{Formed: &view}
 	for _, q := range view.Members {
@@ -347,7 +348,8 @@ func TestMembersThatStoppedAnsweringAreTriedAgain(t *testing.T) {
 	n.machine = agree.New(agree.Config{Me: agree.ID{Name: "me", Incarnation: 1}})
 	node := func(name string, life int64, host byte) *memberlist.Node {
 		id := agree.ID{Name: name, Incarnation: life}
-		return &memberlist.Node{Name: name + strconv.FormatInt(life, 10), Addr: net.IP{10, 0, 0, host}, Port: 1, Meta: metadata(id, agree.Note{})}
+		return &memberlist.Node{Name: name + strconv.FormatInt(life, 10), Addr: net.IP{10, 0, 0, host},
+			Port: 1, Meta: metadata(id, agree.Note{})}
 	}
 	for _, failed := range []*memberlist.Node{node("a", 1, 1), node("b", 1, 2), node("c", 1, 3)} {
 		events{n}.NotifyJoin(failed)
@@ -356,7 +358,8 @@ func TestMembersThatStoppedAnsweringAreTriedAgain(t *testing.T) {
 	require.Len(t, n.failed, 3)
 	events{n}.NotifyJoin(node("a", 2, 1))
 	events{n}.NotifyJoin(node("d", 1, 2))
-	require.Equal(t, map[string]bool{"10.0.0.3:1": true}, n.failed, "others have the addresses of a and b: both have ended")
+	require.Equal(t, map[string]bool{"10.0.0.3:1": true}, n.failed,
+		"others have the addresses of a and b: both have ended")
 	for i := range 2 * mostFailed {
 		gone := node("e", int64(i), 5)
 		gone.Port = uint16(1000 + i)
@@ -372,7 +375,8 @@ func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
 		write := func(tokens ...string) {
 			for _, path := range files { // one after the other
 				require.NoError(t, os.WriteFile(path+".draft", []byte(strings.Join(tokens, "\n")), 0o600))
-				require.NoError(t, os.Rename(path+".draft", path)) // a new file: its modification time is not that of the test's fake clock
+				// a new file: its modification time is not that of the test's fake clock
+				require.NoError(t, os.Rename(path+".draft", path))
 				time.Sleep(2 * time.Second)
 			}
 		}
@@ -388,7 +392,8 @@ func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
 		all := []*trainer{add(1, "old-secret"), add(2, "old-secret"), add(3, "old-secret")}
 		until(t, all, 3)
 		view := all[0].now().Number
-		for _, tokens := range [][]string{{"old-secret", "new-secret"}, {"new-secret", "old-secret"}, {"new-secret"}} {
+		for _, tokens := range [][]string{{"old-secret", "new-secret"}, {"new-secret", "old-secret"},
+			{"new-secret"}} {
 			write(tokens...)
 			watch(t, all, 5*time.Second, 1)
 		}
@@ -404,7 +409,8 @@ func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
 		require.NoError(t, os.WriteFile(path, []byte("old-secret"), 0o600))
 		cfg, settings, seeds = m.config(5)
 		_, err = m.try(withTokens(cfg, path), settings, seeds)
-		require.ErrorContains(t, err, "none of the seeds 10.0.0.1:7946 answered within 20s: a node answers, and refuses this one")
+		require.ErrorContains(t, err,
+			"none of the seeds 10.0.0.1:7946 answered within 20s: a node answers, and refuses this one")
 		require.ErrorContains(t, err, "TORCHFT_TOKEN_FILE")
 		endAll(all)
 	})
@@ -418,8 +424,10 @@ func TestBadSeeds(t *testing.T) {
 			change    func(cfg *Config, seeds *[][]string)
 			wantError string
 		}{
-			"no seed answers": {func(_ *Config, seeds *[][]string) { *seeds = [][]string{{at(9)}, {at(8)}} }, "timed out"},
-			"another job":     {func(cfg *Config, _ *[][]string) { cfg.Job = "another" }, "the job (TORCHFT_JOB_ID)"},
+			"no seed answers": {func(_ *Config, seeds *[][]string) { *seeds = [][]string{{at(9)}, {at(8)}} },
+				"timed out"},
+			"another job": {func(cfg *Config, _ *[][]string) { cfg.Job = "another" },
+				"the job (TORCHFT_JOB_ID)"},
 		} {
 			cfg, _, seeds := m.config(2)
 			test.change(&cfg, &seeds)
@@ -532,7 +540,10 @@ func TestSettingsThatAreNotAllowed(t *testing.T) {
 		`seeds: "host" is not allowed`:          func(c *Config) { c.Seeds = []string{"host"} },
 		`seeds: ":1" is not allowed`:            func(c *Config) { c.Seeds = []string{":1"} },
 		"bytes; allowed: 512":                   func(c *Config) { c.Name = strings.Repeat("n", 500) },
-		`the store's address "hhhh`:             func(c *Config) { c.StoreAddress = strings.Repeat("h", 500) },
+		`the store's address "hhhh`: func(c *Config) {
+			c.StoreAddress = strings.Repeat("h",
+				500)
+		},
 	} {
 		bad := good
 		change(&bad)
@@ -542,7 +553,8 @@ func TestSettingsThatAreNotAllowed(t *testing.T) {
 
 // Real sockets: a node of another job cannot join, and closing a node ends its sockets and goroutines.
 func TestSockets(t *testing.T) {
-	cfg := Config{Name: "a", Incarnation: 1, StoreAddress: "host:1", Host: "localhost", MinMembers: 1, Job: "one", ConnectTimeout: time.Minute}
+	cfg := Config{Name: "a", Incarnation: 1, StoreAddress: "host:1", Host: "localhost", MinMembers: 1,
+		Job: "one", ConnectTimeout: time.Minute}
 	cfg.Log = discard
 	first, err := Open(t.Context(), cfg)
 	require.NoError(t, err)
@@ -576,7 +588,8 @@ func TestSockets(t *testing.T) {
 	for _, tr := range all {
 		tr.end()
 	}
-	_, err = Open(t.Context(), Config{Name: "c", Host: "localhost", ConnectTimeout: time.Second, Log: discard, Security: auth.Security{TokenFile: "/none"}})
+	_, err = Open(t.Context(), Config{Name: "c", Host: "localhost", ConnectTimeout: time.Second, Log: discard,
+		Security: auth.Security{TokenFile: "/none"}})
 	require.ErrorContains(t, err, "token_file")
 }
 
@@ -589,7 +602,8 @@ func TestAPanicOnAReceivedMessageIsLogged(t *testing.T) {
 	require.NotPanics(t, func() { delegate{n}.NodeMeta(512) })
 	require.NotPanics(t, func() { delegate{n}.LocalState(true) })
 	require.NotPanics(t, func() {
-		events{n}.NotifyLeave(&memberlist.Node{Name: "a.1", Meta: metadata(agree.ID{Name: "a"}, agree.Note{})})
+		events{n}.NotifyLeave(&memberlist.Node{Name: "a.1",
+			Meta: metadata(agree.ID{Name: "a"}, agree.Note{})})
 	})
 	require.Equal(t, 1, strings.Count(log.String(), `in="gossip event"`))
 	require.Equal(t, 1, strings.Count(log.String(), `in="gossip metadata"`))

@@ -33,7 +33,8 @@ func packages(t *testing.T, patterns ...string) map[string]pkg {
 	if len(patterns) == 0 {
 		patterns = []string{"./..."}
 	}
-	list := exec.Command("go", append([]string{"list", "-e", "-json=ImportPath,Imports,Deps,TestGoFiles,XTestGoFiles"}, patterns...)...)
+	list := exec.Command("go", append([]string{"list", "-e",
+		"-json=ImportPath,Imports,Deps,TestGoFiles,XTestGoFiles"}, patterns...)...)
 	list.Dir = ".."
 	out, err := list.Output()
 	require.NoError(t, err)
@@ -67,7 +68,8 @@ func isStandard(path string) bool {
 func TestImportsFollowTheDesign(t *testing.T) {
 	decides := []string{"quorum", "recovery", "rendezvous", "round"}
 	pure := append([]string{"gossip/agree"}, decides...)
-	shared := append([]string{"torchftpb", "internal/auth", "internal/clock", "internal/logging", "internal/rpc", "internal/tracing", "internal/wire"}, decides...)
+	shared := append([]string{"torchftpb", "internal/auth", "internal/clock", "internal/logging",
+		"internal/rpc", "internal/tracing", "internal/wire"}, decides...)
 	client := append([]string{"membership"}, shared...)
 	allowed := map[string][]string{
 		"quorum":                 nil,
@@ -96,7 +98,8 @@ func TestImportsFollowTheDesign(t *testing.T) {
 		"manager":                append([]string{"internal/local"}, client...),
 		"internal/transcript":    nil,
 		"internal/testlog":       nil,
-		"internal/fttest":        append([]string{"internal/testlog", "lighthouse", "manager", "membership/lighthouses", "rankclient"}, client...),
+		"internal/fttest": append([]string{"internal/testlog", "lighthouse", "manager",
+			"membership/lighthouses", "rankclient"}, client...),
 		"cmd/torchft_lighthouse": {"internal/logging", "lighthouse"},
 	}
 	all := packages(t)
@@ -106,14 +109,16 @@ func TestImportsFollowTheDesign(t *testing.T) {
 				assert.Contains(t, may, imported, "%s imports %s", name, imported)
 			}
 			if slices.Contains([]string{"lighthouse", "manager"}, name) {
-				assert.NotContains(t, []string{"membership/lighthouses", "rankclient"}, imported, "%s is a server, and %s a client", name, imported)
+				assert.NotContains(t, []string{"membership/lighthouses", "rankclient"}, imported,
+					"%s is a server, and %s a client", name, imported)
 			}
 			if imported == "pyapi" || strings.HasPrefix(imported, "pyapi/") {
 				inside := name == "native" || name == "pyapi" || strings.HasPrefix(name, "pyapi/")
 				assert.True(t, inside, "%s imports %s: only native may", name, imported)
 			}
 			if name != "internal/fttest" {
-				assert.NotContains(t, []string{"internal/fttest", "internal/testlog", "internal/transcript"}, imported, "%s imports it outside of tests", name)
+				assert.NotContains(t, []string{"internal/fttest", "internal/testlog", "internal/transcript"},
+					imported, "%s imports it outside of tests", name)
 			}
 		}
 	}
@@ -123,13 +128,14 @@ func TestImportsFollowTheDesign(t *testing.T) {
 			assert.True(t, isStandard(path) || strings.HasPrefix(path, module), "%s needs %s", name, path)
 		}
 		for _, path := range all[name].Imports {
-			assert.False(t, slices.Contains([]string{"net", "os", "sync", "log/slog", "context"}, path), "%s is pure and imports %s", name, path)
+			assert.False(t, slices.Contains([]string{"net", "os", "sync", "log/slog", "context"}, path),
+				"%s is pure and imports %s", name, path)
 		}
 	}
 }
 
-// If a library handled SIGINT, Python would not receive Ctrl-C. go-metrics, which memberlist and raft import, can handle a signal to
-// print its metrics, but only in a function that is not called.
+// If a library handled SIGINT, Python would not receive Ctrl-C. go-metrics, which memberlist and raft import,
+// can handle a signal to print its metrics, but only in a function that is not called.
 func TestOnlyTheCommandTakesSignals(t *testing.T) {
 	may := []string{"github.com/hashicorp/go-metrics", "internal/fttest"}
 	for name, p := range packages(t, "-deps", "./...") {
@@ -142,8 +148,8 @@ func TestOnlyTheCommandTakesSignals(t *testing.T) {
 	}
 }
 
-// `go test` does not report skipped tests. Only two kinds of tests may skip: tests that a flag turns on, and tests that need a
-// network namespace, which the Makefile reports. Any other skip is a failure under CI=true.
+// `go test` does not report skipped tests. Only two kinds of tests may skip: tests that a flag turns on, and
+// tests that need a network namespace, which the Makefile reports. Any other skip is a failure under CI=true.
 func TestASkipIsAFailureUnderCI(t *testing.T) {
 	allowed := regexp.MustCompile(`t\.Skip\("-|"this system makes no network for a test:"`)
 	tests, err := filepath.Glob("../*/*_test.go")
@@ -155,15 +161,16 @@ func TestASkipIsAFailureUnderCI(t *testing.T) {
 		text, err := os.ReadFile(path)
 		require.NoError(t, err)
 		for line := range strings.Lines(string(text)) {
-			if regexp.MustCompile(`\b[tb]\.Skip(f|Now)?\(`).MatchString(line) && !strings.HasPrefix(path, "../internal/testmain/") {
+			if regexp.MustCompile(`\b[tb]\.Skip(f|Now)?\(`).MatchString(line) &&
+				!strings.HasPrefix(path, "../internal/testmain/") {
 				assert.Regexp(t, allowed, line, "%s: call testmain.Skip", path)
 			}
 		}
 	}
 }
 
-// The Makefile lists the packages that are tested with the race detector, and those that are not: each package with tests is in
-// one of the lists.
+// The Makefile lists the packages that are tested with the race detector, and those that are not: each
+// package with tests is in one of the lists.
 func TestMakeTestsEachPackageOnce(t *testing.T) {
 	makefile, err := os.ReadFile("../../Makefile")
 	require.NoError(t, err)
@@ -173,7 +180,9 @@ func TestMakeTestsEachPackageOnce(t *testing.T) {
 		require.NotNil(t, line, "the Makefile has no line `%s := ...`", list)
 		for name := range packages(t, strings.Fields(string(line[1]))...) {
 			times[name]++
-			assert.False(t, list == "GO_RACE" && slices.Contains([]string{"gossip/agree", "quorum", "recovery", "rendezvous", "round"}, name), "%s has nothing to race", name)
+			assert.False(t, list == "GO_RACE" &&
+				slices.Contains([]string{"gossip/agree", "quorum", "recovery", "rendezvous", "round"}, name),
+				"%s has nothing to race", name)
 		}
 	}
 	for name, p := range packages(t) {

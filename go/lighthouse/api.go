@@ -16,10 +16,11 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// The routes below /api/v1/ that change something. Each takes a JSON object and answers with one, even for a refusal.
+// The routes below /api/v1/ that change something. Each takes a JSON object and answers with one, even for a
+// refusal.
 
-// mostBody bounds the body of a request, in bytes. A replica_id of rpc.MaxReplicaID bytes fits into it: JSON encodes each byte in
-// at most six.
+// mostBody bounds the body of a request, in bytes. A replica_id of rpc.MaxReplicaID bytes fits into it: JSON
+// encodes each byte in at most six.
 const mostBody = 16 << 10
 
 // body is the body of a request.
@@ -60,11 +61,13 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
 	err = j.drain(body.ReplicaID, "requested from "+r.RemoteAddr)
 	switch {
 	case errors.Is(err, errNoStream):
-		dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("member %q cannot be asked to leave: %w", body.ReplicaID, err))
+		dashboard.Refuse(w, http.StatusConflict,
+			fmt.Errorf("member %q cannot be asked to leave: %w", body.ReplicaID, err))
 	case err != nil:
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
 	default:
-		j.log.Info("torchft: a replica group is asked to leave, on request", "replica_id", body.ReplicaID, "from", r.RemoteAddr)
+		j.log.Info("torchft: a replica group is asked to leave, on request", "replica_id", body.ReplicaID,
+			"from", r.RemoteAddr)
 		dashboard.Answer(w, done{body.ReplicaID, "asked to leave at the end of a step"})
 	}
 }
@@ -74,7 +77,8 @@ var errNoStream = errors.New("it has no stream to this lighthouse, as groups of 
 
 // has reports whether a member is known and alive.
 func (j *job) has(replicaID string) bool {
-	return slices.ContainsFunc(j.status().Members, func(m dashboard.Member) bool { return m.ReplicaID == replicaID && m.Healthy })
+	return slices.ContainsFunc(j.status().Members,
+		func(m dashboard.Member) bool { return m.ReplicaID == replicaID && m.Healthy })
 }
 
 // drain asks a member to leave.
@@ -87,17 +91,21 @@ func (j *job) drain(replicaID, why string) error {
 	if len(j.streams.of[replicaID]) == 0 {
 		return errNoStream
 	}
-	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Drained, Left: []string{replicaID}, Reason: why})
+	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Drained, Left: []string{replicaID},
+		Reason: why})
 	return j.step(quorum.Drained{ReplicaID: replicaID, Reason: why})
 }
 
 // ask returns the handler of a route with a body. It checks the permission before it reads the body.
-func ask[B body](s *Server, what string, follow func(http.ResponseWriter, *http.Request, B)) http.HandlerFunc {
+func ask[B body](
+	s *Server, what string, follow func(http.ResponseWriter, *http.Request, B),
+) http.HandlerFunc {
 	refuse := func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 	return func(w http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodPost {
 			w.Header().Set("Allow", http.MethodPost)
-			refuse(w, http.StatusMethodNotAllowed, fmt.Sprintf("%s %s is not allowed; allowed: POST", r.Method, r.URL.Path))
+			refuse(w, http.StatusMethodNotAllowed,
+				fmt.Sprintf("%s %s is not allowed; allowed: POST", r.Method, r.URL.Path))
 			return
 		}
 		s.guarded(what, refuse, func(w http.ResponseWriter, r *http.Request) {
@@ -115,13 +123,15 @@ func ask[B body](s *Server, what string, follow func(http.ResponseWriter, *http.
 	}
 }
 
-// readBody reads the body of a request to its end: before that, net/http does not notice that the connection has broken. If it returns
-// an error, code is the HTTP status of the refusal. want is an example for the error.
+// readBody reads the body of a request to its end: before that, net/http does not notice that the connection
+// has broken. If it returns an error, code is the HTTP status of the refusal. want is an example for the
+// error.
 func readBody(w http.ResponseWriter, r *http.Request, want string, to any) (code int, err error) {
 	want = "; wanted: " + want
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, mostBody))
 	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
-		return http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
+		return http.StatusRequestEntityTooLarge,
+			fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
 	}
 	if err != nil {
 		return http.StatusBadRequest, fmt.Errorf("the body was not read: %w", err)
@@ -133,7 +143,8 @@ func readBody(w http.ResponseWriter, r *http.Request, want string, to any) (code
 	case errors.Is(err, io.EOF):
 		return http.StatusBadRequest, errors.New("there is no body" + want)
 	case err != nil:
-		return http.StatusBadRequest, fmt.Errorf("the body is not understood: %s%s", strings.TrimPrefix(err.Error(), "json: "), want)
+		return http.StatusBadRequest, fmt.Errorf("the body is not understood: %s%s",
+			strings.TrimPrefix(err.Error(), "json: "), want)
 	case decoder.More():
 		return http.StatusBadRequest, errors.New("there is more than one value in the body" + want)
 	}

@@ -17,7 +17,9 @@ import (
 )
 
 // call makes a request of the API, and returns the answer, which is always JSON.
-func call(t *testing.T, c *fttest.Cluster, method, path, body string, headers map[string]string) (int, map[string]any) {
+func call(
+	t *testing.T, c *fttest.Cluster, method, path, body string, headers map[string]string,
+) (int, map[string]any) {
 	t.Helper()
 	req, err := http.NewRequest(method, fttest.LighthouseAddr+path, strings.NewReader(body))
 	require.NoError(t, err)
@@ -43,14 +45,18 @@ func TestTheAPIRefusesBadRequests(t *testing.T) {
 		}{
 			{"no body", "POST", "/kill", "", 400, "there is no body"},
 			{"no JSON", "POST", "/kill", "a", 400, "the body is not understood: invalid character 'a'"},
-			{"cut off", "POST", "/drain", `{"replica_id": "a`, 400, "the body is not understood: unexpected EOF"},
-			{"another field", "POST", "/drain", `{"replica": "a"}`, 400, `unknown field "replica"; wanted: {"replica_id": "..."}`},
+			{"cut off", "POST", "/drain", `{"replica_id": "a`, 400,
+				"the body is not understood: unexpected EOF"},
+			{"another field", "POST", "/drain", `{"replica": "a"}`, 400,
+				`unknown field "replica"; wanted: {"replica_id": "..."}`},
 			{"another type", "POST", "/drain", `{"replica_id": 7}`, 400, "cannot unmarshal number"},
 			{"a list", "POST", "/kill", `["a"]`, 400, "cannot unmarshal array"},
 			{"two values", "POST", "/kill", `{"replica_id": "a"} {}`, 400, "more than one value"},
 			{"no name", "POST", "/kill", `{}`, 400, `replica_id is ""`},
-			{"a long name", "POST", "/kill", `{"replica_id": "` + strings.Repeat("a", 1025) + `"}`, 400, "replica_id has 1025 bytes: allowed are 1024"},
-			{"a large body", "POST", "/drain", `{"replica_id": "` + strings.Repeat("a", 1<<20) + `"}`, 413, "more than 16384 bytes"},
+			{"a long name", "POST", "/kill", `{"replica_id": "` + strings.Repeat("a", 1025) + `"}`, 400,
+				"replica_id has 1025 bytes: allowed are 1024"},
+			{"a large body", "POST", "/drain", `{"replica_id": "` + strings.Repeat("a", 1<<20) + `"}`, 413,
+				"more than 16384 bytes"},
 			{"an unknown member", "POST", "/kill", `{"replica_id": "<b>"}`, 404, `member "<b>" is not known`},
 			{"an unknown member", "POST", "/drain", `{"replica_id": "b"}`, 404, `member "b" is not known`},
 			{"another method", "GET", "/kill", "", 405, "GET /api/v1/kill is not allowed; allowed: POST"},
@@ -85,13 +91,15 @@ func TestKillAndDrainOverTheAPIWantTheToken(t *testing.T) {
 			code, answer = call(t, c, "POST", path, body, map[string]string{"Authorization": "Bearer guess"})
 			assert.Equal(t, 401, code)
 			assert.Contains(t, answer["error"], "not the job's")
-			code, answer = call(t, c, "POST", path, body, map[string]string{"Authorization": "Bearer secret", "Origin": "http://evil.example"})
+			code, answer = call(t, c, "POST", path, body,
+				map[string]string{"Authorization": "Bearer secret", "Origin": "http://evil.example"})
 			assert.Equal(t, 403, code)
 			assert.Contains(t, answer["error"], "another site")
 		}
 		code, answer := call(t, c, "POST", "/api/v1/drain", body, right)
 		assert.Equal(t, 200, code)
-		assert.Equal(t, map[string]any{"replica_id": "a", "done": "asked to leave at the end of a step"}, answer)
+		assert.Equal(t, map[string]any{"replica_id": "a", "done": "asked to leave at the end of a step"},
+			answer)
 		_, status := call(t, c, "GET", "/api/v1/status", "", nil)
 		assert.Contains(t, status["members"].([]any)[0].(map[string]any)["draining"], "requested from")
 		code, answer = call(t, c, "POST", "/api/v1/kill", body, right)

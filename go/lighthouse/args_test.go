@@ -25,19 +25,29 @@ func TestParseArgs(t *testing.T) {
 	want.StateDir, want.StateOptional = home+"/torchft/lighthouse-"+hostname(t)+"-29510", true
 	assert.Equal(t, want, cfg)
 	assert.Equal(t, "[::]:29510", cfg.Bind)
-	assert.Equal(t, []time.Duration{time.Minute, 100 * time.Millisecond, 5 * time.Second}, []time.Duration{cfg.JoinTimeout, cfg.QuorumTick, cfg.HeartbeatTimeout})
+	assert.Equal(t, []time.Duration{time.Minute, 100 * time.Millisecond, 5 * time.Second},
+		[]time.Duration{cfg.JoinTimeout, cfg.QuorumTick, cfg.HeartbeatTimeout})
 
-	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--token-file", other, "--allow-remote-kill", "--max_connections=4", "--max-joins-per-second=5", "--state-dir=/s", "--forbid_regression", "--max_jobs=7", "--max-calls-per-job=8"})
+	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1",
+		"--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--token-file", other,
+		"--allow-remote-kill", "--max_connections=4", "--max-joins-per-second=5", "--state-dir=/s",
+		"--forbid_regression", "--max_jobs=7", "--max-calls-per-job=8"})
 	require.NoError(t, err)
-	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", MinReplicas: 3, JoinTimeout: time.Millisecond, QuorumTick: 2 * time.Millisecond, HeartbeatTimeout: 3 * time.Millisecond,
-		Security: auth.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4, MaxJoinsPerSecond: 5, StateDir: "/s", ForbidRegression: true, MaxJobs: 7, MaxCallsPerJob: 8}, cfg)
+	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", MinReplicas: 3, JoinTimeout: time.Millisecond,
+		QuorumTick: 2 * time.Millisecond, HeartbeatTimeout: 3 * time.Millisecond,
+		Security: auth.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4,
+		MaxJoinsPerSecond: 5, StateDir: "/s", ForbidRegression: true, MaxJobs: 7, MaxCallsPerJob: 8}, cfg)
 }
 
 func TestHelpIsUsage(t *testing.T) {
 	_, err := lighthouse.ParseArgs([]string{"--help"})
 	var help *lighthouse.Help
 	require.ErrorAs(t, err, &help)
-	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--token_file", "--tls_cert", "--tls_key", "--tls_client_ca", "--tls_ca", "--allow_remote_kill", "--max_connections", "--max_joins_per_second", "--state_dir", "--forbid_regression", "--max_jobs", "--max_calls_per_job", "--cluster", "--advertise", "--recover"} {
+	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms",
+		"--heartbeat_timeout_ms", "--suspect_grace_ms", "--token_file", "--tls_cert", "--tls_key",
+		"--tls_client_ca", "--tls_ca", "--allow_remote_kill", "--max_connections", "--max_joins_per_second",
+		"--state_dir", "--forbid_regression", "--max_jobs", "--max_calls_per_job", "--cluster", "--advertise",
+		"--recover"} {
 		assert.Contains(t, help.Usage, flag)
 	}
 }
@@ -49,32 +59,49 @@ func TestBadArgsAreNamed(t *testing.T) {
 	}{
 		{nil, "min_replicas is missing"},
 		{[]string{"--min_replicas", "0"}, "min_replicas is 0: it must be at least 1"},
-		{[]string{"--min_replicas", "1", "--max_calls_per_job", "0"}, "max_calls_per_job is 0: it must be at least 1"},
+		{[]string{"--min_replicas", "1", "--max_calls_per_job", "0"},
+			"max_calls_per_job is 0: it must be at least 1"},
 		{[]string{"--min_replicas", "1", "--max_jobs", "0"}, "max_jobs is 0: it must be at least 1"},
 		{[]string{"--min_replicas", "-1"}, "min_replicas is -1: it must be at least 1"},
 		{[]string{"--min_replicas", "two"}, `"two"`},
-		{[]string{"--min_replicas", "1", "--join_timeout_ms", "0"}, "join_timeout_ms is 0: it must be more than 0"},
-		{[]string{"--min_replicas", "1", "--quorum_tick_ms", "-5"}, "quorum_tick_ms is -5: it must be more than 0"},
-		{[]string{"--min_replicas", "1", "--heartbeat_timeout_ms", "0"}, "heartbeat_timeout_ms is 0: it must be more than 0"},
-		{[]string{"--min_replicas", "1", "--suspect_grace_ms", "-1"}, "suspect_grace_ms is -1: it must be at least 0"},
-		{[]string{"--min_replicas", "1", "--join_timeout_ms", "9223372036854775807"}, "join_timeout_ms is 9223372036854775807: it must be at most"},
+		{[]string{"--min_replicas", "1", "--join_timeout_ms", "0"},
+			"join_timeout_ms is 0: it must be more than 0"},
+		{[]string{"--min_replicas", "1", "--quorum_tick_ms", "-5"},
+			"quorum_tick_ms is -5: it must be more than 0"},
+		{[]string{"--min_replicas", "1", "--heartbeat_timeout_ms", "0"},
+			"heartbeat_timeout_ms is 0: it must be more than 0"},
+		{[]string{"--min_replicas", "1", "--suspect_grace_ms", "-1"},
+			"suspect_grace_ms is -1: it must be at least 0"},
+		{[]string{"--min_replicas", "1", "--join_timeout_ms", "9223372036854775807"},
+			"join_timeout_ms is 9223372036854775807: it must be at most"},
 		{[]string{"--min_replicas", "1", "--bind", "29510"}, `bind is "29510": it must be host:port`},
-		{[]string{"--min_replicas", "1", "--bind", "[::]:70000"}, `bind is "[::]:70000": it must be host:port`},
-		{[]string{"--min_replicas", "1", "--token_file", "/missing"}, `token_file (TORCHFT_TOKEN_FILE) is "/missing": it cannot be read`},
+		{[]string{"--min_replicas", "1", "--bind", "[::]:70000"},
+			`bind is "[::]:70000": it must be host:port`},
+		{[]string{"--min_replicas", "1", "--token_file", "/missing"},
+			`token_file (TORCHFT_TOKEN_FILE) is "/missing": it cannot be read`},
 		{[]string{"--min_replicas", "1", "--tls_cert", "/missing"}, `tls_key (TORCHFT_TLS_KEY) is ""`},
 		{[]string{"--min_replicas", "1", "--tls-client-ca", "/missing"}, `tls_cert (TORCHFT_TLS_CERT) is ""`},
-		{[]string{"--min_replicas", "1", "--max_connections", "0"}, "max_connections is 0: it must be at least 1"},
-		{[]string{"--min_replicas", "1", "--max_joins_per_second", "0"}, "max_joins_per_second is 0: it must be at least 1"},
+		{[]string{"--min_replicas", "1", "--max_connections", "0"},
+			"max_connections is 0: it must be at least 1"},
+		{[]string{"--min_replicas", "1", "--max_joins_per_second", "0"},
+			"max_joins_per_second is 0: it must be at least 1"},
 		{[]string{"--min_replicas", "1", "--allow_remote_kill=perhaps"}, "perhaps"},
 		{[]string{"--min_replicas", "1", "--colour", "red"}, "unknown flag: --colour; see --help"},
 		{[]string{"--é", "1"}, "unknown flag: --é; see --help"},
 		{[]string{"-m", "1"}, "'m' in -m; see --help"},
-		{[]string{"--min_replicas", "1", "--cluster", "http://localhost:29510"}, `--cluster is "http://localhost:29510": it has 1 addresses, but must have 3, 5 or 7`},
-		{[]string{"--min_replicas", "1", "--cluster", "http://a:1,http://b:1,http://c:1"}, `none of its addresses has the port 29510 and a name of this host`},
-		{[]string{"--min_replicas", "1", "--cluster", "http://a:1,http://b:1,http://c:1", "--advertise", "http://d:1"}, `--advertise is "http://d:1", which is not in --cluster`},
-		{[]string{"--min_replicas", "1", "--cluster", "http://a:1,http://b:1,http://c:1", "--advertise", "http://a:1", "--state_dir="}, `state_dir is "": a lighthouse of a cluster needs a directory`},
-		{[]string{"--min_replicas", "1", "--cluster", "https://a:1,https://b:1,https://c:1", "--advertise", "https://a:1"}, "https://a:1: it must begin with https:// if tls_cert is set, and with http:// otherwise"},
-		{[]string{"--min_replicas", "1", "--advertise", "http://a:1"}, `advertise is "http://a:1": it names this lighthouse among those of cluster, which is not given`},
+		{[]string{"--min_replicas", "1", "--cluster", "http://localhost:29510"},
+			`--cluster is "http://localhost:29510": it has 1 addresses, but must have 3, 5 or 7`},
+		{[]string{"--min_replicas", "1", "--cluster", "http://a:1,http://b:1,http://c:1"},
+			`none of its addresses has the port 29510 and a name of this host`},
+		{[]string{"--min_replicas", "1", "--cluster", "http://a:1,http://b:1,http://c:1", "--advertise",
+			"http://d:1"}, `--advertise is "http://d:1", which is not in --cluster`},
+		{[]string{"--min_replicas", "1", "--cluster", "http://a:1,http://b:1,http://c:1", "--advertise",
+			"http://a:1", "--state_dir="}, `state_dir is "": a lighthouse of a cluster needs a directory`},
+		{[]string{"--min_replicas", "1", "--cluster", "https://a:1,https://b:1,https://c:1", "--advertise",
+			"https://a:1"},
+			"https://a:1: it must begin with https:// if tls_cert is set, and with http:// otherwise"},
+		{[]string{"--min_replicas", "1", "--advertise", "http://a:1"},
+			`advertise is "http://a:1": it names this lighthouse among those of cluster, which is not given`},
 		{[]string{"--min_replicas", "1", "--recover"}, "recover is set: it needs cluster"},
 		{[]string{"--min_replicas", "1", "now"}, `"now" is not understood`},
 	} {

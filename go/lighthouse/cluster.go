@@ -22,15 +22,19 @@ import (
 	"github.com/torchft/torchft/go/replica"
 )
 
-// cluster is the place of a lighthouse among several that agree by Raft (package replica). Only the one that leads has jobs, and
-// answers; the others forward (forward.go). A new leader continues each job from its state in the log (keeper.go).
+// cluster is the place of a lighthouse among several that agree by Raft (package replica). Only the one that
+// leads has jobs, and answers; the others forward (forward.go). A new leader continues each job from its
+// state in the log (keeper.go).
 //
 // Invariants:
 //
-//  1. A job exists only while this lighthouse leads, and belongs to one term of it: a lighthouse that leads again begins its jobs anew.
-//  2. Nothing is answered unless Raft has confirmed within its lease that this lighthouse leads (check). A lighthouse whose process was
-//     stopped finds out so that another one leads, before it reads what its members sent meanwhile.
-//  3. What a deposed leader has sent all the same is of an older term. Members that have seen the newer one ignore it.
+//  1. A job exists only while this lighthouse leads, and belongs to one term of it: a lighthouse that leads
+//     again begins its jobs anew.
+//  2. Nothing is answered unless Raft has confirmed within its lease that this lighthouse leads (check). A
+//     lighthouse whose process was stopped finds out so that another one leads, before it reads what its
+//     members sent meanwhile.
+//  3. What a deposed leader has sent all the same is of an older term. Members that have seen the newer one
+//     ignore it.
 type cluster struct {
 	server *Server
 	node   *replica.Node
@@ -47,8 +51,9 @@ type leader struct {
 	address string
 	url     *url.URL
 	conn    *grpc.ClientConn
-	ctx     context.Context // ends, with the requests that are forwarded, when another lighthouse leads or none does
-	end     context.CancelFunc
+	// ends, with the requests that are forwarded, when another lighthouse leads or none does
+	ctx context.Context
+	end context.CancelFunc
 }
 
 func (l *leader) close() {
@@ -83,7 +88,8 @@ func (s *Server) joinCluster() (*cluster, error) {
 		}
 		return conn, nil
 	}
-	cfg := replica.Config{Cluster: s.cfg.Cluster, Self: s.cfg.Advertise, Dir: s.cfg.StateDir, Links: c.dialer, Logger: s.log}
+	cfg := replica.Config{Cluster: s.cfg.Cluster, Self: s.cfg.Advertise, Dir: s.cfg.StateDir, Links: c.dialer,
+		Logger: s.log}
 	if s.cfg.Recover {
 		err = replica.Recover(cfg)
 	}
@@ -97,7 +103,8 @@ func (s *Server) joinCluster() (*cluster, error) {
 	return c, nil
 }
 
-// follow begins and ends the jobs of this lighthouse as it becomes the leader and ceases to be it, until the server ends.
+// follow begins and ends the jobs of this lighthouse as it becomes the leader and ceases to be it, until the
+// server ends.
 func (c *cluster) follow() {
 	look := time.Tick(leaderPoll)
 	for {
@@ -121,7 +128,8 @@ func (c *cluster) lead(lead replica.Lead) {
 	}
 	c.server.log.Info("torchft: this lighthouse leads its cluster", "term", lead.Term)
 	c.term.Store(lead.Term)
-	if j, err := c.server.enter(rpc.DefaultJob); err == nil { // it always exists, as without a cluster; the others begin when they are used
+	if j, err := c.server.enter(rpc.DefaultJob); err == nil {
+		// it always exists, as without a cluster; the others begin when they are used
 		j.done()
 	}
 }
@@ -134,7 +142,8 @@ func (s *Server) term() uint64 {
 	return s.cluster.term.Load()
 }
 
-// check returns an error unless this lighthouse leads at this moment. It waits for Raft's answer if the last one is too old.
+// check returns an error unless this lighthouse leads at this moment. It waits for Raft's answer if the last
+// one is too old.
 func (c *cluster) check(ctx context.Context) error {
 	if c == nil {
 		return nil
@@ -147,12 +156,15 @@ func (c *cluster) check(ctx context.Context) error {
 	return nil
 }
 
-// notLeading is the error with which a lighthouse that does not lead refuses a call. It names the leader, also in a detail.
+// notLeading is the error with which a lighthouse that does not lead refuses a call. It names the leader,
+// also in a detail.
 func (c *cluster) notLeading() error {
 	leader, _ := c.node.Leader()
 	switch leader {
 	case "":
-		return wire.NotLeader("", "no lighthouse of the cluster leads: more than half of "+strings.Join(c.addresses(), ", ")+" have to reach each other")
+		return wire.NotLeader("",
+			"no lighthouse of the cluster leads: more than half of "+strings.Join(c.addresses(),
+				", ")+" have to reach each other")
 	case c.server.address: // Raft has not confirmed it, or the jobs have not begun yet
 		return wire.NotLeader("", "this lighthouse is not confirmed as the leader of its cluster")
 	}
@@ -195,7 +207,8 @@ func (c *cluster) toLeader() *leader {
 		conn, err = rpc.DialLater(c.server.dialing(), "lighthouse", address)
 	}
 	if err != nil {
-		c.server.log.Warn("torchft: calls are not forwarded to the lighthouse that leads", "leader", address, "error", err)
+		c.server.log.Warn("torchft: calls are not forwarded to the lighthouse that leads", "leader", address,
+			"error", err)
 		return nil
 	}
 	c.leader = &leader{address: address, url: to, conn: conn}
@@ -227,14 +240,16 @@ func (s *Server) dropJobs(reason error) {
 	}
 }
 
-// dropJob ends a job whose state did not come into the log. The next call begins it anew, from the state in the log.
+// dropJob ends a job whose state did not come into the log. The next call begins it anew, from the state in
+// the log.
 func (s *Server) dropJob(j *job, err error) {
 	s.mu.Lock()
 	if s.jobs[j.name] == j {
 		delete(s.jobs, j.name)
 	}
 	s.mu.Unlock()
-	j.close(status.Error(codes.Unavailable, fmt.Sprintf("the state of the job did not come into the log of the cluster: %s", rpc.Message(err))))
+	j.close(status.Error(codes.Unavailable, fmt.Sprintf("the state of the job did not come into the log of "+
+		"the cluster: %s", rpc.Message(err))))
 }
 
 // confirm returns an error unless this lighthouse may answer now: it serves alone, or leads its cluster.

@@ -30,11 +30,14 @@ type changed struct {
 	Done    string `json:"done"`
 }
 
-// changeTime bounds a change of the cluster's members: a new one has to learn the cluster first. `torchft cluster` waits somewhat longer.
+// changeTime bounds a change of the cluster's members: a new one has to learn the cluster first. `torchft
+// cluster` waits somewhat longer.
 const changeTime = 10 * time.Second
 
 // change returns what a route that adds or removes a lighthouse does.
-func (c *cluster) change(what string, do func(ctx context.Context, address string) error) func(http.ResponseWriter, *http.Request, one) {
+func (c *cluster) change(
+	what string, do func(ctx context.Context, address string) error,
+) func(http.ResponseWriter, *http.Request, one) {
 	return func(w http.ResponseWriter, r *http.Request, body one) {
 		ctx, cancel := context.WithTimeout(r.Context(), changeTime)
 		defer cancel()
@@ -42,7 +45,8 @@ func (c *cluster) change(what string, do func(ctx context.Context, address strin
 			dashboard.Refuse(w, http.StatusConflict, err)
 			return
 		}
-		c.server.log.Warn("torchft: the cluster was changed on request", "lighthouse", body.Address, "done", what, "from", r.RemoteAddr)
+		c.server.log.Warn("torchft: the cluster was changed on request", "lighthouse", body.Address,
+			"done", what, "from", r.RemoteAddr)
 		dashboard.Answer(w, changed{body.Address, what})
 	}
 }
@@ -85,7 +89,8 @@ func (c *cluster) serveLeaderless(w http.ResponseWriter, r *http.Request) {
 	h.Set("Cache-Control", "no-store")
 	h.Set("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'")
 	w.WriteHeader(http.StatusServiceUnavailable)
-	_ = leaderless.Execute(w, map[string]any{"Why": why, "Cluster": c.node.Status()}) // fails only if the client has disconnected
+	// fails only if the client has disconnected
+	_ = leaderless.Execute(w, map[string]any{"Why": why, "Cluster": c.node.Status()})
 }
 
 //go:embed leaderless.html

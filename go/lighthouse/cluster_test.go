@@ -44,7 +44,8 @@ func followers(l *fttest.Agreeing) (hosts []string) {
 // dialAt returns a client as upstream's, which only makes calls, and knows one lighthouse.
 func dialAt(t *testing.T, l *fttest.Agreeing, host, at, job string) *lighthouses.Client {
 	t.Helper()
-	client, err := lighthouses.Dial(t.Context(), addressOf(at), 5*time.Second, rpc.Dialing{Network: l.Net.Host(host), Job: job})
+	client, err := lighthouses.Dial(t.Context(), addressOf(at), 5*time.Second,
+		rpc.Dialing{Network: l.Net.Host(host), Job: job})
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = client.Close() })
 	return client
@@ -98,7 +99,10 @@ func TestAStreamIsRefusedWithTheAddressOfTheLeader(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)
 		w := openAt(t, &l.Cluster, "a", addressOf(followers(l)[0]))
-		w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a", Lighthouses: 3}}})
+		w.send(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a",
+				Lighthouses: 3}},
+		})
 		_, err := w.stream.Recv()
 		assert.Equal(t, codes.Unavailable, status.Code(err))
 		assert.Equal(t, addressOf(l.Leader()), wire.LeaderOf(err))
@@ -112,7 +116,8 @@ func TestPagesAreForwardedToTheLeader(t *testing.T) {
 		time.Sleep(3 * time.Second) // until each has asked the others again
 		client := browser(t, &l.Cluster, "far")
 		fetch := func(method, host, path, body string) (int, string) {
-			req, err := http.NewRequestWithContext(t.Context(), method, addressOf(host)+path, strings.NewReader(body))
+			req, err := http.NewRequestWithContext(t.Context(), method, addressOf(host)+path,
+				strings.NewReader(body))
 			require.NoError(t, err)
 			resp, err := client.Do(req)
 			require.NoError(t, err)
@@ -120,7 +125,8 @@ func TestPagesAreForwardedToTheLeader(t *testing.T) {
 		}
 		code, page := fetch("GET", at[0], "/", "")
 		require.Equal(t, http.StatusOK, code, "before the first group: %s", page)
-		require.NoError(t, (<-ask(dialAt(t, l, "a", l.Leader(), ""), quorum.Member{ReplicaID: "a", Step: 4}, time.Minute)).Err)
+		require.NoError(t, (<-ask(dialAt(t, l, "a", l.Leader(), ""), quorum.Member{ReplicaID: "a", Step: 4},
+			time.Minute)).Err)
 		for _, host := range fttest.AgreeingHosts {
 			code, page := fetch("GET", host, "/", "")
 			assert.Equal(t, http.StatusOK, code)
@@ -177,7 +183,8 @@ func TestALighthouseIsReplaced(t *testing.T) {
 		l.StartAs("four", strings.ReplaceAll(fttest.AgreeingAddrs, addressOf(gone), addressOf("four")))
 		onHost := func(path, address string) (int, string) {
 			client := browser(t, &l.Cluster, l.Leader()) // on the leader's own host it needs no token
-			resp, err := client.Post(addressOf(l.Leader())+path, "application/json", strings.NewReader(`{"address": "`+address+`"}`))
+			resp, err := client.Post(addressOf(l.Leader())+path, "application/json",
+				strings.NewReader(`{"address": "`+address+`"}`))
 			require.NoError(t, err)
 			return read(t, resp)
 		}
@@ -204,7 +211,8 @@ func TestStrangersOnTheLinksOfACluster(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)
 		leader := l.Leader()
-		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: l.Net.Host("client")}, "lighthouse", addressOf(leader), time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: l.Net.Host("client")}, "lighthouse",
+			addressOf(leader), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		link, err := torchftpb.NewClusterServiceClient(conn).Link(t.Context())
@@ -217,7 +225,8 @@ func TestStrangersOnTheLinksOfACluster(t *testing.T) {
 	})
 }
 
-// Ended jobs leave their states in the log for a while. They do not count in max_jobs at the next leader, and are removed in the end.
+// Ended jobs leave their states in the log for a while. They do not count in max_jobs at the next leader, and
+// are removed in the end.
 func TestStatesOfEndedJobs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const month = 31 * 24 * time.Hour
@@ -253,8 +262,8 @@ func TestStatesOfEndedJobs(t *testing.T) {
 	})
 }
 
-// After a panic of the machine the leader continues from the latest quorum, as a new leader does, also if the first group that comes was
-// not in it.
+// After a panic of the machine the leader continues from the latest quorum, as a new leader does, also if the
+// first group that comes was not in it.
 func TestALeaderContinuesAfterAPanicOfTheMachine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)
@@ -263,7 +272,8 @@ func TestALeaderContinuesAfterAPanicOfTheMachine(t *testing.T) {
 			clients[id] = dialAt(t, l, id, l.Leader(), "")
 			require.NoError(t, clients[id].Heartbeat(t.Context(), id))
 		}
-		a, b := ask(clients["a"], quorum.Member{ReplicaID: "a", Step: 7}, time.Minute), ask(clients["b"], quorum.Member{ReplicaID: "b", Step: 7}, time.Minute)
+		a, b := ask(clients["a"], quorum.Member{ReplicaID: "a", Step: 7}, time.Minute),
+			ask(clients["b"], quorum.Member{ReplicaID: "b", Step: 7}, time.Minute)
 		c := ask(clients["c"], quorum.Member{ReplicaID: "c"}, time.Minute)
 		first := <-a
 		require.NoError(t, first.Err)
@@ -274,7 +284,8 @@ func TestALeaderContinuesAfterAPanicOfTheMachine(t *testing.T) {
 		assert.Error(t, clients["c"].Heartbeat(t.Context(), "c"))
 		c = ask(clients["c"], quorum.Member{ReplicaID: "c"}, time.Minute)
 		time.Sleep(time.Second) // the others are in the middle of a step
-		a, b = ask(clients["a"], quorum.Member{ReplicaID: "a", Step: 8}, time.Minute), ask(clients["b"], quorum.Member{ReplicaID: "b", Step: 8}, time.Minute)
+		a, b = ask(clients["a"], quorum.Member{ReplicaID: "a", Step: 8}, time.Minute),
+			ask(clients["b"], quorum.Member{ReplicaID: "b", Step: 8}, time.Minute)
 		for _, answer := range []<-chan result{a, b, c} {
 			got := <-answer
 			require.NoError(t, got.Err)
@@ -284,15 +295,18 @@ func TestALeaderContinuesAfterAPanicOfTheMachine(t *testing.T) {
 	})
 }
 
-// A member hears of a failure after the quorum that it is about, also if the log does not have that quorum yet: news about a quorum that it
-// does not know would be dropped, and it would wait for the failed member.
+// A member hears of a failure after the quorum that it is about, also if the log does not have that quorum
+// yet: news about a quorum that it does not know would be dropped, and it would wait for the failed member.
 func TestAFailureIsReportedAfterItsQuorum(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 2)
 		leader := l.Leader()
 		join := func(id string) *rawStream {
 			w := openAt(t, &l.Cluster, id, addressOf(leader))
-			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: id, Lighthouses: 3}}})
+			w.send(&torchftpb.MemberMessage{
+				Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: id,
+					Lighthouses: 3}},
+			})
 			require.NotNil(t, w.receive().GetWelcome())
 			return w
 		}
@@ -302,7 +316,9 @@ func TestAFailureIsReportedAfterItsQuorum(t *testing.T) {
 		}
 		a.ask(1, time.Minute)
 		b.ask(1, time.Minute)
-		b.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "a rank has ended"}})
+		b.send(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "a rank has ended"},
+		})
 		synctest.Wait()
 		for _, host := range followers(l) {
 			l.Net.Heal(leader, host)
@@ -314,7 +330,8 @@ func TestAFailureIsReportedAfterItsQuorum(t *testing.T) {
 	})
 }
 
-// The page's stream of updates through a lighthouse that does not lead ends with the leader, also if that one vanishes without a word.
+// The page's stream of updates through a lighthouse that does not lead ends with the leader, also if that one
+// vanishes without a word.
 func TestAPageIsNotLeftAtAFormerLeader(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)
@@ -331,15 +348,16 @@ func TestAPageIsNotLeftAtAFormerLeader(t *testing.T) {
 	})
 }
 
-// A page that was fetched from any lighthouse may change the job through it: the browser names that lighthouse as the origin. A page of another site
-// is refused.
+// A page that was fetched from any lighthouse may change the job through it: the browser names that
+// lighthouse as the origin. A page of another site is refused.
 func TestARequestOfAPageIsForwardedToTheLeader(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1, func(cfg *lighthouse.Config) { cfg.AllowRemoteKill = true })
 		l.Leader()
 		at := followers(l)[0]
 		post := func(client, path, origin, host string) (int, string) {
-			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, addressOf(at)+path, strings.NewReader(`{"replica_id": "a"}`))
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, addressOf(at)+path,
+				strings.NewReader(`{"replica_id": "a"}`))
 			require.NoError(t, err)
 			req.Header.Set("Origin", origin)
 			req.Host = host

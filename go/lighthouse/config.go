@@ -20,51 +20,61 @@ import (
 type Config struct {
 	// Bind is host:port to listen on, for both gRPC and HTTP. Port 0 takes a free one.
 	Bind string
-	// Hostname is the host in the announced address; empty means this machine's name, or localhost if that name does not resolve.
+	// Hostname is the host in the announced address; empty means this machine's name, or localhost if that
+	// name does not resolve.
 	Hostname string
 	// MinReplicas is the least number of replica groups in a quorum.
 	MinReplicas int
 	// JoinTimeout is how long a quorum waits for members that are alive and have not asked yet.
 	JoinTimeout time.Duration
-	// QuorumTick is the interval at which the machine checks the conditions that depend on time alone, such as timeouts.
+	// QuorumTick is the interval at which the machine checks the conditions that depend on time alone, such
+	// as timeouts.
 	QuorumTick time.Duration
 	// HeartbeatTimeout: a member counts as failed when its last heartbeat is this old.
 	HeartbeatTimeout time.Duration
-	// SuspectGrace is how long a member whose connection broke may take to reconnect before it counts as failed.
+	// SuspectGrace is how long a member whose connection broke may take to reconnect before it counts as
+	// failed.
 	SuspectGrace time.Duration
-	// StalledAfter: a member is reported as stalled when it has made no progress for this long while others wait for it. 0: ten
-	// times the median duration of a step, but at least 5 s, and at least 1 ms for each member.
+	// StalledAfter: a member is reported as stalled when it has made no progress for this long while others
+	// wait for it. 0: ten times the median duration of a step, but at least 5 s, and at least 1 ms for each
+	// member.
 	StalledAfter time.Duration
-	// EjectStalledAfter: a stalled member is evicted from the quorum when it has made no progress for this long; 0: never.
+	// EjectStalledAfter: a stalled member is evicted from the quorum when it has made no progress for this
+	// long; 0: never.
 	EjectStalledAfter time.Duration
-	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached. Without it, such a quorum
-	// is formed, and logged.
+	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached.
+	// Without it, such a quorum is formed, and logged.
 	ForbidRegression bool
 	// MaxJobs is how many jobs there may be at once.
 	MaxJobs int
-	// MaxCallsPerJob bounds the calls and the members' streams that one job may have open at once, so that a faulty job leaves room for
-	// the others. A group has one stream, and two for a moment while it replaces the first.
+	// MaxCallsPerJob bounds the calls and the members' streams that one job may have open at once, so that a
+	// faulty job leaves room for the others. A group has one stream, and two for a moment while it replaces
+	// the first.
 	MaxCallsPerJob int
 	// StateDir is the directory in which the last quorum of each job is kept; empty: it is not kept.
 	StateDir string
-	// StateOptional lets the lighthouse start without StateDir, with a warning, if the directory cannot be used.
+	// StateOptional lets the lighthouse start without StateDir, with a warning, if the directory cannot be
+	// used.
 	StateOptional bool
-	// Cluster has the addresses of all lighthouses of the cluster, with this one's; empty: this lighthouse is in no cluster. A lighthouse of
-	// a cluster needs StateDir.
+	// Cluster has the addresses of all lighthouses of the cluster, with this one's; empty: this lighthouse is
+	// in no cluster. A lighthouse of a cluster needs StateDir.
 	Cluster []string
-	// Advertise is the address of this lighthouse in Cluster; empty: the one with a name of this host and the port of Bind.
+	// Advertise is the address of this lighthouse in Cluster; empty: the one with a name of this host and the
+	// port of Bind.
 	Advertise string
-	// Recover makes this lighthouse the only one of its cluster, with the log in StateDir: for a cluster that has lost most of its
-	// lighthouses for good. What only they knew is lost.
+	// Recover makes this lighthouse the only one of its cluster, with the log in StateDir: for a cluster that
+	// has lost most of its lighthouses for good. What only they knew is lost.
 	Recover bool
 	// Security names the files with the job's token and certificates.
 	Security auth.Security
-	// AllowRemoteKill lets every client that can connect end groups, if there is no token. Without AllowRemoteKill, only clients on
-	// this host may end groups. If there is a token, only clients with the token may.
+	// AllowRemoteKill lets every client that can connect end groups, if there is no token. Without
+	// AllowRemoteKill, only clients on this host may end groups. If there is a token, only clients with the
+	// token may.
 	AllowRemoteKill bool
 	// MaxConnections is how many connections may be open at once.
 	MaxConnections int
-	// MaxJoinsPerSecond is how many requests to join, or streams of members, one address may begin in a second.
+	// MaxJoinsPerSecond is how many requests to join, or streams of members, one address may begin in a
+	// second.
 	MaxJoinsPerSecond int
 	// Logger is slog.Default() if nil.
 	Logger *slog.Logger
@@ -78,7 +88,8 @@ type Config struct {
 func DefaultConfig() Config {
 	return Config{
 		Bind: "[::]:29510",
-		// Long enough for every group of a large job to load its model. A quorum of all healthy groups is formed without this wait.
+		// Long enough for every group of a large job to load its model. A quorum of all healthy groups is
+		// formed without this wait.
 		JoinTimeout: time.Minute,
 		QuorumTick:  100 * time.Millisecond,
 		// Fifty heartbeats of 100 ms: longer than a pause of a group's garbage collector.
@@ -97,13 +108,15 @@ func DefaultConfig() Config {
 }
 
 func (c Config) policy() quorum.Policy {
-	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout, HeartbeatTimeout: c.HeartbeatTimeout, SuspectGrace: c.SuspectGrace, ForbidRegression: c.ForbidRegression,
-		StalledAfter: c.StalledAfter, EjectStalledAfter: c.EjectStalledAfter,
+	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout,
+		HeartbeatTimeout: c.HeartbeatTimeout, SuspectGrace: c.SuspectGrace,
+		ForbidRegression: c.ForbidRegression,
+		StalledAfter:     c.StalledAfter, EjectStalledAfter: c.EjectStalledAfter,
 	}
 }
 
-// Validate returns an error that names the first invalid setting, its value, and the allowed values. New also checks that this lighthouse
-// is in Cluster, which may need the network.
+// Validate returns an error that names the first invalid setting, its value, and the allowed values. New also
+// checks that this lighthouse is in Cluster, which may need the network.
 func (c Config) Validate() error {
 	if err := rpc.ValidateBind("bind", c.Bind); err != nil {
 		return err
@@ -117,7 +130,8 @@ func (c Config) Validate() error {
 		return err
 	}
 	if c.QuorumTick <= 0 {
-		return fmt.Errorf("quorum_tick_ms is %g: it must be more than 0", float64(c.QuorumTick)/float64(time.Millisecond))
+		return fmt.Errorf("quorum_tick_ms is %g: it must be more than 0",
+			float64(c.QuorumTick)/float64(time.Millisecond))
 	}
 	if err := c.validateCluster(); err != nil {
 		return err
@@ -125,7 +139,8 @@ func (c Config) Validate() error {
 	for _, limit := range []struct {
 		name  string
 		value int
-	}{{"max_jobs", c.MaxJobs}, {"max_calls_per_job", c.MaxCallsPerJob}, {"max_connections", c.MaxConnections}, {"max_joins_per_second", c.MaxJoinsPerSecond}} {
+	}{{"max_jobs", c.MaxJobs}, {"max_calls_per_job", c.MaxCallsPerJob}, {"max_connections", c.MaxConnections},
+		{"max_joins_per_second", c.MaxJoinsPerSecond}} {
 		if limit.value < 1 {
 			return fmt.Errorf("%s is %d: it must be at least 1", limit.name, limit.value)
 		}
@@ -139,14 +154,16 @@ func (c Config) validateCluster() error {
 	case len(c.Cluster) > 0 && c.StateDir == "":
 		return errors.New(`state_dir is "": a lighthouse of a cluster needs a directory`)
 	case len(c.Cluster) == 0 && c.Advertise != "":
-		return fmt.Errorf("advertise is %q: it names this lighthouse among those of cluster, which is not given", c.Advertise)
+		return fmt.Errorf("advertise is %q: it names this lighthouse among those of cluster, which is not "+
+			"given", c.Advertise)
 	case len(c.Cluster) == 0 && c.Recover:
 		return errors.New("recover is set: it needs cluster, with this lighthouse in it")
 	}
 	return nil
 }
 
-// findSelf sets Advertise to the lighthouse of Cluster that this one is. Without an Advertise it resolves the names in Cluster.
+// findSelf sets Advertise to the lighthouse of Cluster that this one is. Without an Advertise it resolves the
+// names in Cluster.
 func (c *Config) findSelf() (err error) {
 	if len(c.Cluster) == 0 {
 		return nil
@@ -161,7 +178,8 @@ func (c *Config) findSelf() (err error) {
 	}
 	address, err := rpc.ParseAddress("cluster", c.Advertise)
 	if err == nil && address.TLS != c.Security.ServesTLS() {
-		err = fmt.Errorf("cluster has the address %s: it must begin with https:// if tls_cert is set, and with http:// otherwise", c.Advertise)
+		err = fmt.Errorf("cluster has the address %s: it must begin with https:// if tls_cert is set, and "+
+			"with http:// otherwise", c.Advertise)
 	}
 	return err
 }
@@ -186,8 +204,8 @@ func machineName() string {
 	return name
 }
 
-// ownHostname returns this machine's name if it resolves, and localhost otherwise: other hosts could not use a name that does not
-// resolve.
+// ownHostname returns this machine's name if it resolves, and localhost otherwise: other hosts could not use
+// a name that does not resolve.
 func ownHostname() string {
 	name := machineName()
 	if name == "" {

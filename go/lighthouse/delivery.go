@@ -14,7 +14,9 @@ import (
 // delivery is a quorum in its encoded forms. Each form is encoded once, when the first member needs it.
 type delivery struct {
 	quorum *quorum.Quorum
-	list   uint64 // the number of its list of members: greater than that of the delivery before if the members are not the same
+	// the number of its list of members: greater than that of the delivery before if the members are not the
+	// same
+	list uint64
 
 	answer func() (rpc.Encoded, error) // the answer to a call
 	states func() (rpc.Encoded, error) // on a stream whose last delivery had the same list
@@ -33,8 +35,14 @@ func newDelivery(q *quorum.Quorum, before *delivery) *delivery {
 	d.answer = sync.OnceValues(func() (rpc.Encoded, error) {
 		return proto.Marshal(&torchftpb.LighthouseQuorumResponse{Quorum: wire.QuorumToProto(q)})
 	})
-	d.states = sync.OnceValues(func() (rpc.Encoded, error) { return encodeDelivery(wire.StatesToProto(q, d.list), nil) })
-	d.whole = sync.OnceValues(func() (rpc.Encoded, error) { return encodeDelivery(wire.WholeToProto(q, d.list)) })
+	d.states = sync.OnceValues(func() (rpc.Encoded,
+		error) {
+		return encodeDelivery(wire.StatesToProto(q, d.list), nil)
+	})
+	d.whole = sync.OnceValues(func() (rpc.Encoded,
+		error) {
+		return encodeDelivery(wire.WholeToProto(q, d.list))
+	})
 	return d
 }
 
@@ -42,10 +50,13 @@ func encodeDelivery(p *torchftpb.Delivery, err error) (rpc.Encoded, error) {
 	if err != nil {
 		return nil, err
 	}
-	return proto.Marshal(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Delivery{Delivery: p}})
+	return proto.Marshal(&torchftpb.LighthouseMessage{
+		Message: &torchftpb.LighthouseMessage_Delivery{Delivery: p},
+	})
 }
 
-// after returns the form for a stream; last is the number of the list of its last delivery, 0 if there is none.
+// after returns the form for a stream; last is the number of the list of its last delivery, 0 if there is
+// none.
 func (d *delivery) after(last uint64) (rpc.Encoded, error) {
 	if last == d.list {
 		return d.states()

@@ -8,7 +8,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// BreakMachine makes uses of the default job's machine panic, as a bug in it would, until mend is called or a new one has begun.
+// BreakMachine makes uses of the default job's machine panic, as a bug in it would, until mend is called or a
+// new one has begun.
 func (s *Server) BreakMachine() (mend func()) {
 	j := s.defaultJob()
 	j.mu.Lock()
@@ -53,7 +54,8 @@ func (s *Server) RemoveOld(now time.Time) { s.removeOld(s.term(), now) }
 // States returns the states in the store, by job.
 func (s *Server) States() map[string][]byte { return s.store.States() }
 
-// Attend serves a member's stream. A panic reaches the caller: the interceptor that recovers from it is not called.
+// Attend serves a member's stream. A panic reaches the caller: the interceptor that recovers from it is not
+// called.
 func (s *Server) Attend(wire torchftpb.MemberService_AttendServer) error {
 	return memberService{server: s}.Attend(wire)
 }
@@ -61,5 +63,6 @@ func (s *Server) Attend(wire torchftpb.MemberService_AttendServer) error {
 // Handler serves the server's HTTP routes. A panic reaches the caller.
 func (s *Server) Handler() http.Handler { return s.handler() }
 
-// Connect returns an error if nothing listens at an address. The lighthouse uses it to check a suspected member without a stream.
+// Connect returns an error if nothing listens at an address. The lighthouse uses it to check a suspected
+// member without a stream.
 func (s *Server) Connect(address string) error { return s.defaultJob().connect(address) }

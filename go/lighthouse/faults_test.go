@@ -17,8 +17,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// A panic of the machine ends the pending requests, and nothing else: the next quorum forms as usual, whichever event caused the
-// panic.
+// A panic of the machine ends the pending requests, and nothing else: the next quorum forms as usual,
+// whichever event caused the panic.
 func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 	for name, cause := range map[string]func(t *testing.T, c *fttest.Cluster, x *rawStream){
 		"a call": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
@@ -37,7 +37,9 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 		"the beginning of a stream": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			before := c.Lighthouse.Streams()
 			w := open(t, c, "y")
-			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "y"}}})
+			w.send(&torchftpb.MemberMessage{
+				Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "y"}},
+			})
 			for err := error(nil); err == nil; {
 				_, err = w.stream.Recv() // the welcome may arrive before the error
 				if err != nil {
@@ -83,7 +85,9 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 				e := ask(dial(t, c, "e"), quorum.Member{ReplicaID: "e"}, time.Minute)
 				called = ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute)
 				synctest.Wait()
-				b = attend(t, c, "b") // the new machine has not received the greeting of b's first stream, and has ended that stream
+				// the new machine has not received the greeting of b's first stream, and has ended that
+				// stream
+				b = attend(t, c, "b")
 				b.ask(1, time.Minute)
 				for _, answer := range []<-chan result{d, e, called} {
 					got := <-answer
@@ -96,7 +100,8 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 	}
 }
 
-// A page only reads: a panic of its description ends no request, and the job's quorum and ids stay as they are.
+// A page only reads: a panic of its description ends no request, and the job's quorum and ids stay as they
+// are.
 func TestAPanicOfThePageCostsThePageOnly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -121,7 +126,8 @@ func TestAPanicOfThePageCostsThePageOnly(t *testing.T) {
 	})
 }
 
-// A heartbeat of a name without a record is limited as a request to join is, and one that never asks does not count in a majority.
+// A heartbeat of a name without a record is limited as a request to join is, and one that never asks does not
+// count in a majority.
 func TestHeartbeatsOfUnknownNames(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.MaxJoinsPerSecond = 3 })
@@ -149,7 +155,8 @@ type unreadable struct {
 func (unreadable) Context() context.Context                { return context.Background() }
 func (unreadable) Recv() (*torchftpb.MemberMessage, error) { panic("unreadable") }
 
-// The first message of a stream is read on a separate goroutine, on which gRPC's interceptors do not recover from panics.
+// The first message of a stream is read on a separate goroutine, on which gRPC's interceptors do not recover
+// from panics.
 func TestAPanicWhileAGreetingIsReadEndsThatStreamOnly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -179,12 +186,14 @@ func TestAShutdownDoesNotWaitForClients(t *testing.T) {
 	})
 }
 
-// The reason why a member is unreachable distinguishes the end of its process from a failure of its host or of the network.
+// The reason why a member is unreachable distinguishes the end of its process from a failure of its host or
+// of the network.
 func TestTheReasonDistinguishesARefusalFromNoAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		c.LighthouseOn("other", 1).Shutdown()
-		assert.ErrorContains(t, c.Lighthouse.Connect("http://other:29510"), "its host answers, and refuses connections to its port")
+		assert.ErrorContains(t, c.Lighthouse.Connect("http://other:29510"),
+			"its host answers, and refuses connections to its port")
 		c.Net.Block("lighthouse", "other")
 		assert.ErrorContains(t, c.Lighthouse.Connect("http://other:29510"), "no answer within 1s")
 	})

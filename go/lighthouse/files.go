@@ -15,16 +15,19 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// diskTime bounds each wait for the disk. A system call on a hanging disk cannot be interrupted: its goroutine is left behind.
+// diskTime bounds each wait for the disk. A system call on a hanging disk cannot be interrupted: its
+// goroutine is left behind.
 const diskTime = 2 * time.Second
 
 // disk has the operations of the operating system that files use.
 type disk struct {
-	read  func(dir string, log *slog.Logger) (states map[string][]byte, err error)
-	write func(ctx context.Context, path string, text []byte) error // no effect if it ends after ctx; an empty text removes the file
+	read func(dir string, log *slog.Logger) (states map[string][]byte, err error)
+	// no effect if it ends after ctx; an empty text removes the file
+	write func(ctx context.Context, path string, text []byte) error
 }
 
-// files are a store of a lighthouse without a cluster: one file for each job in a directory that is locked for this process.
+// files are a store of a lighthouse without a cluster: one file for each job in a directory that is locked
+// for this process.
 type files struct {
 	dir  string
 	log  *slog.Logger
@@ -35,7 +38,8 @@ type files struct {
 	free   map[string]chan struct{} // by job: has a value while a write runs
 }
 
-// openFiles reads the states of all jobs, and passes them to restore. If the disk does not answer within diskTime, it returns before that.
+// openFiles reads the states of all jobs, and passes them to restore. If the disk does not answer within
+// diskTime, it returns before that.
 func openFiles(dir string, log *slog.Logger, disk disk, restore func(states map[string][]byte)) *files {
 	f := &files{dir: dir, log: log, disk: disk, states: map[string][]byte{}, free: map[string]chan struct{}{}}
 	read := make(chan struct{})
@@ -44,7 +48,8 @@ func openFiles(dir string, log *slog.Logger, disk disk, restore func(states map[
 		defer close(read)
 		states, err := disk.read(dir, log)
 		if err != nil {
-			log.Warn("torchft: the states of the jobs on disk cannot be read, and are ignored", "state_dir", dir, "error", err)
+			log.Warn("torchft: the states of the jobs on disk cannot be read, and are ignored",
+				"state_dir", dir, "error", err)
 		}
 		f.mu.Lock()
 		for job, text := range states {
@@ -58,7 +63,8 @@ func openFiles(dir string, log *slog.Logger, disk disk, restore func(states map[
 	select {
 	case <-read:
 	case <-time.After(diskTime):
-		log.Warn("torchft: the states of the jobs on disk were not read, since the disk does not answer; the jobs begin without them", "state_dir", dir, "waited", diskTime)
+		log.Warn("torchft: the states of the jobs on disk were not read, since the disk does not answer; "+
+			"the jobs begin without them", "state_dir", dir, "waited", diskTime)
 	}
 	return f
 }
@@ -70,7 +76,8 @@ func (f *files) States() map[string][]byte {
 	return maps.Clone(f.states)
 }
 
-// Propose writes the state of a job to its file. It ends within diskTime: while an earlier write of the job hangs, it fails.
+// Propose writes the state of a job to its file. It ends within diskTime: while an earlier write of the job
+// hangs, it fails.
 func (f *files) Propose(_ uint64, job string, state []byte) error {
 	f.mu.Lock()
 	f.states[job] = state
@@ -128,11 +135,13 @@ func readStates(dir string, log *slog.Logger) (map[string][]byte, error) {
 		case is:
 			text, err := os.ReadFile(path) //nolint:gosec // the operator's directory
 			if err != nil {
-				log.Warn("torchft: the state of the job on disk cannot be read, and is ignored", "file", path, "error", err)
+				log.Warn("torchft: the state of the job on disk cannot be read, and is ignored", "file", path,
+					"error", err)
 			} else if _, err := decodeState(text, job); err != nil {
 				now := time.Now()
 				_ = os.Chtimes(path, now, now) // it is kept for keepFilesFor from now on
-				log.Warn("torchft: the state of the job on disk is damaged, and is ignored", "file", path, "error", err, "moved_to", path+damaged,
+				log.Warn("torchft: the state of the job on disk is damaged, and is ignored", "file", path,
+					"error", err, "moved_to", path+damaged,
 					"moved", os.Rename(path, path+damaged) == nil)
 			} else {
 				states[job] = text
@@ -140,7 +149,8 @@ func readStates(dir string, log *slog.Logger) (map[string][]byte, error) {
 		case strings.Contains(name, fileOfState+".") && strings.HasSuffix(name, ".tmp"),
 			strings.HasSuffix(name, fileOfState+damaged) && time.Since(info.ModTime()) > keepFilesFor:
 			err := os.Remove(path)
-			log.Info("torchft: an old file is removed from the state directory", "file", name, "removed", err == nil)
+			log.Info("torchft: an old file is removed from the state directory", "file", name,
+				"removed", err == nil)
 		}
 	}
 	return states, nil

@@ -16,15 +16,19 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// A lighthouse that does not lead its cluster forwards calls and HTTP requests to the leader, so that one name or a load balancer can
-// stand for all of them. The streams of members are refused with the leader's address instead (NotLeader).
+// A lighthouse that does not lead its cluster forwards calls and HTTP requests to the leader, so that one
+// name or a load balancer can stand for all of them. The streams of members are refused with the leader's
+// address instead (NotLeader).
 
-// leaderPoll is the pause after which a lighthouse, or a call that it could not forward, looks again which lighthouse leads.
+// leaderPoll is the pause after which a lighthouse, or a call that it could not forward, looks again which
+// lighthouse leads.
 const leaderPoll = 20 * time.Millisecond
 
-// forwardUnary is an interceptor. A call whose leader fails meanwhile is made again at the next one, until its deadline: the calls of the
-// lighthouse's service may be repeated.
-func (c *cluster) forwardUnary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+// forwardUnary is an interceptor. A call whose leader fails meanwhile is made again at the next one, until
+// its deadline: the calls of the lighthouse's service may be repeated.
+func (c *cluster) forwardUnary(
+	ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler,
+) (any, error) {
 	if strings.HasPrefix(info.FullMethod, "/"+torchftpb.ClusterService_ServiceDesc.ServiceName+"/") {
 		return handler(ctx, req)
 	}
@@ -46,7 +50,9 @@ func (c *cluster) forwardUnary(ctx context.Context, req any, info *grpc.UnarySer
 			switch {
 			case err == nil:
 				return answer, nil
-			case ctx.Err() != nil, status.Code(err) != codes.Unavailable && status.Code(err) != codes.Canceled: // closing the connection cancels its calls
+			case ctx.Err() != nil, status.Code(err) != codes.Unavailable &&
+				status.Code(err) != codes.Canceled:
+				// closing the connection cancels its calls
 				return nil, err
 			}
 		}
@@ -78,11 +84,13 @@ func (c *cluster) forwardHTTP(h http.Handler) http.Handler {
 			c.serveLeaderless(w, r)
 			return
 		}
-		if why := fromAnotherSite(r); why != "" { // the leader cannot check it: it gets its own name as the host
+		if why := fromAnotherSite(r); why != "" {
+			// the leader cannot check it: it gets its own name as the host
 			refusalOf(r)(w, http.StatusForbidden, "the request is refused: "+why)
 			return
 		}
-		local := auth.IsLoopback(r.RemoteAddr) && !auth.Forwarded(r.Header.Values) && auth.IsOwnHost(r.Host, c.server.cfg.Hostname, machineName())
+		local := auth.IsLoopback(r.RemoteAddr) && !auth.Forwarded(r.Header.Values) &&
+			auth.IsOwnHost(r.Host, c.server.cfg.Hostname, machineName())
 		ctx, cancel := context.WithCancel(r.Context())
 		defer cancel()
 		defer context.AfterFunc(to.ctx, cancel)()
@@ -96,13 +104,15 @@ func (c *cluster) forwardHTTP(h http.Handler) http.Handler {
 					p.Out.Header.Set("Origin", to.address)
 				}
 				p.Out.Header.Set(forwardedBy, c.server.address)
-				if !local { // otherwise it is as if this lighthouse, on the same host as its client, made the request
+				if !local {
+					// otherwise it is as if this lighthouse, on the same host as its client, made the request
 					p.SetXForwarded()
 				}
 			},
 			ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
 				w.Header().Set("Retry-After", "1")
-				plainly(w, http.StatusServiceUnavailable, "the lighthouse that leads, "+to.address+", does not answer: "+err.Error())
+				plainly(w, http.StatusServiceUnavailable,
+					"the lighthouse that leads, "+to.address+", does not answer: "+err.Error())
 			},
 		}
 		proxy.ServeHTTP(w, r.WithContext(ctx))

@@ -27,7 +27,8 @@ import (
 func start(f *testing.F, security auth.Security) (*fttest.Network, *lighthouse.Server, *fttest.Log) {
 	network, log := fttest.NewNetwork(), &fttest.Log{}
 	cfg := lighthouse.DefaultConfig()
-	cfg.MinReplicas, cfg.Hostname, cfg.Network, cfg.Security = 1, "lighthouse", network.Host("lighthouse"), security
+	cfg.MinReplicas, cfg.Hostname, cfg.Network, cfg.Security = 1, "lighthouse", network.Host("lighthouse"),
+		security
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	server, err := lighthouse.New(cfg)
 	require.NoError(f, err)
@@ -35,7 +36,8 @@ func start(f *testing.F, security auth.Security) (*fttest.Network, *lighthouse.S
 	return network, server, log
 }
 
-// FuzzHTTP sends requests of any kind from another host, without the token: nothing changes, and nothing breaks.
+// FuzzHTTP sends requests of any kind from another host, without the token: nothing changes, and nothing
+// breaks.
 func FuzzHTTP(f *testing.F) {
 	f.Add("GET", "/", "lighthouse", "", "", "")
 	f.Add("POST", "/replica/a/kill", "lighthouse", "Origin", "http://evil.example", "token=guess")
@@ -51,11 +53,14 @@ func FuzzHTTP(f *testing.F) {
 		if err != nil || strings.ContainsAny(method, " \r\n") || method == "" {
 			return // net/http refuses such a request before the handler runs
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond) // the stream of events never ends by itself
+		// the stream of events never ends by itself
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 		defer cancel()
 		r := (&http.Request{
-			Method: method, URL: u, Host: host, RemoteAddr: "10.0.0.9:1", Header: http.Header{}, RequestURI: target,
-			Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Body: io.NopCloser(strings.NewReader(body)), ContentLength: int64(len(body)),
+			Method: method, URL: u, Host: host, RemoteAddr: "10.0.0.9:1", Header: http.Header{},
+			RequestURI: target,
+			Proto:      "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Body: io.NopCloser(strings.NewReader(body)),
+			ContentLength: int64(len(body)),
 		}).WithContext(ctx)
 		r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
 		r.Header.Set(header, value)
@@ -71,29 +76,38 @@ func FuzzHTTP(f *testing.F) {
 
 // FuzzMemberStream sends messages of any kind on a member's stream.
 func FuzzMemberStream(f *testing.F) {
-	greeting := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a"}}}
+	greeting := &torchftpb.MemberMessage{
+		Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a"}},
+	}
 	network, _, log := start(f, auth.Security{})
-	conn, err := rpc.Dial(context.Background(), rpc.Dialing{Network: network.Host("x")}, "lighthouse", "http://lighthouse:29510", 10*time.Second)
+	conn, err := rpc.Dial(context.Background(), rpc.Dialing{Network: network.Host("x")}, "lighthouse",
+		"http://lighthouse:29510", 10*time.Second)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = conn.Close() })
 	past, err := wire.PastToProto(&quorum.Quorum{ID: 1 << 62})
 	require.NoError(f, err)
-	fttest.FuzzStream(f, conn, log, torchftpb.MemberService_Attend_FullMethodName, [][]*torchftpb.MemberMessage{
-		{greeting},
-		{greeting, {Message: &torchftpb.MemberMessage_Alive{Alive: true}}, {Message: &torchftpb.MemberMessage_Withdraw{Withdraw: 1}}},
-		{greeting, {Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{
-			Number: 1, TimeoutUs: 1, KnownQuorumId: -1, Member: &torchftpb.QuorumMember{ReplicaId: "a", Step: -1, WorldSize: 1 << 63},
-		}}}},
-		{greeting, {Message: &torchftpb.MemberMessage_Past{Past: past}}},
-		{{}, greeting, greeting},
-	})
+	fttest.FuzzStream(f, conn, log, torchftpb.MemberService_Attend_FullMethodName,
+		[][]*torchftpb.MemberMessage{
+			{greeting},
+			{greeting, {Message: &torchftpb.MemberMessage_Alive{Alive: true}},
+				{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: 1}}},
+			{greeting, {Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{
+				Number: 1, TimeoutUs: 1, KnownQuorumId: -1,
+				Member: &torchftpb.QuorumMember{ReplicaId: "a", Step: -1, WorldSize: 1 << 63},
+			}}}},
+			{greeting, {Message: &torchftpb.MemberMessage_Past{Past: past}}},
+			{{}, greeting, greeting},
+		})
 }
 
-// FuzzArgs parses arbitrary command lines: the result is the usage, an error with a message, or a valid configuration.
+// FuzzArgs parses arbitrary command lines: the result is the usage, an error with a message, or a valid
+// configuration.
 func FuzzArgs(f *testing.F) {
 	for _, args := range [][]string{
-		{"--min_replicas", "1"}, {"--help"}, {"--min-replicas=2", "--bind", "[::]:0", "--join_timeout_ms=-1"}, {"--", "x"}, {"-"}, {"--=1"},
-		{"--min_replicas=9999999999999999999"}, {"--token_file", "\x00", "--min_replicas=1"}, {"--min_replicas=1", "--state_dir="}, {},
+		{"--min_replicas", "1"}, {"--help"}, {"--min-replicas=2", "--bind", "[::]:0", "--join_timeout_ms=-1"},
+		{"--", "x"}, {"-"}, {"--=1"},
+		{"--min_replicas=9999999999999999999"}, {"--token_file", "\x00", "--min_replicas=1"},
+		{"--min_replicas=1", "--state_dir="}, {},
 	} {
 		f.Add(strings.Join(args, "\n"))
 	}

@@ -24,7 +24,8 @@ import (
 // largeJob returns a job with the streams of many members that do not read.
 func largeJob(n int) (*job, []*stream) {
 	cfg := DefaultConfig()
-	cfg.MinReplicas, cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = n, time.Hour, time.Hour, time.Hour
+	cfg.MinReplicas, cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = n, time.Hour, time.Hour,
+		time.Hour
 	cfg.Logger, cfg.Hostname = slog.New(slog.DiscardHandler), "localhost" // a name that is not resolved
 	s := &Server{cfg: cfg.withDefaults(), log: cfg.Logger, stop: make(chan struct{}), jobs: map[string]*job{}}
 	j := newJob(s, rpc.DefaultJob)
@@ -50,7 +51,8 @@ type unread struct {
 func (unread) SendMsg(any) error                       { return errShutdown }
 func (unread) Send(*torchftpb.LighthouseMessage) error { return errShutdown }
 
-// The queue of messages for a member that does not read is bounded. When it is full, the stream receives nothing until it reads (stream.deaf).
+// The queue of messages for a member that does not read is bounded. When it is full, the stream receives
+// nothing until it reads (stream.deaf).
 func TestTheQueueOfAMemberThatDoesNotReadIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, all := largeJob(1)
@@ -101,13 +103,14 @@ var bursts = []struct {
 	}},
 }
 
-// The end of a large job must not block the other jobs. So simultaneous events of all members visit each stream a few times,
-// instead of all streams once for each member.
+// The end of a large job must not block the other jobs. So simultaneous events of all members visit each
+// stream a few times, instead of all streams once for each member.
 func TestNothingGrowsWithTheSquareOfTheStreams(t *testing.T) {
 	statements := testmain.Statements(t, "TestOneBurst")
 	for _, b := range bursts {
 		few, many := statements(t, b.name, 100), statements(t, b.name, 1000)
-		assert.LessOrEqual(t, many, 20*few, "%s: statements with 100 members: %d, with 1,000: %d", b.name, few, many)
+		assert.LessOrEqual(t, many, 20*few, "%s: statements with 100 members: %d, with 1,000: %d", b.name,
+			few, many)
 	}
 }
 
@@ -134,8 +137,8 @@ func (j *job) read(t testing.TB, path string) string {
 	return answer.Body.String()
 }
 
-// All readers share one status of the machine for 100 µs times the number of members: for 100 ms with 1,000 members. Without
-// a machine, another one cannot be made.
+// All readers share one status of the machine for 100 µs times the number of members: for 100 ms with 1,000
+// members. Without a machine, another one cannot be made.
 func TestReadersShareASnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, _ := largeJob(1000)

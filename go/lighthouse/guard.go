@@ -8,13 +8,17 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// guarded wraps the handler of a route that changes the job. It refuses requests without permission, also those that a page of
-// another site makes through a browser on this host. Such requests are recognized because the browser sends the page's origin and
-// the host name that the page used; and the page does not know the token.
-func (s *Server) guarded(what string, refuse func(w http.ResponseWriter, code int, why string), serve http.HandlerFunc) http.HandlerFunc {
+// guarded wraps the handler of a route that changes the job. It refuses requests without permission, also
+// those that a page of another site makes through a browser on this host. Such requests are recognized
+// because the browser sends the page's origin and the host name that the page used; and the page does not
+// know the token.
+func (s *Server) guarded(
+	what string, refuse func(w http.ResponseWriter, code int, why string), serve http.HandlerFunc,
+) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if code, why := s.refusal(r); code != 0 {
-			s.log.Warn("torchft: a request was refused", "request", what, "from", r.RemoteAddr, "origin", r.Header.Get("Origin"), "reason", why)
+			s.log.Warn("torchft: a request was refused", "request", what, "from", r.RemoteAddr,
+				"origin", r.Header.Get("Origin"), "reason", why)
 			if code == http.StatusUnauthorized {
 				w.Header().Set("WWW-Authenticate", "Bearer")
 			}
@@ -50,13 +54,14 @@ func (s *Server) refusal(r *http.Request) (code int, why string) {
 		return http.StatusForbidden, why + ", or start the lighthouse with --allow_remote_kill"
 	}
 	if ending.Token != auth.TokenOK && !auth.IsOwnHost(r.Host, s.cfg.Hostname, machineName()) {
-		return http.StatusForbidden, fmt.Sprintf("the host it asks for, %q, is no name of this server: use its address, localhost or %q", r.Host, s.cfg.Hostname)
+		return http.StatusForbidden, fmt.Sprintf("the host it asks for, %q, is no name of this server: use "+
+			"its address, localhost or %q", r.Host, s.cfg.Hostname)
 	}
 	return 0, ""
 }
 
-// dialing returns the settings of the lighthouse's calls to managers and other lighthouses. By default, the authority that signs the
-// certificates of the lighthouse's clients is trusted for theirs, too.
+// dialing returns the settings of the lighthouse's calls to managers and other lighthouses. By default, the
+// authority that signs the certificates of the lighthouse's clients is trusted for theirs, too.
 func (s *Server) dialing() rpc.Dialing {
 	security := s.cfg.Security
 	if security.TLSCA == "" {

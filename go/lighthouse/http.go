@@ -27,7 +27,10 @@ func (s *Server) handler() http.Handler {
 	}
 	mux.HandleFunc("GET /status", s.serveStatus)
 	mux.HandleFunc("GET /jobs", s.serveJobs)
-	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprintln(w, "ok") })
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
+		_,
+			_ = fmt.Fprintln(w, "ok")
+	})
 	mux.HandleFunc("GET /readyz", s.serveReady)
 	mux.Handle("GET /metrics", dashboard.Metrics(s.boards))
 	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", plainly, s.serveKill))
@@ -37,14 +40,17 @@ func (s *Server) handler() http.Handler {
 	if s.cluster == nil {
 		for _, path := range []string{"GET /cluster", "/api/v1/cluster/"} {
 			mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
-				refusalOf(r)(w, http.StatusNotFound, "this lighthouse is in no cluster: it was started without --cluster")
+				refusalOf(r)(w, http.StatusNotFound,
+					"this lighthouse is in no cluster: it was started without --cluster")
 			})
 		}
 		return mux
 	}
 	mux.HandleFunc("GET /cluster", s.cluster.serve)
-	mux.HandleFunc("/api/v1/cluster/add", ask(s, "cluster add", s.cluster.change("added", s.cluster.node.Add)))
-	mux.HandleFunc("/api/v1/cluster/remove", ask(s, "cluster remove", s.cluster.change("removed", s.cluster.node.Remove)))
+	mux.HandleFunc("/api/v1/cluster/add", ask(s, "cluster add",
+		s.cluster.change("added", s.cluster.node.Add)))
+	mux.HandleFunc("/api/v1/cluster/remove", ask(s, "cluster remove",
+		s.cluster.change("removed", s.cluster.node.Remove)))
 	return s.cluster.forwardHTTP(mux)
 }
 
@@ -100,8 +106,8 @@ func (s *Server) boards() []*dashboard.Feed {
 	return boards
 }
 
-// jobFor returns the job named in the query of a request, or the default job. If the job is not known, jobFor answers the request
-// and returns nil.
+// jobFor returns the job named in the query of a request, or the default job. If the job is not known, jobFor
+// answers the request and returns nil.
 func (s *Server) jobFor(w http.ResponseWriter, r *http.Request) *job {
 	name := cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)
 	j := s.find(name)
@@ -112,13 +118,17 @@ func (s *Server) jobFor(w http.ResponseWriter, r *http.Request) *job {
 }
 
 func unknownJob(name string) error {
-	return fmt.Errorf("no group of job %q has joined at this lighthouse; GET /jobs lists the jobs that it has", name)
+	return fmt.Errorf("no group of job %q has joined at this lighthouse; "+
+		"GET /jobs lists the jobs that it has", name)
 }
 
 // refusalOf returns how an error is answered: in JSON for the API, and for the command torchft.
 func refusalOf(r *http.Request) func(w http.ResponseWriter, code int, why string) {
 	if strings.HasPrefix(r.URL.Path, "/api/") || r.Header.Get("Accept") == "application/json" {
-		return func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
+		return func(w http.ResponseWriter, code int,
+			why string) {
+			dashboard.Refuse(w, code, errors.New(why))
+		}
 	}
 	return plainly
 }
@@ -139,8 +149,8 @@ func (s *Server) killFor(r *http.Request, id string) (code int, err error) {
 	return 0, nil
 }
 
-// holder returns the job of the member that a request names: the job in the query, or the only job that has such a member. code is
-// the HTTP status of an error.
+// holder returns the job of the member that a request names: the job in the query, or the only job that has
+// such a member. code is the HTTP status of an error.
 func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job, code int, err error) {
 	name := r.URL.Query().Get("job")
 	if name != "" && s.find(name) == nil {
@@ -154,7 +164,8 @@ func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job
 	}
 	switch n := len(names); n {
 	case 0:
-		return nil, http.StatusNotFound, fmt.Errorf("member %q is not known to this lighthouse, has failed, or has not announced its manager's address", id)
+		return nil, http.StatusNotFound, fmt.Errorf("member %q is not known to this lighthouse, has "+
+			"failed, or has not announced its manager's address", id)
 	case 1:
 		return j, 0, nil
 	default:
@@ -198,9 +209,11 @@ func (j *job) kill(ctx context.Context, replicaID, why string) error {
 		return err
 	}
 	defer func() { _ = conn.Close() }()
-	if _, err := torchftpb.NewManagerServiceClient(conn).Kill(ctx, &torchftpb.KillRequest{Msg: "requested by the lighthouse"}); err != nil {
+	if _, err := torchftpb.NewManagerServiceClient(conn).Kill(ctx,
+		&torchftpb.KillRequest{Msg: "requested by the lighthouse"}); err != nil {
 		return err
 	}
-	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Killed, Left: []string{replicaID}, Reason: why})
+	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Killed, Left: []string{replicaID},
+		Reason: why})
 	return nil
 }

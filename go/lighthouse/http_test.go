@@ -57,7 +57,8 @@ func TestStatusHasTheMembersAndTheReasonWhyThereIsNoQuorum(t *testing.T) {
 		assert.Equal(t, http.StatusOK, code)
 		assert.Contains(t, page, "Replica groups")
 
-		waiting := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "<a>", Step: 4, Address: "http://a:1"}, 10*time.Second)
+		waiting := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "<a>", Step: 4, Address: "http://a:1"},
+			10*time.Second)
 		time.Sleep(2 * time.Second)
 		code, body := get(t, client, "/status")
 		assert.Equal(t, http.StatusOK, code)
@@ -72,7 +73,8 @@ func TestStatusHasTheMembersAndTheReasonWhyThereIsNoQuorum(t *testing.T) {
 
 		require.NoError(t, (<-ask(dial(t, c, "b"), quorum.Member{ReplicaID: "b"}, 10*time.Second)).Err)
 		require.NoError(t, (<-waiting).Err)
-		time.Sleep(time.Millisecond) // within this time, the lighthouse would serve the same status again (snapshot.go)
+		// within this time, the lighthouse would serve the same status again (snapshot.go)
+		time.Sleep(time.Millisecond)
 		_, body = get(t, client, "/status")
 		require.NoError(t, json.Unmarshal([]byte(body), &status))
 		assert.Equal(t, []string{"<a>", "b"}, status.Quorum)
@@ -96,7 +98,8 @@ func TestStatusHasTheMembersAndTheReasonWhyThereIsNoQuorum(t *testing.T) {
 func TestOtherPathsAndMethods(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client := browser(t, fttest.NewCluster(t, 1), "far")
-		for path, want := range map[string]int{"/nothing": http.StatusNotFound, "/replica/a/kill": http.StatusMethodNotAllowed} {
+		for path, want := range map[string]int{"/nothing": http.StatusNotFound,
+			"/replica/a/kill": http.StatusMethodNotAllowed} {
 			code, _ := get(t, client, path)
 			assert.Equal(t, want, code, path)
 		}
@@ -110,7 +113,8 @@ func TestOtherPathsAndMethods(t *testing.T) {
 // kill posts the kill of a member from a browser on a host of the cluster, at the route of upstream.
 func kill(t *testing.T, c *fttest.Cluster, host, replica string, headers map[string]string) (int, string) {
 	t.Helper()
-	req, err := http.NewRequest(http.MethodPost, fttest.LighthouseAddr+"/replica/"+url.PathEscape(replica)+"/kill", http.NoBody)
+	req, err := http.NewRequest(http.MethodPost,
+		fttest.LighthouseAddr+"/replica/"+url.PathEscape(replica)+"/kill", http.NoBody)
 	require.NoError(t, err)
 	for name, value := range headers {
 		req.Header.Set(name, value)
@@ -138,25 +142,43 @@ func TestKill(t *testing.T) {
 	}{
 		{name: "no token", from: "far", want: 401, wantBody: "wants the job's token"},
 		{name: "no token, from here", from: "lighthouse", want: 401, wantBody: "wants the job's token"},
-		{name: "wrong token", from: "far", headers: map[string]string{"Authorization": "Bearer guess"}, want: 401, wantBody: "not the job's"},
-		{name: "not a bearer", from: "far", headers: map[string]string{"Authorization": "secret"}, want: 401, wantBody: "not the job's"},
-		{name: "another site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Origin": "http://evil.example"}, want: 403, wantBody: "another site"},
-		{name: "another site, by Sec-Fetch-Site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Sec-Fetch-Site": "cross-site"}, want: 403, wantBody: "another site"},
-		{name: "unknown member", from: "far", headers: map[string]string{"Authorization": bearer}, replica: "b", want: 404, wantBody: `"b"`},
+		{name: "wrong token", from: "far", headers: map[string]string{"Authorization": "Bearer guess"},
+			want: 401, wantBody: "not the job's"},
+		{name: "not a bearer", from: "far", headers: map[string]string{"Authorization": "secret"}, want: 401,
+			wantBody: "not the job's"},
+		{name: "another site", from: "lighthouse",
+			headers: map[string]string{"Authorization": bearer, "Origin": "http://evil.example"}, want: 403,
+			wantBody: "another site"},
+		{name: "another site, by Sec-Fetch-Site", from: "lighthouse",
+			headers: map[string]string{"Authorization": bearer, "Sec-Fetch-Site": "cross-site"}, want: 403,
+			wantBody: "another site"},
+		{name: "unknown member", from: "far", headers: map[string]string{"Authorization": bearer},
+			replica: "b", want: 404, wantBody: `"b"`},
 		{name: "by header", from: "far", headers: map[string]string{"Authorization": bearer}, want: 200},
-		{name: "by header, under any name", from: "far", headers: map[string]string{"Authorization": bearer, "Host": "alias.example"}, want: 200},
-		{name: "by the page", from: "far", headers: map[string]string{"Authorization": bearer, "Origin": fttest.LighthouseAddr}, want: 200},
+		{name: "by header, under any name", from: "far",
+			headers: map[string]string{"Authorization": bearer, "Host": "alias.example"}, want: 200},
+		{name: "by the page", from: "far", headers: map[string]string{"Authorization": bearer,
+			"Origin": fttest.LighthouseAddr}, want: 200},
 
-		{name: "open, from elsewhere", open: true, from: "far", group: "lighthouse", want: 403, wantBody: "--allow_remote_kill"},
-		{name: "open, from elsewhere with any token", open: true, from: "far", group: "lighthouse", headers: map[string]string{"Authorization": bearer}, want: 403, wantBody: "another host"},
-		{name: "open, by a proxy here", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"X-Forwarded-For": "10.0.0.1"}, want: 403, wantBody: "another host"},
-		{name: "open, another site", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Origin": "http://evil.example"}, want: 403, wantBody: "another site"},
-		{name: "open, another site's name for this host", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Host": "evil.example:29510", "Origin": "http://evil.example:29510"}, want: 403, wantBody: `"evil.example:29510", is no name of this server`},
+		{name: "open, from elsewhere", open: true, from: "far", group: "lighthouse", want: 403,
+			wantBody: "--allow_remote_kill"},
+		{name: "open, from elsewhere with any token", open: true, from: "far", group: "lighthouse",
+			headers: map[string]string{"Authorization": bearer}, want: 403, wantBody: "another host"},
+		{name: "open, by a proxy here", open: true, from: "lighthouse", group: "lighthouse",
+			headers: map[string]string{"X-Forwarded-For": "10.0.0.1"}, want: 403, wantBody: "another host"},
+		{name: "open, another site", open: true, from: "lighthouse", group: "lighthouse",
+			headers: map[string]string{"Origin": "http://evil.example"}, want: 403, wantBody: "another site"},
+		{name: "open, another site's name for this host", open: true, from: "lighthouse", group: "lighthouse",
+			headers: map[string]string{"Host": "evil.example:29510", "Origin": "http://evil.example:29510"},
+			want:    403, wantBody: `"evil.example:29510", is no name of this server`},
 		{name: "open, from here", open: true, from: "lighthouse", group: "lighthouse", want: 200},
-		{name: "open, by the page", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Origin": fttest.LighthouseAddr}, want: 200},
-		{name: "open, a manager elsewhere", open: true, from: "lighthouse", want: 502, wantBody: "it comes from another host, and this server has no token"},
+		{name: "open, by the page", open: true, from: "lighthouse", group: "lighthouse",
+			headers: map[string]string{"Origin": fttest.LighthouseAddr}, want: 200},
+		{name: "open, a manager elsewhere", open: true, from: "lighthouse", want: 502,
+			wantBody: "it comes from another host, and this server has no token"},
 		{name: "remote kill", open: true, remote: true, from: "far", group: "lighthouse", want: 200},
-		{name: "remote kill, another site", open: true, remote: true, from: "far", group: "lighthouse", headers: map[string]string{"Origin": "null"}, want: 403, wantBody: "another site"},
+		{name: "remote kill, another site", open: true, remote: true, from: "far", group: "lighthouse",
+			headers: map[string]string{"Origin": "null"}, want: 403, wantBody: "another site"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var security auth.Security
@@ -164,7 +186,10 @@ func TestKill(t *testing.T) {
 				security.TokenFile = fttest.File(t, "secret")
 			}
 			synctest.Test(t, func(t *testing.T) {
-				c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.Security, cfg.AllowRemoteKill = security, tc.remote })
+				c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) {
+					cfg.Security,
+						cfg.AllowRemoteKill = security, tc.remote
+				})
 				exited := make(chan int, 1)
 				host := tc.group
 				if host == "" {

@@ -21,7 +21,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// job is one job of a lighthouse: its machine, and its pending requests. Jobs share only the server's connections and settings.
+// job is one job of a lighthouse: its machine, and its pending requests. Jobs share only the server's
+// connections and settings.
 type job struct {
 	server *Server
 	cfg    Config
@@ -71,7 +72,8 @@ type answer struct {
 }
 
 func newJob(s *Server, name string) *job {
-	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), asleep: clock.Suspended(), stop: make(chan struct{}), refused: map[string]bool{}}
+	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(),
+		asleep: clock.Suspended(), stop: make(chan struct{}), refused: map[string]bool{}}
 	if name != rpc.DefaultJob {
 		j.log = s.log.With("job", name)
 	}
@@ -181,8 +183,8 @@ func (j *job) feed(event quorum.Event) error {
 	return j.step(event)
 }
 
-// safely calls the machine. After a panic the machine's state is unknown: all pending requests get an error, and a new machine
-// starts, which continues after the latest quorum, as after a restart. The caller holds mu.
+// safely calls the machine. After a panic the machine's state is unknown: all pending requests get an error,
+// and a new machine starts, which continues after the latest quorum, as after a restart. The caller holds mu.
 func (j *job) safely(use func()) (err error) {
 	sound := false
 	defer func() {
@@ -204,8 +206,8 @@ func (j *job) safely(use func()) (err error) {
 	return nil
 }
 
-// describe returns the machine's description of its state. It changes nothing, so a panic costs only the description: the job goes
-// on. The caller holds mu.
+// describe returns the machine's description of its state. It changes nothing, so a panic costs only the
+// description: the job goes on. The caller holds mu.
 func (j *job) describe(now time.Time) (status quorum.Status) {
 	var err error
 	defer func() {
@@ -225,7 +227,8 @@ func (j *job) knows(replicaID string) (known bool, err error) {
 	return known, err
 }
 
-// step feeds one event to the machine and carries out its actions. The caller holds mu, so step must not block.
+// step feeds one event to the machine and carries out its actions. The caller holds mu, so step must not
+// block.
 func (j *job) step(event quorum.Event) error {
 	return j.safely(func() {
 		now := time.Now()
@@ -235,10 +238,12 @@ func (j *job) step(event quorum.Event) error {
 			j.asleep += suspended
 		}
 		if passed+suspended > j.cfg.HeartbeatTimeout/2+j.cfg.QuorumTick {
-			// Ticks come at a fixed interval, so this process was stopped, or its host was suspended. Heartbeats of this time may not
-			// have been read yet, so silence during this time must not count. While the host was suspended, the machine's time stood
-			// still, so it counts no silence for which the machine has to be told.
-			j.log.Warn("torchft: the lighthouse was stopped for some time", "for", passed+suspended, "suspended", suspended)
+			// Ticks come at a fixed interval, so this process was stopped, or its host was suspended.
+			// Heartbeats of this time may not have been read yet, so silence during this time must not count.
+			// While the host was suspended, the machine's time stood still, so it counts no silence for which
+			// the machine has to be told.
+			j.log.Warn("torchft: the lighthouse was stopped for some time", "for", passed+suspended,
+				"suspended", suspended)
 			j.do(quorum.Slept{For: passed}, now)
 		}
 		j.stepped = now
@@ -257,8 +262,10 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.latest = newDelivery(a.Quorum, j.latest)
 			j.deliver(a.Waiters, j.latest)
 		case quorum.Redeliver:
-			j.log.Info("torchft: a quorum is redelivered, because its answer was lost", "quorum_id", a.Quorum.ID)
-			if j.latest == nil || j.latest.quorum != a.Quorum { // formed before this lighthouse started, and shown by a member
+			j.log.Info("torchft: a quorum is redelivered, because its answer was lost",
+				"quorum_id", a.Quorum.ID)
+			if j.latest == nil || j.latest.quorum != a.Quorum {
+				// formed before this lighthouse started, and shown by a member
 				j.latest = newDelivery(a.Quorum, j.latest)
 			}
 			j.deliver([]quorum.WaiterID{a.Waiter}, j.latest)
@@ -267,17 +274,22 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Welcome:
 			j.greeting.welcome(a)
 		case quorum.RefuseStream:
-			j.greeting.refused = status.Error(codes.Unavailable, a.Reason) // the member asks the other lighthouses
+			// the member asks the other lighthouses
+			j.greeting.refused = status.Error(codes.Unavailable, a.Reason)
 		case quorum.Keep: // it comes before the Deliver of its quorum
 			if a.Past.ID == 0 {
-				j.log.Info("torchft: the training is complete, as all of its groups reported; the next quorum begins a new one")
+				j.log.Info("torchft: the training is complete, as all of its groups reported; the next " +
+					"quorum begins a new one")
 			}
 			j.kept.Highest, j.kept.Past = a.Highest, a.Past
 			j.keepState()
 		case quorum.Call:
-			j.log.Info("torchft: the next quorum is called", "quorum_id", a.QuorumID, "members", some(a.ReplicaIDs), "reason", a.Reason)
+			j.log.Info("torchft: the next quorum is called", "quorum_id", a.QuorumID,
+				"members", some(a.ReplicaIDs), "reason", a.Reason)
 			j.onceKept(func() {
-				j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Call{Call: a.QuorumID}}, a.ReplicaIDs...)
+				j.streams.send(&torchftpb.LighthouseMessage{
+					Message: &torchftpb.LighthouseMessage_Call{Call: a.QuorumID},
+				}, a.ReplicaIDs...)
 			})
 		case quorum.Round:
 			j.onceKept(func() {
@@ -290,9 +302,12 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Advanced:
 			j.board.Advanced(a.Step, a.Members, now)
 		case quorum.Recall:
-			j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: a.QuorumID}}, a.ReplicaID)
+			j.streams.send(&torchftpb.LighthouseMessage{
+				Message: &torchftpb.LighthouseMessage_Recall{Recall: a.QuorumID},
+			}, a.ReplicaID)
 		case quorum.Doubted:
-			j.log.Warn("torchft: a report of a member is ignored", "replica_id", a.ReplicaID, "reason", a.Reason)
+			j.log.Warn("torchft: a report of a member is ignored", "replica_id", a.ReplicaID,
+				"reason", a.Reason)
 		case quorum.Refused:
 			j.refuses(a, now)
 		case quorum.Regressed:
@@ -300,16 +315,21 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Changed:
 			j.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
 				"joined", some(a.Joined), "left", some(a.Left), "reason", a.Reason)
-			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.QuorumChanged, QuorumID: a.Quorum.ID, Step: maxStep(a.Quorum),
+			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.QuorumChanged, QuorumID: a.Quorum.ID,
+				Step:    maxStep(a.Quorum),
 				Members: len(a.Quorum.Members), Joined: a.Joined, Left: a.Left, Reason: a.Reason})
 		case quorum.Check:
 			j.check(a)
 		case quorum.AskProgress:
 			j.askProgress(a.ReplicaIDs, now)
 		case quorum.Drain:
-			j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: a.Reason}}, a.ReplicaID)
+			j.streams.send(&torchftpb.LighthouseMessage{
+				Message: &torchftpb.LighthouseMessage_Drain{Drain: a.Reason},
+			}, a.ReplicaID)
 		case quorum.Release:
-			j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}}, a.ReplicaID)
+			j.streams.send(&torchftpb.LighthouseMessage{
+				Message: &torchftpb.LighthouseMessage_Released{Released: true},
+			}, a.ReplicaID)
 		case quorum.Wake:
 			j.wake.Reset(time.Until(a.At))
 		case quorum.InUse:
@@ -368,7 +388,8 @@ func some(names []string) []string {
 	return names
 }
 
-// status returns the machine's description of its state, with the progress of heals and the trouble with the disk.
+// status returns the machine's description of its state, with the progress of heals and the trouble with the
+// disk.
 func (j *job) status() dashboard.Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -14,15 +14,16 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// forgetAfter is how long a job without members is kept: long enough to restart all of them. After that, its last quorum is still
-// on disk, or in the log of the cluster, and known to its members.
+// forgetAfter is how long a job without members is kept: long enough to restart all of them. After that, its
+// last quorum is still on disk, or in the log of the cluster, and known to its members.
 const forgetAfter = 10 * time.Minute
 
-// forgetNameAfter is how long a job that never had a quorum is kept: an invented name must not count in max_jobs and in the metrics
-// for longer than its members count as alive.
+// forgetNameAfter is how long a job that never had a quorum is kept: an invented name must not count in
+// max_jobs and in the metrics for longer than its members count as alive.
 func (c Config) forgetNameAfter() time.Duration { return c.HeartbeatTimeout }
 
-// use returns the job that a call names, and creates it if it is new. The caller must call done when the call ends.
+// use returns the job that a call names, and creates it if it is new. The caller must call done when the call
+// ends.
 func (s *Server) use(ctx context.Context) (*job, error) {
 	name, err := rpc.JobOf(ctx)
 	if err != nil {
@@ -46,13 +47,15 @@ func (s *Server) enter(name string) (*job, error) {
 			return nil, status.Errorf(codes.Unavailable, "the old state of job %q is being removed", name)
 		}
 		if len(s.jobs) >= s.cfg.MaxJobs {
-			return nil, status.Errorf(codes.ResourceExhausted, "job %q is one too many: this lighthouse serves %d (max_jobs)", name, s.cfg.MaxJobs)
+			return nil, status.Errorf(codes.ResourceExhausted,
+				"job %q is one too many: this lighthouse serves %d (max_jobs)", name, s.cfg.MaxJobs)
 		}
 		j = newJob(s, name)
 		s.jobs[name] = j
 	}
 	if j.users >= s.cfg.MaxCallsPerJob {
-		return nil, status.Errorf(codes.ResourceExhausted, "job %q has %d streams and calls open, which is the limit (max_calls_per_job)", name, j.users)
+		return nil, status.Errorf(codes.ResourceExhausted,
+			"job %q has %d streams and calls open, which is the limit (max_calls_per_job)", name, j.users)
 	}
 	j.users++
 	return j, nil

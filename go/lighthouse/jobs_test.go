@@ -30,7 +30,8 @@ import (
 
 func dialJob(t *testing.T, c *fttest.Cluster, host, job string) *lighthouses.Client {
 	t.Helper()
-	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host(host), Job: job})
+	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second,
+		rpc.Dialing{Network: c.Net.Host(host), Job: job})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	return client
@@ -91,7 +92,8 @@ func TestAGroupIsEndedInTheJobThatWasNamed(t *testing.T) {
 		exited := make(chan string, 9)
 		for _, job := range []string{"red", "blue", "green"} {
 			g := c.StartGroup(job, 1, func(cfg *manager.ServerConfig) {
-				cfg.ReplicaID, cfg.Job, cfg.Hostname = "a", job, "lighthouse" // on the lighthouse's host, a kill needs no token
+				// on the lighthouse's host, a kill needs no token
+				cfg.ReplicaID, cfg.Job, cfg.Hostname = "a", job, "lighthouse"
 				cfg.Network = c.Net.Host("lighthouse")
 				cfg.Exit = func(int) { exited <- job }
 			})
@@ -101,7 +103,9 @@ func TestAGroupIsEndedInTheJobThatWasNamed(t *testing.T) {
 		for _, what := range []string{"drain", "kill"} {
 			code, answer := call(t, c, "POST", "/api/v1/"+what, body, nil)
 			assert.Equal(t, http.StatusConflict, code)
-			assert.Equal(t, `member "a" is in the jobs blue, green and red: name one, /api/v1/`+what+`?job=ID`, answer["error"])
+			assert.Equal(t,
+				`member "a" is in the jobs blue, green and red: name one, /api/v1/`+what+`?job=ID`,
+				answer["error"])
 			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=yellow", body, nil)
 			assert.Equal(t, http.StatusNotFound, code)
 			assert.Contains(t, answer["error"], `no group of job "yellow" has joined`)
@@ -160,7 +164,8 @@ func TestAJobWithoutMembersIsForgotten(t *testing.T) {
 
 		time.Sleep(11 * time.Minute)
 		assert.Equal(t, []string{"alive", "default"}, c.Lighthouse.Jobs())
-		require.NoError(t, (<-ask(dialJob(t, c, "z", "more"), quorum.Member{ReplicaID: "y"}, time.Minute)).Err)
+		require.NoError(t, (<-ask(dialJob(t, c, "z", "more"), quorum.Member{ReplicaID: "y"},
+			time.Minute)).Err)
 	})
 }
 
@@ -183,11 +188,13 @@ func TestAJobThatRunsWildLeavesRoomForOthers(t *testing.T) {
 		synctest.Wait()
 		_, err := wild.Quorum(t.Context(), quorum.Member{ReplicaID: "c"}, 0)
 		assert.Equal(t, codes.ResourceExhausted, status.Code(err))
-		assert.ErrorContains(t, err, `job "wild" has 2 streams and calls open, which is the limit (max_calls_per_job)`)
+		assert.ErrorContains(t, err,
+			`job "wild" has 2 streams and calls open, which is the limit (max_calls_per_job)`)
 
 		other := ask(dialJob(t, c, "o", "other"), quorum.Member{ReplicaID: "a"}, time.Second)
 		got := <-other
-		assert.Equal(t, codes.DeadlineExceeded, status.Code(got.Err), "the request of the other job is accepted, and waits: %v", got.Err)
+		assert.Equal(t, codes.DeadlineExceeded, status.Code(got.Err),
+			"the request of the other job is accepted, and waits: %v", got.Err)
 		assert.Error(t, (<-first).Err)
 		assert.Error(t, (<-second).Err)
 		got = <-ask(wild, quorum.Member{ReplicaID: "c"}, time.Second)
@@ -198,12 +205,14 @@ func TestAJobThatRunsWildLeavesRoomForOthers(t *testing.T) {
 func TestBadJobsAreNamed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "lighthouse", fttest.LighthouseAddr, time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "lighthouse",
+			fttest.LighthouseAddr, time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		heartbeat := func(pairs ...string) error {
 			ctx := metadata.AppendToOutgoingContext(t.Context(), pairs...)
-			_, err := torchftpb.NewLighthouseServiceClient(conn).Heartbeat(ctx, &torchftpb.LighthouseHeartbeatRequest{ReplicaId: "a"})
+			_, err := torchftpb.NewLighthouseServiceClient(conn).Heartbeat(ctx,
+				&torchftpb.LighthouseHeartbeatRequest{ReplicaId: "a"})
 			return err
 		}
 		for _, job := range []string{"", "../x", ".hidden", "-x", "a b", strings.Repeat("x", 129)} {
@@ -215,7 +224,9 @@ func TestBadJobsAreNamed(t *testing.T) {
 		assert.ErrorContains(t, err, "torchft-job is given 2 times")
 		stream, err := torchftpb.NewMemberServiceClient(conn).Attend(metadata.AppendToOutgoingContext(t.Context(), "torchft-job", "a b"))
 		require.NoError(t, err)
-		require.NoError(t, stream.Send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a"}}}))
+		require.NoError(t, stream.Send(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a"}},
+		}))
 		_, err = stream.Recv()
 		assert.Equal(t, codes.InvalidArgument, status.Code(err))
 
@@ -223,7 +234,8 @@ func TestBadJobsAreNamed(t *testing.T) {
 		for _, job := range []string{"default", "x", "Run_2026-11.3", strings.Repeat("x", 128)} {
 			assert.NoError(t, heartbeat("torchft-job", job))
 		}
-		_, err = lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host("x"), Job: "a/b"})
+		_, err = lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second,
+			rpc.Dialing{Network: c.Net.Host("x"), Job: "a/b"})
 		assert.ErrorContains(t, err, `TORCHFT_JOB_ID is "a/b"`)
 		cfg := c.ServerConfig("g", 1)
 		cfg.Job = "a/b"
@@ -267,8 +279,8 @@ func TestTheStatesOfJobsAreApart(t *testing.T) {
 	}
 }
 
-// The number of metrics grows with the number of jobs, at most max_jobs, and not with the names of members. A job that never had a quorum is
-// forgotten with its members.
+// The number of metrics grows with the number of jobs, at most max_jobs, and not with the names of members. A
+// job that never had a quorum is forgotten with its members.
 func TestAnUnauthorizedClientDoesNotFillTheMetrics(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.MaxJobs = 5 })

@@ -17,14 +17,17 @@ const writeAgain = time.Second
 // store has the latest state of each job: the log of a cluster (replica.Node), or a directory (files).
 type store interface {
 	States() map[string][]byte
-	// Propose replaces the state of a job, or removes it if the state is empty. It returns when the log or the disk has it.
+	// Propose replaces the state of a job, or removes it if the state is empty. It returns when the log or
+	// the disk has it.
 	Propose(term uint64, job string, state []byte) error
 }
 
-// keeper keeps the state of a job in the store, so that the next leader, or the restarted lighthouse, continues from it.
+// keeper keeps the state of a job in the store, so that the next leader, or the restarted lighthouse,
+// continues from it.
 //
-// Invariant in a cluster: nobody hears of a quorum, or of a round of the rendezvous, before the log has it. The job passes each new state
-// to keep, and then each answer to once. Without a cluster nothing waits for the disk: it may fail or hang.
+// Invariant in a cluster: nobody hears of a quorum, or of a round of the rendezvous, before the log has it.
+// The job passes each new state to keep, and then each answer to once. Without a cluster nothing waits for
+// the disk: it may fail or hang.
 type keeper struct {
 	log     *slog.Logger
 	tasks   *sync.WaitGroup
@@ -60,8 +63,8 @@ func (k *keeper) keep(s state) {
 	}
 }
 
-// once calls do, on another goroutine, when the log has all states that were passed to keep, and returns true. If nothing has to wait for
-// the log, it returns false, and does not call do.
+// once calls do, on another goroutine, when the log has all states that were passed to keep, and returns
+// true. If nothing has to wait for the log, it returns false, and does not call do.
 func (k *keeper) once(do func()) (later bool) {
 	if k == nil || k.disk != nil {
 		return false
@@ -114,7 +117,8 @@ func (k *keeper) run() {
 	}
 }
 
-// next returns the answers for which the log has the state now, and the state that is to be proposed after them.
+// next returns the answers for which the log has the state now, and the state that is to be proposed after
+// them.
 func (k *keeper) next() (due []func(), s *state) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -130,8 +134,8 @@ func (k *keeper) fail() {
 	k.failed, k.waiting, k.inFlight = true, nil, nil
 }
 
-// wrote records the result of a write to disk. After a failure it waits for the next attempt. It returns false if there is none: the job
-// has been closed.
+// wrote records the result of a write to disk. After a failure it waits for the next attempt. It returns
+// false if there is none: the job has been closed.
 func (k *keeper) wrote(s *state, err error) bool {
 	k.mu.Lock()
 	before := k.err
@@ -166,7 +170,8 @@ func (k *keeper) wrote(s *state, err error) bool {
 	return true
 }
 
-// trouble returns why the latest state is not on disk, and for how long it has not been; empty if the last write did not fail.
+// trouble returns why the latest state is not on disk, and for how long it has not been; empty if the last
+// write did not fail.
 func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 	if k == nil {
 		return "", 0
@@ -179,8 +184,8 @@ func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 	return k.err.Error(), now.Sub(k.since)
 }
 
-// begin keeps the state of a new job in the store from now on, and continues from the state there. The caller holds the server's lock, and
-// nothing else uses the job yet.
+// begin keeps the state of a new job in the store from now on, and continues from the state there. The caller
+// holds the server's lock, and nothing else uses the job yet.
 func (j *job) begin(in store) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -195,8 +200,9 @@ func (j *job) begin(in store) {
 	j.restore(in.States()[j.name])
 }
 
-// restore continues the job from a state in the store, if there is one. If the disk answers late, the job may have begun without it: then
-// its own rendezvous and newer quorum are kept, but no quorum id of the state is used again. The caller holds mu.
+// restore continues the job from a state in the store, if there is one. If the disk answers late, the job may
+// have begun without it: then its own rendezvous and newer quorum are kept, but no quorum id of the state is
+// used again. The caller holds mu.
 func (j *job) restore(text []byte) {
 	if text == nil || j.ended != nil {
 		return
@@ -207,7 +213,8 @@ func (j *job) restore(text []byte) {
 		return
 	}
 	if j.server.cluster == nil && !s.ended() {
-		j.log.Info("torchft: the job continues from its state on disk", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
+		j.log.Info("torchft: the job continues from its state on disk", "quorum_id", s.Past.ID,
+			"step", s.Past.Step, "members", len(s.Past.Members))
 	}
 	if j.kept.Highest == 0 {
 		j.kept.Highest, j.kept.Past = s.Highest, s.Past
@@ -222,7 +229,8 @@ func (j *job) restore(text []byte) {
 	}
 }
 
-// onceKept calls do, with mu held: in a cluster once the log has the present state, otherwise at once. The caller holds mu.
+// onceKept calls do, with mu held: in a cluster once the log has the present state, otherwise at once. The
+// caller holds mu.
 func (j *job) onceKept(do func()) {
 	if !j.keeper.once(func() {
 		j.mu.Lock()

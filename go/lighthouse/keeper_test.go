@@ -88,7 +88,8 @@ func kept(f *faulty) (*job, *testlog.Log) {
 
 // ofQuorum returns a state of the default job that can be read.
 func ofQuorum(id int64) state {
-	return state{Job: rpc.DefaultJob, Highest: id, Past: quorum.Past{ID: id, Members: []quorum.Voter{{ReplicaID: "a"}}}}
+	return state{Job: rpc.DefaultJob, Highest: id,
+		Past: quorum.Past{ID: id, Members: []quorum.Voter{{ReplicaID: "a"}}}}
 }
 
 func TestAHangingDiskBlocksNoQuorumAndNoShutdownForLong(t *testing.T) {
@@ -162,7 +163,8 @@ func TestTheLatestStateIsWritten(t *testing.T) {
 	})
 }
 
-// A directory that cannot be read (a slow NFS) delays the start of the lighthouse for diskTime. The state still counts when it comes.
+// A directory that cannot be read (a slow NFS) delays the start of the lighthouse for diskTime. The state
+// still counts when it comes.
 func TestAJobBeginsWithoutAStateThatCannotBeRead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		old := ofQuorum(7)
@@ -205,10 +207,12 @@ func TestAMissingDirectoryIsOnThePageAndInMetrics(t *testing.T) {
 		s.handler().ServeHTTP(answer, httptest.NewRequest(http.MethodGet, path, nil))
 		return answer.Body.String()
 	}
-	require.Eventually(t, func() bool { return strings.Contains(ask("/status"), `"unkept": "`) }, time.Minute, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(ask("/status"), `"unkept": "`) }, time.Minute,
+		10*time.Millisecond)
 	assert.Contains(t, ask("/api/v1/status"), "no such file or directory")
 	assert.Eventually(t, func() bool { // a time below a millisecond is shown as 0
-		return !strings.Contains(ask("/metrics"), "torchft_state_unkept_seconds{training_job=\"default\"} 0\n")
+		return !strings.Contains(ask("/metrics"),
+			"torchft_state_unkept_seconds{training_job=\"default\"} 0\n")
 	}, time.Minute, time.Millisecond)
 	assert.Contains(t, ask("/metrics"), "torchft_state_unkept_seconds{training_job=\"default\"}")
 	s.Shutdown()

@@ -29,16 +29,19 @@ type memberService struct {
 const aliveFraction = 3
 
 const (
-	// answeredEvery is the longest interval between the heartbeats of a member, if this lighthouse is one of a cluster. Each is answered: so
-	// the member finds within about a second that this lighthouse has stopped, and asks the others.
+	// answeredEvery is the longest interval between the heartbeats of a member, if this lighthouse is one of
+	// a cluster. Each is answered: so the member finds within about a second that this lighthouse has
+	// stopped, and asks the others.
 	answeredEvery = time.Second / 3
 	// greetingTimeout is how long a stream may be silent at its beginning.
 	greetingTimeout = 5 * time.Second
-	// longestText is the length in bytes to which texts of members are shortened, such as the reason of a failure.
+	// longestText is the length in bytes to which texts of members are shortened, such as the reason of a
+	// failure.
 	longestText = 1 << 10
 )
 
-var errStale = status.Error(codes.Unavailable, "the lighthouse has begun anew after an internal error: open a new stream")
+var errStale = status.Error(codes.Unavailable,
+	"the lighthouse has begun anew after an internal error: open a new stream")
 
 // stream is the stream of one member. It needs one goroutine, and a second one while it sends.
 type stream struct {
@@ -65,9 +68,11 @@ type stream struct {
 	deaf   atomic.Bool // the queue was full: its member does not read
 }
 
-// Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the lighthouse asks members to
-// end their streams, so no stream needs a goroutine that waits for the shutdown.
-func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]) error {
+// Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the
+// lighthouse asks members to end their streams, so no stream needs a goroutine that waits for the shutdown.
+func (m memberService) Attend(
+	wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage],
+) error {
 	greeting, err := greetingOf(wire, m.server.log)
 	if err != nil {
 		return err
@@ -115,7 +120,9 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 }
 
 // greetingOf receives the first message of a stream, within greetingTimeout.
-func greetingOf(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage], log *slog.Logger) (*torchftpb.Greeting, error) {
+func greetingOf(
+	wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage], log *slog.Logger,
+) (*torchftpb.Greeting, error) {
 	type received struct {
 		message *torchftpb.MemberMessage
 		err     error
@@ -131,14 +138,16 @@ func greetingOf(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb
 	select {
 	case r = <-first:
 	case <-time.After(greetingTimeout):
-		return nil, status.Errorf(codes.DeadlineExceeded, "a member's stream has no greeting after %s", greetingTimeout)
+		return nil, status.Errorf(codes.DeadlineExceeded, "a member's stream has no greeting after %s",
+			greetingTimeout)
 	}
 	if r.err != nil {
 		return nil, r.err
 	}
 	greeting := r.message.GetGreeting()
 	if greeting == nil {
-		return nil, status.Error(codes.InvalidArgument, "the first message of a member's stream is no greeting")
+		return nil, status.Error(codes.InvalidArgument,
+			"the first message of a member's stream is no greeting")
 	}
 	return greeting, checkReplicaID(greeting.GetReplicaId())
 }
@@ -152,7 +161,8 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	}
 	job.greeting = s
 	err := job.step(quorum.Greeted{
-		ReplicaID: s.replicaID, Term: greeting.GetTerm(), Known: quorum.Claim{QuorumID: greeting.GetKnownQuorumId(), Step: greeting.GetKnownStep()},
+		ReplicaID: s.replicaID, Term: greeting.GetTerm(),
+		Known:    quorum.Claim{QuorumID: greeting.GetKnownQuorumId(), Step: greeting.GetKnownStep()},
 		StandsIn: greeting.GetStands().GetQuorumId(), Step: greeting.GetStands().GetStep(),
 	})
 	job.greeting = nil
@@ -165,7 +175,8 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	return err
 }
 
-// welcome adds the stream to the job's streams. Actions that the machine returned before the welcome are not sent on it.
+// welcome adds the stream to the job's streams. Actions that the machine returned before the welcome are not
+// sent on it.
 func (s *stream) welcome(w quorum.Welcome) {
 	s.job.streams.add(s)
 	alive := s.job.cfg.HeartbeatTimeout / aliveFraction
@@ -173,15 +184,20 @@ func (s *stream) welcome(w quorum.Welcome) {
 	if answers {
 		alive = min(alive, answeredEvery)
 	}
-	s.post(encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{
-		AliveIntervalUs: max(1, alive.Microseconds()), Term: w.Term, AnswersAlive: answers,
-	}}}))
+	s.post(encodeNews(&torchftpb.LighthouseMessage{
+		Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{
+			AliveIntervalUs: max(1, alive.Microseconds()), Term: w.Term, AnswersAlive: answers,
+		}},
+	}))
 	if w.Draining != "" {
-		s.post(encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining}}))
+		s.post(encodeNews(&torchftpb.LighthouseMessage{
+			Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining},
+		}))
 	}
 }
 
-// answersAlive reports whether heartbeats on streams are answered: in a cluster, where a member can go to another lighthouse.
+// answersAlive reports whether heartbeats on streams are answered: in a cluster, where a member can go to
+// another lighthouse.
 func (j *job) answersAlive() bool { return len(j.cfg.Cluster) > 0 }
 
 // end returns when no goroutine uses the stream: gRPC allows no Send after the handler has returned.
@@ -222,10 +238,12 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		}
 		return s.feed(quorum.Beat{ReplicaID: s.replicaID, Step: message.GetStep()})
 	case *torchftpb.MemberMessage_Stopped:
-		return s.report(quorum.Stopped{ReplicaID: s.replicaID, QuorumID: m.Stopped.GetQuorumId(), Step: m.Stopped.GetStep()})
+		return s.report(quorum.Stopped{ReplicaID: s.replicaID, QuorumID: m.Stopped.GetQuorumId(),
+			Step: m.Stopped.GetStep()})
 	case *torchftpb.MemberMessage_Parting:
 		return s.report(quorum.Parting{
-			ReplicaID: s.replicaID, QuorumID: m.Parting.GetQuorumId(), Step: m.Parting.GetStep(), Reason: shortened(m.Parting.GetReason()),
+			ReplicaID: s.replicaID, QuorumID: m.Parting.GetQuorumId(), Step: m.Parting.GetStep(),
+			Reason: shortened(m.Parting.GetReason()),
 		})
 	case *torchftpb.MemberMessage_Changes:
 		return s.report(quorum.Changes{ReplicaID: s.replicaID, Reason: shortened(m.Changes)})
@@ -265,7 +283,8 @@ func shortened(text string) string {
 	if len(text) <= longestText {
 		return text
 	}
-	return strings.ToValidUTF8(text[:longestText], "") + "…" // a message must not end within a character: it could not be encoded
+	// a message must not end within a character: it could not be encoded
+	return strings.ToValidUTF8(text[:longestText], "") + "…"
 }
 
 // feed passes an event of the member to the machine, unless the stream is stale.
@@ -281,7 +300,8 @@ func (s *stream) feed(event quorum.Event) error {
 	return s.job.step(event)
 }
 
-// report feeds an event, and counts its message as a heartbeat: after any message, the member sends no heartbeat for some time.
+// report feeds an event, and counts its message as a heartbeat: after any message, the member sends no
+// heartbeat for some time.
 func (s *stream) report(event quorum.Event) error {
 	_ = s.feed(quorum.Beat{ReplicaID: s.replicaID}) // the next line returns the same error
 	return s.feed(event)
@@ -290,14 +310,16 @@ func (s *stream) report(event quorum.Event) error {
 func (s *stream) ask(ask *torchftpb.Ask) error {
 	if m := ask.GetMember(); m != nil {
 		if m.GetReplicaId() != s.replicaID {
-			return status.Errorf(codes.InvalidArgument, "replica_id is %q: the stream is that of %q", m.GetReplicaId(), s.replicaID)
+			return status.Errorf(codes.InvalidArgument, "replica_id is %q: the stream is that of %q",
+				m.GetReplicaId(), s.replicaID)
 		}
 		s.latest = wire.MemberFromProto(m)
 	} else if s.latest.ReplicaID == "" {
 		return status.Error(codes.InvalidArgument, "the first request of a stream has no member")
 	}
 	if ask.GetTimeoutUs() <= 0 {
-		return status.Errorf(codes.InvalidArgument, "timeout_us is %d: an ask needs a deadline, above 0", ask.GetTimeoutUs())
+		return status.Errorf(codes.InvalidArgument, "timeout_us is %d: an ask needs a deadline, above 0",
+			ask.GetTimeoutUs())
 	}
 	member := s.latest
 	member.SetState(wire.StateFromProto(ask))
@@ -315,10 +337,12 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 	}
 	s.forget()
 	delete(job.heals, s.replicaID) // a group that requests a quorum no longer heals
-	s.span = tracing.Continue(ask.GetTraceparent(), "lighthouse.quorum", ask.GetStep(), attribute.String("torchft.replica_id", s.replicaID))
+	s.span = tracing.Continue(ask.GetTraceparent(), "lighthouse.quorum", ask.GetStep(),
+		attribute.String("torchft.replica_id", s.replicaID))
 	s.await(ask.GetNumber(), rpc.Microseconds(ask.GetTimeoutUs()))
 	return job.step(quorum.Asked{
-		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(), Recallable: s.recallable,
+		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(),
+		Recallable: s.recallable,
 	})
 }
 
@@ -330,7 +354,8 @@ func (s *stream) await(number uint64, timeout time.Duration) {
 		endSpan(s.span, a)
 		s.answer(number, a)
 	})
-	// Somewhat sooner than the member's own timeout, after which it would not receive the reason why there is no quorum.
+	// Somewhat sooner than the member's own timeout, after which it would not receive the reason why there is
+	// no quorum.
 	s.deadline = rpc.Sooner(time.Now().Add(timeout), answerMargin)
 	if s.expiry == nil {
 		s.expiry = rpc.AfterFunc(s.job.log, "deadline of a member", s.expire)
@@ -346,12 +371,14 @@ func endSpan(span *tracing.Span, a answer) {
 		return
 	}
 	if d := a.delivered; d != nil {
-		span.Set(attribute.Int64("torchft.quorum_id", d.quorum.ID), attribute.Int("torchft.groups", len(d.quorum.Members)))
+		span.Set(attribute.Int64("torchft.quorum_id", d.quorum.ID),
+			attribute.Int("torchft.groups", len(d.quorum.Members)))
 	}
 	span.End(a.err)
 }
 
-// expire answers a request at its deadline. The timer may belong to an earlier request, which has been answered.
+// expire answers a request at its deadline. The timer may belong to an earlier request, which has been
+// answered.
 func (s *stream) expire() {
 	s.job.mu.Lock()
 	defer s.job.mu.Unlock()
@@ -406,16 +433,16 @@ func (s *stream) answer(number uint64, a answer) {
 	})
 }
 
-// queue queues a message. It is dropped if the queue is full, which bounds the memory that a member takes. A request whose answer is
-// dropped ends at its deadline.
+// queue queues a message. It is dropped if the queue is full, which bounds the memory that a member takes. A
+// request whose answer is dropped ends at its deadline.
 func (s *stream) queue(number uint64, send func() error) {
 	if !s.sender.Post(func() { s.send(number, send) }) {
 		s.deaf.Store(true)
 	}
 }
 
-// send sends a message. If that fails, it sends a failure instead; if that fails, too, the stream has broken, and Recv in Attend returns
-// the error.
+// send sends a message. If that fails, it sends a failure instead; if that fails, too, the stream has broken,
+// and Recv in Attend returns the error.
 func (s *stream) send(number uint64, send func() error) {
 	if s.broken {
 		return
@@ -426,8 +453,9 @@ func (s *stream) send(number uint64, send func() error) {
 	}()
 	if err != nil {
 		f := status.Convert(err)
-		s.broken = s.wire.Send(&torchftpb.LighthouseMessage{Number: number, Message: &torchftpb.LighthouseMessage_Failure{
-			Failure: &torchftpb.CallFailure{Code: uint32(f.Code()), Message: f.Message()},
-		}}) != nil
+		s.broken = s.wire.Send(&torchftpb.LighthouseMessage{Number: number,
+			Message: &torchftpb.LighthouseMessage_Failure{
+				Failure: &torchftpb.CallFailure{Code: uint32(f.Code()), Message: f.Message()},
+			}}) != nil
 	}
 }

@@ -51,7 +51,8 @@ func open(t *testing.T, c *fttest.Cluster, id string) *rawStream {
 
 func openAt(t *testing.T, c *fttest.Cluster, id, address string) *rawStream {
 	t.Helper()
-	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host(id)}, "lighthouse", address, time.Second)
+	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host(id)}, "lighthouse", address,
+		time.Second)
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	stream, err := torchftpb.NewMemberServiceClient(conn).Attend(ctx)
@@ -106,7 +107,8 @@ func (w *rawStream) failed() (codes.Code, string) {
 	return codes.Code(m.GetFailure().GetCode()), m.GetFailure().GetMessage()
 }
 
-// A reason is sent to all members, and shown on the page. A member must not make the lighthouse send megabytes to each of thousands.
+// A reason is sent to all members, and shown on the page. A member must not make the lighthouse send
+// megabytes to each of thousands.
 func TestAReasonIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -115,7 +117,9 @@ func TestAReasonIsBounded(t *testing.T) {
 		b.ask(1, time.Minute)
 		a.answered()
 		b.answered()
-		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "rank 1 " + strings.Repeat("ä", 1<<20)}})
+		a.send(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "rank 1 " + strings.Repeat("ä", 1<<20)},
+		})
 		reason := b.receive().GetMemberFailed().GetReason()
 		assert.True(t, strings.HasPrefix(reason, "rank 1 ää"), reason[:min(len(reason), 100)])
 		assert.Less(t, len(reason), 2048)
@@ -179,7 +183,8 @@ func TestANewStreamReceivesTheWholeQuorum(t *testing.T) {
 		a.ask(2, time.Minute)
 		b.number = 7 // above those of the earlier stream
 		b.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{
-			Number: b.number, TimeoutUs: time.Minute.Microseconds(), Step: 2, Member: &torchftpb.QuorumMember{ReplicaId: "b", Address: "http://b"},
+			Number: b.number, TimeoutUs: time.Minute.Microseconds(), Step: 2,
+			Member: &torchftpb.QuorumMember{ReplicaId: "b", Address: "http://b"},
 		}}})
 		require.Len(t, a.answered().Members, 2)
 		assert.False(t, a.listed)
@@ -188,7 +193,8 @@ func TestANewStreamReceivesTheWholeQuorum(t *testing.T) {
 	})
 }
 
-// A member of a cluster leaves a lighthouse that is silent, so it is answered, and often, also if its list has one name for all lighthouses.
+// A member of a cluster leaves a lighthouse that is silent, so it is answered, and often, also if its list
+// has one name for all lighthouses.
 func TestHeartbeatsAreAnsweredInACluster(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := fttest.NewAgreeing(t, 1)
@@ -219,39 +225,51 @@ func TestHeartbeatsAreNotAnsweredByTheOnlyLighthouse(t *testing.T) {
 	})
 }
 
-// The lighthouses of a list that are in no cluster would each form quorums, so that a job could have several histories.
+// The lighthouses of a list that are in no cluster would each form quorums, so that a job could have several
+// histories.
 func TestAMemberThatKnowsSeveralLighthousesIsRefusedWithoutACluster(t *testing.T) {
-	const want = "TORCHFT_LIGHTHOUSE names 3 lighthouses, and this one, http://lighthouse:29510, is in no cluster: " +
+	const want = "TORCHFT_LIGHTHOUSE names 3 lighthouses, and this one, http://lighthouse:29510, is in no " +
+		"cluster: " +
 		"start each of them with --cluster URL,URL,URL, or name one lighthouse"
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		w := open(t, c, "a")
-		w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a", Lighthouses: 3}}})
+		w.send(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a",
+				Lighthouses: 3}},
+		})
 		_, err := w.stream.Recv()
 		assert.Equal(t, codes.FailedPrecondition, status.Code(err))
 		assert.ErrorContains(t, err, want)
 
-		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("a")}, "lighthouse", fttest.LighthouseAddr, time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("a")}, "lighthouse",
+			fttest.LighthouseAddr, time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
-		_, err = torchftpb.NewLighthouseServiceClient(conn).Quorum(t.Context(), &torchftpb.LighthouseQuorumRequest{
-			Requester: &torchftpb.QuorumMember{ReplicaId: "a"}, Lighthouses: 3,
-		})
+		_, err = torchftpb.NewLighthouseServiceClient(conn).Quorum(t.Context(),
+			&torchftpb.LighthouseQuorumRequest{
+				Requester: &torchftpb.QuorumMember{ReplicaId: "a"}, Lighthouses: 3,
+			})
 		assert.Equal(t, codes.FailedPrecondition, status.Code(err))
 		assert.ErrorContains(t, err, want)
 		assert.Empty(t, c.Lighthouse.Status().Members)
 	})
 }
 
-// A leader that was deposed, and does not know it yet, refuses a member that a later leader has served: the member asks the others.
+// A leader that was deposed, and does not know it yet, refuses a member that a later leader has served: the
+// member asks the others.
 func TestAMemberThatALaterLeaderServedIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		w := open(t, c, "a")
-		w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a", Term: 3}}})
+		w.send(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a",
+				Term: 3}},
+		})
 		_, err := w.stream.Recv()
 		require.Equal(t, codes.Unavailable, status.Code(err))
-		assert.Contains(t, err.Error(), "member a was served in term 3: this lighthouse, of term 0, does not lead any more")
+		assert.Contains(t, err.Error(),
+			"member a was served in term 3: this lighthouse, of term 0, does not lead any more")
 		assert.Zero(t, c.Lighthouse.Status().Healthy, "a refused greeting is no sign of life")
 	})
 }
@@ -342,7 +360,8 @@ func TestSilenceOnAStreamIsAFailure(t *testing.T) {
 
 // A lighthouse could not hear its members while its own host was suspended.
 func TestALighthouseThatWasSuspendedCountsNobodyAsFailed(t *testing.T) {
-	for suspended, noticed := range map[time.Duration]int{0: 0, time.Second: 0, 5 * time.Second: 1, time.Hour: 1} {
+	for suspended, noticed := range map[time.Duration]int{0: 0, time.Second: 0, 5 * time.Second: 1,
+		time.Hour: 1} {
 		t.Run(suspended.String(), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				host := clock.Fake()
@@ -350,7 +369,8 @@ func TestALighthouseThatWasSuspendedCountsNobodyAsFailed(t *testing.T) {
 				attend(t, c, "a")
 				time.Sleep(4 * time.Second)
 				host.Add(int64(suspended))
-				time.Sleep(900 * time.Millisecond) // in which messages arrive that were sent before or during the suspend
+				// in which messages arrive that were sent before or during the suspend
+				time.Sleep(900 * time.Millisecond)
 				assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
 				assert.Equal(t, noticed, c.Log.Count("the lighthouse was stopped for some time"))
 				time.Sleep(300 * time.Millisecond) // with a tick, which finds the silence
@@ -362,7 +382,9 @@ func TestALighthouseThatWasSuspendedCountsNobodyAsFailed(t *testing.T) {
 
 func TestAStreamRefusesInvalidMessages(t *testing.T) {
 	greeting := func(id string) *torchftpb.MemberMessage {
-		return &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: id}}}
+		return &torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: id}},
+		}
 	}
 	ask := func(a *torchftpb.Ask) *torchftpb.MemberMessage {
 		return &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: a}}
@@ -371,13 +393,18 @@ func TestAStreamRefusesInvalidMessages(t *testing.T) {
 		messages []*torchftpb.MemberMessage
 		want     string
 	}{
-		"no greeting":    {[]*torchftpb.MemberMessage{ask(&torchftpb.Ask{})}, "no greeting"},
-		"no name":        {[]*torchftpb.MemberMessage{greeting("")}, "replica_id"},
-		"a long name":    {[]*torchftpb.MemberMessage{greeting(strings.Repeat("x", 1025))}, "replica_id has 1025 bytes: allowed are 1024"},
-		"two greetings":  {[]*torchftpb.MemberMessage{greeting("a"), greeting("a")}, "one greeting"},
-		"no member":      {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1})}, "the first request of a stream has no member"},
-		"no deadline":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{Member: &torchftpb.QuorumMember{ReplicaId: "a"}})}, "timeout_us is 0"},
-		"another's name": {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1, Member: &torchftpb.QuorumMember{ReplicaId: "b"}})}, `replica_id is "b"`},
+		"no greeting": {[]*torchftpb.MemberMessage{ask(&torchftpb.Ask{})}, "no greeting"},
+		"no name":     {[]*torchftpb.MemberMessage{greeting("")}, "replica_id"},
+		"a long name": {[]*torchftpb.MemberMessage{greeting(strings.Repeat("x", 1025))},
+			"replica_id has 1025 bytes: allowed are 1024"},
+		"two greetings": {[]*torchftpb.MemberMessage{greeting("a"), greeting("a")}, "one greeting"},
+		"no member": {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1})},
+			"the first request of a stream has no member"},
+		"no deadline": {[]*torchftpb.MemberMessage{greeting("a"),
+			ask(&torchftpb.Ask{Member: &torchftpb.QuorumMember{ReplicaId: "a"}})}, "timeout_us is 0"},
+		"another's name": {[]*torchftpb.MemberMessage{greeting("a"),
+			ask(&torchftpb.Ask{TimeoutUs: 1, Member: &torchftpb.QuorumMember{ReplicaId: "b"}})},
+			`replica_id is "b"`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -405,21 +432,31 @@ func (w *rawStream) tell(m *torchftpb.MemberMessage) {
 }
 
 func (w *rawStream) stopped(quorumID, step int64) {
-	w.tell(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Stopped{Stopped: &torchftpb.Step{QuorumId: quorumID, Step: step}}})
+	w.tell(&torchftpb.MemberMessage{
+		Message: &torchftpb.MemberMessage_Stopped{Stopped: &torchftpb.Step{QuorumId: quorumID, Step: step}},
+	})
 }
 
 func (w *rawStream) alive(step int64) {
 	w.tell(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: step})
 }
 
-// A member answers a call with a step that cannot be, or not at all: it is evicted after the heartbeat timeout, although its heartbeats arrive,
-// and the other one goes on.
+// A member answers a call with a step that cannot be, or not at all: it is evicted after the heartbeat
+// timeout, although its heartbeats arrive, and the other one goes on.
 func TestBadAnswersToACall(t *testing.T) {
 	for name, bad := range map[string]func(w *rawStream, quorumID int64){
-		"none":               func(*rawStream, int64) {},
-		"a step below 0":     func(w *rawStream, id int64) { w.stopped(id, math.MinInt64); w.stopped(id, -1) },
-		"no step":            func(w *rawStream, id int64) { w.stopped(id, 0) },
-		"a huge step":        func(w *rawStream, id int64) { w.alive(math.MaxInt64); w.stopped(id, math.MaxInt64) },
+		"none": func(*rawStream, int64) {},
+		"a step below 0": func(w *rawStream,
+			id int64) {
+			w.stopped(id, math.MinInt64)
+			w.stopped(id, -1)
+		},
+		"no step": func(w *rawStream, id int64) { w.stopped(id, 0) },
+		"a huge step": func(w *rawStream,
+			id int64) {
+			w.alive(math.MaxInt64)
+			w.stopped(id, math.MaxInt64)
+		},
 		"an earlier quorum":  func(w *rawStream, id int64) { w.stopped(id-1, 3) },
 		"a later quorum":     func(w *rawStream, id int64) { w.stopped(id+1, 3) },
 		"a step it has left": nil,
@@ -438,7 +475,9 @@ func TestBadAnswersToACall(t *testing.T) {
 				q := a.answered()
 				require.True(t, q.Stands)
 				require.Equal(t, q.ID, b.answered().ID)
-				b.tell(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Changes{Changes: "another setting"}})
+				b.tell(&torchftpb.MemberMessage{
+					Message: &torchftpb.MemberMessage_Changes{Changes: "another setting"},
+				})
 				require.Equal(t, q.ID, a.receive().GetCall())
 				require.Equal(t, q.ID, b.receive().GetCall())
 				if bad == nil {

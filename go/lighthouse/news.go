@@ -12,12 +12,12 @@ import (
 )
 
 const (
-	// newsPause, multiplied by the number of streams, is the pause after news was sent to all members. Sending takes about half
-	// of it. So in a burst of failures (a rack loses power or hangs, a large job ends) the lighthouse has time for its other
-	// work. With 10,000 groups the pause is 20 ms.
+	// newsPause, multiplied by the number of streams, is the pause after news was sent to all members.
+	// Sending takes about half of it. So in a burst of failures (a rack loses power or hangs, a large job
+	// ends) the lighthouse has time for its other work. With 10,000 groups the pause is 20 ms.
 	newsPause = 2 * time.Microsecond
-	// mostNews bounds how many failed members are reported to all members at a time, and likewise how many ended and how many stalled
-	// ones. One of them is enough to show that a quorum is broken or delayed.
+	// mostNews bounds how many failed members are reported to all members at a time, and likewise how many
+	// ended and how many stalled ones. One of them is enough to show that a quorum is broken or delayed.
 	mostNews = 32
 )
 
@@ -38,7 +38,8 @@ const (
 	kinds // number of them
 )
 
-// kindsOfNews has the line of the log for each kind, the event in the history if there is one, and the message to members.
+// kindsOfNews has the line of the log for each kind, the event in the history if there is one, and the
+// message to members.
 var kindsOfNews = [kinds]struct {
 	level   slog.Level
 	line    string
@@ -47,8 +48,9 @@ var kindsOfNews = [kinds]struct {
 }{
 	failedNews: {slog.LevelWarn, "torchft: a member failed", dashboard.MemberFailed, failedMessage},
 	// The same message: the peers of an ended member must stop waiting for it, too.
-	endedNews:   {slog.LevelInfo, "torchft: a member ended", dashboard.MemberEnded, failedMessage},
-	partedNews:  {slog.LevelInfo, "torchft: a member has left the quorum, and asks for another one", "", failedMessage},
+	endedNews: {slog.LevelInfo, "torchft: a member ended", dashboard.MemberEnded, failedMessage},
+	partedNews: {slog.LevelInfo, "torchft: a member has left the quorum, and asks for another one", "",
+		failedMessage},
 	stalledNews: {slog.LevelWarn, "torchft: a member makes no progress", "", stalledMessage},
 }
 
@@ -60,8 +62,9 @@ type trouble struct {
 	step      int64
 }
 
-// announce reports the failures and stalls among the actions to every member: at once or, during the pause after the last report
-// (newsPause), at the end of the pause, together with all others of that time. The caller holds mu.
+// announce reports the failures and stalls among the actions to every member: at once or, during the pause
+// after the last report (newsPause), at the end of the pause, together with all others of that time. The
+// caller holds mu.
 func (j *job) announce(actions []quorum.Action, now time.Time) {
 	fresh := false
 	add := func(kind int, t trouble) { j.news.pending[kind], fresh = append(j.news.pending[kind], t), true }
@@ -114,9 +117,11 @@ func (j *job) sendNews(now time.Time) {
 			names[i] = t.replicaID
 		}
 		k := kindsOfNews[kind]
-		j.log.Log(context.Background(), k.level, k.line, "quorum_id", of[0].quorumID, "member", some(names), "reason", of[0].reason)
+		j.log.Log(context.Background(), k.level, k.line, "quorum_id", of[0].quorumID, "member", some(names),
+			"reason", of[0].reason)
 		if k.event != "" {
-			j.board.Record(dashboard.Event{Time: now, Kind: k.event, QuorumID: of[0].quorumID, Left: names, Reason: of[0].reason})
+			j.board.Record(dashboard.Event{Time: now, Kind: k.event, QuorumID: of[0].quorumID, Left: names,
+				Reason: of[0].reason})
 		}
 		for _, t := range of[:min(len(of), mostNews)] {
 			messages = append(messages, encodeNews(k.message(t))...)
@@ -131,17 +136,20 @@ func (j *job) sendNews(now time.Time) {
 
 func stalledMessage(t trouble) *torchftpb.LighthouseMessage {
 	return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
-		MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
+		MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID,
+			Reason: t.reason},
 	}}
 }
 
 func failedMessage(t trouble) *torchftpb.LighthouseMessage {
 	return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
-		MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason, Step: t.step},
+		MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason,
+			Step: t.step},
 	}}
 }
 
-// tell sends messages to all members, after the quorums that were formed before: they may be about such a quorum. The caller holds mu.
+// tell sends messages to all members, after the quorums that were formed before: they may be about such a
+// quorum. The caller holds mu.
 func (j *job) tell(messages []rpc.Encoded) {
 	j.onceKept(func() {
 		for one := range j.streams.all() {
@@ -150,20 +158,25 @@ func (j *job) tell(messages []rpc.Encoded) {
 	})
 }
 
-// regresses reports to all members that the weights of later steps are lost, unless their groups come back. The caller holds mu.
+// regresses reports to all members that the weights of later steps are lost, unless their groups come back.
+// The caller holds mu.
 func (j *job) regresses(a quorum.Regressed, now time.Time) {
-	j.log.Warn("torchft: THE JOB REGRESSES: its weights of later steps are lost unless their groups come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
-	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Regressed, QuorumID: a.Quorum.ID, Step: maxStep(a.Quorum), Reason: a.Reason})
+	j.log.Warn("torchft: THE JOB REGRESSES: its weights of later steps are lost unless their groups "+
+		"come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
+	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Regressed, QuorumID: a.Quorum.ID,
+		Step: maxStep(a.Quorum), Reason: a.Reason})
 	message := encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Regressed{
 		Regressed: &torchftpb.JobRegressed{QuorumId: a.Quorum.ID, Reason: a.Reason},
 	}})
 	j.tell(message)
 }
 
-// mostRefused is how many refused members are remembered: a group that is restarted after each refusal has a new name each time.
+// mostRefused is how many refused members are remembered: a group that is restarted after each refusal has a
+// new name each time.
 const mostRefused = 1000
 
-// refuses logs and records a member that does not fit to the job, once: its manager repeats the request. The caller holds mu.
+// refuses logs and records a member that does not fit to the job, once: its manager repeats the request. The
+// caller holds mu.
 func (j *job) refuses(a quorum.Refused, now time.Time) {
 	if j.refused[a.ReplicaID] {
 		return
@@ -173,5 +186,6 @@ func (j *job) refuses(a quorum.Refused, now time.Time) {
 	}
 	j.refused[a.ReplicaID] = true
 	j.log.Warn("torchft: a member is refused", "replica_id", a.ReplicaID, "reason", a.Reason)
-	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Refused, Left: []string{a.ReplicaID}, Reason: a.Reason})
+	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Refused, Left: []string{a.ReplicaID},
+		Reason: a.Reason})
 }

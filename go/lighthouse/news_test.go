@@ -13,8 +13,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// If thousands of simultaneous failures were each reported to thousands of members in separate messages, that would take minutes of
-// the lighthouse's time.
+// If thousands of simultaneous failures were each reported to thousands of members in separate messages, that
+// would take minutes of the lighthouse's time.
 func TestManyFailuresAreReportedInFewMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const ended = 100

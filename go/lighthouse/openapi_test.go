@@ -40,7 +40,8 @@ func readOpenAPI(t *testing.T) openAPI {
 	return openAPI{t, document.(map[string]any), compiler}
 }
 
-// at returns the part of the document at a JSON pointer, with references followed, and the pointer at which it was found.
+// at returns the part of the document at a JSON pointer, with references followed, and the pointer at which
+// it was found.
 func (o openAPI) at(pointer string) (map[string]any, string) {
 	part := any(o.document)
 	for _, step := range strings.Split(pointer, "/")[1:] {
@@ -83,7 +84,8 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 		synctest.Wait()
 		seen := map[string]bool{}
 		ask := func(method, path, body string, want int, headers ...string) {
-			req, err := http.NewRequestWithContext(t.Context(), method, fttest.LighthouseAddr+path, strings.NewReader(body))
+			req, err := http.NewRequestWithContext(t.Context(), method, fttest.LighthouseAddr+path,
+				strings.NewReader(body))
 			require.NoError(t, err)
 			for i := 0; i < len(headers); i += 2 {
 				req.Header.Set(headers[i], headers[i+1])
@@ -99,7 +101,8 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 				_, text = read(t, resp)
 			}
 			plain, _, _ := strings.Cut(path, "?")
-			if operation, _ := o.at("/paths/" + strings.ReplaceAll(plain, "/", "~1") + "/" + strings.ToLower(method)); operation != nil || want != 405 {
+			if operation, _ := o.at("/paths/" + strings.ReplaceAll(plain, "/", "~1") + "/" +
+				strings.ToLower(method)); operation != nil || want != 405 {
 				o.check(method, plain, resp.StatusCode, kind, []byte(text))
 			}
 			seen[plain] = true
@@ -121,7 +124,8 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 			ask("POST", path, `{"replica_id": "a"}`, 403, "Origin", "http://evil.example")
 			ask("POST", path, `{"replica_id": "a"}`, 200)
 		}
-		fttest.ReportRecovered(g.Ranks[0], &torchftpb.Recovered{Healed: true, Bytes: 5, Phases: []*torchftpb.PhaseTime{{Phase: "load", Seconds: 1}}})
+		fttest.ReportRecovered(g.Ranks[0], &torchftpb.Recovered{Healed: true, Bytes: 5,
+			Phases: []*torchftpb.PhaseTime{{Phase: "load", Seconds: 1}}})
 		synctest.Wait()
 		ask("GET", "/api/v1/history", "", 200)
 		g.Server.Shutdown()
@@ -138,7 +142,8 @@ func TestTheExampleOfABodyIsAccepted(t *testing.T) {
 	schema, err := o.compiler.Compile("openapi.json#/components/schemas/About")
 	require.NoError(t, err)
 	for body, ok := range map[string]bool{
-		`{"replica_id": "a"}`: true, `{}`: false, `{"replica_id": ""}`: false, `{"replica_id": 1}`: false, `{"replica_id": "a", "x": 1}`: false,
+		`{"replica_id": "a"}`: true, `{}`: false, `{"replica_id": ""}`: false, `{"replica_id": 1}`: false,
+		`{"replica_id": "a", "x": 1}`: false,
 	} {
 		var value any
 		require.NoError(t, json.Unmarshal([]byte(body), &value))
@@ -150,7 +155,8 @@ func TestTheExampleOfABodyIsAccepted(t *testing.T) {
 func TestOpenAPINamesEachField(t *testing.T) {
 	o := readOpenAPI(t)
 	for schema, value := range map[string]any{
-		"Status": dashboard.Status{}, "Member": dashboard.Member{}, "Event": dashboard.Event{}, "Point": dashboard.Point{},
+		"Status": dashboard.Status{}, "Member": dashboard.Member{}, "Event": dashboard.Event{},
+		"Point":   dashboard.Point{},
 		"Cluster": replica.Status{}, "ClusterMember": replica.Member{},
 	} {
 		var fields, named []string

@@ -16,9 +16,10 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-// longestPoll bounds how long a request of a node waits for a change before it is answered. The node sends the next request as soon as it
-// has the answer. So a node that has no pending request for HeartbeatTimeout counts as failed; if its connection broke, for SuspectGrace.
-// The server's ReadTimeout would end requests that wait much longer.
+// longestPoll bounds how long a request of a node waits for a change before it is answered. The node sends
+// the next request as soon as it has the answer. So a node that has no pending request for HeartbeatTimeout
+// counts as failed; if its connection broke, for SuspectGrace. The server's ReadTimeout would end requests
+// that wait much longer.
 const longestPoll = 2500 * time.Millisecond
 
 // placed is the answer to a request of a node.
@@ -28,27 +29,32 @@ type placed struct {
 	err    error
 }
 
-// rendezvousTiming returns the grace and the timeout for connections of torchrun's agents: the same as for connections of members.
+// rendezvousTiming returns the grace and the timeout for connections of torchrun's agents: the same as for
+// connections of members.
 func (c Config) rendezvousTiming() rendezvous.Timing {
 	return rendezvous.Timing{Grace: c.SuspectGrace, Timeout: c.HeartbeatTimeout}
 }
 
-// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). Their requests need the token, as the calls of members do.
-// Requests of browsers are always refused: where the lighthouse has no token, a page of any web site could send them.
+// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). Their requests need the token, as
+// the calls of members do. Requests of browsers are always refused: where the lighthouse has no token, a page
+// of any web site could send them.
 func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 	check := s.gate.CheckToken(r.Header.Values("Authorization"))
 	if check == auth.TokenMissing || check == auth.TokenWrong {
-		s.log.Warn("torchft: a request was refused", "request", "rendezvous", "from", r.RemoteAddr, "reason", check)
+		s.log.Warn("torchft: a request was refused", "request", "rendezvous", "from", r.RemoteAddr,
+			"reason", check)
 		w.Header().Set("WWW-Authenticate", "Bearer")
 		dashboard.Refuse(w, http.StatusUnauthorized, errors.New(check.String()))
 		return
 	}
 	if r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != "" {
-		dashboard.Refuse(w, http.StatusForbidden, errors.New("the rendezvous is for torchrun: a request of a browser is refused"))
+		dashboard.Refuse(w, http.StatusForbidden, errors.New("the rendezvous is for torchrun: a request of "+
+			"a browser is refused"))
 		return
 	}
 	if !rpc.AsMember(r) {
-		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New("too many connections are open (max_connections)"))
+		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New("too many connections are open "+
+			"(max_connections)"))
 		return
 	}
 	var request rendezvous.Request
@@ -77,7 +83,8 @@ func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 	dashboard.Answer(w, answer)
 }
 
-// rendezvousCodes are the HTTP status codes of refusals. Nodes retry after a code of 500 or above, and fail after a lower one.
+// rendezvousCodes are the HTTP status codes of refusals. Nodes retry after a code of 500 or above, and fail
+// after a lower one.
 var rendezvousCodes = map[codes.Code]int{
 	codes.InvalidArgument: http.StatusBadRequest,
 	codes.AlreadyExists:   http.StatusConflict,
@@ -85,8 +92,8 @@ var rendezvousCodes = map[codes.Code]int{
 	codes.Internal:        http.StatusInternalServerError,
 }
 
-// attend handles a request of a node, and returns the answer when the rendezvous changes or ctx ends. alive ends with the node's
-// connection.
+// attend handles a request of a node, and returns the answer when the rendezvous changes or ctx ends. alive
+// ends with the node's connection.
 func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) placed {
 	j.mu.Lock()
 	if j.ended != nil {
@@ -115,12 +122,15 @@ func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) pla
 	}
 }
 
-// place feeds the rendezvous machine one event, and carries out its actions. The caller holds mu, so nothing in here may block.
+// place feeds the rendezvous machine one event, and carries out its actions. The caller holds mu, so nothing
+// in here may block.
 func (j *job) place(event rendezvous.Event) {
 	var err error
 	sound := false
 	defer func() {
-		if !sound { // the machine panicked, and may be in any state: a new one starts, and learns the rounds from the nodes' next requests
+		if !sound {
+			// the machine panicked, and may be in any state: a new one starts, and learns the rounds from the
+			// nodes' next requests
 			j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
 			j.nodes.AnswerAll(placed{err: err})
 		}
@@ -144,7 +154,8 @@ func (j *job) place(event rendezvous.Event) {
 			}
 			j.nodes.Answer(a.Waiter, placed{err: status.Error(code, a.Reason)})
 		case rendezvous.Released:
-			j.log.Info("torchft: a round of the rendezvous", "group", a.Group, "round", a.Round, "nodes", len(a.Nodes), "store", a.Store)
+			j.log.Info("torchft: a round of the rendezvous", "group", a.Group, "round", a.Round,
+				"nodes", len(a.Nodes), "store", a.Store)
 		case rendezvous.Wake:
 			j.rendezvousTimer.Reset(time.Until(a.At))
 		}

@@ -35,10 +35,12 @@ func (a *agent) poll(ctx context.Context) (int, string) {
 		Settings: rendezvous.Settings{Min: 1, Max: 2, Sizes: "all", LastCallMS: 5000},
 	})
 	require.NoError(a.t, err)
-	transport := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
-		return a.c.Net.Host(a.name).Dial(ctx, addr)
-	}}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, fttest.LighthouseAddr+"/rendezvous?job=red", strings.NewReader(string(body)))
+	transport := &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+			return a.c.Net.Host(a.name).Dial(ctx, addr)
+		}}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, fttest.LighthouseAddr+"/rendezvous?job=red",
+		strings.NewReader(string(body)))
 	require.NoError(a.t, err)
 	resp, err := transport.RoundTrip(req)
 	if err != nil {
@@ -83,8 +85,8 @@ func TestNodesMeetThroughTheLighthouse(t *testing.T) {
 		go b.poll(broken)
 		synctest.Wait()
 		breaks()
-		// This waits until the broken connection is noticed. If a asked before that, b's request would be answered first, and a
-		// would wait for b until the heartbeat timeout.
+		// This waits until the broken connection is noticed. If a asked before that, b's request would be
+		// answered first, and a would wait for b until the heartbeat timeout.
 		synctest.Wait()
 		start := time.Now()
 		a.placed(ctx)
@@ -134,15 +136,22 @@ func TestWhichRequestsTheRendezvousAccepts(t *testing.T) {
 			wantError        string
 		}{
 			{"no token", "/rendezvous", good, nil, 401, "wants the job's token"},
-			{"another token", "/rendezvous", good, map[string]string{"Authorization": "Bearer guess"}, 401, "not the job's"},
-			{"a browser", "/rendezvous", good, map[string]string{"Authorization": "Bearer secret", "Origin": "http://lighthouse:29510"}, 403, "browser"},
+			{"another token", "/rendezvous", good, map[string]string{"Authorization": "Bearer guess"}, 401,
+				"not the job's"},
+			{"a browser", "/rendezvous", good,
+				map[string]string{"Authorization": "Bearer secret", "Origin": "http://lighthouse:29510"}, 403,
+				"browser"},
 			{"no body", "/rendezvous", "", right, 400, "there is no body"},
 			{"another field", "/rendezvous", `{"rank": 1}`, right, 400, `unknown field "rank"`},
-			{"a large body", "/rendezvous", `{"node": "` + strings.Repeat("a", 1<<20) + `"}`, right, 413, "more than 16384 bytes"},
+			{"a large body", "/rendezvous", `{"node": "` + strings.Repeat("a", 1<<20) + `"}`, right, 413,
+				"more than 16384 bytes"},
 			{"a job that is none", "/rendezvous?job=a%20b", good, right, 400, `job is "a b"`},
-			{"no size", "/rendezvous", strings.Replace(good, `"all"`, `"7"`, 1), right, 400, "7 nodes are not within nnodes 1:1"},
+			{"no size", "/rendezvous", strings.Replace(good, `"all"`, `"7"`, 1), right, 400,
+				"7 nodes are not within nnodes 1:1"},
 			{"all is well", "/rendezvous", good, right, 200, ""},
-			{"other settings", "/rendezvous", strings.Replace(strings.Replace(good, `"max": 1`, `"max": 2`, 1), `"node": "a"`, `"node": "b"`, 1), right, 409, "is in use by 1 node with nnodes 1:1"},
+			{"other settings", "/rendezvous",
+				strings.Replace(strings.Replace(good, `"max": 1`, `"max": 2`, 1), `"node": "a"`,
+					`"node": "b"`, 1), right, 409, "is in use by 1 node with nnodes 1:1"},
 		} {
 			code, answer := call(t, c, "POST", tc.path, tc.body, tc.headers)
 			assert.Equal(t, tc.code, code, tc.name)
@@ -165,6 +174,7 @@ func TestARendezvousEndsWithItsLighthouse(t *testing.T) {
 		}()
 		synctest.Wait()
 		go c.Lighthouse.Shutdown()
-		assert.Contains(t, []int{0, http.StatusServiceUnavailable}, <-done, "the connection of a ends, or a gets the reason")
+		assert.Contains(t, []int{0, http.StatusServiceUnavailable}, <-done,
+			"the connection of a ends, or a gets the reason")
 	})
 }

@@ -33,8 +33,9 @@ type Server struct {
 	store store    // of the states of the jobs, nil without a directory
 
 	// Only tick uses these.
-	swept   time.Time // when the states of ended jobs were last removed, or the first look after this lighthouse began to serve
-	sweptIn uint64    // the term of swept
+	// when the states of ended jobs were last removed, or the first look after this lighthouse began to serve
+	swept   time.Time
+	sweptIn uint64 // the term of swept
 
 	mu       sync.Mutex
 	jobs     map[string]*job
@@ -119,13 +120,15 @@ func (s *Server) restore(states map[string][]byte) {
 
 // isJoin reports whether a member joins a job by this call.
 func isJoin(method string) bool {
-	return method == torchftpb.LighthouseService_Quorum_FullMethodName || method == torchftpb.MemberService_Attend_FullMethodName
+	return method == torchftpb.LighthouseService_Quorum_FullMethodName ||
+		method == torchftpb.MemberService_Attend_FullMethodName
 }
 
 // Address returns the address for managers and browsers: http://host:port, or https://.
 func (s *Server) Address() string { return s.address }
 
-// Shutdown answers all pending requests, closes the port, and returns when no goroutine of the server is left.
+// Shutdown answers all pending requests, closes the port, and returns when no goroutine of the server is
+// left.
 func (s *Server) Shutdown() {
 	s.mu.Lock()
 	first := !s.closed
@@ -143,7 +146,8 @@ func (s *Server) Shutdown() {
 	s.rpc.Stop()
 	s.tasks.Wait()
 	if first && s.lock != nil {
-		_ = s.lock.Close() // after the tasks, which wait for the last writes: another lighthouse may use the directory now
+		// after the tasks, which wait for the last writes: another lighthouse may use the directory now
+		_ = s.lock.Close()
 	}
 	tracing.Flush()
 }

@@ -28,7 +28,8 @@ func TestMain(m *testing.M) { testmain.Run(m) }
 // dial connects a client on a new host to the cluster's lighthouse.
 func dial(t *testing.T, c *fttest.Cluster, host string) *lighthouses.Client {
 	t.Helper()
-	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host(host)})
+	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second,
+		rpc.Dialing{Network: c.Net.Host(host)})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	return client
@@ -52,7 +53,8 @@ func TestEveryoneGetsTheSameQuorum(t *testing.T) {
 		var answers []<-chan result
 		for i := range groups {
 			answers = append(answers, ask(client, quorum.Member{
-				ReplicaID: fmt.Sprintf("g%02d", i), Address: "http://a:1", StoreAddress: "s:1", Step: int64(i), WorldSize: 8,
+				ReplicaID: fmt.Sprintf("g%02d", i), Address: "http://a:1", StoreAddress: "s:1",
+				Step: int64(i), WorldSize: 8,
 				Data: `{"a": 1}`, CommitFailures: 3, Handles: []string{"h0", "h1"},
 			}, time.Minute))
 		}
@@ -74,13 +76,16 @@ func TestEveryoneGetsTheSameQuorum(t *testing.T) {
 func TestUnknownFieldsOfAMemberAreHandedOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "lighthouse", fttest.LighthouseAddr, time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "lighthouse",
+			fttest.LighthouseAddr, time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		newer := &torchftpb.QuorumMember{ReplicaId: "newer"}
-		unknown := protowire.AppendString(protowire.AppendTag(nil, 2026, protowire.BytesType), "from a later version")
+		unknown := protowire.AppendString(protowire.AppendTag(nil, 2026, protowire.BytesType),
+			"from a later version")
 		newer.ProtoReflect().SetUnknown(unknown)
-		resp, err := torchftpb.NewLighthouseServiceClient(conn).Quorum(t.Context(), &torchftpb.LighthouseQuorumRequest{Requester: newer})
+		resp, err := torchftpb.NewLighthouseServiceClient(conn).Quorum(t.Context(),
+			&torchftpb.LighthouseQuorumRequest{Requester: newer})
 		require.NoError(t, err)
 		require.Len(t, resp.Quorum.Participants, 1)
 		assert.Equal(t, unknown, []byte(resp.Quorum.Participants[0].ProtoReflect().GetUnknown()))
@@ -90,12 +95,14 @@ func TestUnknownFieldsOfAMemberAreHandedOn(t *testing.T) {
 func TestARequestOlderThanTheLatestIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "lighthouse", fttest.LighthouseAddr, time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "lighthouse",
+			fttest.LighthouseAddr, time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		ask := func(number uint64) error {
 			_, err := torchftpb.NewLighthouseServiceClient(conn).Quorum(t.Context(),
-				&torchftpb.LighthouseQuorumRequest{Requester: &torchftpb.QuorumMember{ReplicaId: "a"}, RequestNumber: number})
+				&torchftpb.LighthouseQuorumRequest{Requester: &torchftpb.QuorumMember{ReplicaId: "a"},
+					RequestNumber: number})
 			return err
 		}
 		require.NoError(t, ask(2))
@@ -110,7 +117,8 @@ func TestARequestOlderThanTheLatestIsRefused(t *testing.T) {
 func TestShutdownEndsEveryWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 3)
-		a, b := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute), ask(dial(t, c, "b"), quorum.Member{ReplicaID: "b"}, time.Minute)
+		a, b := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute),
+			ask(dial(t, c, "b"), quorum.Member{ReplicaID: "b"}, time.Minute)
 		synctest.Wait()
 		assert.Equal(t, 2, c.Lighthouse.Status().Waiters)
 		start := time.Now()
@@ -150,8 +158,10 @@ func TestAWithdrawnRequestIsForgotten(t *testing.T) {
 		synctest.Wait()
 		assert.Zero(t, c.Lighthouse.Status().Waiters)
 
-		time.Sleep(6 * time.Second) // longer than the heartbeat timeout, and each request counted as a heartbeat
-		first, second := ask(a, quorum.Member{ReplicaID: "a"}, time.Minute), ask(b, quorum.Member{ReplicaID: "b"}, time.Minute)
+		// longer than the heartbeat timeout, and each request counted as a heartbeat
+		time.Sleep(6 * time.Second)
+		first, second := ask(a, quorum.Member{ReplicaID: "a"}, time.Minute),
+			ask(b, quorum.Member{ReplicaID: "b"}, time.Minute)
 		for _, answer := range []<-chan result{first, second} {
 			got := <-answer
 			require.NoError(t, got.Err)

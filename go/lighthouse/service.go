@@ -24,10 +24,12 @@ type service struct {
 	server *Server
 }
 
-// answerMargin is the longest time by which a wait ends before its caller's deadline, so that the caller still receives the reason.
+// answerMargin is the longest time by which a wait ends before its caller's deadline, so that the caller
+// still receives the reason.
 const answerMargin = 50 * time.Millisecond
 
-// serviceDesc returns the generated description with another handler of Quorum, which answers with encoded bytes (rpc.Encoded).
+// serviceDesc returns the generated description with another handler of Quorum, which answers with encoded
+// bytes (rpc.Encoded).
 func serviceDesc() *grpc.ServiceDesc {
 	desc := torchftpb.LighthouseService_ServiceDesc
 	desc.Methods = slices.Clone(desc.Methods)
@@ -39,7 +41,9 @@ func serviceDesc() *grpc.ServiceDesc {
 	return &desc
 }
 
-func handleQuorum(srv any, ctx context.Context, decode func(any) error, intercept grpc.UnaryServerInterceptor) (any, error) {
+func handleQuorum(
+	srv any, ctx context.Context, decode func(any) error, intercept grpc.UnaryServerInterceptor,
+) (any, error) {
 	req := new(torchftpb.LighthouseQuorumRequest)
 	if err := decode(req); err != nil {
 		return nil, err
@@ -50,7 +54,9 @@ func handleQuorum(srv any, ctx context.Context, decode func(any) error, intercep
 	})
 }
 
-func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuorumRequest) (rpc.Encoded, error) {
+func (s service) answerQuorum(
+	ctx context.Context, req *torchftpb.LighthouseQuorumRequest,
+) (rpc.Encoded, error) {
 	if err := checkReplicaID(req.GetRequester().GetReplicaId()); err != nil {
 		return nil, err
 	}
@@ -88,7 +94,9 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 	return d.answer()
 }
 
-func (s service) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+func (s service) Heartbeat(
+	ctx context.Context, req *torchftpb.LighthouseHeartbeatRequest,
+) (*torchftpb.LighthouseHeartbeatResponse, error) {
 	if err := checkReplicaID(req.GetReplicaId()); err != nil {
 		return nil, err
 	}
@@ -113,21 +121,24 @@ func (s service) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeartbe
 
 func checkReplicaID(id string) error {
 	if id == "" {
-		return status.Error(codes.InvalidArgument, `replica_id is "": it must be a name that no other replica group has`)
+		return status.Error(codes.InvalidArgument,
+			`replica_id is "": it must be a name that no other replica group has`)
 	}
 	if len(id) > rpc.MaxReplicaID {
-		return status.Errorf(codes.InvalidArgument, "replica_id has %d bytes: allowed are %d", len(id), rpc.MaxReplicaID)
+		return status.Errorf(codes.InvalidArgument, "replica_id has %d bytes: allowed are %d", len(id),
+			rpc.MaxReplicaID)
 	}
 	return nil
 }
 
-// refuseList returns the error for a member that knows several lighthouses, if this one is in no cluster: each of them would form
-// quorums of its own, and the job would have several histories.
+// refuseList returns the error for a member that knows several lighthouses, if this one is in no cluster:
+// each of them would form quorums of its own, and the job would have several histories.
 func (s *Server) refuseList(lighthouses uint32) error {
 	if lighthouses <= 1 || len(s.cfg.Cluster) > 0 {
 		return nil
 	}
 	list := "URL" + strings.Repeat(",URL", int(min(lighthouses, rpc.MaxLighthouses))-1)
-	return status.Errorf(codes.FailedPrecondition, "TORCHFT_LIGHTHOUSE names %d lighthouses, and this one, %s, is in no cluster: "+
-		"start each of them with --cluster %s, or name one lighthouse", lighthouses, s.address, list)
+	return status.Errorf(codes.FailedPrecondition,
+		"TORCHFT_LIGHTHOUSE names %d lighthouses, and this one, %s, is in no cluster: "+
+			"start each of them with --cluster %s, or name one lighthouse", lighthouses, s.address, list)
 }

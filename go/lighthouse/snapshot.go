@@ -8,8 +8,9 @@ import (
 )
 
 const (
-	// snapshotOfMember, multiplied by the number of members, is how long one status is used for all requests. Making a status holds
-	// the job's lock for about 2 µs per member. So any number of pages and scripts takes at most 2 % of the lock's time.
+	// snapshotOfMember, multiplied by the number of members, is how long one status is used for all requests.
+	// Making a status holds the job's lock for about 2 µs per member. So any number of pages and scripts
+	// takes at most 2 % of the lock's time.
 	snapshotOfMember = 100 * time.Microsecond
 	// longestSnapshot bounds that time. With 10,000 members it is reached.
 	longestSnapshot = time.Second

@@ -17,22 +17,24 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-// A restarted lighthouse learns the latest quorum of a job from the job's members, and from a file on disk. The file is needed if all
-// members ended while the lighthouse was down: new members do not know the quorum.
+// A restarted lighthouse learns the latest quorum of a job from the job's members, and from a file on disk.
+// The file is needed if all members ended while the lighthouse was down: new members do not know the quorum.
 
 const (
 	// stateMagic begins each file, with the version of its format.
 	stateMagic = "torchft-lighthouse-state 1 "
-	// stateAhead is how many quorum ids a file reserves. A file may be written after its quorum was delivered, and writes may fail for a
-	// while. So ids above the id of the latest quorum on disk may be in use.
+	// stateAhead is how many quorum ids a file reserves. A file may be written after its quorum was
+	// delivered, and writes may fail for a while. So ids above the id of the latest quorum on disk may be in
+	// use.
 	stateAhead = 1024
 )
 
 // state is the content of a file.
 type state struct {
-	Job     string      `json:"job"`
-	Highest int64       `json:"highest"` // ids up to this one are not used again
-	Past    quorum.Past `json:"past"`    // zero: the last training is complete, and the next one has had no quorum yet
+	Job     string `json:"job"`
+	Highest int64  `json:"highest"` // ids up to this one are not used again
+	// zero: the last training is complete, and the next one has had no quorum yet
+	Past quorum.Past `json:"past"`
 
 	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
 
@@ -70,12 +72,14 @@ func decodeState(file []byte, job string) (s state, err error) {
 	return s, s.Past.Validate()
 }
 
-// ended reports whether there is no quorum to continue after: the training is complete, or the job has had only a rendezvous so far.
+// ended reports whether there is no quorum to continue after: the training is complete, or the job has had
+// only a rendezvous so far.
 func (s state) ended() bool {
 	return (s.Highest > 0 || len(s.Rendezvous.Groups) > 0) && s.Past.ID == 0 && len(s.Past.Members) == 0
 }
 
-// takeState locks the state directory, if one is set. If that fails and the directory is the default, the lighthouse starts without it.
+// takeState locks the state directory, if one is set. If that fails and the directory is the default, the
+// lighthouse starts without it.
 func (c *Config) takeState() (*os.File, error) {
 	if c.StateDir == "" {
 		return nil, nil
@@ -109,9 +113,9 @@ func lockState(dir string) (*os.File, error) {
 	return lock, nil
 }
 
-// defaultStateDir returns the directory in which the command keeps its state: one for each host and port, so that lighthouses on
-// one machine, or on several with one home directory, do not share it. It is empty if the user has no home directory, or if the
-// port is 0: such a lighthouse has another port after each start.
+// defaultStateDir returns the directory in which the command keeps its state: one for each host and port, so
+// that lighthouses on one machine, or on several with one home directory, do not share it. It is empty if the
+// user has no home directory, or if the port is 0: such a lighthouse has another port after each start.
 func defaultStateDir(bind string) string {
 	_, port, err := net.SplitHostPort(bind)
 	if err != nil || port == "0" || port == "" {

@@ -15,7 +15,8 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-var somePast = quorum.Past{ID: 1234, Step: 56, Members: []quorum.Voter{{ReplicaID: "a", Address: "http://a:1"}, {ReplicaID: "b"}}}
+var somePast = quorum.Past{ID: 1234, Step: 56,
+	Members: []quorum.Voter{{ReplicaID: "a", Address: "http://a:1"}, {ReplicaID: "b"}}}
 
 func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")
@@ -153,7 +154,8 @@ func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
 		require.NoError(t, writeFile(t.Context(), filepath.Join(dir, name+".state"), text))
 	}
 	for name, at := range map[string]time.Time{
-		"damaged.state": old, "x.state.corrupt": old, "y.state.corrupt": recent, "notes.txt": old, "my.statements.csv": old, "copy.state.bak": old,
+		"damaged.state": old, "x.state.corrupt": old, "y.state.corrupt": recent, "notes.txt": old,
+		"my.statements.csv": old, "copy.state.bak": old,
 		"x.state.123.tmp": now,
 	} {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
@@ -169,14 +171,17 @@ func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
 		return names
 	}
 	others := []string{"lock", "my.statements.csv", "notes.txt", "paused.state", "y.state.corrupt"}
-	assert.Equal(t, append([]string{"copy.state.bak", "damaged.state.corrupt", "default.state", "ended.state"}, others...), left())
+	assert.Equal(t, append([]string{"copy.state.bak", "damaged.state.corrupt", "default.state",
+		"ended.state"}, others...), left())
 	s.sweep(now)
 	s.sweep(now.Add(sweepEvery - time.Second))
 	assert.Len(t, s.store.States(), 3, "the members of a job may not have come back yet")
 	s.Renew()
 	s.removeOld(0, now)
 	want := append([]string{"copy.state.bak", "damaged.state.corrupt", "default.state"}, others...)
-	require.Eventually(t, func() bool { return slices.Equal(want, left()) }, time.Minute, time.Millisecond, "%v", left()) // the renewed one is written
+	// the renewed one is written
+	require.Eventually(t, func() bool { return slices.Equal(want, left()) }, time.Minute, time.Millisecond,
+		"%v", left())
 	assert.NotContains(t, log.String(), "error=<nil>")
 }
 

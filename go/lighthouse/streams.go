@@ -71,7 +71,9 @@ func (s *streams) send(message *torchftpb.LighthouseMessage, replicaIDs ...strin
 }
 
 // closing tells a member that its stream ends.
-var closing = encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Closing{Closing: true}})
+var closing = encodeNews(&torchftpb.LighthouseMessage{
+	Message: &torchftpb.LighthouseMessage_Closing{Closing: true},
+})
 
 func (s *streams) close() {
 	for one := range s.all() {

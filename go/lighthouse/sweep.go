@@ -9,15 +9,15 @@ import (
 )
 
 const (
-	// A state of this age belongs to a job that has ended: each sweep renews the states of jobs that are in use. If the job begins again,
-	// its quorum ids are above the old ones, since the first one is taken from the clock. A damaged file is kept for as long after it was
-	// found.
+	// A state of this age belongs to a job that has ended: each sweep renews the states of jobs that are in
+	// use. If the job begins again, its quorum ids are above the old ones, since the first one is taken from
+	// the clock. A damaged file is kept for as long after it was found.
 	keepFilesFor = 30 * 24 * time.Hour
 	sweepEvery   = 24 * time.Hour
 )
 
-// sweep removes the states of ended jobs, once a day. A new leader, or a lighthouse that has started, waits for a day first: the members of
-// all jobs that run have come to it by then.
+// sweep removes the states of ended jobs, once a day. A new leader, or a lighthouse that has started, waits
+// for a day first: the members of all jobs that run have come to it by then.
 func (s *Server) sweep(now time.Time) {
 	if s.store == nil {
 		return
@@ -48,11 +48,13 @@ func (j *job) renew() {
 func (s *Server) removeOld(term uint64, now time.Time) {
 	for name, text := range s.store.States() {
 		old, err := decodeState(text, name)
-		if err != nil || now.Sub(old.Used) <= keepFilesFor || !s.reserve(name) { // an error: a later version wrote it
+		if err != nil || now.Sub(old.Used) <= keepFilesFor || !s.reserve(name) {
+			// an error: a later version wrote it
 			continue
 		}
 		err = s.store.Propose(term, name, nil)
-		for errors.Is(err, replica.ErrUnknown) { // until then the job must not begin: its state may still be removed
+		for errors.Is(err, replica.ErrUnknown) {
+			// until then the job must not begin: its state may still be removed
 			err = s.store.Propose(term, name, nil)
 		}
 		s.reserve("")
@@ -60,11 +62,13 @@ func (s *Server) removeOld(term uint64, now time.Time) {
 			s.log.Info("torchft: the states of ended jobs are not removed", "error", err)
 			return
 		}
-		s.log.Info("torchft: the state of a job is removed: it was not used for long", "job", name, "used", old.Used)
+		s.log.Info("torchft: the state of a job is removed: it was not used for long", "job", name,
+			"used", old.Used)
 	}
 }
 
-// reserve keeps a job that is not in use from beginning, until the next call. It returns false if the job is in use.
+// reserve keeps a job that is not in use from beginning, until the next call. It returns false if the job is
+// in use.
 func (s *Server) reserve(name string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -6,8 +6,8 @@ import (
 	"github.com/torchft/torchft/go/dashboard"
 )
 
-// logAfter is how long requests must have been pending before the reason is logged. In each step of a healthy job some members wait
-// for others for a moment, which is not logged.
+// logAfter is how long requests must have been pending before the reason is logged. In each step of a healthy
+// job some members wait for others for a moment, which is not logged.
 const logAfter = 5 * time.Second
 
 // waitLog records since when requests are pending, and why.
@@ -17,8 +17,9 @@ type waitLog struct {
 	at     time.Time // when reason was determined
 }
 
-// reason returns why there is no quorum; the answer is at most a tick old. It is cached because its cost grows with the number of
-// groups, and the requests of all groups may reach their deadlines at the same moment. The caller holds mu.
+// reason returns why there is no quorum; the answer is at most a tick old. It is cached because its cost
+// grows with the number of groups, and the requests of all groups may reach their deadlines at the same
+// moment. The caller holds mu.
 func (j *job) reason(now time.Time) string {
 	if w := &j.waitLog; w.reason == "" || now.Sub(w.at) >= j.cfg.QuorumTick {
 		w.reason, w.at = j.describe(now).Reason, now
@@ -35,7 +36,8 @@ func (j *job) logWait(now time.Time) {
 	}
 	j.waitLog.since = time.Time{}
 	if status := j.describe(now); status.Waiters > 0 {
-		j.log.Info("torchft: no quorum yet", "reason", status.Reason, "healthy", status.Healthy, "waiting", status.Candidates)
+		j.log.Info("torchft: no quorum yet", "reason", status.Reason, "healthy", status.Healthy,
+			"waiting", status.Candidates)
 		j.board.Record(dashboard.Event{Time: now, Kind: dashboard.NoQuorum, Reason: status.Reason})
 	}
 }

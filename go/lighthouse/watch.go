@@ -16,20 +16,23 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// This file has the lighthouse's questions to members: whether they are alive, and how far they are in the step.
+// This file has the lighthouse's questions to members: whether they are alive, and how far they are in the
+// step.
 
 // checkTime is how long a suspected member may take to answer.
 const checkTime = time.Second
 
-// check finds out whether a suspected member is alive. A member with a stream must answer a probe: an open connection is no proof,
-// since the connection of a stopped process, or of a host that has just vanished, stays open. If a member has no stream, its
-// manager server has to accept a connection. The caller holds mu.
+// check finds out whether a suspected member is alive. A member with a stream must answer a probe: an open
+// connection is no proof, since the connection of a stopped process, or of a host that has just vanished,
+// stays open. If a member has no stream, its manager server has to accept a connection. The caller holds mu.
 func (j *job) check(p quorum.Check) {
 	var streams []*stream
 	var before []int64
 	for _, one := range j.streams.of[p.ReplicaID] {
 		streams, before = append(streams, one), append(before, one.received.Load())
-		one.post(encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}}))
+		one.post(encodeNews(&torchftpb.LighthouseMessage{
+			Message: &torchftpb.LighthouseMessage_Probe{Probe: true},
+		}))
 	}
 	rpc.Go(&j.server.tasks, j.log, "check", func() {
 		var reached bool
@@ -41,8 +44,10 @@ func (j *job) check(p quorum.Check) {
 				reached, reason = err == nil, fmt.Sprint(err)
 			}
 		}
-		j.log.Info("torchft: peers suspect a member", "quorum_id", p.QuorumID, "member", p.ReplicaID, "reached", reached, "reason", reason)
-		_ = j.feed(quorum.Checked{ReplicaID: p.ReplicaID, QuorumID: p.QuorumID, Reached: reached, Reason: reason})
+		j.log.Info("torchft: peers suspect a member", "quorum_id", p.QuorumID, "member", p.ReplicaID,
+			"reached", reached, "reason", reason)
+		_ = j.feed(quorum.Checked{ReplicaID: p.ReplicaID, QuorumID: p.QuorumID, Reached: reached,
+			Reason: reason})
 	})
 }
 
@@ -96,11 +101,15 @@ func (j *job) connect(address string) error {
 
 // askProgress asks members for their progress. The caller holds mu.
 func (j *job) askProgress(ids []string, now time.Time) {
-	j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true}}, ids...)
+	j.streams.send(&torchftpb.LighthouseMessage{
+		Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true},
+	}, ids...)
 	for _, id := range ids {
 		if len(j.streams.of[id]) == 0 {
-			// An upstream member cannot answer. It counts as waiting for others, so that it is never reported as stalled.
-			j.machine.Step(quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}, now) // it returns no actions: the event only records the answer
+			// An upstream member cannot answer. It counts as waiting for others, so that it is never reported
+			// as stalled. it returns no actions: the event only records the answer
+			j.machine.Step(quorum.Progressed{ReplicaID: id,
+				Progress: quorum.Progress{Phase: "not known", Waits: true}}, now)
 		}
 	}
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// replyMargin is the longest time by which a request to the lighthouse ends before the ranks' deadline, so that its error still
-// reaches the ranks.
+// replyMargin is the longest time by which a request to the lighthouse ends before the ranks' deadline, so
+// that its error still reaches the ranks.
 const replyMargin = 100 * time.Millisecond
 
 // ask starts the request of a round to the lighthouse. The caller holds mu.
@@ -42,7 +42,8 @@ func (s *Server) ask(a round.AskLighthouse) {
 	})
 }
 
-// askUntilAnswered repeats the request until it is answered, retryAfter decides against another one, or the deadline is near.
+// askUntilAnswered repeats the request until it is answered, retryAfter decides against another one, or the
+// deadline is near.
 func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q *quorum.Quorum, err error) {
 	defer rpc.Recovered(s.log, "the quorum round", &err)
 	start := time.Now()
@@ -88,8 +89,8 @@ func (s *Server) unreachable(since time.Time, err error) string {
 		s.cfg.LighthouseAddr, time.Since(since).Round(time.Millisecond), rpc.Message(err))
 }
 
-// setTrouble records why the lighthouse is not reached, as long as the outage lasts. If a rank's deadline passes meanwhile, its
-// error contains this reason.
+// setTrouble records why the lighthouse is not reached, as long as the outage lasts. If a rank's deadline
+// passes meanwhile, its error contains this reason.
 func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
 	if failed == 1 && !away { // attend logs an outage
 		s.log.Warn("torchft: asking the lighthouse again", "error", rpc.Message(err))
@@ -102,7 +103,8 @@ func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
 	}
 }
 
-// attend sends heartbeats as long as the server runs. The begin and the end of an outage are logged once each.
+// attend sends heartbeats as long as the server runs. The begin and the end of an outage are logged once
+// each.
 func (s *Server) attend() {
 	failed := 0
 	reached := func() {

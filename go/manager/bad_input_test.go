@@ -24,7 +24,8 @@ import (
 
 func dialLighthouse(t *testing.T, c *fttest.Cluster, host string) *lighthouses.Client {
 	t.Helper()
-	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host(host)})
+	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second,
+		rpc.Dialing{Network: c.Net.Host(host)})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	return client
@@ -49,7 +50,8 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 		for step := range int64(3) {
 			for _, asked := range wrong.QuorumOfAll(0, time.Minute) {
 				got := <-asked
-				assert.ErrorContains(t, got.Err, "world_size of member c is 3, that of member a, which is in the job, is 2: all groups of a job must have equally many ranks")
+				assert.ErrorContains(t, got.Err, "world_size of member c is 3, that of member a, which is "+
+					"in the job, is 2: all groups of a job must have equally many ranks")
 				assert.Less(t, got.Took, atOnce)
 			}
 			start := time.Now()
@@ -72,24 +74,27 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 		right := c.StartGroup("d", 2)
 		joins := answers(right.QuorumOfAll(0, time.Minute))
 		synctest.Wait()
-		for _, r := range append(joins, append(a.QuorumOfAll(5, time.Minute), b.QuorumOfAll(5, time.Minute)...)...).results(t) {
+		for _, r := range append(joins, append(a.QuorumOfAll(5, time.Minute),
+			b.QuorumOfAll(5, time.Minute)...)...).results(t) {
 			assert.Equal(t, []string{"a", "b", "d"}, r.ReplicaIDs)
 		}
 	})
 }
 
-// An upstream lighthouse accepts every size, and ours accepts every size of an upstream group. Ranks that have a peer reduce with
-// it.
+// An upstream lighthouse accepts every size, and ours accepts every size of an upstream group. Ranks that
+// have a peer reduce with it.
 func TestAnUpstreamGroupOfAnotherSizeIsAccepted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a := c.StartGroup("a", 3)
 		var ours answers
 		for rank := range int64(3) {
-			ours = append(ours, a.QuorumWith(rankclient.Request{GroupRank: rank, Handle: fmt.Sprint("a", rank)}, time.Minute))
+			ours = append(ours, a.QuorumWith(rankclient.Request{GroupRank: rank,
+				Handle: fmt.Sprint("a", rank)}, time.Minute))
 		}
 		synctest.Wait()
-		upstream := call(dialLighthouse(t, c, "p"), quorum.Member{ReplicaID: "p", StoreAddress: "p:1", WorldSize: 2, Handles: []string{"p0", "p1"}})
+		upstream := call(dialLighthouse(t, c, "p"),
+			quorum.Member{ReplicaID: "p", StoreAddress: "p:1", WorldSize: 2, Handles: []string{"p0", "p1"}})
 		for rank, r := range ours.results(t) {
 			assert.Equal(t, []string{"a", "p"}, r.ReplicaIDs)
 			if rank < 2 {
@@ -103,7 +108,8 @@ func TestAnUpstreamGroupOfAnotherSizeIsAccepted(t *testing.T) {
 	})
 }
 
-// A group that was restarted from an older checkpoint under its old name asks for an earlier step than before.
+// A group that was restarted from an older checkpoint under its old name asks for an earlier step than
+// before.
 func TestAStepThatGoesBackwards(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -129,17 +135,20 @@ func TestMuchDataReachesAllMembers(t *testing.T) {
 		much := strings.Repeat("x", 3<<20)
 		var calls []<-chan fttest.Answer[*quorum.Quorum]
 		for _, id := range []string{"x", "y"} {
-			calls = append(calls, call(dialLighthouse(t, c, id), quorum.Member{ReplicaID: id, WorldSize: 1, Data: much, Handles: []string{id}}))
+			calls = append(calls, call(dialLighthouse(t, c, id),
+				quorum.Member{ReplicaID: id, WorldSize: 1, Data: much, Handles: []string{id}}))
 		}
 		var ours answers
 		for _, id := range []string{"a", "b"} {
-			ours = append(ours, c.StartGroup(id, 1).QuorumWith(rankclient.Request{Handle: id + much}, time.Minute))
+			ours = append(ours, c.StartGroup(id, 1).QuorumWith(rankclient.Request{Handle: id + much},
+				time.Minute))
 		}
 		for _, asked := range calls {
 			got := <-asked
 			require.NoError(t, got.Err)
 			require.Len(t, got.Value.Members, 4)
-			assert.True(t, got.Value.Members[3].Data == much, "the data of the member arrive as they were sent")
+			assert.True(t, got.Value.Members[3].Data == much,
+				"the data of the member arrive as they were sent")
 		}
 		for _, r := range ours.results(t) {
 			require.Len(t, r.Handles, 4)
@@ -154,20 +163,24 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 2)
 		before := round(t, 1, a)[0].QuorumID
-		got := <-call(dialLighthouse(t, c, "x"), quorum.Member{ReplicaID: "x", Data: strings.Repeat("x", 5<<20)})
+		got := <-call(dialLighthouse(t, c, "x"),
+			quorum.Member{ReplicaID: "x", Data: strings.Repeat("x", 5<<20)})
 		assert.Equal(t, codes.InvalidArgument, status.Code(got.Err))
-		assert.ErrorContains(t, got.Err, "5242880 of them its data and 0 its reconfigure handles: a lighthouse accepts at most 4194304 bytes")
+		assert.ErrorContains(t, got.Err, "5242880 of them its data and 0 its reconfigure handles: a "+
+			"lighthouse accepts at most 4194304 bytes")
 
 		big := c.StartGroup("big", 2)
 		for range 2 { // more than once
 			var asked answers
 			for rank := range int64(2) {
-				asked = append(asked, big.QuorumWith(rankclient.Request{GroupRank: rank, Handle: strings.Repeat("x", 3<<20)}, time.Minute))
+				asked = append(asked, big.QuorumWith(rankclient.Request{GroupRank: rank,
+					Handle: strings.Repeat("x", 3<<20)}, time.Minute))
 			}
 			for _, asked := range asked {
 				got := <-asked
 				assert.Equal(t, codes.InvalidArgument, status.Code(got.Err), "%v", got.Err)
-				assert.ErrorContains(t, got.Err, "6291456 its reconfigure handles: a lighthouse accepts at most 4194304 bytes")
+				assert.ErrorContains(t, got.Err,
+					"6291456 its reconfigure handles: a lighthouse accepts at most 4194304 bytes")
 				assert.Less(t, got.Took, time.Second)
 			}
 		}
@@ -177,8 +190,9 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 	})
 }
 
-// Two processes with the same replica_id, at two addresses: the newer one trains, and the older one gets an error with the reason.
-// It makes no difference whether the older one has a pending request or is in the middle of a step when the newer one asks.
+// Two processes with the same replica_id, at two addresses: the newer one trains, and the older one gets an
+// error with the reason. It makes no difference whether the older one has a pending request or is in the
+// middle of a step when the newer one asks.
 func TestOfTwoGroupsWithOneNameTheNewerTrains(t *testing.T) {
 	for name, waits := range map[string]bool{"the older one waits": true, "the older one trains": false} {
 		t.Run(name, func(t *testing.T) {

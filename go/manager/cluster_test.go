@@ -68,13 +68,15 @@ func TestTwoGroupsOfTwoRanks(t *testing.T) {
 			assert.EqualValues(t, 2, r.ReplicaWorldSize)
 			assert.EqualValues(t, 1, r.MaxStep)
 			assert.False(t, r.Heal)
-			assert.Equal(t, []string{"a:1", "b:1"}[i%2], r.StoreAddress, "each group rank has its own primary")
+			assert.Equal(t, []string{"a:1", "b:1"}[i%2], r.StoreAddress,
+				"each group rank has its own primary")
 		}
 		for _, r := range round(t, 2, a, b) {
 			assert.Equal(t, first[0].QuorumID, r.QuorumID, "the members did not change")
 		}
 		for _, g := range []*fttest.Group{a, b} {
-			votes := []<-chan fttest.Answer[bool]{g.Vote(0, 2, true, time.Minute), g.Vote(1, 2, g == a, time.Minute)}
+			votes := []<-chan fttest.Answer[bool]{g.Vote(0, 2, true, time.Minute),
+				g.Vote(1, 2, g == a, time.Minute)}
 			for _, vote := range votes {
 				got := <-vote
 				require.NoError(t, got.Err)
@@ -95,7 +97,8 @@ func TestSourceAndTargetsAreSentOverTheWire(t *testing.T) {
 		assert.Equal(t, a.Server.Address(), got[1].Sources[0].ManagerAddress)
 		assert.Nil(t, got[1].MaxReplicaRank)
 
-		source, err := rankclient.Dial(t.Context(), got[1].Sources[0].ManagerAddress, time.Second, rpc.Dialing{Network: c.Net.Host("b")})
+		source, err := rankclient.Dial(t.Context(), got[1].Sources[0].ManagerAddress, time.Second,
+			rpc.Dialing{Network: c.Net.Host("b")})
 		require.NoError(t, err)
 		defer func() { require.NoError(t, source.Close()) }()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -115,7 +118,8 @@ func TestAdditionalSourcesAreSentOverTheWire(t *testing.T) {
 		a, b, d := c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)
 		ask := func(g *fttest.Group, step, committed int64) (asked answers) {
 			for rank := range int64(2) {
-				asked = append(asked, g.QuorumWith(rankclient.Request{GroupRank: rank, Step: step, CommittedQuorumID: committed}, time.Minute))
+				asked = append(asked, g.QuorumWith(rankclient.Request{GroupRank: rank, Step: step,
+					CommittedQuorumID: committed}, time.Minute))
 			}
 			return asked
 		}
@@ -130,8 +134,8 @@ func TestAdditionalSourcesAreSentOverTheWire(t *testing.T) {
 	})
 }
 
-// Both groups committed the previous step, each in its own quorum. So their weights differ, and only the committed quorum ids show
-// that.
+// Both groups committed the previous step, each in its own quorum. So their weights differ, and only the
+// committed quorum ids show that.
 func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -215,10 +219,12 @@ func TestARankReconnects(t *testing.T) {
 		waits := g.Vote(0, 1, true, time.Minute)
 		synctest.Wait()
 		g.Host(1).Cut()
-		// The rank counts as failed; or it has reconnected before the end of its connection was noticed, and the others wait for
-		// it.
-		assert.Regexp(t, "rank 1 .*|the deadline passed while waiting for the votes of ranks 1 on step 1", (<-waits).Err)
-		time.Sleep(time.Second) // the rank reconnects at once, without a request, and nothing is reported to the lighthouse
+		// The rank counts as failed; or it has reconnected before the end of its connection was noticed, and
+		// the others wait for it.
+		assert.Regexp(t, "rank 1 .*|the deadline passed while waiting for the votes of ranks 1 on step 1",
+			(<-waits).Err)
+		// the rank reconnects at once, without a request, and nothing is reported to the lighthouse
+		time.Sleep(time.Second)
 		assert.Zero(t, c.Log.Count("a member failed"))
 		after := answers{g.Quorum(0, 2, time.Minute), g.Quorum(1, 2, time.Minute)}.results(t)
 		assert.Equal(t, before[0].QuorumID, after[0].QuorumID)
@@ -233,7 +239,8 @@ func TestDeadlinesEndEveryWait(t *testing.T) {
 		for _, answer := range (answers{long, short}) {
 			got := <-answer
 			require.Error(t, got.Err)
-			assert.InDelta(t, 900*time.Millisecond, got.Took, 100e6, "the first deadline ends the round of all: %v", got.Err)
+			assert.InDelta(t, 900*time.Millisecond, got.Took, 100e6,
+				"the first deadline ends the round of all: %v", got.Err)
 			assert.True(t, rpc.IsTimeout(got.Err), "%v", got.Err)
 		}
 		synctest.Wait()
@@ -241,7 +248,8 @@ func TestDeadlinesEndEveryWait(t *testing.T) {
 
 		vote := <-g.Vote(0, 1, true, 3*time.Second)
 		assert.True(t, rpc.IsTimeout(vote.Err), "%v", vote.Err)
-		assert.ErrorContains(t, vote.Err, "waiting for the votes of ranks 1 on step 1", "the error names the rank that the call waited for")
+		assert.ErrorContains(t, vote.Err, "waiting for the votes of ranks 1 on step 1",
+			"the error names the rank that the call waited for")
 		assert.InDelta(t, 2900*time.Millisecond, vote.Took, 100e6)
 	})
 }
@@ -254,8 +262,12 @@ func TestATimeoutHasTheReasonWhyThereIsNoQuorum(t *testing.T) {
 				g := c.StartGroup("a", 2)
 				for _, answer := range g.QuorumOfAll(1, deadline) {
 					got := <-answer
-					assert.EqualError(t, got.Err, "quorum call to manager at "+g.Server.Address()+" timed out: quorum call to lighthouse at "+
-						fttest.LighthouseAddr+" timed out: no quorum in time: 1 member asked, min_replicas is 2 (DeadlineExceeded)")
+					assert.EqualError(t, got.Err,
+						"quorum call to manager at "+g.Server.Address()+" timed out: quorum call to "+
+							"lighthouse at "+
+							fttest.LighthouseAddr+" timed out: no quorum in time: 1 member asked, "+
+							"min_replicas "+
+							"is 2 (DeadlineExceeded)")
 					assert.True(t, rpc.IsTimeout(got.Err))
 					assert.LessOrEqual(t, got.Took, deadline)
 					assert.GreaterOrEqual(t, got.Took, deadline-min(150*time.Millisecond, deadline/10))
@@ -273,7 +285,8 @@ func TestASilentLighthouseIsNamed(t *testing.T) {
 		c.Net.Host("lighthouse").Freeze()
 		got := <-g.Quorum(0, 1, time.Second)
 		assert.True(t, rpc.IsTimeout(got.Err))
-		assert.ErrorContains(t, got.Err, "quorum call to lighthouse at "+fttest.LighthouseAddr+" timed out: context deadline exceeded (DeadlineExceeded)")
+		assert.ErrorContains(t, got.Err, "quorum call to lighthouse at "+fttest.LighthouseAddr+" timed "+
+			"out: context deadline exceeded (DeadlineExceeded)")
 		assert.Less(t, got.Took, time.Second)
 	})
 }
@@ -284,7 +297,8 @@ func TestShutdownAnswersEveryWaiter(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		asked := g.Quorum(0, 1, time.Minute)
 		synctest.Wait()
-		voted := g.Vote(0, 0, true, time.Minute) // by the rank that asks: the vote of another rank would end at once
+		// by the rank that asks: the vote of another rank would end at once
+		voted := g.Vote(0, 0, true, time.Minute)
 		synctest.Wait()
 		start := time.Now()
 		g.Server.Shutdown()
@@ -344,7 +358,8 @@ func TestRanksWaitWhileTheLighthouseRestarts(t *testing.T) {
 		c.StartLighthouse(2)
 		waiting = append(waiting, b.QuorumOfAll(2, time.Minute)...)
 		second := waiting.results(t)
-		assert.Equal(t, first[0].QuorumID, second[0].QuorumID, "all members of the quorum are back: they need not reconnect")
+		assert.Equal(t, first[0].QuorumID, second[0].QuorumID,
+			"all members of the quorum are back: they need not reconnect")
 
 		// The lighthouse is restarted again, as after a crash.
 		c.Net.Host("lighthouse").Kill()
@@ -358,7 +373,8 @@ func TestRanksWaitWhileTheLighthouseRestarts(t *testing.T) {
 			assert.LessOrEqual(t, lines, 2, "one line per outage, not a flood:\n%s", c.Log)
 		}
 		time.Sleep(time.Second) // a group may get its quorum before it notices that the outage is over
-		assert.Positive(t, c.Log.Count(`level=WARN msg="torchft: heartbeats reach the lighthouse again"`), "the end is as visible as the begin")
+		assert.Positive(t, c.Log.Count(`level=WARN msg="torchft: heartbeats reach the lighthouse again"`),
+			"the end is as visible as the begin")
 		assert.Zero(t, c.Log.Count("asking the lighthouse again"), "it is the same outage:\n%s", c.Log)
 		for _, noise := range []string{"rpc error", "transport: "} {
 			assert.Zero(t, c.Log.Count(noise), "%s", c.Log)
@@ -375,7 +391,8 @@ func TestALighthouseThatStaysAwayIsNamed(t *testing.T) {
 		for _, answer := range g.QuorumOfAll(2, 10*time.Second) {
 			got := <-answer
 			assert.True(t, rpc.IsTimeout(got.Err))
-			assert.ErrorContains(t, got.Err, "the lighthouse at http://lighthouse:29510 could not be reached, tried for ")
+			assert.ErrorContains(t, got.Err,
+				"the lighthouse at http://lighthouse:29510 could not be reached, tried for ")
 			assert.ErrorContains(t, got.Err, "connection refused")
 			assert.Less(t, got.Took, 10*time.Second)
 			assert.Greater(t, got.Took, 8*time.Second)
@@ -387,7 +404,8 @@ func TestAGhostIsNoCandidate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 1)
-		ghost, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host("ghost")})
+		ghost, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second,
+			rpc.Dialing{Network: c.Net.Host("ghost")})
 		require.NoError(t, err)
 		defer func() { require.NoError(t, ghost.Close()) }()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -471,7 +489,8 @@ func TestReconfigureHandlesReachTheirRank(t *testing.T) {
 		for i, g := range []*fttest.Group{a, b} {
 			for rank := range int64(2) {
 				handle := fmt.Sprintf("%d/%d", i, rank)
-				all = append(all, g.QuorumWith(rankclient.Request{GroupRank: rank, Handle: handle, GroupWorldSize: 2}, time.Minute))
+				all = append(all, g.QuorumWith(rankclient.Request{GroupRank: rank, Handle: handle,
+					GroupWorldSize: 2}, time.Minute))
 			}
 		}
 		for i, r := range all.results(t) {

@@ -18,10 +18,11 @@ import (
 type ServerConfig struct {
 	// ReplicaID is unique to this incarnation of the replica group: a restarted group is a new member.
 	ReplicaID string
-	// LighthouseAddr is http://host:port of the lighthouse, or the addresses of the lighthouses of a cluster, separated by commas. They must
-	// all begin with http://, or all with https://.
+	// LighthouseAddr is http://host:port of the lighthouse, or the addresses of the lighthouses of a cluster,
+	// separated by commas. They must all begin with http://, or all with https://.
 	LighthouseAddr string
-	// Job is the id of the job. If it is empty, TORCHFT_JOB_ID of the environment is used, and without that the default job.
+	// Job is the id of the job. If it is empty, TORCHFT_JOB_ID of the environment is used, and without that
+	// the default job.
 	Job string
 	// Hostname is the host in the announced address.
 	Hostname string
@@ -31,14 +32,16 @@ type ServerConfig struct {
 	StoreAddr string
 	// WorldSize is the number of ranks in the group.
 	WorldSize int64
-	// HeartbeatInterval is the time between heartbeat calls to an upstream lighthouse. Other lighthouses set the interval of their streams.
+	// HeartbeatInterval is the time between heartbeat calls to an upstream lighthouse. Other lighthouses set
+	// the interval of their streams.
 	HeartbeatInterval time.Duration
 	// ConnectTimeout bounds the first connection to the lighthouse.
 	ConnectTimeout time.Duration
-	// QuorumRetries is how often a quorum request that the lighthouse refused is repeated. While the lighthouse cannot be reached,
-	// requests are repeated until the deadline in any case.
+	// QuorumRetries is how often a quorum request that the lighthouse refused is repeated. While the
+	// lighthouse cannot be reached, requests are repeated until the deadline in any case.
 	QuorumRetries int64
-	// Security names the files with the job's token and certificates, for this server and for its calls to the lighthouse.
+	// Security names the files with the job's token and certificates, for this server and for its calls to
+	// the lighthouse.
 	Security auth.Security
 	// Exit ends the process when a kill is requested; os.Exit if nil.
 	Exit func(code int)
@@ -46,14 +49,15 @@ type ServerConfig struct {
 	Logger *slog.Logger
 	// Network is real TCP if nil.
 	Network rpc.Network
-	// Membership is that of the group at the lighthouse (lighthouses.Join), which the caller joins after Validate. NewServer
-	// takes it over, and closes it.
+	// Membership is that of the group at the lighthouse (lighthouses.Join), which the caller joins after
+	// Validate. NewServer takes it over, and closes it.
 	Membership membership.Membership
 }
 
 // Validate returns an error that names the first invalid setting, its value, and the allowed values.
 func (c ServerConfig) Validate() error {
-	for _, text := range []struct{ name, value string }{{"replica_id", c.ReplicaID}, {"store_addr", c.StoreAddr}} {
+	for _, text := range []struct{ name, value string }{{"replica_id", c.ReplicaID},
+		{"store_addr", c.StoreAddr}} {
 		if !utf8.ValidString(text.value) {
 			return fmt.Errorf("%s is %q: it must be valid UTF-8", text.name, text.value)
 		}

@@ -41,7 +41,8 @@ func (d *direct) Quorum(ctx context.Context, req round.Request) (recovery.Result
 	if err := d.err(); err != nil {
 		return recovery.Result{}, err
 	}
-	a := d.server.do(ctx, rankCall{kind: quorumCall, Request: req, conn: d.conn, traceparent: tracing.ParentOf(ctx)})
+	a := d.server.do(ctx, rankCall{kind: quorumCall, Request: req, conn: d.conn,
+		traceparent: tracing.ParentOf(ctx)})
 	if a.err != nil {
 		return recovery.Result{}, a.err
 	}
@@ -61,7 +62,8 @@ func (d *direct) Vote(ctx context.Context, groupRank, step int64, vote bool) (lo
 		return local.Decision{}, err
 	}
 	a := d.server.do(ctx, rankCall{
-		kind: voteCall, Request: round.Request{GroupRank: groupRank, Step: step}, vote: vote, conn: d.conn, traceparent: tracing.ParentOf(ctx),
+		kind: voteCall, Request: round.Request{GroupRank: groupRank, Step: step}, vote: vote, conn: d.conn,
+		traceparent: tracing.ParentOf(ctx),
 	})
 	return local.Decision{Commit: a.commit, Stands: a.stands}, a.err
 }

@@ -29,7 +29,8 @@ func drain(t *testing.T, c *fttest.Cluster, replicaID string) int {
 	defer transport.CloseIdleConnections()
 	body, err := json.Marshal(map[string]string{"replica_id": replicaID})
 	require.NoError(t, err)
-	resp, err := (&http.Client{Transport: transport}).Post(fttest.LighthouseAddr+"/api/v1/drain", "application/json", bytes.NewReader(body))
+	resp, err := (&http.Client{Transport: transport}).Post(fttest.LighthouseAddr+"/api/v1/drain",
+		"application/json", bytes.NewReader(body))
 	require.NoError(t, err)
 	require.NoError(t, resp.Body.Close())
 	return resp.StatusCode
@@ -86,7 +87,8 @@ func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 			assert.Equal(t, i < 2, result.Draining)
 			assert.Equal(t, []string{"a", "b", "d"}, result.ReplicaIDs, "a takes part in one more step")
 		}
-		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute), a.Vote(1, 1, true, time.Minute)} {
+		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute),
+			a.Vote(1, 1, true, time.Minute)} {
 			require.True(t, (<-vote).Value)
 		}
 
@@ -97,7 +99,8 @@ func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 		assert.Empty(t, left[0])
 		first := b.Quorum(0, 2, time.Minute)
 		asked := time.Now()
-		after := append(answers{first, b.Quorum(1, 2, time.Minute)}, d.QuorumOfAll(2, time.Minute)...).results(t)
+		after := append(answers{first, b.Quorum(1, 2, time.Minute)},
+			d.QuorumOfAll(2, time.Minute)...).results(t)
 		assert.Equal(t, []string{"b", "d"}, after[0].ReplicaIDs)
 		assert.Less(t, time.Since(asked), 10*time.Millisecond)
 		for _, answer := range left {
@@ -121,14 +124,16 @@ func TestARankDrainsItsGroupAndNoGroupLosesAStep(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		round(t, 0, a, b)
-		// The signal reaches rank 1. It does not reach rank 0, which asks first and has the server in its process.
+		// The signal reaches rank 1. It does not reach rank 0, which asks first and has the server in its
+		// process.
 		wishes := rankclient.Request{GroupRank: 1, Step: 1, Drain: true}
 		all := answers{a.Quorum(0, 1, time.Minute), a.QuorumWith(wishes, time.Minute)}
 		for i, result := range append(all, b.QuorumOfAll(1, time.Minute)...).results(t) {
 			assert.Equal(t, i < 2, result.Draining)
 			assert.Equal(t, []string{"a", "b"}, result.ReplicaIDs, "a takes part in this step")
 		}
-		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute), a.Vote(1, 1, true, time.Minute)} {
+		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute),
+			a.Vote(1, 1, true, time.Minute)} {
 			require.True(t, (<-vote).Value)
 		}
 		left := []<-chan fttest.Answer[bool]{leave(a, 0, time.Minute), leave(a, 1, time.Minute)}
@@ -143,7 +148,8 @@ func TestARankDrainsItsGroupAndNoGroupLosesAStep(t *testing.T) {
 	})
 }
 
-// A restarted lighthouse does not know that the group has left. The group announces it again, so that its end is no failure.
+// A restarted lighthouse does not know that the group has left. The group announces it again, so that its end
+// is no failure.
 func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -168,8 +174,8 @@ func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 	})
 }
 
-// A group announces once on each stream that it leaves: if the stream breaks before the answer, the group repeats the
-// announcement on the next one.
+// A group announces once on each stream that it leaves: if the stream breaks before the answer, the group
+// repeats the announcement on the next one.
 func TestALeaveIsRepeatedOnTheNextConnection(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -214,7 +220,8 @@ func TestTheEndOfARunIsNoFailure(t *testing.T) {
 		assert.Less(t, time.Since(began), 10*time.Millisecond)
 		// Without the notice, b would wait in a collective until its timeout if a had ended too early.
 		notice := nextFailure(t, b, 0)
-		assert.Equal(t, membership.Notice{Kind: membership.MemberFailed, QuorumID: notice.QuorumID, ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
+		assert.Equal(t, membership.Notice{Kind: membership.MemberFailed, QuorumID: notice.QuorumID,
+			ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
 		assert.InDelta(t, grace, time.Since(began), float64(10*time.Millisecond))
 
 		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
@@ -294,7 +301,8 @@ func TestMembersThatCannotBeDrained(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		assert.Equal(t, http.StatusNotFound, drain(t, c, "unknown"))
-		client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, rpc.Dialing{Network: c.Net.Host("old")})
+		client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second,
+			rpc.Dialing{Network: c.Net.Host("old")})
 		require.NoError(t, err)
 		defer func() { _ = client.Close() }()
 		require.NoError(t, client.Heartbeat(t.Context(), "old")) // by a call, like an upstream group
@@ -302,7 +310,8 @@ func TestMembersThatCannotBeDrained(t *testing.T) {
 	})
 }
 
-// If the lighthouse is unreachable for a moment, a group that leaves waits for it, so that its end is no failure.
+// If the lighthouse is unreachable for a moment, a group that leaves waits for it, so that its end is no
+// failure.
 func TestLeavingIsRetriedUntilItsDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -313,7 +322,8 @@ func TestLeavingIsRetriedUntilItsDeadline(t *testing.T) {
 		start := time.Now()
 		late := <-leave(groups[0], 0, 3*time.Second)
 		require.ErrorContains(t, late.Err, "leave")
-		assert.InDelta(t, 3, time.Since(start).Seconds(), 0.5, "the announcement is retried until its deadline")
+		assert.InDelta(t, 3, time.Since(start).Seconds(), 0.5,
+			"the announcement is retried until its deadline")
 
 		left := leave(groups[0], 0, time.Minute)
 		time.Sleep(2 * time.Second)

@@ -61,33 +61,38 @@ func (g *trainer) vote(t *testing.T, commits bool) {
 	g.step, g.committed, g.failures = g.step+1, g.quorum, 0
 }
 
-// All data of a's collectives have arrived when a is cut off from its lighthouse, or stops, for longer than the heartbeat timeout. The
-// others abort the step. Then a commits it, in a quorum that the others have left. In the end all groups have the same weights.
+// All data of a's collectives have arrived when a is cut off from its lighthouse, or stops, for longer than
+// the heartbeat timeout. The others abort the step. Then a commits it, in a quorum that the others have left.
+// In the end all groups have the same weights.
 func TestAnEvictedGroupMayCommitTheStepInFlight(t *testing.T) {
 	for name, order := range map[string]struct {
 		others int
 		play   func(t *testing.T, a *trainer, others []*trainer, back func()) (healed []string)
 		a      bool // the job continues with the step of a
 	}{
-		"it is the first to ask": {2, func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
+		"it is the first to ask": {2, func(t *testing.T, a *trainer, others []*trainer,
+			back func()) []string {
 			back()
 			return ask(t, append(others, a)...)
 		}, true},
-		"it asks while the others make the step again": {2, func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
-			require.Empty(t, ask(t, others...))
-			back()
-			return askFirst(t, a, others, func() { others[0].vote(t, true); others[1].vote(t, true) })
-		}, false},
-		"the others fail to make the step again": {2, func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
-			require.Empty(t, ask(t, others...))
-			back()
-			return askFirst(t, a, others, func() { others[0].vote(t, false); others[1].vote(t, false) })
-		}, true},
-		"only one of the others makes the step again": {2, func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
-			require.Empty(t, ask(t, others...))
-			back()
-			return askFirst(t, a, others, func() { others[0].vote(t, false); others[1].vote(t, true) })
-		}, false},
+		"it asks while the others make the step again": {2,
+			func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
+				require.Empty(t, ask(t, others...))
+				back()
+				return askFirst(t, a, others, func() { others[0].vote(t, true); others[1].vote(t, true) })
+			}, false},
+		"the others fail to make the step again": {2,
+			func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
+				require.Empty(t, ask(t, others...))
+				back()
+				return askFirst(t, a, others, func() { others[0].vote(t, false); others[1].vote(t, false) })
+			}, true},
+		"only one of the others makes the step again": {2,
+			func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
+				require.Empty(t, ask(t, others...))
+				back()
+				return askFirst(t, a, others, func() { others[0].vote(t, false); others[1].vote(t, true) })
+			}, false},
 		"the others are ahead": {2, func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
 			for range 3 {
 				require.Empty(t, ask(t, others...))
@@ -95,22 +100,25 @@ func TestAnEvictedGroupMayCommitTheStepInFlight(t *testing.T) {
 				others[1].vote(t, true)
 			}
 			back()
-			return askFirst(t, a, others, func() { // their quorum stands: they had begun another step when a asked
+			return askFirst(t, a, others, func() {
+				// their quorum stands: they had begun another step when a asked
 				require.Empty(t, ask(t, others...))
 				others[0].vote(t, true)
 				others[1].vote(t, true)
 			})
 		}, false},
-		"the only other group makes the step again": {1, func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
-			require.Empty(t, ask(t, others...))
-			back()
-			return askFirst(t, a, others, func() { others[0].vote(t, true) })
-		}, false},
-		"the only other group fails to make the step again": {1, func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
-			require.Empty(t, ask(t, others...))
-			back()
-			return askFirst(t, a, others, func() { others[0].vote(t, false) })
-		}, true},
+		"the only other group makes the step again": {1,
+			func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
+				require.Empty(t, ask(t, others...))
+				back()
+				return askFirst(t, a, others, func() { others[0].vote(t, true) })
+			}, false},
+		"the only other group fails to make the step again": {1,
+			func(t *testing.T, a *trainer, others []*trainer, back func()) []string {
+				require.Empty(t, ask(t, others...))
+				back()
+				return askFirst(t, a, others, func() { others[0].vote(t, false) })
+			}, true},
 	} {
 		for fault, change := range map[string]func(n *fttest.Network) (back func(commits func())){
 			"cut off from the lighthouse": func(n *fttest.Network) func(commits func()) {

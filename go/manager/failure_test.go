@@ -40,7 +40,8 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		groups := []*fttest.Group{c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)}
 		before := round(t, 0, groups...)
-		first := groups[0].Quorum(0, 1, time.Minute) // one rank has asked, the other one is still in a collective
+		// one rank has asked, the other one is still in a collective
+		first := groups[0].Quorum(0, 1, time.Minute)
 		synctest.Wait()
 
 		failedAt := time.Now()
@@ -53,13 +54,16 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 		assert.Equal(t, failure, nextFailure(t, groups[0], 0))
 		assert.Equal(t, failure, nextFailure(t, groups[1], 0))
 
-		after := append(answers{first, groups[0].Quorum(1, 1, time.Minute)}, groups[1].QuorumOfAll(1, time.Minute)...).results(t)
+		after := append(answers{first, groups[0].Quorum(1, 1, time.Minute)},
+			groups[1].QuorumOfAll(1, time.Minute)...).results(t)
 		assert.Equal(t, []string{"a", "b"}, after[0].ReplicaIDs)
-		assert.Less(t, time.Since(failedAt), grace+10*time.Millisecond, "no member waited for longer than the grace")
+		assert.Less(t, time.Since(failedAt), grace+10*time.Millisecond,
+			"no member waited for longer than the grace")
 	})
 }
 
-// The connection of a rank breaks twice in a row: the second time, too, the rank gets the whole grace to come back.
+// The connection of a rank breaks twice in a row: the second time, too, the rank gets the whole grace to come
+// back.
 func TestEachBreakOfARanksConnectionHasItsGrace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -103,7 +107,8 @@ func TestWhicheverGroupsAreKilledTheOthersContinue(t *testing.T) {
 						groups = append(groups, c.StartGroup(name, 1))
 					}
 					round(t, 1, groups...)
-					time.Sleep(time.Duration(mask) * 700 * time.Millisecond) // at different times between two heartbeats
+					// at different times between two heartbeats
+					time.Sleep(time.Duration(mask) * 700 * time.Millisecond)
 					for i, g := range groups {
 						if mask>>i&1 == 0 {
 							alive = append(alive, g)
@@ -135,8 +140,8 @@ func TestASilentHostIsReportedWhenItsHeartbeatIsTooOld(t *testing.T) {
 	})
 }
 
-// Once a second for 100 s (ten minutes in the full tests), all groups are cut off from the lighthouse for 100 ms, half of the grace,
-// while a step begins.
+// Once a second for 100 s (ten minutes in the full tests), all groups are cut off from the lighthouse for 100
+// ms, half of the grace, while a step begins.
 func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -165,8 +170,8 @@ func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 	})
 }
 
-// The connection breaks while the answer is on its way. The others have received their answers, and wait in a collective: when the
-// group asks again, it must get its answer before the others ask again.
+// The connection breaks while the answer is on its way. The others have received their answers, and wait in a
+// collective: when the group asks again, it must get its answer before the others ask again.
 func TestAQuorumThatWasLostOnTheWayIsRedelivered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -212,8 +217,9 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 	})
 }
 
-// The group loses its stream to the lighthouse just before it reports that a rank has failed, and has another one within the grace. So
-// the lighthouse keeps the group, whose manager server answers, and the others would wait for the failed rank.
+// The group loses its stream to the lighthouse just before it reports that a rank has failed, and has another
+// one within the grace. So the lighthouse keeps the group, whose manager server answers, and the others would
+// wait for the failed rank.
 func TestARankThatEndsDuringAnInterruptionIsTheFailureOfItsGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -228,8 +234,8 @@ func TestARankThatEndsDuringAnInterruptionIsTheFailureOfItsGroup(t *testing.T) {
 	})
 }
 
-// The stream of a host that lost power stays open. If two of its peers report failed collectives, the lighthouse checks the member, and
-// does not wait until its heartbeat is too old.
+// The stream of a host that lost power stays open. If two of its peers report failed collectives, the
+// lighthouse checks the member, and does not wait until its heartbeat is too old.
 func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -253,7 +259,8 @@ func TestAFalseReportEvictsNoMember(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		before := round(t, 0, a, b)
-		fttest.Suspect(a.Ranks[0], before[0].QuorumID, "b") // with two groups, one report suffices for a check
+		// with two groups, one report suffices for a check
+		fttest.Suspect(a.Ranks[0], before[0].QuorumID, "b")
 		time.Sleep(2 * time.Second)
 		assert.Equal(t, 1, c.Log.Count("peers suspect a member"))
 		after := round(t, 1, a, b)
@@ -261,8 +268,8 @@ func TestAFalseReportEvictsNoMember(t *testing.T) {
 	})
 }
 
-// a has the quorum of a step, and waits for b in a collective of it; b's answer was lost with the lighthouse. It asks with another request
-// than before, so the quorum is not redelivered.
+// a has the quorum of a step, and waits for b in a collective of it; b's answer was lost with the lighthouse.
+// It asks with another request than before, so the quorum is not redelivered.
 func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -282,7 +289,8 @@ func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *
 			case membership.MemberFailed:
 				assert.Equal(t, before.QuorumID, notice.QuorumID)
 				assert.Equal(t, "b", notice.ReplicaID)
-				assert.Contains(t, notice.Reason, "it asks for the quorum of step 1, in which its peers wait for it")
+				assert.Contains(t, notice.Reason,
+					"it asks for the quorum of step 1, in which its peers wait for it")
 				reported = true
 			default:
 			}
@@ -294,8 +302,9 @@ func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *
 	})
 }
 
-// hangs lets rank 1 of b hang. All others are in a collective, and report that when they are asked. It returns why b is stalled, and the
-// quorum from which it is evicted. The lighthouse learns the present step by so much later.
+// hangs lets rank 1 of b hang. All others are in a collective, and report that when they are asked. It
+// returns why b is stalled, and the quorum from which it is evicted. The lighthouse learns the present step
+// by so much later.
 func hangs(t *testing.T, a, b *fttest.Group, later time.Duration) (reason string, quorumID int64) {
 	t.Helper()
 	began := time.Now()
@@ -337,7 +346,8 @@ func hangs(t *testing.T, a, b *fttest.Group, later time.Duration) (reason string
 // No group asks: the heartbeats show that there is no progress.
 func TestAMemberThatStallsWhileItsQuorumStandsIsEvicted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })
+		c := fttest.NewCluster(t, 1,
+			func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		asks := func(step, committed, failures int64, groups ...*fttest.Group) (pending answers) {
 			for _, g := range groups {
@@ -366,7 +376,8 @@ func TestAMemberThatStallsWhileItsQuorumStandsIsEvicted(t *testing.T) {
 
 func TestAStalledMemberIsNamedAndEvicted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })
+		c := fttest.NewCluster(t, 1,
+			func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		before := round(t, 0, a, b)
 		named, out := hangs(t, a, b, 0)

@@ -19,7 +19,9 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 		"a vote":   func(g *fttest.Group) error { return (<-g.Vote(1, 1, true, time.Minute)).Err },
 		"the end of a connection": func(g *fttest.Group) error {
 			g.Host(1).Cut()
-			synctest.Wait() // the rank's client may notice the cut later than the server: a call made before that ends with the connection
+			// the rank's client may notice the cut later than the server: a call made before that ends with
+			// the connection
+			synctest.Wait()
 			return status.Error(codes.Internal, "")
 		},
 		"the end of a round": nil,

@@ -20,12 +20,14 @@ func fuzzed(f *testing.F) (*grpc.ClientConn, *fttest.Log) {
 	network, log := fttest.NewNetwork(), &fttest.Log{}
 	server, err := fttest.NewManager(context.Background(), manager.ServerConfig{
 		ReplicaID: "a", Hostname: "a", Bind: "[::]:1", WorldSize: 2, Network: network.Host("a"),
-		HeartbeatInterval: time.Second, ConnectTimeout: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil)),
+		HeartbeatInterval: time.Second, ConnectTimeout: time.Second,
+		Logger:     slog.New(slog.NewTextHandler(log, nil)),
 		Membership: &fake{},
 	})
 	require.NoError(f, err)
 	f.Cleanup(server.Shutdown)
-	conn, err := rpc.Dial(context.Background(), rpc.Dialing{Network: network.Host("x")}, "manager", server.Address(), 10*time.Second)
+	conn, err := rpc.Dial(context.Background(), rpc.Dialing{Network: network.Host("x")}, "manager",
+		server.Address(), 10*time.Second)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = conn.Close() })
 	return conn, log
@@ -35,9 +37,15 @@ func fuzzed(f *testing.F) (*grpc.ClientConn, *fttest.Log) {
 func FuzzSession(f *testing.F) {
 	conn, log := fuzzed(f)
 	fttest.FuzzStream(f, conn, log, torchftpb.RankService_Session_FullMethodName, [][]*torchftpb.RankRequest{
-		{{Call: 1, TimeoutUs: 1000, Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: -1, Step: -1}}}},
-		{{Call: 1, TimeoutUs: -1 << 63, Request: &torchftpb.RankRequest_ShouldCommit{ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 9}}}},
-		{{Call: 1, TimeoutUs: 1<<63 - 1, Request: &torchftpb.RankRequest_Quorum{}}, {Call: 1, Request: &torchftpb.RankRequest_Cancel{Cancel: true}}},
+		{{Call: 1, TimeoutUs: 1000,
+			Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: -1,
+				Step: -1}}}},
+		{{Call: 1, TimeoutUs: -1 << 63,
+			Request: &torchftpb.RankRequest_ShouldCommit{
+				ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 9},
+			}}},
+		{{Call: 1, TimeoutUs: 1<<63 - 1, Request: &torchftpb.RankRequest_Quorum{}},
+			{Call: 1, Request: &torchftpb.RankRequest_Cancel{Cancel: true}}},
 		{{}, {Call: 1, Request: &torchftpb.RankRequest_ShouldCommit{}}},
 	})
 }

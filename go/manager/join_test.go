@@ -27,8 +27,9 @@ const (
 	link     = time.Millisecond // between two hosts, one way; half as much or twice as much
 )
 
-// largeJob is a job of groups with one rank each. Their steps are models: a time in which they compute, up to 4 % more than the least, and an
-// allreduce that ends one link after the last group has begun it. A group that joins has the state of the others at once.
+// largeJob is a job of groups with one rank each. Their steps are models: a time in which they compute, up to
+// 4 % more than the least, and an allreduce that ends one link after the last group has begun it. A group
+// that joins has the state of the others at once.
 type largeJob struct {
 	t   *testing.T
 	c   *fttest.Cluster
@@ -42,9 +43,10 @@ type largeJob struct {
 	last       int64 // step after which the groups end; 0: none
 	reductions map[reduction]*reduced
 	steps      []time.Duration // of groups that are in, from the begin of the step to its commit
-	joined     []int64         // for each group that has joined: its first step, less the one in which the others were when it asked
-	asked      int             // requests of quorums
-	lost       int             // votes that did not commit
+	// for each group that has joined: its first step, less the one in which the others were when it asked
+	joined []int64
+	asked  int // requests of quorums
+	lost   int // votes that did not commit
 }
 
 type reduction struct{ quorumID, step int64 }
@@ -54,7 +56,8 @@ type reduced struct {
 	done    chan struct{}
 }
 
-// group runs a group until the job ends. The first groups begin at step 1 with the same weights, one that joins has none.
+// group runs a group until the job ends. The first groups begin at step 1 with the same weights, one that
+// joins has none.
 func (j *largeJob) group(name string, joins bool) {
 	cfg := j.c.ServerConfig(name, 1)
 	server, err := fttest.NewManager(j.ctx, cfg)
@@ -62,7 +65,8 @@ func (j *largeJob) group(name string, joins bool) {
 		return
 	}
 	defer server.Shutdown()
-	client, err := rankclient.Dial(j.ctx, server.Address(), time.Minute, rpc.Dialing{Network: cfg.Network}) // in this process
+	// in this process
+	client, err := rankclient.Dial(j.ctx, server.Address(), time.Minute, rpc.Dialing{Network: cfg.Network})
 	if !assert.NoError(j.t, err) {
 		return
 	}
@@ -119,7 +123,8 @@ func (g *largeGroup) attempt(first, joins bool) (last bool, err error) {
 	return last, nil
 }
 
-// begins records that a group begins a step, and whether it asks for a quorum. It returns the latest step that a group has begun.
+// begins records that a group begins a step, and whether it asks for a quorum. It returns the latest step
+// that a group has begun.
 func (j *largeJob) begins(step int64, asks bool) int64 {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -174,7 +179,8 @@ func (j *largeJob) until(condition func() bool) {
 	}
 }
 
-// Groups join a large job, one after the other, at any time of a step. docs/scaling.md has the figures with FULL=1.
+// Groups join a large job, one after the other, at any time of a step. docs/scaling.md has the figures with
+// FULL=1.
 func TestAGroupJoinsManyGroupsWithinTwoSteps(t *testing.T) {
 	groups := 50
 	if testmain.Full() && !testmain.Race() {
@@ -184,7 +190,8 @@ func TestAGroupJoinsManyGroupsWithinTwoSteps(t *testing.T) {
 		c := &fttest.Cluster{T: t, Net: fttest.NewNetwork(), Log: &fttest.Log{}}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
-		j := &largeJob{t: t, c: c, ctx: ctx, rng: rand.New(rand.NewPCG(1, 1)), reductions: map[reduction]*reduced{}}
+		j := &largeJob{t: t, c: c, ctx: ctx, rng: rand.New(rand.NewPCG(1, 1)),
+			reductions: map[reduction]*reduced{}}
 		c.Net.Delays(j.delay)
 		c.StartLighthouse(groups, func(cfg *lighthouse.Config) { cfg.Logger = slog.New(slog.DiscardHandler) })
 		defer c.Lighthouse.Shutdown()
@@ -212,7 +219,8 @@ func TestAGroupJoinsManyGroupsWithinTwoSteps(t *testing.T) {
 		require.Len(t, j.joined, joins)
 		median, longest := j.steps[len(j.steps)/2], j.steps[len(j.steps)-1]
 		ratio := longest.Seconds() / median.Seconds()
-		t.Logf("%d groups join %d, in %v steps: the longest step of the others is %s, %.2f medians of %s; %d requests", joins, groups, j.joined, longest,
+		t.Logf("%d groups join %d, in %v steps: the longest step of the others is %s, %.2f medians of %s; "+
+			"%d requests", joins, groups, j.joined, longest,
 			ratio, median, j.asked)
 		assert.LessOrEqual(t, slices.Max(j.joined), int64(2), "steps from its request to the step")
 		assert.LessOrEqual(t, ratio, 1.2, "the longest step of the others, in medians")

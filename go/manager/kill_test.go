@@ -47,8 +47,8 @@ func proxyTo(t *testing.T, address string) string {
 	return "http://" + lis.Addr().String()
 }
 
-// If a proxy on the server's host forwards calls of other hosts, they reach the server over loopback. They need the token to end
-// the process.
+// If a proxy on the server's host forwards calls of other hosts, they reach the server over loopback. They
+// need the token to end the process.
 func TestAKillThroughAProxyOnThisHostNeedsTheToken(t *testing.T) {
 	for _, tc := range []struct {
 		name, configured, sent string
@@ -58,15 +58,18 @@ func TestAKillThroughAProxyOnThisHostNeedsTheToken(t *testing.T) {
 	}{
 		{name: "from this host", direct: true, want: codes.OK},
 		{name: "through a proxy", want: codes.PermissionDenied, wantError: "it comes from another host"},
-		{name: "through a proxy, without the token", configured: "secret", want: codes.Unauthenticated, wantError: "wants the job's token"},
+		{name: "through a proxy, without the token", configured: "secret", want: codes.Unauthenticated,
+			wantError: "wants the job's token"},
 		{name: "through a proxy, with the token", configured: "secret", sent: "secret", want: codes.OK},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			exited := make(chan int, 1)
 			server, err := fttest.NewManager(t.Context(), manager.ServerConfig{
-				ReplicaID: "a", Hostname: "127.0.0.1", Bind: "127.0.0.1:0", StoreAddr: "store:1", WorldSize: 1,
-				HeartbeatInterval: time.Second, ConnectTimeout: time.Second, Logger: fttest.Quiet, Membership: tenGroups{},
-				Security: security(t, tc.configured), Exit: func(code int) { exited <- code },
+				ReplicaID: "a", Hostname: "127.0.0.1", Bind: "127.0.0.1:0", StoreAddr: "store:1",
+				WorldSize:         1,
+				HeartbeatInterval: time.Second, ConnectTimeout: time.Second, Logger: fttest.Quiet,
+				Membership: tenGroups{},
+				Security:   security(t, tc.configured), Exit: func(code int) { exited <- code },
 			})
 			require.NoError(t, err)
 			defer server.Shutdown()
@@ -74,10 +77,12 @@ func TestAKillThroughAProxyOnThisHostNeedsTheToken(t *testing.T) {
 			if !tc.direct {
 				address = proxyTo(t, address)
 			}
-			conn, err := rpc.Dial(t.Context(), rpc.Dialing{Security: security(t, tc.sent)}, "manager", address, time.Minute)
+			conn, err := rpc.Dial(t.Context(), rpc.Dialing{Security: security(t, tc.sent)}, "manager",
+				address, time.Minute)
 			require.NoError(t, err)
 			defer func() { require.NoError(t, conn.Close()) }()
-			_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(), &torchftpb.KillRequest{Msg: "test"})
+			_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(),
+				&torchftpb.KillRequest{Msg: "test"})
 			require.Equal(t, tc.want, status.Code(err), "%v", err)
 			if tc.want == codes.OK {
 				assert.Equal(t, 1, <-exited)

@@ -33,8 +33,8 @@ func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 		d.Server.Shutdown()
 		c.StartLighthouse(1)
 
-		// a asks, and gets no quorum alone: the lighthouse knows that b and d were in the last one. It waits for them for the heartbeat
-		// timeout.
+		// a asks, and gets no quorum alone: the lighthouse knows that b and d were in the last one. It waits
+		// for them for the heartbeat timeout.
 		start := time.Now()
 		asked := a.Quorum(0, 6, time.Minute)
 		time.Sleep(2 * time.Second)
@@ -72,7 +72,8 @@ func TestAListOfAddressesIsChecked(t *testing.T) {
 	assert.ErrorContains(t, err, "could not connect to a lighthouse at "+theList)
 }
 
-// A group whose list has lighthouses that are in no cluster does not start, also if something before them does not let streams through.
+// A group whose list has lighthouses that are in no cluster does not start, also if something before them
+// does not let streams through.
 func TestAListWithoutAClusterEndsTheStart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -81,19 +82,26 @@ func TestAListWithoutAClusterEndsTheStart(t *testing.T) {
 		began := time.Now()
 		_, err := fttest.NewManager(t.Context(), cfg)
 		assert.Equal(t, codes.FailedPrecondition, status.Code(err))
-		assert.ErrorContains(t, err, "TORCHFT_LIGHTHOUSE names 3 lighthouses, and this one, http://lighthouse:29510, is in no cluster")
-		assert.True(t, strings.HasPrefix(rpc.Message(err), "attend call to lighthouse at http://lighthouse:29510 failed: TORCHFT_LIGHTHOUSE names"), rpc.Message(err))
+		assert.ErrorContains(t, err, "TORCHFT_LIGHTHOUSE names 3 lighthouses, and this one, "+
+			"http://lighthouse:29510, is in no cluster")
+		assert.True(t, strings.HasPrefix(rpc.Message(err),
+			"attend call to lighthouse at http://lighthouse:29510 failed: TORCHFT_LIGHTHOUSE names"),
+			rpc.Message(err))
 		assert.Less(t, time.Since(began), time.Second)
 
-		conn, err := grpc.NewClient("passthrough:///lighthouse:29510", grpc.WithTransportCredentials(insecure.NewCredentials()),
+		conn, err := grpc.NewClient("passthrough:///lighthouse:29510",
+			grpc.WithTransportCredentials(insecure.NewCredentials()),
 			grpc.WithContextDialer(c.Net.Host("between").Dial))
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, conn.Close()) })
 		t.Cleanup(serveOn(t, c, "between", func(g *grpc.Server) {
-			torchftpb.RegisterLighthouseServiceServer(g, unaryOnly{to: torchftpb.NewLighthouseServiceClient(conn)})
+			torchftpb.RegisterLighthouseServiceServer(g,
+				unaryOnly{to: torchftpb.NewLighthouseServiceClient(conn)})
 		}))
-		b := c.StartGroup("b", 1, func(cfg *manager.ServerConfig) { cfg.LighthouseAddr = "http://between:29510,http://second:29510" })
-		assert.ErrorContains(t, (<-b.Quorum(0, 1, 5*time.Second)).Err, "TORCHFT_LIGHTHOUSE names 2 lighthouses")
+		b := c.StartGroup("b", 1,
+			func(cfg *manager.ServerConfig) { cfg.LighthouseAddr = "http://between:29510,http://second:29510" })
+		assert.ErrorContains(t, (<-b.Quorum(0, 1, 5*time.Second)).Err,
+			"TORCHFT_LIGHTHOUSE names 2 lighthouses")
 	})
 }
 
@@ -103,42 +111,53 @@ type unaryOnly struct {
 	to torchftpb.LighthouseServiceClient
 }
 
-func (u unaryOnly) Quorum(ctx context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
+func (u unaryOnly) Quorum(
+	ctx context.Context, req *torchftpb.LighthouseQuorumRequest,
+) (*torchftpb.LighthouseQuorumResponse, error) {
 	return u.to.Quorum(ctx, req)
 }
 
-func (u unaryOnly) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+func (u unaryOnly) Heartbeat(
+	ctx context.Context, req *torchftpb.LighthouseHeartbeatRequest,
+) (*torchftpb.LighthouseHeartbeatResponse, error) {
 	return u.to.Heartbeat(ctx, req)
 }
 
-// ahead first answers with a quorum id far ahead of all clocks, like a lighthouse with a wrong clock; then it forwards calls.
+// ahead first answers with a quorum id far ahead of all clocks, like a lighthouse with a wrong clock; then it
+// forwards calls.
 type ahead struct {
 	unaryOnly
 	id int64
 }
 
-func (s *ahead) Quorum(ctx context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
+func (s *ahead) Quorum(
+	ctx context.Context, req *torchftpb.LighthouseQuorumRequest,
+) (*torchftpb.LighthouseQuorumResponse, error) {
 	if id := s.id; id != 0 {
 		s.id = 0
-		return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{QuorumId: id, Participants: []*torchftpb.QuorumMember{req.GetRequester()}}}, nil
+		return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{QuorumId: id,
+			Participants: []*torchftpb.QuorumMember{req.GetRequester()}}}, nil
 	}
 	return s.unaryOnly.Quorum(ctx, req)
 }
 
-// A lighthouse must not refuse a job whose quorum id is ahead of the lighthouse's clock. A group that makes calls shows its last
-// quorum, too, so the lighthouse continues after that id.
+// A lighthouse must not refuse a job whose quorum id is ahead of the lighthouse's clock. A group that makes
+// calls shows its last quorum, too, so the lighthouse continues after that id.
 func TestACallShowsAQuorumThatIsAheadOfTheClock(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		conn, err := grpc.NewClient("passthrough:///lighthouse:29510", grpc.WithTransportCredentials(insecure.NewCredentials()),
+		conn, err := grpc.NewClient("passthrough:///lighthouse:29510",
+			grpc.WithTransportCredentials(insecure.NewCredentials()),
 			grpc.WithContextDialer(c.Net.Host("between").Dial))
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, conn.Close()) })
 		far := time.Now().Add(24 * time.Hour).UnixMilli()
 		t.Cleanup(serveOn(t, c, "between", func(g *grpc.Server) {
-			torchftpb.RegisterLighthouseServiceServer(g, &ahead{unaryOnly{to: torchftpb.NewLighthouseServiceClient(conn)}, far})
+			torchftpb.RegisterLighthouseServiceServer(g,
+				&ahead{unaryOnly{to: torchftpb.NewLighthouseServiceClient(conn)}, far})
 		}))
-		a := c.StartGroup("a", 1, func(cfg *manager.ServerConfig) { cfg.LighthouseAddr = "http://between:29510" })
+		a := c.StartGroup("a", 1,
+			func(cfg *manager.ServerConfig) { cfg.LighthouseAddr = "http://between:29510" })
 		require.Equal(t, far, round(t, 0, a)[0].QuorumID)
 		assert.GreaterOrEqual(t, round(t, 1, a)[0].QuorumID, far)
 		assert.GreaterOrEqual(t, round(t, 2, a)[0].QuorumID, far)

@@ -11,7 +11,8 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// Steps in which no member joins or fails log nothing. Each member that joins or fails is one line in the lighthouse's log.
+// Steps in which no member joins or fails log nothing. Each member that joins or fails is one line in the
+// lighthouse's log.
 func TestTheSteadyStateIsSilentAndEachEventIsALine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -56,7 +57,8 @@ func TestTheSteadyStateIsSilentAndEachEventIsALine(t *testing.T) {
 	})
 }
 
-// The ranks log the warning of a regression, so the manager server, which shares the stderr of rank 0, logs none.
+// The ranks log the warning of a regression, so the manager server, which shares the stderr of rank 0, logs
+// none.
 func TestARegressionIsAWarningOfTheLighthouseOnly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

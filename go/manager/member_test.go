@@ -19,19 +19,24 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// upstreamLighthouse serves the calls of an upstream lighthouse: quorums and heartbeats. Each quorum has one group.
+// upstreamLighthouse serves the calls of an upstream lighthouse: quorums and heartbeats. Each quorum has one
+// group.
 type upstreamLighthouse struct {
 	torchftpb.UnimplementedLighthouseServiceServer
 	quorums, beats atomic.Int64
 }
 
-func (s *upstreamLighthouse) Quorum(_ context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
+func (s *upstreamLighthouse) Quorum(
+	_ context.Context, req *torchftpb.LighthouseQuorumRequest,
+) (*torchftpb.LighthouseQuorumResponse, error) {
 	return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{
 		QuorumId: s.quorums.Add(1), Participants: []*torchftpb.QuorumMember{req.GetRequester()},
 	}}, nil
 }
 
-func (s *upstreamLighthouse) Heartbeat(context.Context, *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+func (s *upstreamLighthouse) Heartbeat(
+	context.Context, *torchftpb.LighthouseHeartbeatRequest,
+) (*torchftpb.LighthouseHeartbeatResponse, error) {
 	s.beats.Add(1)
 	return &torchftpb.LighthouseHeartbeatResponse{}, nil
 }
@@ -59,7 +64,8 @@ func TestALighthouseWithoutStreams(t *testing.T) {
 			assert.Equal(t, step+1, round(t, step, g)[0].QuorumID)
 		}
 		time.Sleep(10 * time.Second)
-		assert.InDelta(t, 100, upstream.beats.Load(), 3, "the group sends one heartbeat per heartbeat_interval")
+		assert.InDelta(t, 100, upstream.beats.Load(), 3,
+			"the group sends one heartbeat per heartbeat_interval")
 
 		// The upstream lighthouse is replaced by one with streams while the job runs.
 		stop()
@@ -79,7 +85,10 @@ func TestAGroupCommitsAfterAChangeFromAStreamToCalls(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)
 		round(t, 0, g)
-		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, &upstreamLighthouse{}) })
+		stop := serve(t, c, func(g *grpc.Server) {
+			torchftpb.RegisterLighthouseServiceServer(g,
+				&upstreamLighthouse{})
+		})
 		defer stop()
 		for step := range int64(3) {
 			round(t, 1+step, g)
@@ -142,20 +151,26 @@ func (f *wrongAtFirst) Attend(stream torchftpb.MemberService_AttendServer) error
 		}
 		if m.GetGreeting() != nil {
 			f.streams.Add(1)
-			_ = stream.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{AliveIntervalUs: 1e6}}})
+			_ = stream.Send(&torchftpb.LighthouseMessage{
+				Message: &torchftpb.LighthouseMessage_Welcome{
+					Welcome: &torchftpb.Welcome{AliveIntervalUs: 1e6},
+				},
+			})
 		}
 		ask := m.GetAsk()
 		if ask == nil {
 			continue
 		}
-		delivery, err := wire.WholeToProto(&quorum.Quorum{ID: 9, Members: []quorum.Member{{ReplicaID: "a", Step: ask.GetStep()}}}, 1)
+		delivery, err := wire.WholeToProto(&quorum.Quorum{ID: 9,
+			Members: []quorum.Member{{ReplicaID: "a", Step: ask.GetStep()}}}, 1)
 		if err != nil {
 			return err
 		}
 		if f.asks.Add(1) == 1 {
 			delivery = f.wrong
 		}
-		_ = stream.Send(&torchftpb.LighthouseMessage{Number: ask.GetNumber(), Message: &torchftpb.LighthouseMessage_Delivery{Delivery: delivery}})
+		_ = stream.Send(&torchftpb.LighthouseMessage{Number: ask.GetNumber(),
+			Message: &torchftpb.LighthouseMessage_Delivery{Delivery: delivery}})
 	}
 }
 
@@ -184,7 +199,8 @@ func TestAQuorumThatCannotBeReadIsRequestedAgain(t *testing.T) {
 	}
 }
 
-// upstream is a group of the published package: it calls the lighthouse for each step, and sends heartbeats by calls.
+// upstream is a group of the published package: it calls the lighthouse for each step, and sends heartbeats
+// by calls.
 type upstream struct {
 	t      *testing.T
 	client torchftpb.LighthouseServiceClient
@@ -193,13 +209,15 @@ type upstream struct {
 
 func startUpstream(t *testing.T, c *fttest.Cluster) *upstream {
 	t.Helper()
-	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("u")}, "lighthouse", fttest.LighthouseAddr, time.Second)
+	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("u")}, "lighthouse",
+		fttest.LighthouseAddr, time.Second)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, conn.Close()) })
 	return &upstream{t: t, client: torchftpb.NewLighthouseServiceClient(conn)}
 }
 
-// asks requests a quorum. When follow has received it, the group has the weights of that step, and trains in it.
+// asks requests a quorum. When follow has received it, the group has the weights of that step, and trains in
+// it.
 func (u *upstream) asks() (follow func() (members int)) {
 	_, err := u.client.Heartbeat(u.t.Context(), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: "u"})
 	require.NoError(u.t, err)
@@ -223,8 +241,8 @@ func (u *upstream) asks() (follow func() (members int)) {
 	}
 }
 
-// An upstream group joins two groups that train on without requests, trains with them, and ends between two steps. No step is lost, and in the
-// end the two train on while their lighthouse is stopped.
+// An upstream group joins two groups that train on without requests, trains with them, and ends between two
+// steps. No step is lost, and in the end the two train on while their lighthouse is stopped.
 func TestAnUpstreamGroupJoinsAQuorumThatStandsAndLeavesIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -290,7 +308,11 @@ func (f *caller) Attend(stream torchftpb.MemberService_AttendServer) error {
 		case *torchftpb.MemberMessage_Greeting:
 			f.streams.Add(1)
 			f.stream.Store(&stream)
-			_ = stream.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{AliveIntervalUs: 1e6}}})
+			_ = stream.Send(&torchftpb.LighthouseMessage{
+				Message: &torchftpb.LighthouseMessage_Welcome{
+					Welcome: &torchftpb.Welcome{AliveIntervalUs: 1e6},
+				},
+			})
 		case *torchftpb.MemberMessage_Stopped:
 			f.stopped <- m.Stopped
 		case *torchftpb.MemberMessage_Ask:
@@ -301,14 +323,17 @@ func (f *caller) Attend(stream torchftpb.MemberService_AttendServer) error {
 			if err != nil {
 				return err
 			}
-			_ = stream.Send(&torchftpb.LighthouseMessage{Number: m.Ask.GetNumber(), Message: &torchftpb.LighthouseMessage_Delivery{Delivery: delivery}})
+			_ = stream.Send(&torchftpb.LighthouseMessage{Number: m.Ask.GetNumber(),
+				Message: &torchftpb.LighthouseMessage_Delivery{Delivery: delivery}})
 		}
 	}
 }
 
 func (f *caller) calls(quorumIDs ...int64) {
 	for _, id := range quorumIDs {
-		_ = (*f.stream.Load()).Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Call{Call: id}})
+		_ = (*f.stream.Load()).Send(&torchftpb.LighthouseMessage{
+			Message: &torchftpb.LighthouseMessage_Call{Call: id},
+		})
 	}
 	synctest.Wait()
 }
@@ -322,8 +347,8 @@ func (f *caller) names(quorumID int64, steps ...int64) {
 	synctest.Wait()
 }
 
-// The group answers each call of its quorum, and no other one. A round of another quorum, one that was not called for, and one below a step
-// that was begun change nothing.
+// The group answers each call of its quorum, and no other one. A round of another quorum, one that was not
+// called for, and one below a step that was begun change nothing.
 func TestCallsAndRoundsThatAreWrong(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

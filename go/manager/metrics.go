@@ -27,7 +27,8 @@ const (
 	votePhase   = "vote"   // from the first rank's vote to the last one's
 )
 
-// meters are the metrics of the group. The server's lock guards the times; the metrics are safe for concurrent use.
+// meters are the metrics of the group. The server's lock guards the times; the metrics are safe for
+// concurrent use.
 type meters struct {
 	registry *prometheus.Registry
 
@@ -54,25 +55,33 @@ func newMeters(job, replicaID string) *meters {
 	}
 	buckets := prometheus.ExponentialBuckets(0.001, 4, 10) // 1 ms to 4.4 minutes
 	phases := prometheus.NewHistogramVec(prometheus.HistogramOpts{
-		Name: "torchft_manager_phase_seconds", Help: "Time of each phase of a step, as the group's manager server sees them.",
+		Name: "torchft_manager_phase_seconds", Help: "Time of each phase of a step, as the group's manager " +
+			"server sees them.",
 		ConstLabels: labels, Buckets: buckets,
 	}, []string{"phase"})
 	m := &meters{
-		registry:       prometheus.NewRegistry(),
-		commits:        counter("torchft_manager_commits_total", "Steps that the group committed."),
-		lost:           counter("torchft_manager_lost_steps_total", "Steps that the group voted on and did not commit."),
-		heals:          counter("torchft_manager_heals_total", "Heals of a rank: it took over the state of a peer."),
-		healed:         counter("torchft_manager_healed_bytes_total", "Bytes of the states that ranks took over."),
-		lostInRecovery: counter("torchft_manager_recovery_lost_steps_total", "Steps that ranks lost to failures of peers before they committed again."),
-		counts:         map[string]prometheus.Counter{},
+		registry: prometheus.NewRegistry(),
+		commits:  counter("torchft_manager_commits_total", "Steps that the group committed."),
+		lost: counter("torchft_manager_lost_steps_total",
+			"Steps that the group voted on and did not commit."),
+		heals: counter("torchft_manager_heals_total",
+			"Heals of a rank: it took over the state of a peer."),
+		healed: counter("torchft_manager_healed_bytes_total",
+			"Bytes of the states that ranks took over."),
+		lostInRecovery: counter("torchft_manager_recovery_lost_steps_total",
+			"Steps that ranks lost to failures of peers before they committed again."),
+		counts: map[string]prometheus.Counter{},
 		step: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "torchft_manager_step_seconds", Help: "Time from one commit of the group to the next.", ConstLabels: labels, Buckets: buckets,
+			Name: "torchft_manager_step_seconds", Help: "Time from one commit of the group to the next.",
+			ConstLabels: labels, Buckets: buckets,
 		}),
 		phases: map[string]prometheus.Observer{},
 		recovery: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "torchft_manager_recovery_seconds_total", Help: "Time that ranks spent in each phase of their recoveries, summed over all ranks.", ConstLabels: labels,
+			Name: "torchft_manager_recovery_seconds_total", Help: "Time that ranks spent in each phase of " +
+				"their recoveries, summed over all ranks.", ConstLabels: labels,
 		}, []string{"recovery", "phase"}),
-		at: prometheus.NewGauge(prometheus.GaugeOpts{Name: "torchft_manager_step", Help: "Step that the group voted on last.", ConstLabels: labels}),
+		at: prometheus.NewGauge(prometheus.GaugeOpts{Name: "torchft_manager_step",
+			Help: "Step that the group voted on last.", ConstLabels: labels}),
 	}
 	for _, phase := range []string{gatherPhase, quorumPhase, stepPhase, votePhase} {
 		m.phases[phase] = phases.WithLabelValues(phase)
@@ -81,7 +90,8 @@ func newMeters(job, replicaID string) *meters {
 		m.counts[name] = counter(c.Metric, c.Help)
 		m.registry.MustRegister(m.counts[name])
 	}
-	m.registry.MustRegister(m.commits, m.lost, m.heals, m.healed, m.lostInRecovery, m.step, phases, m.recovery, m.at, logging.Metric(),
+	m.registry.MustRegister(m.commits, m.lost, m.heals, m.healed, m.lostInRecovery, m.step, phases,
+		m.recovery, m.at, logging.Metric(),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }
@@ -147,7 +157,8 @@ func (m *meters) voted(step int64, committed bool, now time.Time) {
 	m.committed = now
 }
 
-// recovered counts the duration of a rank's recovery. Unknown phases are counted as "other": a client must not create labels without bound.
+// recovered counts the duration of a rank's recovery. Unknown phases are counted as "other": a client must
+// not create labels without bound.
 func (m *meters) recovered(r *torchftpb.Recovered) {
 	kind := "failure"
 	if r.GetHealed() {
@@ -169,13 +180,15 @@ func (m *meters) recovered(r *torchftpb.Recovered) {
 
 // knownPhases are the phases of torchft/_manager/observe/phases.py.
 var knownPhases = map[string]bool{
-	"quorum": true, "reconfigure": true, "transfer": true, "load": true, "abort": true, "vote": true, "next step": true,
+	"quorum": true, "reconfigure": true, "transfer": true, "load": true, "abort": true, "vote": true,
+	"next step": true,
 }
 
 // handler serves the metrics to authorized clients.
 func (s *Server) handler(gate *rpc.Gate) http.Handler {
 	mux := http.NewServeMux()
-	metrics := promhttp.HandlerFor(s.meters.registry, promhttp.HandlerOpts{MaxRequestsInFlight: 2, Timeout: scrapeTimeout})
+	metrics := promhttp.HandlerFor(s.meters.registry,
+		promhttp.HandlerOpts{MaxRequestsInFlight: 2, Timeout: scrapeTimeout})
 	mux.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) {
 		switch check := gate.CheckToken(r.Header.Values("Authorization")); check {
 		case auth.TokenMissing, auth.TokenWrong:

@@ -77,13 +77,16 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 			require.NoError(t, (<-a.Vote(1, step, step != 1, time.Minute)).Err)
 			require.NoError(t, (<-vote).Err)
 		}
-		phases := []*torchftpb.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5}, {Phase: "an unknown one", Seconds: 1}}
+		phases := []*torchftpb.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5},
+			{Phase: "an unknown one", Seconds: 1}}
 		fttest.ReportRecovered(a.Ranks[0], &torchftpb.Recovered{Healed: true, Bytes: 1000, Phases: phases})
-		fttest.ReportRecovered(a.Ranks[1], &torchftpb.Recovered{GroupRank: 1, StepsLost: 2, Phases: []*torchftpb.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
+		fttest.ReportRecovered(a.Ranks[1], &torchftpb.Recovered{GroupRank: 1, StepsLost: 2,
+			Phases: []*torchftpb.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
 		for name := range manager.Counters {
 			fttest.ReportCount(a.Ranks[1], &torchftpb.Counted{GroupRank: 1, Name: name, Number: 3})
 			fttest.ReportCount(a.Ranks[1], &torchftpb.Counted{GroupRank: 1, Name: name, Number: -1})
-			fttest.ReportCount(a.Ranks[1], &torchftpb.Counted{GroupRank: 2, Name: name, Number: 1}) // the group has no rank 2
+			// the group has no rank 2
+			fttest.ReportCount(a.Ranks[1], &torchftpb.Counted{GroupRank: 2, Name: name, Number: 1})
 		}
 		fttest.ReportCount(a.Ranks[1], &torchftpb.Counted{GroupRank: 1, Name: "unknown", Number: 1})
 		synctest.Wait()
@@ -124,8 +127,10 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 		for _, name := range regexp.MustCompile(`(?m)^# TYPE (torchft_\w+)`).FindAllStringSubmatch(body, -1) {
 			assert.True(t, strings.Contains(string(operating), name[1]), "%s is not documented", name[1])
 		}
-		for _, name := range regexp.MustCompile("torchft_manager_[a-z_]+").FindAllString(string(operating), -1) {
-			assert.True(t, strings.Contains(body, "# TYPE "+name+" "), "%s is documented, and not there", name)
+		for _, name := range regexp.MustCompile("torchft_manager_[a-z_]+").FindAllString(string(operating),
+			-1) {
+			assert.True(t, strings.Contains(body, "# TYPE "+name+" "), "%s is documented, and not there",
+				name)
 		}
 		grafana, err := os.ReadFile("../../docs/grafana.json")
 		require.NoError(t, err)
@@ -133,7 +138,8 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 		shown := map[string]bool{}
 		for _, name := range regexp.MustCompile("torchft_(manager|log)_[a-z_]+").FindAllString(string(grafana), -1) {
 			name = suffix.ReplaceAllString(name, "")
-			assert.True(t, strings.Contains(body, "# TYPE "+name+" "), "docs/grafana.json uses %s, which does not exist", name)
+			assert.True(t, strings.Contains(body, "# TYPE "+name+" "),
+				"docs/grafana.json uses %s, which does not exist", name)
 			shown[name] = true
 		}
 		for _, name := range regexp.MustCompile(`(?m)^# TYPE (torchft_\w+)`).FindAllStringSubmatch(body, -1) {

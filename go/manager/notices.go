@@ -28,10 +28,13 @@ func (s *Server) handleNotices() {
 func (s *Server) handleNotice(notice membership.Notice) {
 	switch notice.Kind {
 	case membership.MemberFailed:
-		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
-		s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID, Reason: notice.Reason})
+		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID,
+			"member", notice.ReplicaID, "reason", notice.Reason)
+		s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID,
+			Reason: notice.Reason})
 	case membership.Stalled:
-		s.log.Info("torchft: a member makes no progress", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
+		s.log.Info("torchft: a member makes no progress", "quorum_id", notice.QuorumID,
+			"member", notice.ReplicaID, "reason", notice.Reason)
 	case membership.Regressed: // no warning: each rank logs one
 		s.log.Info("torchft: THE JOB REGRESSES", "quorum_id", notice.QuorumID, "reason", notice.Reason)
 	case membership.Drained:
@@ -51,7 +54,8 @@ func (s *Server) handleNotice(notice membership.Notice) {
 	s.notices.Notify(notice)
 }
 
-// answerProgress waits until the ranks have answered, or answerTime is over, and sends the lighthouse their progress.
+// answerProgress waits until the ranks have answered, or answerTime is over, and sends the lighthouse their
+// progress.
 func (s *Server) answerProgress() {
 	deadline := time.After(answerTime)
 	look := time.Tick(answerTime / 20)
@@ -68,9 +72,11 @@ func (s *Server) answerProgress() {
 				return
 			}
 		}
-		s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
-			Step: p.Step, GroupRank: p.Rank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
-		}}})
+		s.membership.Report(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
+				Step: p.Step, GroupRank: p.Rank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
+			}},
+		})
 		return
 	}
 }

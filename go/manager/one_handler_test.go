@@ -35,7 +35,10 @@ type asker struct {
 
 func askerOf(client *rankclient.Client) asker {
 	return asker{
-		quorum: func(ctx context.Context, req rankclient.Request) (any, error) { return client.Quorum(ctx, req) },
+		quorum: func(ctx context.Context, req rankclient.Request) (any,
+			error) {
+			return client.Quorum(ctx, req)
+		},
 		vote: func(ctx context.Context, rank, step int64, vote bool) (any, error) {
 			return client.ShouldCommit(ctx, rank, step, vote)
 		},
@@ -45,7 +48,8 @@ func askerOf(client *rankclient.Client) asker {
 
 // unaryAsker makes a unary call for each request, and adds an unknown field.
 func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
-	conn, err := rpc.Dial(c.T.Context(), rpc.Dialing{Network: c.Net.Host("g/1")}, "manager", g.Server.Address(), time.Second)
+	conn, err := rpc.Dial(c.T.Context(), rpc.Dialing{Network: c.Net.Host("g/1")}, "manager",
+		g.Server.Address(), time.Second)
 	require.NoError(c.T, err)
 	stub := torchftpb.NewManagerServiceClient(conn)
 	c.T.Cleanup(func() { _ = conn.Close() })
@@ -63,7 +67,8 @@ func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
 			return wire.ResultFromProto(resp), nil
 		},
 		vote: func(ctx context.Context, rank, step int64, vote bool) (any, error) {
-			message := &torchftpb.ShouldCommitRequest{GroupRank: rank, Step: step, ShouldCommit: vote, Traceparent: tracing.ParentOf(ctx)}
+			message := &torchftpb.ShouldCommitRequest{GroupRank: rank, Step: step, ShouldCommit: vote,
+				Traceparent: tracing.ParentOf(ctx)}
 			message.ProtoReflect().SetUnknown(unknown)
 			resp, err := stub.ShouldCommit(ctx, message)
 			return resp.GetShouldCommit(), rpc.Wrap("should_commit", peer, err)
@@ -90,7 +95,8 @@ type outcome struct {
 
 func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 	quorum := func(ctx context.Context, a asker) (any, error) {
-		return a.quorum(ctx, rankclient.Request{GroupRank: 1, Step: 5, CommittedQuorumID: -1, Handle: "h", CheckpointMetadata: "here"})
+		return a.quorum(ctx, rankclient.Request{GroupRank: 1, Step: 5, CommittedQuorumID: -1, Handle: "h",
+			CheckpointMetadata: "here"})
 	}
 	vote := func(ctx context.Context, a asker) (any, error) { return a.vote(ctx, 1, 5, true) }
 	const answerTime = time.Second
@@ -100,15 +106,18 @@ func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 		code  codes.Code
 		took  time.Duration
 	}{
-		"a quorum":           {quorum, func(g *fttest.Group, _ func()) { g.Quorum(0, 5, time.Minute) }, codes.OK, answerTime},
+		"a quorum": {quorum, func(g *fttest.Group, _ func()) { g.Quorum(0, 5, time.Minute) },
+			codes.OK, answerTime},
 		"a quorum, too late": {quorum, nil, codes.DeadlineExceeded, time.Minute - 50*time.Millisecond},
-		"a quorum, canceled": {quorum, func(_ *fttest.Group, cancel func()) { cancel() }, codes.Canceled, answerTime},
+		"a quorum, canceled": {quorum, func(_ *fttest.Group, cancel func()) { cancel() }, codes.Canceled,
+			answerTime},
 		"a quorum of no rank": {
 			func(ctx context.Context, a asker) (any, error) {
 				return a.quorum(ctx, rankclient.Request{GroupRank: 2})
 			}, nil, codes.InvalidArgument, 0,
 		},
-		"a quorum at the end of the server": {quorum, func(g *fttest.Group, _ func()) { g.Server.Shutdown() }, codes.Unavailable, answerTime},
+		"a quorum at the end of the server": {quorum, func(g *fttest.Group, _ func()) { g.Server.Shutdown() },
+			codes.Unavailable, answerTime},
 		"a quorum at the end of a sibling": {
 			quorum, func(g *fttest.Group, _ func()) {
 				g.Vote(0, 4, true, time.Minute)
@@ -122,16 +131,22 @@ func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 				g.Quorum(0, 5, time.Minute)
 			}, codes.Internal, answerTime,
 		},
-		"a vote":           {vote, func(g *fttest.Group, _ func()) { g.Vote(0, 5, true, time.Minute) }, codes.OK, answerTime},
-		"a vote, no":       {vote, func(g *fttest.Group, _ func()) { g.Vote(0, 5, false, time.Minute) }, codes.OK, answerTime},
+		"a vote": {vote, func(g *fttest.Group, _ func()) { g.Vote(0, 5, true, time.Minute) },
+			codes.OK, answerTime},
+		"a vote, no": {vote, func(g *fttest.Group, _ func()) { g.Vote(0, 5, false, time.Minute) },
+			codes.OK, answerTime},
 		"a vote, too late": {vote, nil, codes.DeadlineExceeded, time.Minute - 100*time.Millisecond},
-		"a vote, canceled": {vote, func(_ *fttest.Group, cancel func()) { cancel() }, codes.Canceled, answerTime},
+		"a vote, canceled": {vote, func(_ *fttest.Group, cancel func()) { cancel() }, codes.Canceled,
+			answerTime},
 		"a vote of no rank": {
-			func(ctx context.Context, a asker) (any, error) { return a.vote(ctx, -1, 5, true) }, nil, codes.InvalidArgument, 0,
+			func(ctx context.Context, a asker) (any, error) { return a.vote(ctx, -1, 5, true) }, nil,
+			codes.InvalidArgument, 0,
 		},
-		"a vote at the end of the server": {vote, func(g *fttest.Group, _ func()) { g.Server.Shutdown() }, codes.Unavailable, answerTime},
+		"a vote at the end of the server": {vote, func(g *fttest.Group, _ func()) { g.Server.Shutdown() },
+			codes.Unavailable, answerTime},
 		"a vote of another step": {
-			vote, func(g *fttest.Group, _ func()) { g.Vote(0, 6, true, time.Minute) }, codes.Aborted, answerTime,
+			vote, func(g *fttest.Group, _ func()) { g.Vote(0, 6, true, time.Minute) }, codes.Aborted,
+			answerTime,
 		},
 	} {
 		for _, traceparent := range []string{"", traceOf(1)} {
@@ -151,7 +166,8 @@ func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 	}
 }
 
-func outcomeOf(t *testing.T, dial func(*fttest.Cluster, *fttest.Group) asker, call func(context.Context, asker) (any, error),
+func outcomeOf(t *testing.T, dial func(*fttest.Cluster, *fttest.Group) asker,
+	call func(context.Context, asker) (any, error),
 	while func(*fttest.Group, func()), traceparent string,
 ) (h outcome) {
 	t.Helper()
@@ -180,7 +196,8 @@ func outcomeOf(t *testing.T, dial func(*fttest.Cluster, *fttest.Group) asker, ca
 			for _, attribute := range span.Attributes {
 				attributes = append(attributes, fmt.Sprintf("%s=%s", attribute.Key, attribute.Value.String()))
 			}
-			h.spans = append(h.spans, fmt.Sprint(span.Name, span.Parent.TraceID(), attributes, span.Status, span.EndTime.Sub(span.StartTime)))
+			h.spans = append(h.spans, fmt.Sprint(span.Name, span.Parent.TraceID(), attributes, span.Status,
+				span.EndTime.Sub(span.StartTime)))
 		}
 		slices.Sort(h.spans)
 	})

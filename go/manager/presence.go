@@ -15,8 +15,9 @@ type connection struct {
 	ended bool
 }
 
-// presence counts the open connections of each rank. When the last connection of a rank breaks, the rank counts as disconnected, so
-// that the other ranks of the group learn of a failure at once and not by a timeout.
+// presence counts the open connections of each rank. When the last connection of a rank breaks, the rank
+// counts as disconnected, so that the other ranks of the group learn of a failure at once and not by a
+// timeout.
 type presence struct {
 	open         map[int64]int
 	disconnected map[int64]time.Time // since when
@@ -53,7 +54,8 @@ func (p *presence) end(c *connection) (disconnected []int64) {
 	return disconnected
 }
 
-// rankGrace is how long a rank may take to reconnect before this group is reported as incomplete to the others.
+// rankGrace is how long a rank may take to reconnect before this group is reported as incomplete to the
+// others.
 const rankGrace = 200 * time.Millisecond
 
 // present records that a rank has reconnected, before its next request.
@@ -79,8 +81,8 @@ func (s *Server) connectionEnded(c *connection) {
 	}
 }
 
-// expectWithinGrace reports this group as incomplete after rankGrace, unless the rank is back by then. If it comes back and is
-// disconnected again, a later call has its grace. The caller holds mu.
+// expectWithinGrace reports this group as incomplete after rankGrace, unless the rank is back by then. If it
+// comes back and is disconnected again, a later call has its grace. The caller holds mu.
 func (s *Server) expectWithinGrace(groupRank int64) {
 	if s.closed {
 		return
@@ -95,10 +97,10 @@ func (s *Server) expectWithinGrace(groupRank int64) {
 	})
 }
 
-// lighthouseReached repeats the reports of disconnected ranks: this lighthouse may not have received them, because the stream was broken
-// at that time, or another lighthouse served then. Without its report, a lighthouse keeps a group whose manager server answers, and the
-// other groups would wait for a rank that has failed. A repeated report does no harm: the lighthouse ignores it if the group has a
-// pending request.
+// lighthouseReached repeats the reports of disconnected ranks: this lighthouse may not have received them,
+// because the stream was broken at that time, or another lighthouse served then. Without its report, a
+// lighthouse keeps a group whose manager server answers, and the other groups would wait for a rank that has
+// failed. A repeated report does no harm: the lighthouse ignores it if the group has a pending request.
 func (s *Server) lighthouseReached() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -110,7 +112,8 @@ func (s *Server) lighthouseReached() {
 	}
 }
 
-// connectionTracker is a stats.Handler: it finds the connection of each call, and reports the end of a connection to the server.
+// connectionTracker is a stats.Handler: it finds the connection of each call, and reports the end of a
+// connection to the server.
 type connectionTracker struct{ server *Server }
 
 type connectionKey struct{}

@@ -19,7 +19,8 @@ func agreeing(t *testing.T, names ...string) (*fttest.Agreeing, []*fttest.Group)
 	l := fttest.NewAgreeing(t, 1)
 	var groups []*fttest.Group
 	for _, name := range names {
-		groups = append(groups, l.StartGroup(name, 1, func(cfg *manager.ServerConfig) { cfg.LighthouseAddr = fttest.AgreeingAddrs }))
+		groups = append(groups, l.StartGroup(name, 1,
+			func(cfg *manager.ServerConfig) { cfg.LighthouseAddr = fttest.AgreeingAddrs }))
 	}
 	return l, groups
 }
@@ -30,9 +31,10 @@ func TestALeaderThatFailsCostsNoStep(t *testing.T) {
 		fail   func(l *fttest.Agreeing, leader string)
 		within time.Duration
 	}{
-		"killed":   {func(l *fttest.Agreeing, leader string) { l.Kill(leader) }, 1500 * time.Millisecond},
-		"vanished": {func(l *fttest.Agreeing, leader string) { l.Net.Host(leader).Vanish() }, 3 * time.Second},
-		"stopped":  {func(l *fttest.Agreeing, leader string) { l.Net.Pause(leader) }, 3 * time.Second},
+		"killed": {func(l *fttest.Agreeing, leader string) { l.Kill(leader) }, 1500 * time.Millisecond},
+		"vanished": {func(l *fttest.Agreeing, leader string) { l.Net.Host(leader).Vanish() },
+			3 * time.Second},
+		"stopped": {func(l *fttest.Agreeing, leader string) { l.Net.Pause(leader) }, 3 * time.Second},
 		"cut off from the other lighthouses": {func(l *fttest.Agreeing, leader string) {
 			for _, host := range fttest.AgreeingHosts {
 				if host != leader {
@@ -60,7 +62,8 @@ func TestALeaderThatFailsCostsNoStep(t *testing.T) {
 	}
 }
 
-// The next leader knows the last quorum from the log: a member that has ended meanwhile is waited for, as by a leader that knew it.
+// The next leader knows the last quorum from the log: a member that has ended meanwhile is waited for, as by
+// a leader that knew it.
 func TestANewLeaderContinuesFromTheLog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, groups := agreeing(t, "a", "b")
@@ -125,9 +128,11 @@ func TestARollingRestartCostsNoStep(t *testing.T) {
 	})
 }
 
-// answeredInPart lets groups ask for a step, and the lighthouse on a host answer only the first one. The channels receive the answers of the
-// others.
-func answeredInPart(t *testing.T, net *fttest.Network, host string, step int64, groups []*fttest.Group, names ...string) (first recovery.Result, others answers) {
+// answeredInPart lets groups ask for a step, and the lighthouse on a host answer only the first one. The
+// channels receive the answers of the others.
+func answeredInPart(
+	t *testing.T, net *fttest.Network, host string, step int64, groups []*fttest.Group, names ...string,
+) (first recovery.Result, others answers) {
 	for _, g := range groups[1:] {
 		others = append(others, g.QuorumOfAll(step, 20*time.Second)...)
 	}
@@ -143,8 +148,8 @@ func answeredInPart(t *testing.T, net *fttest.Network, host string, step int64, 
 	return got.Value, others
 }
 
-// The groups whose answer of a round was lost receive that round from the next leader, or from the restarted lighthouse. The first group waits
-// for them in its collective, and asks nothing.
+// The groups whose answer of a round was lost receive that round from the next leader, or from the restarted
+// lighthouse. The first group waits for them in its collective, and asks nothing.
 func redelivered(t *testing.T, first recovery.Result, others answers, step int64, groups []*fttest.Group) {
 	for _, got := range others.results(t) {
 		assert.Equal(t, first.QuorumID, got.QuorumID)
@@ -164,7 +169,8 @@ func redelivered(t *testing.T, first recovery.Result, others answers, step int64
 }
 
 func TestALeaderThatEndsWhileItAnswersCostsNoStep(t *testing.T) {
-	for name, late := range map[string]bool{"the group with the answer greets at once": false, "it greets after the others have asked": true} {
+	for name, late := range map[string]bool{"the group with the answer greets at once": false,
+		"it greets after the others have asked": true} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				l, groups := agreeing(t, "a", "b", "d")

@@ -17,8 +17,9 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// rankCall is a pending request of a rank. It arrives by one of three paths: a unary call (service.go), a stream (session.go), or a
-// call within this process (direct.go). Each path converts the request, calls Server.begin, and calls end when it has the answer.
+// rankCall is a pending request of a rank. It arrives by one of three paths: a unary call (service.go), a
+// stream (session.go), or a call within this process (direct.go). Each path converts the request, calls
+// Server.begin, and calls end when it has the answer.
 type rankCall struct {
 	kind          callKind
 	round.Request        // for a vote: only rank and step; for a request for metadata: only the rank
@@ -84,11 +85,13 @@ func (s *Server) do(ctx context.Context, c rankCall) answer {
 	return a
 }
 
-// begin feeds a call to the machine, and calls answered once, with the answer: shortly before the call's deadline at the latest, and
-// possibly before begin returns. answered must not block: it is mostly called under the server's lock.
+// begin feeds a call to the machine, and calls answered once, with the answer: shortly before the call's
+// deadline at the latest, and possibly before begin returns. answered must not block: it is mostly called
+// under the server's lock.
 func (s *Server) begin(c *rankCall, answered func(answer)) {
 	if c.kind == quorumCall && c.deadline.IsZero() {
-		answered(answer{err: status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")})
+		answered(answer{err: status.Error(codes.InvalidArgument,
+			"the quorum call has no deadline (grpc-timeout): it must have one")})
 		return
 	}
 	c.span = s.traced(c)
@@ -110,20 +113,22 @@ func (s *Server) begin(c *rankCall, answered func(answer)) {
 	})
 	s.step(s.eventOf(c))
 	if !c.answered {
-		c.expiry = rpc.AfterFunc(s.log, "the deadline of a call", func() { s.abandon(c, context.DeadlineExceeded) })
+		c.expiry = rpc.AfterFunc(s.log, "the deadline of a call",
+			func() { s.abandon(c, context.DeadlineExceeded) })
 		c.expiry.Reset(time.Until(c.lastMoment()))
 	}
 }
 
-// lastMoment returns when a call without an answer is answered with an error. This is early enough for the rank to receive the
-// error, which names what the call waited for, before its own deadline.
+// lastMoment returns when a call without an answer is answered with an error. This is early enough for the
+// rank to receive the error, which names what the call waited for, before its own deadline.
 func (c *rankCall) lastMoment() time.Time {
 	if c.deadline.IsZero() {
 		return time.Now().Add(rpc.MaxWait)
 	}
 	sooner := rpc.Sooner(c.deadline, replyMargin)
 	if c.kind == quorumCall {
-		return sooner.Add(c.deadline.Sub(sooner) / 2) // after the end of the request to the lighthouse (ask), whose reason is more specific
+		// after the end of the request to the lighthouse (ask), whose reason is more specific
+		return sooner.Add(c.deadline.Sub(sooner) / 2)
 	}
 	return sooner
 }

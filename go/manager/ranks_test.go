@@ -25,10 +25,11 @@ import (
 	"github.com/torchft/torchft/go/rankclient"
 )
 
-// BenchmarkRanks measures the quorum and the vote of a step in a group with many ranks, on real sockets. The server is alone in
-// this process, on one processor as in the process of rank 0 (pyapi/ops); all ranks are in a second process. Both share the
-// processors of this machine, whereas real ranks have their own. So the figures of the server are the processor time of its process,
-// median and, for a vote, the ninth decile of the steps.
+// BenchmarkRanks measures the quorum and the vote of a step in a group with many ranks, on real sockets. The
+// server is alone in this process, on one processor as in the process of rank 0 (pyapi/ops); all ranks are in
+// a second process. Both share the processors of this machine, whereas real ranks have their own. So the
+// figures of the server are the processor time of its process, median and, for a vote, the ninth decile of
+// the steps.
 func BenchmarkRanks(b *testing.B) {
 	for _, ranks := range []int{8, 512, 800, 2000, 8000} {
 		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks) })
@@ -39,8 +40,10 @@ func benchRanks(b *testing.B, ranks int) {
 	b.Cleanup(func() { runtime.GOMAXPROCS(runtime.NumCPU()) })
 	runtime.GOMAXPROCS(1)
 	server, err := fttest.NewManager(b.Context(), manager.ServerConfig{
-		ReplicaID: "g0:life", Hostname: "127.0.0.1", Bind: "[::]:0", StoreAddr: "store:1", WorldSize: int64(ranks),
-		HeartbeatInterval: time.Second, ConnectTimeout: time.Second, Logger: fttest.Quiet, Membership: tenGroups{},
+		ReplicaID: "g0:life", Hostname: "127.0.0.1", Bind: "[::]:0", StoreAddr: "store:1",
+		WorldSize:         int64(ranks),
+		HeartbeatInterval: time.Second, ConnectTimeout: time.Second, Logger: fttest.Quiet,
+		Membership: tenGroups{},
 	})
 	require.NoError(b, err)
 	defer server.Shutdown()
@@ -72,7 +75,8 @@ func benchRanks(b *testing.B, ranks int) {
 type phase struct{ took, server, ranks []time.Duration }
 
 func (p *phase) add(did made) {
-	p.took, p.server, p.ranks = append(p.took, did.Took), append(p.server, did.server), append(p.ranks, did.Processor)
+	p.took, p.server, p.ranks = append(p.took, did.Took), append(p.server, did.server),
+		append(p.ranks, did.Processor)
 }
 
 // quantile returns a quantile of durations, in tenths.
@@ -99,7 +103,8 @@ func (tenGroups) Quorum(_ context.Context, m quorum.Member, _ int64) (*quorum.Qu
 	return q, nil
 }
 
-// made is the line that the process of the ranks prints after all ranks have connected, and after all have made a call.
+// made is the line that the process of the ranks prints after all ranks have connected, and after all have
+// made a call.
 type made struct {
 	Took, Processor time.Duration
 	Err             string
@@ -107,7 +112,8 @@ type made struct {
 	server time.Duration // processor time of the server
 }
 
-// If ranksEnv is set, this program is the process of the ranks. ranksEnv has the address of the server, ranksOf the number of ranks.
+// If ranksEnv is set, this program is the process of the ranks. ranksEnv has the address of the server,
+// ranksOf the number of ranks.
 const ranksEnv, ranksOf = "TORCHFT_TEST_RANKS_SERVER", "TORCHFT_TEST_RANKS"
 
 // load is the process of the ranks. All ranks make the call that a line names.
@@ -177,7 +183,8 @@ func simulateRanks() {
 		}
 		did = made{}
 		did.Took, err = ofAll(n, func(rank int) error {
-			ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute) // far above every measured time
+			// far above every measured time
+			ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 			defer cancel()
 			return call(ctx, rank)
 		})
@@ -196,12 +203,13 @@ func requestOf(rank, of int, step int64) rankclient.Request {
 	return rankclient.Request{
 		GroupRank: int64(rank), GroupWorldSize: int64(of), Step: step, CommittedQuorumID: 1,
 		CheckpointMetadata: fmt.Sprintf("http://node-%05d.cluster.local:%d", rank/8, 30000+rank%8),
-		Handle:             fmt.Sprintf("tcp://node-%05d.cluster.local:%d/0123456789abcdef", rank/8, 40000+rank%8),
+		Handle: fmt.Sprintf("tcp://node-%05d.cluster.local:%d/0123456789abcdef", rank/8,
+			40000+rank%8),
 	}
 }
 
-// ofAll runs a function for all ranks at once, and returns how long that took. Only the first error is reported: the others,
-// deadlines that passed while waiting for that rank, are less specific.
+// ofAll runs a function for all ranks at once, and returns how long that took. Only the first error is
+// reported: the others, deadlines that passed while waiting for that rank, are less specific.
 func ofAll(ranks int, do func(rank int) error) (time.Duration, error) {
 	start := time.Now()
 	var all sync.WaitGroup
@@ -210,7 +218,10 @@ func ofAll(ranks int, do func(rank int) error) (time.Duration, error) {
 	for rank := range ranks {
 		all.Go(func() {
 			if err := do(rank); err != nil {
-				first.Do(func() { failed = fmt.Errorf("rank %d, after %s: %w", rank, time.Since(start), err) })
+				first.Do(func() {
+					failed = fmt.Errorf("rank %d, after %s: %w", rank, time.Since(start),
+						err)
+				})
 			}
 		})
 	}

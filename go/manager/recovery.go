@@ -7,7 +7,8 @@ import (
 // bytes is the progress of a heal.
 type bytes struct{ received, total int64 }
 
-// groupHeal has the progress of each healing rank; the group's progress is their sum. Ranks report it several times a second.
+// groupHeal has the progress of each healing rank; the group's progress is their sum. Ranks report it several
+// times a second.
 type groupHeal struct {
 	ranks map[int64]bytes
 	group bytes
@@ -44,7 +45,8 @@ func (s *Server) healing(p *torchftpb.HealProgress) {
 // mostPhases bounds the memory that a rank's report can use.
 const mostPhases = 16
 
-// recovered counts the duration of a rank's recovery. The recovery of group rank 0 is reported to the lighthouse, for its page.
+// recovered counts the duration of a rank's recovery. The recovery of group rank 0 is reported to the
+// lighthouse, for its page.
 func (s *Server) recovered(r *torchftpb.Recovered) {
 	if !s.has(r.GetGroupRank()) {
 		return
@@ -57,7 +59,9 @@ func (s *Server) recovered(r *torchftpb.Recovered) {
 	}
 	s.mu.Unlock()
 	if r.GetGroupRank() == 0 {
-		s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: r}})
+		s.membership.Report(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Recovered{Recovered: r},
+		})
 	}
 }
 

@@ -17,7 +17,8 @@ func TestTheLighthouseShowsTheProgressAndTheCostOfAHeal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
-		answers{a.Quorum(0, 5, time.Minute), a.Quorum(1, 5, time.Minute), b.Quorum(0, 0, time.Minute), b.Quorum(1, 0, time.Minute)}.results(t)
+		answers{a.Quorum(0, 5, time.Minute), a.Quorum(1, 5, time.Minute), b.Quorum(0, 0, time.Minute),
+			b.Quorum(1, 0, time.Minute)}.results(t)
 		healing := func() (is bool, received, total int64) {
 			synctest.Wait()
 			m := c.Lighthouse.Status().Members[1]
@@ -30,7 +31,8 @@ func TestTheLighthouseShowsTheProgressAndTheCostOfAHeal(t *testing.T) {
 		synctest.Wait()
 		fttest.ReportHealing(b.Ranks[1], &torchftpb.HealProgress{GroupRank: 1, Received: 50, Total: 200})
 		synctest.Wait()
-		for _, nonsense := range []*torchftpb.HealProgress{{GroupRank: 2, Total: 1}, {GroupRank: -1, Total: 1}, {Received: 2, Total: 1}, {Received: -1}} {
+		for _, nonsense := range []*torchftpb.HealProgress{{GroupRank: 2, Total: 1},
+			{GroupRank: -1, Total: 1}, {Received: 2, Total: 1}, {Received: -1}} {
 			fttest.ReportHealing(b.Ranks[0], nonsense)
 		}
 		is, received, total := healing()
@@ -38,22 +40,29 @@ func TestTheLighthouseShowsTheProgressAndTheCostOfAHeal(t *testing.T) {
 		assert.EqualValues(t, 60, received, "the sum of both ranks")
 		assert.EqualValues(t, 300, total)
 
-		phases := []*torchftpb.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: math.NaN()}}
-		fttest.ReportRecovered(b.Ranks[1], &torchftpb.Recovered{GroupRank: 1, Healed: true, Step: 5, Bytes: 200})
+		phases := []*torchftpb.PhaseTime{{Phase: "transfer", Seconds: 2},
+			{Phase: "load", Seconds: math.NaN()}}
+		fttest.ReportRecovered(b.Ranks[1], &torchftpb.Recovered{GroupRank: 1, Healed: true, Step: 5,
+			Bytes: 200})
 		synctest.Wait()
-		fttest.ReportRecovered(b.Ranks[0], &torchftpb.Recovered{Healed: true, Step: 5, Bytes: 100, Phases: phases})
+		fttest.ReportRecovered(b.Ranks[0], &torchftpb.Recovered{Healed: true, Step: 5, Bytes: 100,
+			Phases: phases})
 		_, received, _ = healing()
 		assert.Zero(t, received)
 		// All survivors of a failure report it. It is shown once.
 		for _, g := range []*fttest.Group{a, b} {
-			fttest.ReportRecovered(g.Ranks[0], &torchftpb.Recovered{QuorumId: 7, Step: 9, StepsLost: 1, Phases: []*torchftpb.PhaseTime{{Phase: "abort", Seconds: 0.5}}})
+			fttest.ReportRecovered(g.Ranks[0],
+				&torchftpb.Recovered{QuorumId: 7, Step: 9, StepsLost: 1,
+					Phases: []*torchftpb.PhaseTime{{Phase: "abort", Seconds: 0.5}}})
 			synctest.Wait()
 		}
 		events := history(t, c)
 		require.Len(t, events, 3, "%v", events)
 		assert.Subset(t, events[1], map[string]any{"kind": "healed", "who": "b", "step": 5.0, "bytes": 100.0})
-		assert.Equal(t, []any{map[string]any{"phase": "transfer", "seconds": 2.0}}, events[1]["phases"], "JSON has no NaN")
-		assert.Subset(t, events[2], map[string]any{"kind": "recovered", "who": "a", "step": 9.0, "steps_lost": 1.0, "quorum_id": 7.0})
+		assert.Equal(t, []any{map[string]any{"phase": "transfer", "seconds": 2.0}}, events[1]["phases"],
+			"JSON has no NaN")
+		assert.Subset(t, events[2], map[string]any{"kind": "recovered", "who": "a", "step": 9.0,
+			"steps_lost": 1.0, "quorum_id": 7.0})
 		for _, line := range []string{
 			`level=INFO msg="torchft: a member healed" member=b step=5 bytes=100 seconds=2`,
 			`level=INFO msg="torchft: the other groups continue after a failure" quorum_id=7 step=9 steps_lost=1 seconds=0.5`,
@@ -68,7 +77,8 @@ func TestAHealThatWasAbandonedIsNotShownAnyMore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
-		answers{a.Quorum(0, 5, time.Minute), a.Quorum(1, 5, time.Minute), b.Quorum(0, 0, time.Minute), b.Quorum(1, 0, time.Minute)}.results(t)
+		answers{a.Quorum(0, 5, time.Minute), a.Quorum(1, 5, time.Minute), b.Quorum(0, 0, time.Minute),
+			b.Quorum(1, 0, time.Minute)}.results(t)
 		fttest.ReportHealing(b.Ranks[0], &torchftpb.HealProgress{Received: 10, Total: 100})
 		fttest.ReportHealing(b.Ranks[1], &torchftpb.HealProgress{GroupRank: 1, Received: 10, Total: 100})
 		synctest.Wait()

@@ -31,6 +31,7 @@ func TestRetryAfter(t *testing.T) {
 		if row.code != codes.OK {
 			err = status.Error(row.code, "no")
 		}
-		assert.Equal(t, row.expected, retryAfter(err, row.refused, row.retries), "%s, %d refused, quorum_retries=%d", row.code, row.refused, row.retries)
+		assert.Equal(t, row.expected, retryAfter(err, row.refused, row.retries),
+			"%s, %d refused, quorum_retries=%d", row.code, row.refused, row.retries)
 	}
 }

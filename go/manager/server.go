@@ -39,21 +39,23 @@ type Server struct {
 	asking   map[uint64]context.CancelFunc // requests to the lighthouse, by round
 	presence presence
 	meters   *meters
-	parent   string // trace context of the rank that was the last one to ask for the quorum; empty if no rank traces
-	heals    groupHeal
+	// trace context of the rank that was the last one to ask for the quorum; empty if no rank traces
+	parent string
+	heals  groupHeal
 
 	badCount sync.Once // logs only the first refused torchftpb.Counted, whichever rank sent it
 	trouble  string    // why the lighthouse is not reached; empty if it is
 	closed   bool
 }
 
-// spareConnections are for clients that mostConnections does not count one by one: Prometheus, operators, and, if several groups heal at
-// the same time, the ranks of all but one of them.
+// spareConnections are for clients that mostConnections does not count one by one: Prometheus, operators,
+// and, if several groups heal at the same time, the ranks of all but one of them.
 const spareConnections = 10_000
 
-// mostConnections returns how many connections to a manager server may be open. Each rank keeps one. After a network failure all ranks
-// reconnect before the server notices that the old connections are broken (rpc's pings, 15 s). And the ranks of a healing group, as many
-// again, connect to request the metadata of the checkpoint.
+// mostConnections returns how many connections to a manager server may be open. Each rank keeps one. After a
+// network failure all ranks reconnect before the server notices that the old connections are broken (rpc's
+// pings, 15 s). And the ranks of a healing group, as many again, connect to request the metadata of the
+// checkpoint.
 func mostConnections(worldSize int64) int { return spareConnections + 3*int(worldSize) }
 
 // NewServer starts the server of a replica group: it is bound and serving on return. End it with Shutdown.
@@ -63,7 +65,8 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 	}
 	cfg = cfg.withDefaults()
 	tracing.Setup(cfg.Logger)
-	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{MaxConnections: mostConnections(cfg.WorldSize)}, cfg.Logger)
+	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{MaxConnections: mostConnections(cfg.WorldSize)},
+		cfg.Logger)
 	if err != nil {
 		return nil, errors.Join(err, cfg.Membership.Close())
 	}
@@ -126,8 +129,8 @@ func (s *Server) Shutdown() {
 // Finish makes Shutdown announce that the training of the group is complete.
 func (s *Server) Finish() { s.membership.Finish() }
 
-// leave announces that the group has completed its last step, and waits until its peers have completed that step too and no longer need
-// the group's data.
+// leave announces that the group has completed its last step, and waits until its peers have completed that
+// step too and no longer need the group's data.
 func (s *Server) leave(ctx context.Context) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
@@ -139,8 +142,8 @@ func (s *Server) leave(ctx context.Context) error {
 // has reports whether the group has a rank.
 func (s *Server) has(groupRank int64) bool { return groupRank >= 0 && groupRank < s.cfg.WorldSize }
 
-// failed returns the error of a call. If its deadline passed while the lighthouse could not be reached, the error contains the
-// reason for that.
+// failed returns the error of a call. If its deadline passed while the lighthouse could not be reached, the
+// error contains the reason for that.
 func (s *Server) failed(event round.Event, f round.Failure) error {
 	err := wire.ToStatus(f)
 	if _, withdrawn := event.(round.Withdrawn); withdrawn && s.trouble != "" && rpc.IsTimeout(err) {
@@ -149,7 +152,8 @@ func (s *Server) failed(event round.Event, f round.Failure) error {
 	return err
 }
 
-// step feeds the machine one event, and carries out its actions. The caller holds mu, so nothing in here may block.
+// step feeds the machine one event, and carries out its actions. The caller holds mu, so nothing in here may
+// block.
 func (s *Server) step(event round.Event) {
 	var err error
 	sound := false
@@ -157,7 +161,8 @@ func (s *Server) step(event round.Event) {
 		if sound {
 			return
 		}
-		// The machine panicked, and may be in any state: all pending calls get the error, and a new machine begins.
+		// The machine panicked, and may be in any state: all pending calls get the error, and a new machine
+		// begins.
 		for _, cancel := range s.asking {
 			cancel()
 		}
@@ -195,11 +200,17 @@ func (s *Server) step(event round.Event) {
 				Parting: &torchftpb.Parting{QuorumId: a.QuorumID, Step: a.Step, Reason: a.Reason},
 			}})
 		case round.NeedQuorum:
-			s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Changes{Changes: a.Reason}})
+			s.membership.Report(&torchftpb.MemberMessage{
+				Message: &torchftpb.MemberMessage_Changes{Changes: a.Reason},
+			})
 		case round.RequestDrain:
-			s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Drain{Drain: "a signal to the group"}})
+			s.membership.Report(&torchftpb.MemberMessage{
+				Message: &torchftpb.MemberMessage_Drain{Drain: "a signal to the group"},
+			})
 		case round.ReportIncomplete:
-			s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: a.Reason}})
+			s.membership.Report(&torchftpb.MemberMessage{
+				Message: &torchftpb.MemberMessage_Incomplete{Incomplete: a.Reason},
+			})
 		case round.Fail:
 			s.waiters.Answer(a.Waiter, answer{err: s.failed(event, a.Failure)})
 		}

@@ -48,7 +48,10 @@ func TestALighthouseErrorReachesEveryRankAtOnce(t *testing.T) {
 			f := &fake{quorum: func(context.Context) (*quorum.Quorum, error) {
 				return nil, status.Error(codes.PermissionDenied, "not you")
 			}}
-			g := c.StartGroup("a", 3, func(cfg *manager.ServerConfig) { cfg.Membership, cfg.QuorumRetries = f, retries })
+			g := c.StartGroup("a", 3, func(cfg *manager.ServerConfig) {
+				cfg.Membership, cfg.QuorumRetries = f,
+					retries
+			})
 			for _, answer := range g.QuorumOfAll(1, time.Minute) {
 				got := <-answer
 				assert.ErrorContains(t, got.Err, "not you")
@@ -97,10 +100,12 @@ func TestAQuorumCallNeedsADeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)
-		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "manager", g.Server.Address(), time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "manager",
+			g.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
-		_, err = torchftpb.NewManagerServiceClient(conn).Quorum(context.Background(), &torchftpb.ManagerQuorumRequest{})
+		_, err = torchftpb.NewManagerServiceClient(conn).Quorum(context.Background(),
+			&torchftpb.ManagerQuorumRequest{})
 		assert.Equal(t, codes.InvalidArgument, status.Code(err))
 		assert.ErrorContains(t, err, "grpc-timeout")
 	})
@@ -128,7 +133,8 @@ func TestKillNeedsThisHostOrTheToken(t *testing.T) {
 		wantError                    string
 	}{
 		{"from elsewhere", "", "", "x", codes.PermissionDenied, "it comes from another host"},
-		{"from elsewhere, with any token", "", "secret", "x", codes.PermissionDenied, "it comes from another host"},
+		{"from elsewhere, with any token", "", "secret", "x", codes.PermissionDenied,
+			"it comes from another host"},
 		{"from this host", "", "", "a", codes.OK, ""},
 		{"missing", "secret", "", "x", codes.Unauthenticated, "wants the job's token"},
 		{"missing, from this host", "secret", "", "a", codes.Unauthenticated, "wants the job's token"},
@@ -143,10 +149,12 @@ func TestKillNeedsThisHostOrTheToken(t *testing.T) {
 				g := c.StartGroup("a", 1, func(cfg *manager.ServerConfig) {
 					cfg.Security, cfg.Exit = configured, func(code int) { exited <- code }
 				})
-				conn, err := rpc.Dial(t.Context(), rpc.Dialing{Security: sent, Network: c.Net.Host(tc.from)}, "manager", g.Server.Address(), time.Second)
+				conn, err := rpc.Dial(t.Context(), rpc.Dialing{Security: sent, Network: c.Net.Host(tc.from)},
+					"manager", g.Server.Address(), time.Second)
 				require.NoError(t, err)
 				defer func() { require.NoError(t, conn.Close()) }()
-				_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(), &torchftpb.KillRequest{Msg: "test"})
+				_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(),
+					&torchftpb.KillRequest{Msg: "test"})
 				assert.Equal(t, tc.want, status.Code(err), "%v", err)
 				if tc.want != codes.OK {
 					assert.ErrorContains(t, err, tc.wantError)
@@ -199,7 +207,8 @@ func TestNoLighthouse(t *testing.T) {
 		cfg.ConnectTimeout = 2 * time.Second
 		start := time.Now()
 		_, err := fttest.NewManager(t.Context(), cfg)
-		assert.ErrorContains(t, err, "could not connect to lighthouse at http://lighthouse:29510: timed out after 2s: ")
+		assert.ErrorContains(t, err,
+			"could not connect to lighthouse at http://lighthouse:29510: timed out after 2s: ")
 		assert.ErrorContains(t, err, "connection refused")
 		assert.False(t, rpc.IsTimeout(err))
 		assert.Equal(t, 2*time.Second, time.Since(start))
@@ -218,8 +227,8 @@ func TestTheLighthouseMayStartAfterTheManagerServer(t *testing.T) {
 	})
 }
 
-// Two clients of a server in the same process, over real sockets: one calls the server directly, like group rank 0 in production, and
-// the other one must use the network.
+// Two clients of a server in the same process, over real sockets: one calls the server directly, like group
+// rank 0 in production, and the other one must use the network.
 func TestTheShortcutInOneProcess(t *testing.T) {
 	started := startLighthouse(t, 1)
 	failing := &reporter{failures: make(chan membership.Notice)}
@@ -257,9 +266,11 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	assert.Equal(t, failed, <-far.Notices())
 
 	_, err = near.Quorum(context.Background(), rankclient.Request{GroupRank: 0})
-	assert.Equal(t, codes.InvalidArgument, status.Code(err), "a call in the process is refused by the same rule as one over the network")
+	assert.Equal(t, codes.InvalidArgument, status.Code(err),
+		"a call in the process is refused by the same rule as one over the network")
 
-	expired, stop := context.WithTimeout(t.Context(), 500*time.Millisecond) // longer than the vote takes to arrive
+	// longer than the vote takes to arrive
+	expired, stop := context.WithTimeout(t.Context(), 500*time.Millisecond)
 	defer stop()
 	_, err = near.ShouldCommit(expired, 0, 1, true)
 	assert.True(t, rpc.IsTimeout(err), "%v", err)
@@ -294,8 +305,10 @@ func startLighthouse(t testing.TB, minReplicas int) *lighthouse.Server {
 
 func realConfig(lighthouseAddr, replicaID string, worldSize int64) manager.ServerConfig {
 	return manager.ServerConfig{
-		ReplicaID: replicaID, LighthouseAddr: lighthouseAddr, Hostname: "127.0.0.1", Bind: "[::]:0", StoreAddr: "store:1",
-		WorldSize: worldSize, HeartbeatInterval: 100 * time.Millisecond, ConnectTimeout: 10 * time.Second, Logger: fttest.Quiet,
+		ReplicaID: replicaID, LighthouseAddr: lighthouseAddr, Hostname: "127.0.0.1", Bind: "[::]:0",
+		StoreAddr: "store:1",
+		WorldSize: worldSize, HeartbeatInterval: 100 * time.Millisecond, ConnectTimeout: 10 * time.Second,
+		Logger: fttest.Quiet,
 	}
 }
 
@@ -316,7 +329,8 @@ func TestGarbageDoesNotEndTheServer(t *testing.T) {
 	require.NoError(t, err)
 	defer server.Shutdown()
 	fttest.SendGarbage(t, server.Address())
-	client, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rpc.Dialing{NoShortcut: true})
+	client, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second,
+		rpc.Dialing{NoShortcut: true})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, client.Close()) }()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)

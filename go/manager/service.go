@@ -19,7 +19,9 @@ type service struct {
 	server *Server
 }
 
-func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error) {
+func (s service) Quorum(
+	ctx context.Context, req *torchftpb.ManagerQuorumRequest,
+) (*torchftpb.ManagerQuorumResponse, error) {
 	a := s.do(ctx, quorumFromProto(req))
 	if a.err != nil {
 		return nil, a.err
@@ -27,7 +29,9 @@ func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest
 	return wire.ResultToProto(*a.result), nil
 }
 
-func (s service) CheckpointMetadata(ctx context.Context, req *torchftpb.CheckpointMetadataRequest) (*torchftpb.CheckpointMetadataResponse, error) {
+func (s service) CheckpointMetadata(
+	ctx context.Context, req *torchftpb.CheckpointMetadataRequest,
+) (*torchftpb.CheckpointMetadataResponse, error) {
 	a := s.server.do(ctx, rankCall{kind: metadataCall, Request: round.Request{GroupRank: req.GetRank()}})
 	if a.err != nil {
 		return nil, a.err
@@ -35,7 +39,9 @@ func (s service) CheckpointMetadata(ctx context.Context, req *torchftpb.Checkpoi
 	return &torchftpb.CheckpointMetadataResponse{CheckpointMetadata: a.metadata}, nil
 }
 
-func (s service) ShouldCommit(ctx context.Context, req *torchftpb.ShouldCommitRequest) (*torchftpb.ShouldCommitResponse, error) {
+func (s service) ShouldCommit(
+	ctx context.Context, req *torchftpb.ShouldCommitRequest,
+) (*torchftpb.ShouldCommitResponse, error) {
 	a := s.do(ctx, voteFromProto(req))
 	if a.err != nil {
 		return nil, a.err

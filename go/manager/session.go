@@ -25,8 +25,11 @@ type sessions struct {
 	service service
 }
 
-// Session serves one rank's stream until either side ends it. A server that shuts down sends the last answers first.
-func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) error {
+// Session serves one rank's stream until either side ends it. A server that shuts down sends the last answers
+// first.
+func (s sessions) Session(
+	stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse],
+) error {
 	server := s.service.server
 	ctx := stream.Context()
 	o := &openSession{
@@ -46,7 +49,8 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 			return err
 		case <-server.ctx.Done():
 			o.finish()
-			return status.Error(codes.Unavailable, "the manager server of "+server.cfg.ReplicaID+" is shutting down")
+			return status.Error(codes.Unavailable, "the manager server of "+server.cfg.ReplicaID+" is "+
+				"shutting down")
 		}
 	}
 }
@@ -56,11 +60,12 @@ func (s sessions) Leave(ctx context.Context, _ *torchftpb.LeaveRequest) (*torchf
 	return &torchftpb.LeaveResponse{}, s.service.server.leave(ctx)
 }
 
-// mostCalls bounds the open calls of a session: a rank makes one quorum call and one vote at a time, and a few that it has
-// cancelled may still be open.
+// mostCalls bounds the open calls of a session: a rank makes one quorum call and one vote at a time, and a
+// few that it has cancelled may still be open.
 const mostCalls = 64
 
-// openSession is one rank's stream with its calls in progress. A goroutine receives the requests and feeds the machine.
+// openSession is one rank's stream with its calls in progress. A goroutine receives the requests and feeds
+// the machine.
 type openSession struct {
 	stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
 	server *Server
@@ -73,7 +78,8 @@ type openSession struct {
 	mu       sync.Mutex
 	finished bool
 	refused  sync.Once
-	open     []*sessionCall // calls whose answers have not been sent, mostly one or two; mostCalls bounds unsent answers, too
+	// calls whose answers have not been sent, mostly one or two; mostCalls bounds unsent answers, too
+	open []*sessionCall
 }
 
 // sessionCall is a call in progress. The session's lock guards the fields that it adds to rankCall.
@@ -112,7 +118,9 @@ func (o *openSession) take(req *torchftpb.RankRequest) bool {
 func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 	switch r := req.GetRequest().(type) {
 	case *torchftpb.RankRequest_Suspected:
-		s.membership.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{Suspected: r.Suspected}})
+		s.membership.Report(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Suspected{Suspected: r.Suspected},
+		})
 	case *torchftpb.RankRequest_Hello:
 		s.present(from, r.Hello)
 	case *torchftpb.RankRequest_Healing:
@@ -136,15 +144,18 @@ func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 func (o *openSession) start(req *torchftpb.RankRequest) bool {
 	call := &sessionCall{rankCall: callFromProto(req), number: req.GetCall()}
 	timeout := rpc.Microseconds(req.GetTimeoutUs())
-	call.conn, call.traceparent, call.deadline = o.conn, cmp.Or(call.traceparent, o.parent), time.Now().Add(timeout)
+	call.conn, call.traceparent, call.deadline = o.conn, cmp.Or(call.traceparent, o.parent),
+		time.Now().Add(timeout)
 	if !o.admit(call) {
 		return false
 	}
 	switch {
 	case timeout <= 0:
-		o.answer(call, answer{err: status.Errorf(codes.InvalidArgument, "timeout_us is %d: a call of a session needs a deadline, above 0", req.GetTimeoutUs())})
+		o.answer(call, answer{err: status.Errorf(codes.InvalidArgument,
+			"timeout_us is %d: a call of a session needs a deadline, above 0", req.GetTimeoutUs())})
 	case call.kind == unknownCall:
-		o.answer(call, answer{err: status.Error(codes.Unimplemented, "this request of a session is not known here")})
+		o.answer(call, answer{err: status.Error(codes.Unimplemented,
+			"this request of a session is not known here")})
 	default:
 		o.server.begin(&call.rankCall, func(a answer) { o.answer(call, a) })
 	}
@@ -170,7 +181,8 @@ func (o *openSession) admit(call *sessionCall) bool {
 	}
 	if len(o.open) >= mostCalls || o.call(call.number) != nil {
 		o.refused.Do(func() {
-			o.server.log.Warn("torchft: a session is ended: its rank makes calls and does not read the answers, or uses the number of a call in progress again",
+			o.server.log.Warn("torchft: a session is ended: its rank makes calls and does not read the "+
+				"answers, or uses the number of a call in progress again",
 				"calls", len(o.open))
 		})
 		return false
@@ -198,8 +210,8 @@ func (o *openSession) cancelCall(number uint64) {
 	}
 }
 
-// answer ends a call, and queues its answer. It does not block, since the server's lock may be held. An answer that has been sent makes
-// room for another call.
+// answer ends a call, and queues its answer. It does not block, since the server's lock may be held. An
+// answer that has been sent makes room for another call.
 func (o *openSession) answer(call *sessionCall, a answer) {
 	o.mu.Lock()
 	call.done = true
@@ -218,7 +230,8 @@ func (o *openSession) answer(call *sessionCall, a answer) {
 	}
 }
 
-// notify queues a notice. It is dropped if the rank does not read: its collectives then end by their timeouts.
+// notify queues a notice. It is dropped if the rank does not read: its collectives then end by their
+// timeouts.
 func (o *openSession) notify(n *torchftpb.RankResponse) {
 	o.sender.Post(func() { _ = o.stream.Send(n) })
 }
@@ -228,7 +241,8 @@ var votes = map[answer]rpc.Encoded{}
 
 func init() {
 	for _, a := range []answer{{}, {commit: true}, {commit: true, stands: true}, {stands: true}} {
-		votes[a], _ = proto.Marshal(&torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{ // always valid
+		votes[a], _ = proto.Marshal(&torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{
+			// always valid
 			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit, Stands: a.stands},
 		}})
 	}
@@ -242,15 +256,17 @@ func (o *openSession) response(c *sessionCall, a answer) any {
 	resp := &torchftpb.RankResponse{Call: c.number}
 	if a.err != nil {
 		s := status.Convert(a.err)
-		resp.Response = &torchftpb.RankResponse_Failure{Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()}}
+		resp.Response = &torchftpb.RankResponse_Failure{
+			Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()},
+		}
 	} else {
 		resp.Response = &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(*a.result)}
 	}
 	return resp
 }
 
-// finish ends the calls in progress, and waits until their answers have been sent: Send fails once the stream has ended. receive may
-// still run.
+// finish ends the calls in progress, and waits until their answers have been sent: Send fails once the stream
+// has ended. receive may still run.
 func (o *openSession) finish() {
 	o.mu.Lock()
 	o.finished = true

@@ -39,7 +39,8 @@ func TestACallThatCannotConnectEndsAtItsDeadline(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		host := g.Host(1)
 		network := &unanswered{Network: host}
-		client, err := rankclient.Dial(t.Context(), g.Server.Address(), time.Second, rpc.Dialing{Network: network})
+		client, err := rankclient.Dial(t.Context(), g.Server.Address(), time.Second,
+			rpc.Dialing{Network: network})
 		require.NoError(t, err)
 		defer func() { require.NoError(t, client.Close()) }()
 

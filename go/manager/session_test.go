@@ -37,8 +37,10 @@ func (upstreamManager) CheckpointMetadata(
 func TestAServerWithoutSessionsGivesItsMetadata(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		net := fttest.NewNetwork()
-		defer net.Host("upstream").Serve(t, ":1", func(g *grpc.Server) { torchftpb.RegisterManagerServiceServer(g, upstreamManager{}) })()
-		client, err := rankclient.Dial(t.Context(), "http://upstream:1", time.Second, rpc.Dialing{Network: net.Host("rank")})
+		defer net.Host("upstream").Serve(t, ":1",
+			func(g *grpc.Server) { torchftpb.RegisterManagerServiceServer(g, upstreamManager{}) })()
+		client, err := rankclient.Dial(t.Context(), "http://upstream:1", time.Second,
+			rpc.Dialing{Network: net.Host("rank")})
 		require.NoError(t, err)
 		defer func() { require.NoError(t, client.Close()) }()
 
@@ -91,7 +93,8 @@ func TestARankThatCancelsIsNoVoter(t *testing.T) {
 		assert.True(t, rpc.IsTimeout((<-vote).Err))
 		got := <-sibling
 		assert.ErrorContains(t, got.Err, "rank 0 no longer waits: its call was cancelled")
-		assert.Less(t, got.Took, atOnce, "the server has received the cancellation, long before the call's own deadline")
+		assert.Less(t, got.Took, atOnce,
+			"the server has received the cancellation, long before the call's own deadline")
 	})
 }
 
@@ -109,12 +112,15 @@ func TestInvalidRequestsOfASession(t *testing.T) {
 		}
 		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 1, TimeoutUs: 1e6}))
 		fails(1, codes.Unimplemented)
-		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 2, Request: &torchftpb.RankRequest_ShouldCommit{}}))
+		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 2,
+			Request: &torchftpb.RankRequest_ShouldCommit{}}))
 		fails(2, codes.InvalidArgument) // the call has no timeout
-		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 99, Request: &torchftpb.RankRequest_Cancel{Cancel: true}}))
-		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 3, TimeoutUs: 1e6, Request: &torchftpb.RankRequest_ShouldCommit{
-			ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 7},
-		}}))
+		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 99,
+			Request: &torchftpb.RankRequest_Cancel{Cancel: true}}))
+		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 3, TimeoutUs: 1e6,
+			Request: &torchftpb.RankRequest_ShouldCommit{
+				ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 7},
+			}}))
 		fails(3, codes.InvalidArgument)
 		require.NoError(t, stream.CloseSend())
 		_, err := stream.Recv()
@@ -162,12 +168,14 @@ func TestFailuresReachEveryRank(t *testing.T) {
 func TestASessionHasABoundOnItsCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) { cfg.WorldSize = 101 }) // no vote is answered
+		// no vote is answered
+		g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) { cfg.WorldSize = 101 })
 		stream := rawSession(t, c, g)
 		for call := range uint64(100) {
-			_ = stream.Send(&torchftpb.RankRequest{Call: call + 1, TimeoutUs: 60e6, Request: &torchftpb.RankRequest_ShouldCommit{
-				ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: int64(call), Step: 1},
-			}})
+			_ = stream.Send(&torchftpb.RankRequest{Call: call + 1, TimeoutUs: 60e6,
+				Request: &torchftpb.RankRequest_ShouldCommit{
+					ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: int64(call), Step: 1},
+				}})
 		}
 		for {
 			if _, err := stream.Recv(); err != nil {
@@ -185,9 +193,10 @@ func TestASessionThatReusesTheNumberOfACallIsEnded(t *testing.T) {
 		round(t, 0, g)
 		stream := rawSession(t, c, g)
 		for range 2 {
-			require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 7, TimeoutUs: 60e6, Request: &torchftpb.RankRequest_ShouldCommit{
-				ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 1},
-			}}))
+			require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 7, TimeoutUs: 60e6,
+				Request: &torchftpb.RankRequest_ShouldCommit{
+					ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 1},
+				}}))
 		}
 		var err error
 		for err == nil { // the first call may be answered before the end
@@ -199,8 +208,8 @@ func TestASessionThatReusesTheNumberOfACallIsEnded(t *testing.T) {
 	})
 }
 
-// The answers to all ranks are sent one after the other. A rank that asks, and does not read, must not delay those to the others for
-// longer than twice stuckTime (rpc.Pool).
+// The answers to all ranks are sent one after the other. A rank that asks, and does not read, must not delay
+// those to the others for longer than twice stuckTime (rpc.Pool).
 func TestARankThatDoesNotReadDelaysNoOther(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		large := &quorum.Quorum{ID: 1, Members: []quorum.Member{{ReplicaID: "g"}}}
@@ -209,13 +218,17 @@ func TestARankThatDoesNotReadDelaysNoOther(t *testing.T) {
 		}
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("g", 3, func(cfg *manager.ServerConfig) {
-			cfg.Membership = &fake{quorum: func(context.Context) (*quorum.Quorum, error) { return large, nil }}
+			cfg.Membership = &fake{quorum: func(context.Context) (*quorum.Quorum, error) {
+				return large,
+					nil
+			}}
 		})
 		deaf := rawSession(t, c, g)
 		for step := range int64(6) {
-			require.NoError(t, deaf.Send(&torchftpb.RankRequest{Call: uint64(step) + 1, TimeoutUs: 60e6, Request: &torchftpb.RankRequest_Quorum{
-				Quorum: &torchftpb.ManagerQuorumRequest{Step: step},
-			}}))
+			require.NoError(t, deaf.Send(&torchftpb.RankRequest{Call: uint64(step) + 1, TimeoutUs: 60e6,
+				Request: &torchftpb.RankRequest_Quorum{
+					Quorum: &torchftpb.ManagerQuorumRequest{Step: step},
+				}}))
 			synctest.Wait()
 			asked := answers{g.Quorum(1, step, time.Minute), g.Quorum(2, step, time.Minute)}
 			for _, answer := range asked {
@@ -228,9 +241,12 @@ func TestARankThatDoesNotReadDelaysNoOther(t *testing.T) {
 }
 
 // rawSession opens the stream of a rank without its client, for the test to write to.
-func rawSession(t *testing.T, c *fttest.Cluster, g *fttest.Group) grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse] {
+func rawSession(
+	t *testing.T, c *fttest.Cluster, g *fttest.Group,
+) grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse] {
 	t.Helper()
-	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "manager", g.Server.Address(), time.Second)
+	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("x")}, "manager", g.Server.Address(),
+		time.Second)
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close() })
 	stream, err := torchftpb.NewRankServiceClient(conn).Session(t.Context())

@@ -26,7 +26,8 @@ type counted struct {
 	largest        int // bytes, with the 5 that gRPC puts before each message
 }
 
-// countingNetwork counts the gRPC messages on the connections that are dialed through it, by their DATA frames.
+// countingNetwork counts the gRPC messages on the connections that are dialed through it, by their DATA
+// frames.
 type countingNetwork struct {
 	rpc.Network
 
@@ -39,7 +40,8 @@ func (n *countingNetwork) Dial(ctx context.Context, address string) (net.Conn, e
 	if err != nil {
 		return nil, err
 	}
-	return &countingConn{Conn: c, sent: frames{net: n, of: &n.seen.sent}, received: frames{net: n, of: &n.seen.received}}, nil
+	return &countingConn{Conn: c, sent: frames{net: n, of: &n.seen.sent},
+		received: frames{net: n, of: &n.seen.received}}, nil
 }
 
 func (n *countingNetwork) take() counted {
@@ -93,7 +95,8 @@ func (f *frames) add(p []byte) {
 	}
 }
 
-// messagesOfAMinute returns what each of two groups and the lighthouse exchange in a minute in which the groups make these steps.
+// messagesOfAMinute returns what each of two groups and the lighthouse exchange in a minute in which the
+// groups make these steps.
 func messagesOfAMinute(t *testing.T, steps int64) (seen [2]counted) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -108,7 +111,8 @@ func messagesOfAMinute(t *testing.T, steps int64) (seen [2]counted) {
 		}
 		var asked answers
 		for _, g := range groups {
-			asked = append(asked, g.QuorumWith(rankclient.Request{Step: 1, CommittedQuorumID: 7}, time.Minute))
+			asked = append(asked, g.QuorumWith(rankclient.Request{Step: 1, CommittedQuorumID: 7},
+				time.Minute))
 		}
 		asked.results(t)
 		synctest.Wait()
@@ -135,7 +139,8 @@ func messagesOfAMinute(t *testing.T, steps int64) (seen [2]counted) {
 	return seen
 }
 
-// While a quorum stands, groups send the lighthouse heartbeats, and nothing for a step: twenty times the steps are the same messages.
+// While a quorum stands, groups send the lighthouse heartbeats, and nothing for a step: twenty times the
+// steps are the same messages.
 func TestAStepOfAQuorumThatStandsSendsTheLighthouseNothing(t *testing.T) {
 	few, many := messagesOfAMinute(t, 60), messagesOfAMinute(t, 1200)
 	for i := range few {

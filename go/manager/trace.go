@@ -7,14 +7,15 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// traced begins the span of a rank's call; it is nil unless the rank traces. The span of the group's request to the lighthouse is a
-// child of the span of the rank that asked last.
+// traced begins the span of a rank's call; it is nil unless the rank traces. The span of the group's request
+// to the lighthouse is a child of the span of the rank that asked last.
 func (s *Server) traced(c *rankCall) *tracing.Span {
 	if c.traceparent == "" {
 		return nil
 	}
 	attributes := []attribute.KeyValue{
-		attribute.String("torchft.replica_id", s.cfg.ReplicaID), attribute.Int64("torchft.group_rank", c.GroupRank),
+		attribute.String("torchft.replica_id", s.cfg.ReplicaID),
+		attribute.Int64("torchft.group_rank", c.GroupRank),
 	}
 	name := "manager.quorum"
 	if c.kind == voteCall {
@@ -31,5 +32,6 @@ func (s *Server) tracedAsk(a round.AskLighthouse) *tracing.Span {
 	if parent == "" {
 		return nil
 	}
-	return tracing.Continue(parent, "manager.ask_lighthouse", a.Member.Step, attribute.String("torchft.replica_id", s.cfg.ReplicaID))
+	return tracing.Continue(parent, "manager.ask_lighthouse", a.Member.Step,
+		attribute.String("torchft.replica_id", s.cfg.ReplicaID))
 }

@@ -23,7 +23,8 @@ import (
 
 // traceOf returns the traceparent that a rank sends.
 func traceOf(rank int) string {
-	return []string{"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "00-1bf7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"}[rank]
+	return []string{"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+		"00-1bf7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"}[rank]
 }
 
 func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
@@ -33,7 +34,8 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		ask := func(g *fttest.Group, rank int, traceparent string) <-chan fttest.Answer[recovery.Result] {
-			return g.QuorumBelow(traceparent, rankclient.Request{GroupRank: int64(rank), Step: 7}, time.Minute)
+			return g.QuorumBelow(traceparent, rankclient.Request{GroupRank: int64(rank), Step: 7},
+				time.Minute)
 		}
 		first := ask(a, 0, traceOf(0))
 		time.Sleep(time.Second)
@@ -59,13 +61,16 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 			found[name] = span
 		}
 		require.Len(t, found, 4, "%v", found)
-		second, request, answer := found["manager.quorum1"], found["manager.ask_lighthouse"], found["lighthouse.quorum"]
+		second, request, answer := found["manager.quorum1"], found["manager.ask_lighthouse"],
+			found["lighthouse.quorum"]
 		assert.Equal(t, "b7ad6b7169203331", found["manager.quorum0"].Parent.SpanID().String())
 		assert.Equal(t, "c7ad6b7169203331", second.Parent.SpanID().String())
-		assert.Equal(t, second.SpanContext.SpanID(), request.Parent.SpanID(), "the request belongs to the trace of the rank that asked last")
+		assert.Equal(t, second.SpanContext.SpanID(), request.Parent.SpanID(),
+			"the request belongs to the trace of the rank that asked last")
 		assert.Equal(t, request.SpanContext.SpanID(), answer.Parent.SpanID())
 		assert.Equal(t, second.SpanContext.TraceID(), answer.SpanContext.TraceID())
-		assert.Equal(t, 2*time.Second, found["manager.quorum0"].EndTime.Sub(found["manager.quorum0"].StartTime))
+		assert.Equal(t, 2*time.Second,
+			found["manager.quorum0"].EndTime.Sub(found["manager.quorum0"].StartTime))
 		assert.Equal(t, time.Second, answer.EndTime.Sub(answer.StartTime))
 	})
 }
@@ -88,7 +93,9 @@ func TestATraceOfACanceledWait(t *testing.T) {
 }
 
 // byName returns the spans by their name, followed by the value of the attribute distinct if they have it.
-func byName(t *testing.T, spans *tracetest.InMemoryExporter, distinct attribute.Key) map[string]tracetest.SpanStub {
+func byName(
+	t *testing.T, spans *tracetest.InMemoryExporter, distinct attribute.Key,
+) map[string]tracetest.SpanStub {
 	t.Helper()
 	found := map[string]tracetest.SpanStub{}
 	for _, span := range spans.GetSpans() {
@@ -116,15 +123,18 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 3)
-		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("a/2")}, "manager", a.Server.Address(), time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: c.Net.Host("a/2")}, "manager",
+			a.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
-		// Rank 0 votes in the server's process, rank 1 on its session, and rank 2 by a unary call like upstream clients.
+		// Rank 0 votes in the server's process, rank 1 on its session, and rank 2 by a unary call like
+		// upstream clients.
 		votes := []func(ctx context.Context) (bool, error){
 			func(ctx context.Context) (bool, error) { return a.Dial("a").ShouldCommit(ctx, 0, 7, true) },
 			func(ctx context.Context) (bool, error) { return a.Ranks[1].ShouldCommit(ctx, 1, 7, true) },
 			func(ctx context.Context) (bool, error) {
-				resp, err := torchftpb.NewManagerServiceClient(conn).ShouldCommit(ctx, &torchftpb.ShouldCommitRequest{GroupRank: 2, Step: 7})
+				resp, err := torchftpb.NewManagerServiceClient(conn).ShouldCommit(ctx,
+					&torchftpb.ShouldCommitRequest{GroupRank: 2, Step: 7})
 				return resp.GetShouldCommit(), err
 			},
 		}
@@ -147,14 +157,16 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 		require.Len(t, found, 3, "%v", found)
 		for rank := range votes {
 			span := found[fmt.Sprint("manager.should_commit", rank)]
-			assert.Equal(t, []string{"b7ad6b7169203331", "c7ad6b7169203331"}[rank%2], span.Parent.SpanID().String())
+			assert.Equal(t, []string{"b7ad6b7169203331", "c7ad6b7169203331"}[rank%2],
+				span.Parent.SpanID().String())
 			attributes := attributesOf(span)
 			assert.EqualValues(t, 7, attributes["torchft.step"].AsInt64())
 			assert.Equal(t, "a", attributes["torchft.replica_id"].AsString())
 			assert.Equal(t, rank != 2, attributes["torchft.vote"].AsBool())
 			require.Contains(t, attributes, attribute.Key("torchft.committed"))
 			assert.False(t, attributes["torchft.committed"].AsBool())
-			assert.Equal(t, time.Duration(2-rank)*time.Second, span.EndTime.Sub(span.StartTime), "the span of a vote ends when the last rank has voted")
+			assert.Equal(t, time.Duration(2-rank)*time.Second, span.EndTime.Sub(span.StartTime),
+				"the span of a vote ends when the last rank has voted")
 		}
 	})
 }
@@ -176,6 +188,7 @@ func TestSpansOfACanceledVoteAndOfARankWithoutTrace(t *testing.T) {
 		found := spans.GetSpans()
 		require.Len(t, found, 1)
 		assert.Equal(t, "Error", found[0].Status.Code.String())
-		assert.NotContains(t, attributesOf(found[0]), attribute.Key("torchft.committed"), "the vote was canceled before all ranks had voted")
+		assert.NotContains(t, attributesOf(found[0]), attribute.Key("torchft.committed"),
+			"the vote was canceled before all ranks had voted")
 	})
 }

@@ -1,5 +1,6 @@
-// Package membership defines the interface through which a manager server takes part in a job: it requests quorums, sends
-// reports, and receives notices about other members. Package lighthouses implements it with the job's lighthouses.
+// Package membership defines the interface through which a manager server takes part in a job: it requests
+// quorums, sends reports, and receives notices about other members. Package lighthouses implements it with
+// the job's lighthouses.
 package membership
 
 import (
@@ -14,21 +15,22 @@ import (
 type Membership interface {
 	// Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
 	Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error)
-	// Attend sends heartbeats until one fails or ctx ends. It calls reached after each successful one. interval is the
-	// time between two heartbeats, unless the other side asks for another interval.
+	// Attend sends heartbeats until one fails or ctx ends. It calls reached after each successful one.
+	// interval is the time between two heartbeats, unless the other side asks for another interval.
 	Attend(ctx context.Context, interval time.Duration, reached func()) error
 	// Notices returns the channel of all notices.
 	Notices() <-chan Notice
 	// Report sends a message that is not answered. It does not block.
 	Report(message *torchftpb.MemberMessage)
-	// Trains records the quorum that stands for the group, and the step that it is in; 0: none stands. It does not block.
+	// Trains records the quorum that stands for the group, and the step that it is in; 0: none stands. It
+	// does not block.
 	Trains(quorumID, step int64)
-	// Leave announces that the group has completed its last step, so that its end is no failure. It returns when the
-	// group's peers have completed that step too, and no longer need its data. It may be called several times, also
-	// concurrently.
+	// Leave announces that the group has completed its last step, so that its end is no failure. It returns
+	// when the group's peers have completed that step too, and no longer need its data. It may be called
+	// several times, also concurrently.
 	Leave(ctx context.Context) error
-	// Finish makes Close announce that the training is complete. A lighthouse that has received this announcement from
-	// all groups of a job forgets the job's past.
+	// Finish makes Close announce that the training is complete. A lighthouse that has received this
+	// announcement from all groups of a job forgets the job's past.
 	Finish()
 	// Close ends the connection, and every call with it.
 	Close() error

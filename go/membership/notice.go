@@ -8,7 +8,8 @@ type Notice struct {
 	QuorumID  int64  // this field and the following ones are empty for ProgressAsked
 	ReplicaID string // the member it is about; empty for Regressed
 	Reason    string
-	Step      int64 // of RoundKnown, and of MemberFailed: the member has done its part of the steps before this one
+	// of RoundKnown, and of MemberFailed: the member has done its part of the steps before this one
+	Step int64
 }
 
 // NoticeKind is the kind of a Notice.
@@ -19,9 +20,11 @@ const (
 	Stalled                         // a member of the quorum makes no progress while the others wait for it
 	ProgressAsked                   // each rank is asked for its progress
 	Regressed                       // the quorum is below the step that the job had reached
-	Drained                         // this group is asked to leave; its ranks learn that from their next quorum
-	Called                          // the quorum after this one is called: the group tells where it stops (MemberMessage.stopped)
-	RoundKnown                      // the first step that needs another quorum
+	// this group is asked to leave; its ranks learn that from their next quorum
+	Drained
+	// the quorum after this one is called: the group tells where it stops (MemberMessage.stopped)
+	Called
+	RoundKnown // the first step that needs another quorum
 )
 
 // Broadcast sends each notice to all listeners.
@@ -30,8 +33,8 @@ type Broadcast struct {
 	listeners map[chan Notice]struct{}
 }
 
-// backlog is how many notices are queued for a listener. If a listener is stuck, further notices are dropped for it: its
-// collectives then end by their timeouts.
+// backlog is how many notices are queued for a listener. If a listener is stuck, further notices are dropped
+// for it: its collectives then end by their timeouts.
 const backlog = 64
 
 // Listen returns a channel of all notices from now on, and a function that ends the subscription.

@@ -1,5 +1,5 @@
-// Package main is the c-shared library that Python loads. It consists of the generated binding of pyapi (torchft_go.go and
-// torchft_go.c, see python/binding/generate.py), the exports of this package, and csrc/.
+// Package main is the c-shared library that Python loads. It consists of the generated binding of pyapi
+// (torchft_go.go and torchft_go.c, see python/binding/generate.py), the exports of this package, and csrc/.
 package main
 
 /*
@@ -22,12 +22,14 @@ const (
 	stateError
 )
 
-// tft_op_take returns the result of an operation that has ended. If the operation is still running, it returns statePending, and
-// event is set when the operation ends; the caller must not free event before that, or before tft_op_cancel has returned. The
-// caller frees text.
+// tft_op_take returns the result of an operation that has ended. If the operation is still running, it
+// returns statePending, and event is set when the operation ends; the caller must not free event before that,
+// or before tft_op_cancel has returned. The caller frees text.
 //
 //export tft_op_take
-func tft_op_take(op C.int64_t, event *C.tft_event, number *C.int64_t, text **C.char, length *C.int64_t) (state C.int) {
+func tft_op_take(
+	op C.int64_t, event *C.tft_event, number *C.int64_t, text **C.char, length *C.int64_t,
+) (state C.int) {
 	value, done, err := ops.Take(int64(op), func() { C.tft_event_set(event) })
 	if !done {
 		return statePending
@@ -58,7 +60,8 @@ func toC(value any, err error) (state C.int, number C.int64_t, text *C.char, len
 	}
 }
 
-// tft_op_cancel cancels an operation, and does not wait for its end. From then on the operation does not set its event.
+// tft_op_cancel cancels an operation, and does not wait for its end. From then on the operation does not set
+// its event.
 //
 //export tft_op_cancel
 func tft_op_cancel(op C.int64_t) { ops.Cancel(int64(op)) }

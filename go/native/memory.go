@@ -13,8 +13,8 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// tft_register_memory creates a heal.Memory from pairs of address and length, and returns its handle, or an error, which the caller
-// frees.
+// tft_register_memory creates a heal.Memory from pairs of address and length, and returns its handle, or an
+// error, which the caller frees.
 //
 //export tft_register_memory
 func tft_register_memory(pairs *C.int64_t, count C.int64_t, failure **C.char) (handle C.int64_t) {

@@ -50,7 +50,8 @@ func tft_votes_open() C.int {
 	return C.int(ends[1])
 }
 
-// readVotes serves votes until the process ends. Only csrc/vote.c writes to the pipe, and only whole messages.
+// readVotes serves votes until the process ends. Only csrc/vote.c writes to the pipe, and only whole
+// messages.
 func readVotes(pipe *os.File) {
 	var messages [16]message
 	buffer := unsafe.Slice((*byte)(unsafe.Pointer(&messages)), len(messages)*messageSize)
@@ -86,8 +87,8 @@ func (m message) serve() {
 	})
 }
 
-// cast votes, and waits for the group's decision. The result is 0: do not commit, 1: commit, or 2: commit, and begin the next
-// step without a quorum round.
+// cast votes, and waits for the group's decision. The result is 0: do not commit, 1: commit, or 2: commit,
+// and begin the next step without a quorum round.
 func (m message) cast(ctx context.Context) (any, error) {
 	client, err := ops.Get[*rankclient.Client](m.client)
 	if err != nil {

@@ -12,8 +12,8 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// GossipStart starts a node and connects it to one of its seeds; config is the JSON of gossip.Config. The result is a handle for
-// Address and ReleaseStart.
+// GossipStart starts a node and connects it to one of its seeds; config is the JSON of gossip.Config. The
+// result is a handle for Address and ReleaseStart.
 func GossipStart(config string, connectTimeoutUs int64, security string) (op int64, err error) {
 	defer ops.Guard(&err)
 	protected, err := parseSecurity(security)
@@ -24,7 +24,8 @@ func GossipStart(config string, connectTimeoutUs int64, security string) (op int
 	if err := json.Unmarshal([]byte(config), &cfg); err != nil {
 		return 0, fmt.Errorf("config: %w", err)
 	}
-	cfg.Job, cfg.Security, cfg.ConnectTimeout, cfg.Log = protected.Job, protected.Security, micros(connectTimeoutUs), slog.Default()
+	cfg.Job, cfg.Security, cfg.ConnectTimeout, cfg.Log = protected.Job, protected.Security,
+		micros(connectTimeoutUs), slog.Default()
 	if err := cfg.Validate(); err != nil {
 		return 0, ops.As(ops.Value, err)
 	}
@@ -34,7 +35,8 @@ func GossipStart(config string, connectTimeoutUs int64, security string) (op int
 	}), nil
 }
 
-// GossipViewStart waits until the members agree on a view; the result is the JSON of agree.View, and the incarnation of this member.
+// GossipViewStart waits until the members agree on a view; the result is the JSON of agree.View, and the
+// incarnation of this member.
 func GossipViewStart(handle, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, node *gossip.Node) (any, error) {
 		view, err := node.View(ctx)

@@ -28,7 +28,8 @@ func HealPort(server int64) (port int64, err error) {
 	return with(server, func(s *heal.Server) (int64, error) { return s.Port(), nil })
 }
 
-// HealOffer offers registered memory (csrc/memory.c), in blocks whose size it chooses; the result is a handle.
+// HealOffer offers registered memory (csrc/memory.c), in blocks whose size it chooses; the result is a
+// handle.
 func HealOffer(memory int64) (offer int64, err error) {
 	defer ops.Guard(&err)
 	m, err := ops.Get[*heal.Memory](memory)
@@ -61,8 +62,8 @@ func HealCopyFailed(offer int64, reason string) (done bool, err error) {
 	})
 }
 
-// HealRevokeStart takes the memory of an offer back, except for copies; the result is false if the memory is still in use after the
-// timeout.
+// HealRevokeStart takes the memory of an offer back, except for copies; the result is false if the memory is
+// still in use after the timeout.
 func HealRevokeStart(offer, graceUs, timeoutUs int64) (op int64, err error) {
 	timeout := micros(timeoutUs)
 	return start(offer, timeout+endTimeout, func(_ context.Context, o *heal.Offer) (any, error) {
@@ -70,7 +71,8 @@ func HealRevokeStart(offer, graceUs, timeoutUs int64) (op int64, err error) {
 	})
 }
 
-// HealOfferEndStart takes all memory of an offer back; the result is false if it is still in use after the timeout.
+// HealOfferEndStart takes all memory of an offer back; the result is false if it is still in use after the
+// timeout.
 func HealOfferEndStart(offer int64) (op int64, err error) {
 	return start(offer, 2*endTimeout, func(_ context.Context, o *heal.Offer) (any, error) {
 		ended := o.End(endTimeout)
@@ -105,16 +107,19 @@ func HealServed(grant int64) (bytes int64, err error) {
 	return with(grant, func(g *heal.Grant) (int64, error) { return g.Served(), nil })
 }
 
-// HealFetch prepares a transfer into registered memory; the result is a handle. Memory on a device is filled through stages of
-// `window` blocks.
-func HealFetch(memory, blockSize, streams int64, checked bool, stallUs, window int64) (fetch int64, err error) {
+// HealFetch prepares a transfer into registered memory; the result is a handle. Memory on a device is filled
+// through stages of `window` blocks.
+func HealFetch(
+	memory, blockSize, streams int64, checked bool, stallUs, window int64,
+) (fetch int64, err error) {
 	defer ops.Guard(&err)
 	m, err := ops.Get[*heal.Memory](memory)
 	if err != nil {
 		return 0, err
 	}
 	f, err := heal.NewFetch(m, heal.Settings{
-		BlockSize: blockSize, Streams: int(streams), Unchecked: !checked, StallAfter: micros(stallUs), Window: window,
+		BlockSize: blockSize, Streams: int(streams), Unchecked: !checked, StallAfter: micros(stallUs),
+		Window: window,
 	})
 	if err != nil {
 		return 0, ops.As(ops.Value, err)
@@ -123,8 +128,8 @@ func HealFetch(memory, blockSize, streams int64, checked bool, stallUs, window i
 	return ops.Put(f), nil
 }
 
-// HealStage provides a stage for the next window of a transfer; a stage must have room for a whole window. The result is the window's
-// number, -1 if none is left.
+// HealStage provides a stage for the next window of a transfer; a stage must have room for a whole window.
+// The result is the window's number, -1 if none is left.
 func HealStage(fetch, address, length int64) (window int64, err error) {
 	return with(fetch, func(f *heal.Fetch) (int64, error) { return f.Stage(address, length) })
 }
@@ -143,7 +148,8 @@ func HealAdd(fetch int64, address, secret string, assigned bool) (done bool, err
 	return true, f.Add(address, secret, role)
 }
 
-// HealWaitStart waits for progress of a transfer (heal.Fetch.Wait), or for the timeout; the result is the JSON of heal.Status.
+// HealWaitStart waits for progress of a transfer (heal.Fetch.Wait), or for the timeout; the result is the
+// JSON of heal.Status.
 func HealWaitStart(fetch, timeoutUs int64) (op int64, err error) {
 	return start(fetch, micros(timeoutUs), func(ctx context.Context, f *heal.Fetch) (any, error) {
 		return toJSON(f.Wait(ctx))

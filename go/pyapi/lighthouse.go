@@ -10,8 +10,8 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// LighthouseCommandHelp returns the help text if the command line requests it, otherwise "". The command line is a JSON list of
-// strings without the program's name.
+// LighthouseCommandHelp returns the help text if the command line requests it, otherwise "". The command line
+// is a JSON list of strings without the program's name.
 func LighthouseCommandHelp(arguments string) (text string, err error) {
 	defer ops.Guard(&err)
 	_, err = parseCommand(arguments)
@@ -21,8 +21,8 @@ func LighthouseCommandHelp(arguments string) (text string, err error) {
 	return "", err
 }
 
-// LighthouseStart starts a lighthouse with the command line of torchft_lighthouse; the result is a handle for Address and ReleaseStart.
-// alone: the process does nothing else.
+// LighthouseStart starts a lighthouse with the command line of torchft_lighthouse; the result is a handle for
+// Address and ReleaseStart. alone: the process does nothing else.
 func LighthouseStart(arguments, hostname string, alone bool) (op int64, err error) {
 	defer ops.Guard(&err)
 	cfg, err := parseCommand(arguments)

@@ -15,8 +15,12 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// ManagerServerStart connects to the lighthouse and serves; the result is a handle for Address and ReleaseStart.
-func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr string, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries int64, security string) (op int64, err error) {
+// ManagerServerStart connects to the lighthouse and serves; the result is a handle for Address and
+// ReleaseStart.
+func ManagerServerStart(
+	replicaID, lighthouseAddr, hostname, bind, storeAddr string, worldSize, heartbeatIntervalUs,
+	connectTimeoutUs, quorumRetries int64, security string,
+) (op int64, err error) {
 	defer ops.Guard(&err)
 	protected, err := parseSecurity(security)
 	if err != nil {
@@ -43,7 +47,8 @@ func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr str
 		return 0, ops.As(ops.Value, err)
 	}
 	return ops.Start(cfg.ConnectTimeout+bindTimeout, func(ctx context.Context) (any, error) {
-		joined, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout, rpc.Dialing{Security: cfg.Security, Job: cfg.Job})
+		joined, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
+			rpc.Dialing{Security: cfg.Security, Job: cfg.Job})
 		if err != nil {
 			return nil, connectFailed(err)
 		}
@@ -67,15 +72,16 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}), nil
 }
 
-// ManagerQuorumStart waits for the group and for the lighthouse. request is the JSON of rankclient.Request, the result is the JSON
-// of quorumResult.
+// ManagerQuorumStart waits for the group and for the lighthouse. request is the JSON of rankclient.Request,
+// the result is the JSON of quorumResult.
 func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	req, err := parseRequest(request)
 	if err != nil {
 		return 0, err
 	}
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
+		error) {
 		result, err := client.Quorum(ctx, req)
 		if err != nil {
 			return nil, ops.CallFailed(err)
@@ -94,15 +100,18 @@ func parseRequest(text string) (req rankclient.Request, err error) {
 	return req, nil
 }
 
-// ManagerCheckpointMetadataStart requests the checkpoint address that a group rank announced; the result is text.
+// ManagerCheckpointMetadataStart requests the checkpoint address that a group rank announced; the result is
+// text.
 func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
+		error) {
 		metadata, err := client.CheckpointMetadata(ctx, groupRank)
 		return metadata, ops.CallFailed(err)
 	})
 }
 
-// ManagerServerFinish is called before the server is released if the training is complete, but not if it was preempted.
+// ManagerServerFinish is called before the server is released if the training is complete, but not if it was
+// preempted.
 func ManagerServerFinish(handle int64) (found bool, err error) {
 	return with(handle, func(server *manager.Server) (bool, error) {
 		server.Finish()
@@ -110,7 +119,8 @@ func ManagerServerFinish(handle int64) (found bool, err error) {
 	})
 }
 
-// ManagerTrace sets the W3C trace context of the step for the next quorum and vote. A rank that traces calls it before each quorum.
+// ManagerTrace sets the W3C trace context of the step for the next quorum and vote. A rank that traces calls
+// it before each quorum.
 func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
 	return with(handle, func(client *rankclient.Client) (bool, error) {
 		client.Trace.Store(&traceparent)
@@ -118,14 +128,17 @@ func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
 	})
 }
 
-// ManagerLeaveStart announces that the group has completed its last step, and waits until its peers no longer need its data.
+// ManagerLeaveStart announces that the group has completed its last step, and waits until its peers no longer
+// need its data.
 func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
+		error) {
 		return nil, ops.CallFailed(client.Leave(ctx))
 	})
 }
 
-// connectFailed makes the error of a constructor a RuntimeError in Python, also if a peer is not reached in time.
+// connectFailed makes the error of a constructor a RuntimeError in Python, also if a peer is not reached in
+// time.
 func connectFailed(err error) error {
 	if err == nil {
 		return nil
@@ -133,7 +146,8 @@ func connectFailed(err error) error {
 	return ops.As(ops.Runtime, errors.New(rpc.Message(err)))
 }
 
-// quorumResult is a result with the fields of its one source under the names of QuorumResult in torchft/_records.py.
+// quorumResult is a result with the fields of its one source under the names of QuorumResult in
+// torchft/_records.py.
 type quorumResult struct {
 	recovery.Result
 	RecoverSrcManagerAddress string `json:"recover_src_manager_address"`

@@ -20,19 +20,22 @@ func LighthouseClientStart(addr string, connectTimeoutUs int64, security string)
 	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := lighthouses.Dial(ctx, addr, timeout, rpc.Dialing{Security: protected.Security, Job: protected.Job})
+		client, err := lighthouses.Dial(ctx, addr, timeout,
+			rpc.Dialing{Security: protected.Security, Job: protected.Job})
 		return client, connectFailed(err)
 	}), nil
 }
 
-// LighthouseQuorumStart requests to be in the next quorum. member is the JSON of quorum.Member, the result is that of quorumJSON.
+// LighthouseQuorumStart requests to be in the next quorum. member is the JSON of quorum.Member, the result is
+// that of quorumJSON.
 func LighthouseQuorumStart(handle int64, member string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	var asks quorum.Member
 	if err := json.Unmarshal([]byte(member), &asks); err != nil {
 		return 0, ops.As(ops.Value, fmt.Errorf("member: %w", err))
 	}
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any,
+		error) {
 		q, err := client.Quorum(ctx, asks, 0)
 		if err != nil {
 			return nil, ops.CallFailed(err)
@@ -43,7 +46,8 @@ func LighthouseQuorumStart(handle int64, member string, timeoutUs int64) (op int
 
 // LighthouseHeartbeatStart sends the heartbeat of a replica; there is no result.
 func LighthouseHeartbeatStart(handle int64, replicaID string, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any,
+		error) {
 		return nil, ops.CallFailed(client.Heartbeat(ctx, replicaID))
 	})
 }

@@ -8,9 +8,9 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// ProbeStart is for the tests of the binding: it starts an operation that ends in a chosen way after a delay. outcome is "value",
-// "panic", "panic-in-start" (before there is an operation), "nil-dereference" (a panic that starts as a signal), or the text of an
-// error.
+// ProbeStart is for the tests of the binding: it starts an operation that ends in a chosen way after a delay.
+// outcome is "value", "panic", "panic-in-start" (before there is an operation), "nil-dereference" (a panic
+// that starts as a signal), or the text of an error.
 func ProbeStart(outcome string, delayUs, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	if outcome == "panic-in-start" {

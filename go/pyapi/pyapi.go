@@ -1,10 +1,11 @@
-// Package pyapi is the interface of the Go core for Python: package-level functions over int64, bool, string and float64,
-// each returning (T, error). Structs, slices, callbacks and bare errors do not cross the boundary, because gopy's code for
-// them leaks or crashes.
+// Package pyapi is the interface of the Go core for Python: package-level functions over int64, bool, string
+// and float64, each returning (T, error). Structs, slices, callbacks and bare errors do not cross the
+// boundary, because gopy's code for them leaks or crashes.
 //
-// No function blocks, because the caller holds Python's global interpreter lock. A function whose name ends in Start begins an
-// operation and returns its number; csrc/wait.c waits for the result without the lock, and Ctrl-C ends the wait. Objects are
-// integer handles (package ops), structured results are JSON. Durations are in microseconds, the resolution of timedelta.
+// No function blocks, because the caller holds Python's global interpreter lock. A function whose name ends
+// in Start begins an operation and returns its number; csrc/wait.c waits for the result without the lock, and
+// Ctrl-C ends the wait. Objects are integer handles (package ops), structured results are JSON. Durations are
+// in microseconds, the resolution of timedelta.
 package pyapi
 
 import (
@@ -25,7 +26,8 @@ import (
 // bindTimeout bounds the start of a server. Only the lookup of a host name can take long.
 const bindTimeout = time.Minute
 
-// shutdownTimeout bounds ReleaseStart, since each operation needs a timeout. Servers and clients bound their own shutdown.
+// shutdownTimeout bounds ReleaseStart, since each operation needs a timeout. Servers and clients bound their
+// own shutdown.
 const shutdownTimeout = time.Minute
 
 var (
@@ -54,7 +56,9 @@ func with[T, R any](handle int64, do func(T) (R, error)) (result R, err error) {
 }
 
 // start starts an operation on the object of a handle.
-func start[T any](handle int64, timeout time.Duration, do func(context.Context, T) (any, error)) (op int64, err error) {
+func start[T any](
+	handle int64, timeout time.Duration, do func(context.Context, T) (any, error),
+) (op int64, err error) {
 	return with(handle, func(object T) (int64, error) {
 		return ops.Start(timeout, func(ctx context.Context) (any, error) { return do(ctx, object) }), nil
 	})
@@ -62,7 +66,10 @@ func start[T any](handle int64, timeout time.Duration, do func(context.Context, 
 
 // Address returns the address of a handle's server.
 func Address(handle int64) (address string, err error) {
-	return with(handle, func(server interface{ Address() string }) (string, error) { return server.Address(), nil })
+	return with(handle, func(server interface{ Address() string }) (string, error) {
+		return server.Address(),
+			nil
+	})
 }
 
 // ReleaseStart closes the object of a handle; the result is false if it was closed already.
@@ -90,7 +97,8 @@ func SetLogLevel(level string) (previous string, err error) {
 	case "error":
 		logLevel.Set(slog.LevelError)
 	default:
-		return "", ops.As(ops.Value, fmt.Errorf("log level: %q is not allowed; allowed: debug, info, warn, error", level))
+		return "", ops.As(ops.Value, fmt.Errorf("log level: %q is not allowed; allowed: debug, info, warn, "+
+			"error", level))
 	}
 	return previous, nil
 }
@@ -101,8 +109,8 @@ func Handles() (count int64, err error) {
 	return int64(ops.Count()), nil
 }
 
-// settings are the settings of the environment, read by torchft/_security.py: Go's own copy of the environment is from the moment
-// when this library was loaded.
+// settings are the settings of the environment, read by torchft/_security.py: Go's own copy of the
+// environment is from the moment when this library was loaded.
 type settings struct {
 	auth.Security
 	Job string `json:"job"`

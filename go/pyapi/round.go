@@ -13,17 +13,18 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ManagerRoundStart does the same as ManagerQuorumStart for a rank that follows changes of the quorum (ManagerChangeStart). The result
-// is the JSON of quorumResult or, if only the step differs from the last round and this group takes part in no heal, the number
-// max_step. first: the caller has no earlier result, and so needs the whole result. Every result in JSON also ends a wait of
-// ManagerChangeStart.
+// ManagerRoundStart does the same as ManagerQuorumStart for a rank that follows changes of the quorum
+// (ManagerChangeStart). The result is the JSON of quorumResult or, if only the step differs from the last
+// round and this group takes part in no heal, the number max_step. first: the caller has no earlier result,
+// and so needs the whole result. Every result in JSON also ends a wait of ManagerChangeStart.
 func ManagerRoundStart(handle int64, request string, first bool, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	req, err := parseRequest(request)
 	if err != nil {
 		return 0, err
 	}
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
+		error) {
 		result, err := client.Quorum(ctx, req)
 		if err != nil {
 			return nil, ops.CallFailed(err)
@@ -36,10 +37,11 @@ func ManagerRoundStart(handle int64, request string, first bool, timeoutUs int64
 	})
 }
 
-// ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundStart). ManagerChangeStart's own result is
-// true, or false if there was no such round within the timeout.
+// ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundStart).
+// ManagerChangeStart's own result is true, or false if there was no such round within the timeout.
 func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
+		error) {
 		select {
 		case <-client.Change:
 			return true, nil
@@ -51,13 +53,16 @@ func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	})
 }
 
-// ManagerNoticeStart waits for a notice of the lighthouse: a member failed or stalled, the job regresses, or the lighthouse asks for
-// the progress of this rank. The result is the JSON of notice, or nil if there was none within the timeout.
+// ManagerNoticeStart waits for a notice of the lighthouse: a member failed or stalled, the job regresses, or
+// the lighthouse asks for the progress of this rank. The result is the JSON of notice, or nil if there was
+// none within the timeout.
 func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any, error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
+		error) {
 		select {
 		case f := <-client.Notices():
-			return toJSON(notice{[...]string{"failed", "stalled", "progress", "regressed"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason, f.Step})
+			return toJSON(notice{[...]string{"failed", "stalled", "progress", "regressed"}[f.Kind],
+				f.QuorumID, f.ReplicaID, f.Reason, f.Step})
 		case <-client.Closed():
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():
@@ -66,8 +71,9 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	})
 }
 
-// ManagerReport sends a report of this rank, which is not answered: the JSON of one of the requests in torchftpb.RankRequest that have no
-// answer. It is sent on a goroutine, so that Python does not wait for the network.
+// ManagerReport sends a report of this rank, which is not answered: the JSON of one of the requests in
+// torchftpb.RankRequest that have no answer. It is sent on a goroutine, so that Python does not wait for the
+// network.
 func ManagerReport(handle int64, report string) (found bool, err error) {
 	defer ops.Guard(&err)
 	request := &torchftpb.RankRequest{}
@@ -85,8 +91,8 @@ func ManagerReport(handle int64, report string) (found bool, err error) {
 	})
 }
 
-// notice is the JSON of a notice. The fields other than kind are the attributes of MemberFailure in torchft/_records.py, with the
-// same names.
+// notice is the JSON of a notice. The fields other than kind are the attributes of MemberFailure in
+// torchft/_records.py, with the same names.
 type notice struct {
 	Kind      string `json:"kind"`
 	QuorumID  int64  `json:"quorum_id"`

@@ -16,10 +16,11 @@ import (
 )
 
 // crossing maps the types that may be passed to Python to gopy's names for them.
-var crossing = map[string]string{"int64": "C.longlong", "bool": "C.char", "string": "*C.char", "float64": "C.double"}
+var crossing = map[string]string{"int64": "C.longlong", "bool": "C.char", "string": "*C.char",
+	"float64": "C.double"}
 
-// The committed binding has the functions of the facade, with the same parameters. The order of gopy's output is random, so the
-// test compares signatures instead of text.
+// The committed binding has the functions of the facade, with the same parameters. The order of gopy's output
+// is random, so the test compares signatures instead of text.
 func TestBindingIsNotStale(t *testing.T) {
 	sources, err := filepath.Glob("*.go")
 	require.NoError(t, err)

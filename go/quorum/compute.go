@@ -5,11 +5,13 @@ import (
 	"time"
 )
 
-// tally has the counts on which compute bases its decision. The roster keeps them up to date, so that a decision after a request
-// costs the same with ten groups and with ten thousand.
+// tally has the counts on which compute bases its decision. The roster keeps them up to date, so that a
+// decision after a request costs the same with ten groups and with ten thousand.
 type tally struct {
-	healthy    int // members with a heartbeat younger than the timeout
-	presumed   int // healthy members that count as alive only because they were in the last quorum: they have sent nothing since
+	healthy int // members with a heartbeat younger than the timeout
+	// healthy members that count as alive only because they were in the last quorum: they have sent nothing
+	// since
+	presumed   int
 	candidates int // healthy members with a pending request
 	shrinkers  int // candidates whose request has shrink_only
 
@@ -17,9 +19,10 @@ type tally struct {
 	previousCandidates int // candidates among them
 
 	waited time.Duration // since the first candidate joined
-	// joining is how long the others have had to join: since the first candidate of the previous quorum joined or, if there is
-	// none, the first of all candidates. The waiting time of a new member does not count: it asks in the middle of a step, and the
-	// first member that completes the step must not continue with the new one alone while the other members are about to ask.
+	// joining is how long the others have had to join: since the first candidate of the previous quorum
+	// joined or, if there is none, the first of all candidates. The waiting time of a new member does not
+	// count: it asks in the middle of a step, and the first member that completes the step must not continue
+	// with the new one alone while the other members are about to ask.
 	joining time.Duration
 }
 
@@ -31,16 +34,18 @@ const (
 	tooFew               // fewer than min_replicas may be in it
 	noMajority           // it could be the smaller half of a split
 	awaitingOthers       // possible, but a healthy member may still ask
-	pastUnknown          // possible, but a member knows a later round, which the lighthouse has to learn first
-	behindJob            // possible, but below the step that the job had reached, and a member with that step may come
-	forbidden            // below the step that the job had reached, and the policy forbids that
-	fastPath             // every previous member asked
-	allAsked             // every healthy member asked
-	joinTimedOut         // the rest did not ask in time
+	// possible, but a member knows a later round, which the lighthouse has to learn first
+	pastUnknown
+	// possible, but below the step that the job had reached, and a member with that step may come
+	behindJob
+	forbidden    // below the step that the job had reached, and the policy forbids that
+	fastPath     // every previous member asked
+	allAsked     // every healthy member asked
+	joinTimedOut // the rest did not ask in time
 )
 
-// decision is the result of compute, and of the checks after it. It contains numbers, from which String makes a text on demand:
-// most decisions ("not yet") are never shown.
+// decision is the result of compute, and of the checks after it. It contains numbers, from which String makes
+// a text on demand: most decisions ("not yet") are never shown.
 type decision struct {
 	cause  cause
 	shrink bool // only members of the previous quorum may be in it
@@ -50,8 +55,9 @@ type decision struct {
 	detail  string // the reason in words, for causes that the tally does not explain
 	regress string // why the job regresses; empty if it does not
 
-	in      []*record // the members of the quorum, or of the one that is not allowed yet; in order unless changed
-	changed bool      // in differs from the members of the latest quorum
+	// the members of the quorum, or of the one that is not allowed yet; in order unless changed
+	in      []*record
+	changed bool // in differs from the members of the latest quorum
 }
 
 // ready reports whether there is a quorum.
@@ -59,7 +65,8 @@ func (d decision) ready() bool { return d.cause >= fastPath }
 
 // unknown returns the decision to wait, because a member knows a later round.
 func (d decision) unknown(round Claim) decision {
-	d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of a later round, of quorum %d, and is asked for it", round.QuorumID)
+	d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of a later round, of quorum %d, and is "+
+		"asked for it", round.QuorumID)
 	return d
 }
 
@@ -67,13 +74,15 @@ func (d decision) unknown(round Claim) decision {
 //
 // Invariants:
 //
-//  1. A quorum needs the requests of all members of the previous one, or of more than half of the healthy members. So if two parts
-//     of a job reach the lighthouse but not each other, the smaller part gets no quorum.
+//  1. A quorum needs the requests of all members of the previous one, or of more than half of the healthy
+//     members. So if two parts of a job reach the lighthouse but not each other, the smaller part gets no
+//     quorum.
 //  2. It has at least min_replicas members, unless all members of the previous quorum ask.
-//  3. Unless all members of the previous quorum ask, a healthy member without a request is waited for until join_timeout_ms after
-//     the first request of a member of the previous quorum (tally.joining): it may be in the middle of a step.
-//  4. The result depends on counts and the policy only. The checks that look at the members themselves come after it, and can only
-//     forbid what it allows (Machine.decide).
+//  3. Unless all members of the previous quorum ask, a healthy member without a request is waited for until
+//     join_timeout_ms after the first request of a member of the previous quorum (tally.joining): it may be
+//     in the middle of a step.
+//  4. The result depends on counts and the policy only. The checks that look at the members themselves come
+//     after it, and can only forbid what it allows (Machine.decide).
 func compute(p Policy, t tally) decision {
 	d := decision{policy: p, tally: t}
 	// Without a previous quorum there is nothing to shrink from: a fresh lighthouse must let a job start.
@@ -88,7 +97,8 @@ func compute(p Policy, t tally) decision {
 	case d.eligible() < p.MinReplicas:
 		d.cause = tooFew
 	case 2*t.candidates <= t.healthy:
-		// All candidates count, also those that shrink_only leaves out: the rule compares the members that ask here with the others.
+		// All candidates count, also those that shrink_only leaves out: the rule compares the members that
+		// ask here with the others.
 		d.cause = noMajority
 	case t.candidates == t.healthy:
 		d.cause = allAsked
@@ -122,12 +132,14 @@ func (d decision) String() string {
 	case noRequest:
 		return "no member asks for a quorum"
 	case tooFew:
-		return fmt.Sprintf("%s asked%s, min_replicas is %d", memberCount(d.eligible()), shrink, d.policy.MinReplicas)
+		return fmt.Sprintf("%s asked%s, min_replicas is %d", memberCount(d.eligible()), shrink,
+			d.policy.MinReplicas)
 	case noMajority:
 		return fmt.Sprintf("%d of %s asked, more than half are needed", t.candidates, healthy(t.healthy))
 	case awaitingOthers:
 		if t.presumed > 0 {
-			return fmt.Sprintf("%d of %s asked, still expected back within heartbeat_timeout_ms: %d of the last quorum",
+			return fmt.Sprintf("%d of %s asked, still expected back within heartbeat_timeout_ms: %d of the "+
+				"last quorum",
 				t.candidates, healthy(t.healthy), t.presumed)
 		}
 		return fmt.Sprintf("%d of %s asked, the others have %s left to join (join_timeout_ms)",
@@ -136,7 +148,8 @@ func (d decision) String() string {
 		return fmt.Sprintf("every member of the previous quorum asked (%d), %d in the quorum%s",
 			t.previous, d.eligible(), shrink)
 	case allAsked:
-		return fmt.Sprintf("every healthy member asked (%d), %d in the quorum%s", t.healthy, d.eligible(), shrink)
+		return fmt.Sprintf("every healthy member asked (%d), %d in the quorum%s", t.healthy, d.eligible(),
+			shrink)
 	case joinTimedOut:
 		return fmt.Sprintf("%d of %s asked before join_timeout_ms passed, %d in the quorum%s",
 			t.candidates, healthy(t.healthy), d.eligible(), shrink)

@@ -5,16 +5,17 @@ import (
 	"time"
 )
 
-// core has the state that the parts of the machine share: the policy, the members, the time, and the actions that result from an
-// event. A part (drains, suspicion, watch, …) holds a pointer to it, handles the events of its subject, and appends its actions. So
-// each part can be read, and tested, without the machine.
+// core has the state that the parts of the machine share: the policy, the members, the time, and the actions
+// that result from an event. A part (drains, suspicion, watch, …) holds a pointer to it, handles the events
+// of its subject, and appends its actions. So each part can be read, and tested, without the machine.
 //
 // Invariants:
 //
 //  1. now never decreases.
 //  2. Each event begins with an empty list of actions. They are in the order in which they are to be done.
-//  3. A failure is collected when it is found, and reported after the other actions of the event (Machine.reportFailures). So an event
-//     that makes another quorum the latest one can drop failures of members of the previous one.
+//  3. A failure is collected when it is found, and reported after the other actions of the event
+//     (Machine.reportFailures). So an event that makes another quorum the latest one can drop failures of
+//     members of the previous one.
 type core struct {
 	policy  Policy
 	term    int64 // of this lighthouse as a leader; 0 without a cluster
@@ -36,8 +37,9 @@ func (c *core) open(now time.Time) {
 	c.actions, c.failed = nil, c.failed[:0]
 }
 
-// later moves the beginning of a wait by a time in which the lighthouse itself was stopped: the messages that would have ended the wait
-// have not been handled yet. The zero time, which stands for no wait, stays as it is.
+// later moves the beginning of a wait by a time in which the lighthouse itself was stopped: the messages that
+// would have ended the wait have not been handled yet. The zero time, which stands for no wait, stays as it
+// is.
 func later(since time.Time, span time.Duration) time.Time {
 	if since.IsZero() {
 		return since
@@ -66,8 +68,9 @@ func (c *core) refuseAll(r *record, why Refusal, reason string) {
 	}
 }
 
-// misfits refuses a member that no quorum may include, and lets it count as failed until it asks again, so that no decision waits for it.
-// A member of the latest quorum is excepted: peers may still be in a step with it.
+// misfits refuses a member that no quorum may include, and lets it count as failed until it asks again, so
+// that no decision waits for it. A member of the latest quorum is excepted: peers may still be in a step with
+// it.
 func (c *core) misfits(id string, waiters []WaiterID, reason string) {
 	for _, w := range waiters {
 		c.refuse(w, Misfit, reason)
@@ -78,10 +81,11 @@ func (c *core) misfits(id string, waiters []WaiterID, reason string) {
 	}
 }
 
-// newest accepts a request that is newer than all earlier ones of its member. A delayed request has an old step: if it were
-// accepted, it could complete a quorum at a step that its member has left, and the groups would divide their gradients by different
-// numbers. If two processes number their requests and use one replica id, the one that started later is accepted, since its numbers
-// are larger (replaces), and the requests of the other are refused.
+// newest accepts a request that is newer than all earlier ones of its member. A delayed request has an old
+// step: if it were accepted, it could complete a quorum at a step that its member has left, and the groups
+// would divide their gradients by different numbers. If two processes number their requests and use one
+// replica id, the one that started later is accepted, since its numbers are larger (replaces), and the
+// requests of the other are refused.
 func (c *core) newest(e Asked) (newest, replaces bool) {
 	r := c.roster.members[e.Member.ReplicaID]
 	another := r != nil && r.address != "" && r.address != e.Member.Address
@@ -103,5 +107,6 @@ func (c *core) newest(e Asked) (newest, replaces bool) {
 
 // replaced refuses a request because a process that started later uses the same replica id.
 func (c *core) replaced(w WaiterID, id, by string) {
-	c.refuse(w, Replaced, fmt.Sprintf("another process, with its manager at %q, asks as member %s: replica ids must be unique", by, id))
+	c.refuse(w, Replaced, fmt.Sprintf("another process, with its manager at %q, asks as member %s: replica "+
+		"ids must be unique", by, id))
 }

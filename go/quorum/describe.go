@@ -9,24 +9,27 @@ import (
 
 // Status is the state of a lighthouse for people and for dashboards. Durations are in milliseconds.
 type Status struct {
-	QuorumID    int64          `json:"quorum_id"` // of the latest quorum, 0 before the first
-	Quorum      []string       `json:"quorum"`    // replica_ids of its members, in order
-	QuorumAgeMS int64          `json:"quorum_age_ms"`
-	Created     time.Time      `json:"quorum_created,omitzero"`
-	MaxStep     int64          `json:"max_step"` // largest step of its members
-	Reason      string         `json:"reason"`   // why there is no next quorum yet
-	Healthy     int            `json:"healthy"`
-	Candidates  int            `json:"candidates"` // healthy members with a pending request
-	Waiters     int            `json:"waiters"`    // pending requests
-	Members     []MemberStatus `json:"members"`    // all that are alive, have a pending request, or are in the latest quorum
+	QuorumID    int64     `json:"quorum_id"` // of the latest quorum, 0 before the first
+	Quorum      []string  `json:"quorum"`    // replica_ids of its members, in order
+	QuorumAgeMS int64     `json:"quorum_age_ms"`
+	Created     time.Time `json:"quorum_created,omitzero"`
+	MaxStep     int64     `json:"max_step"` // largest step of its members
+	Reason      string    `json:"reason"`   // why there is no next quorum yet
+	Healthy     int       `json:"healthy"`
+	Candidates  int       `json:"candidates"` // healthy members with a pending request
+	Waiters     int       `json:"waiters"`    // pending requests
+	// all that are alive, have a pending request, or are in the latest quorum
+	Members []MemberStatus `json:"members"`
 
 	MinReplicas        int   `json:"min_replicas"`
 	JoinTimeoutMS      int64 `json:"join_timeout_ms"`
 	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`
 
-	MedianStepMS   int64         `json:"median_step_ms"`   // of the last steps, 0 before the second
-	StepTime       time.Duration `json:"-"`                // the same, and 0 if the present step takes much longer
-	StalledAfterMS int64         `json:"stalled_after_ms"` // how long a step may take before a member without progress is reported
+	MedianStepMS int64 `json:"median_step_ms"` // of the last steps, 0 before the second
+	// the same, and 0 if the present step takes much longer
+	StepTime time.Duration `json:"-"`
+	// how long a step may take before a member without progress is reported
+	StalledAfterMS int64 `json:"stalled_after_ms"`
 }
 
 // MemberStatus is one replica group in Status.
@@ -44,18 +47,20 @@ type MemberStatus struct {
 	WorldSize      uint64 `json:"world_size"`
 	CommitFailures int64  `json:"commit_failures"`
 	ShrinkOnly     bool   `json:"shrink_only"`
-	Stalled        string `json:"stalled,omitempty"`  // its activity while the others wait for it
-	Out            string `json:"out,omitempty"`      // why it counts as failed until it asks again
-	Suspect        bool   `json:"suspect,omitempty"`  // its connection broke a moment ago
-	Healing        bool   `json:"healing,omitempty"`  // it is behind the others of its quorum, and receives their state
-	Draining       string `json:"draining,omitempty"` // who requested that it leaves
+	Stalled        string `json:"stalled,omitempty"` // its activity while the others wait for it
+	Out            string `json:"out,omitempty"`     // why it counts as failed until it asks again
+	Suspect        bool   `json:"suspect,omitempty"` // its connection broke a moment ago
+	// it is behind the others of its quorum, and receives their state
+	Healing  bool   `json:"healing,omitempty"`
+	Draining string `json:"draining,omitempty"` // who requested that it leaves
 }
 
-// Describe returns the state at a time. It changes nothing: a member whose heartbeat has become too old since the last event counts as failed
-// from the next tick on.
+// Describe returns the state at a time. It changes nothing: a member whose heartbeat has become too old since
+// the last event counts as failed from the next tick on.
 //
-// Describe and Knows are the only queries; all other results of the machine are actions. The status is a query, since its ages
-// depend on the time of the query, and since its cost grows with the number of groups. The shell only displays it.
+// Describe and Knows are the only queries; all other results of the machine are actions. The status is a
+// query, since its ages depend on the time of the query, and since its cost grows with the number of groups.
+// The shell only displays it.
 func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
 		now = m.now
@@ -114,14 +119,18 @@ func (m *Machine) Describe(now time.Time) Status {
 			Out:            r.out,
 			Draining:       r.draining,
 			Suspect:        r.suspect != nil,
-			Healing:        r.previous && !r.waiting() && r.alive() && !m.standing.holds(r) && member.Step < s.MaxStep,
+			Healing: r.previous && !r.waiting() && r.alive() && !m.standing.holds(r) &&
+				member.Step < s.MaxStep,
 		}
 		if r.candidate() {
 			ms.WaitingMS = now.Sub(r.joined).Milliseconds()
 		}
 		s.Members = append(s.Members, ms)
 	}
-	slices.SortFunc(s.Members, func(a, b MemberStatus) int { return strings.Compare(a.ReplicaID, b.ReplicaID) })
+	slices.SortFunc(s.Members, func(a, b MemberStatus) int {
+		return strings.Compare(a.ReplicaID,
+			b.ReplicaID)
+	})
 	return s
 }
 

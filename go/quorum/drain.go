@@ -7,19 +7,21 @@ import (
 
 // drains holds the members that left the latest quorum, and whose processes must not end yet.
 //
-// A drained member leaves at the end of a step, so that no group loses a step: it is notified (Drain), takes part in one more
-// step, and reports that it leaves (Leaving). From then on the others do not wait for it, and its end is no failure. But its
-// peers may still be receiving its data of the last collective. So its process must not end until they have completed that step,
-// too, or the next quorum is formed: then the member is released (Release).
+// A drained member leaves at the end of a step, so that no group loses a step: it is notified (Drain), takes
+// part in one more step, and reports that it leaves (Leaving). From then on the others do not wait for it,
+// and its end is no failure. But its peers may still be receiving its data of the last collective. So its
+// process must not end until they have completed that step, too, or the next quorum is formed: then the
+// member is released (Release).
 //
 // Invariants:
 //
-//  1. No member in drains counts as alive: it is in no quorum, and the others do not wait for it. A member that asks for a quorum
-//     again is removed from drains.
-//  2. A member is released, and removed from drains, when no member of the latest quorum can still be in the step after which it
-//     left, or when the next quorum is formed. Before that, its peers may still need the data that it sent last.
-//  3. While drains holds a member, no answer is redelivered (redeliver.go): peers may still be in the last step of the member that
-//     left.
+//  1. No member in drains counts as alive: it is in no quorum, and the others do not wait for it. A member
+//     that asks for a quorum again is removed from drains.
+//  2. A member is released, and removed from drains, when no member of the latest quorum can still be in the
+//     step after which it left, or when the next quorum is formed. Before that, its peers may still need the
+//     data that it sent last.
+//  3. While drains holds a member, no answer is redelivered (redeliver.go): peers may still be in the last
+//     step of the member that left.
 type drains struct {
 	*core
 	past *memory
@@ -28,8 +30,8 @@ type drains struct {
 
 func (d *drains) any() bool { return len(d.left) > 0 }
 
-// drained asks a member to leave. If its stream breaks before the message arrives, the welcome on its next stream repeats the
-// request.
+// drained asks a member to leave. If its stream breaks before the message arrives, the welcome on its next
+// stream repeats the request.
 func (d *drains) drained(e Drained) {
 	r := d.roster.members[e.ReplicaID]
 	if r == nil || !r.alive() { // it takes part in no step, so it need not leave after one
@@ -61,9 +63,10 @@ func (d *drains) leaving(id string) {
 	}
 }
 
-// shuttingDown records that a member's manager server ends. The member counts as alive until its connection has ended and the
-// grace is over: its peers may still be receiving its data of the step that it has completed, and the report of its end would
-// make them abort that step. Release is the answer: the lighthouse has recorded that the end of the stream is no failure.
+// shuttingDown records that a member's manager server ends. The member counts as alive until its connection
+// has ended and the grace is over: its peers may still be receiving its data of the step that it has
+// completed, and the report of its end would make them abort that step. Release is the answer: the lighthouse
+// has recorded that the end of the stream is no failure.
 func (d *drains) shuttingDown(e ShuttingDown) {
 	if r := d.roster.members[e.ReplicaID]; r != nil {
 		r.ending, r.finished = true, e.Finished
@@ -71,8 +74,8 @@ func (d *drains) shuttingDown(e ShuttingDown) {
 	d.do(Release{e.ReplicaID})
 }
 
-// stayed handles a request from a member: if the member had left, it continues to train, and is removed from drains. The result is whether
-// it had left.
+// stayed handles a request from a member: if the member had left, it continues to train, and is removed from
+// drains. The result is whether it had left.
 func (d *drains) stayed(id string) bool {
 	at, left := slices.BinarySearch(d.left, id)
 	if left {
@@ -81,8 +84,8 @@ func (d *drains) stayed(id string) bool {
 	return left
 }
 
-// disconnected drops a drained member whose connection ended after it had left: it must not become a suspect, since its end is no
-// failure.
+// disconnected drops a drained member whose connection ended after it had left: it must not become a suspect,
+// since its end is no failure.
 func (d *drains) disconnected(id string) {
 	if r := d.roster.members[id]; r != nil && r.pulse != nil && r.draining != "" && r.out != "" {
 		why := r.out
@@ -91,10 +94,11 @@ func (d *drains) disconnected(id string) {
 	}
 }
 
-// tick releases the members that left once all live members of the latest quorum have a pending request for the next one: a
-// member that asks has completed or aborted the step after which the others left.
+// tick releases the members that left once all live members of the latest quorum have a pending request for
+// the next one: a member that asks has completed or aborted the step after which the others left.
 func (d *drains) tick() {
-	if d.any() && !slices.ContainsFunc(d.past.members, func(r *record) bool { return r.alive() && !r.waiting() }) {
+	if d.any() && !slices.ContainsFunc(d.past.members,
+		func(r *record) bool { return r.alive() && !r.waiting() }) {
 		d.release()
 	}
 }

@@ -67,7 +67,8 @@ func (m *memory) outfit(e Asked) {
 }
 
 func otherSize(of, than *Member) string {
-	return fmt.Sprintf("world_size of member %s is %d, that of member %s, which is in the job, is %d: all groups of a job must have equally many ranks",
+	return fmt.Sprintf("world_size of member %s is %d, that of member %s, which is in the job, is %d: all "+
+		"groups of a job must have equally many ranks",
 		of.ReplicaID, of.WorldSize, than.ReplicaID, than.WorldSize)
 }
 
@@ -76,8 +77,10 @@ func otherLayout(of, than *Member) string {
 	for ofRank(of.Layouts, rank) == ofRank(than.Layouts, rank) {
 		rank++
 	}
-	return fmt.Sprintf("member %s reduces other tensors than member %s, which is in the job: rank %d has %.99s, that of %s has %.99s%s",
-		of.ReplicaID, than.ReplicaID, rank, ofRank(of.Layouts, rank), than.ReplicaID, ofRank(than.Layouts, rank), linesOf(than, rank))
+	return fmt.Sprintf("member %s reduces other tensors than member %s, which is in the job: rank %d has "+
+		"%.99s, that of %s has %.99s%s",
+		of.ReplicaID, than.ReplicaID, rank, ofRank(of.Layouts, rank), than.ReplicaID,
+		ofRank(than.Layouts, rank), linesOf(than, rank))
 }
 
 // linesOf returns where a rank's list of its tensors is, for the rank that is refused: it reads the list to
@@ -85,7 +88,8 @@ func otherLayout(of, than *Member) string {
 // does not say.
 func linesOf(m *Member, rank int) string {
 	var handle struct{ Store, Layout string }
-	if rank >= len(m.Handles) || json.Unmarshal([]byte(m.Handles[rank]), &handle) != nil || handle.Store == "" || handle.Layout == "" {
+	if rank >= len(m.Handles) || json.Unmarshal([]byte(m.Handles[rank]), &handle) != nil ||
+		handle.Store == "" || handle.Layout == "" {
 		return ""
 	}
 	return fmt.Sprintf("; its list is in the store at %.99s under layout/%.99s", handle.Store, handle.Layout)

@@ -6,7 +6,8 @@ import (
 	"time"
 )
 
-// This file forms quorums: it asks the parts of the machine whether the pending requests suffice for a quorum, and delivers it.
+// This file forms quorums: it asks the parts of the machine whether the pending requests suffice for a
+// quorum, and delivers it.
 
 // act decides whether there is a quorum now, and appends the resulting actions.
 func (m *Machine) act(tick bool) {
@@ -33,13 +34,14 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 	if !d.ready() {
 		return d
 	}
-	// A member knows a later quorum. If the decision did not wait for it to be shown, the job would continue from an older quorum,
-	// with an id that was used already.
+	// A member knows a later quorum. If the decision did not wait for it to be shown, the job would continue
+	// from an older quorum, with an id that was used already.
 	if m.search.pending(now) {
 		return d.unknown(m.search.round)
 	}
 	d.in, d.changed = m.past.pick(d)
-	if d.cause == fastPath { // all members of the latest quorum ask, also those with the largest step: no step can be lost
+	if d.cause == fastPath {
+		// all members of the latest quorum ask, also those with the largest step: no step can be lost
 		return d
 	}
 	return m.past.mayRegress(d, now)
@@ -103,8 +105,9 @@ func (m *Machine) whyFresh(d decision, failing string) string {
 	return reason + m.drains.whoLeft()
 }
 
-// reportWaiting reports at a tick why there is no quorum, once for each new reason. It does so only for requests that have been
-// pending since the previous tick: those of a healthy job are answered sooner, and reports of them would flood the log.
+// reportWaiting reports at a tick why there is no quorum, once for each new reason. It does so only for
+// requests that have been pending since the previous tick: those of a healthy job are answered sooner, and
+// reports of them would flood the log.
 func (m *Machine) reportWaiting(d decision) {
 	joined := m.now.Add(-d.tally.waited)
 	if d.cause == noRequest || d.cause == m.reported || joined.After(m.lastTick) {

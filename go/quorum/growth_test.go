@@ -36,7 +36,8 @@ func (c *largeJob) step(event Event) []Action { return c.machine.Step(event, c.n
 
 // lenient returns a policy whose timeouts are never reached.
 func lenient(n int) Policy {
-	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: time.Hour, SuspectGrace: time.Hour, StalledAfter: time.Second}
+	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: time.Hour,
+		SuspectGrace: time.Hour, StalledAfter: time.Second}
 }
 
 // burst is an event of all members of a job, or of half of them, at the same time.
@@ -47,7 +48,8 @@ type burst struct {
 	run    func(t testing.TB, c *largeJob)
 }
 
-// half makes every second member ask at a step, and lets time pass until the others are asked for their progress.
+// half makes every second member ask at a step, and lets time pass until the others are asked for their
+// progress.
 func half(step int64) func(c *largeJob) {
 	return func(c *largeJob) {
 		for i := 0; i < len(c.ids); i += 2 {
@@ -93,7 +95,8 @@ var bursts = []burst{
 func each() (all []burst) {
 	for name, event := range map[string]func(c *largeJob, i int) Event{
 		"Asked": func(c *largeJob, i int) Event {
-			return Asked{Waiter: WaiterID(1_000_000 + i), Member: Member{ReplicaID: c.ids[i], Address: "http://another", Step: 1}}
+			return Asked{Waiter: WaiterID(1_000_000 + i),
+				Member: Member{ReplicaID: c.ids[i], Address: "http://another", Step: 1}}
 		},
 		"Greeted": func(c *largeJob, i int) Event {
 			return Greeted{ReplicaID: c.ids[i], Known: Claim{QuorumID: c.machine.past.latestID()}}
@@ -104,8 +107,14 @@ func each() (all []burst) {
 		"Withdrawn":    func(_ *largeJob, i int) Event { return Withdrawn{Waiter: WaiterID(i)} },
 		"Beat":         func(c *largeJob, i int) Event { return Beat{ReplicaID: c.ids[i]} },
 		"Disconnected": func(c *largeJob, i int) Event { return Disconnected{ReplicaID: c.ids[i]} },
-		"Incomplete":   func(c *largeJob, i int) Event { return Incomplete{ReplicaID: c.ids[i], Reason: "a rank has failed"} },
-		"Suspected":    func(c *largeJob, i int) Event { return Suspected{c.ids[i], c.ids[0], c.machine.past.latestID()} },
+		"Incomplete": func(c *largeJob, i int) Event {
+			return Incomplete{ReplicaID: c.ids[i],
+				Reason: "a rank has failed"}
+		},
+		"Suspected": func(c *largeJob, i int) Event {
+			return Suspected{c.ids[i], c.ids[0],
+				c.machine.past.latestID()}
+		},
 		"Checked": func(c *largeJob, i int) Event {
 			return Checked{ReplicaID: c.ids[i], QuorumID: c.machine.past.latestID()}
 		},
@@ -121,7 +130,9 @@ func each() (all []burst) {
 		}})
 	}
 	slices.SortFunc(all, func(a, b burst) int { return strings.Compare(a.name, b.name) })
-	for name, event := range map[string]Event{"Slept": Slept{For: time.Second}, "Tick": Tick{}, "Woken": Woken{}} { // one for all members
+	for name, event := range map[string]Event{"Slept": Slept{For: time.Second}, "Tick": Tick{},
+		"Woken": Woken{}} {
+		// one for all members
 		all = append(all, burst{name, lenient, half(3), func(_ testing.TB, c *largeJob) { c.step(event) }})
 	}
 	return all
@@ -133,13 +144,16 @@ func (b burst) start(t testing.TB, n int) *largeJob {
 	return c
 }
 
-// The cost of simultaneous events of all members grows about linearly with their number, and not with its square.
+// The cost of simultaneous events of all members grows about linearly with their number, and not with its
+// square.
 func TestNothingGrowsWithTheSquareOfTheMembers(t *testing.T) {
 	statements := testmain.Statements(t, "TestOneBurst")
 	for _, b := range slices.Concat(bursts, each()) {
 		few, many := statements(t, b.name, 100), statements(t, b.name, 1000)
-		// 10 is linear. An event may take one statement for each member, beside some hundred others: that is 26.
-		assert.LessOrEqual(t, many, 30*few, "%s: statements with 100 members: %d, with 1,000: %d", b.name, few, many)
+		// 10 is linear. An event may take one statement for each member, beside some hundred others: that is
+		// 26.
+		assert.LessOrEqual(t, many, 30*few, "%s: statements with 100 members: %d, with 1,000: %d", b.name,
+			few, many)
 	}
 }
 

@@ -64,7 +64,8 @@ func (h *history) event(members int) Event {
 	case p < 90:
 		return h.ask(id)
 	case p < 105:
-		return Withdrawn{Waiter: h.waiter - WaiterID(h.rng.IntN(8))} // most of these are pending, some are answered, some do not exist
+		// most of these are pending, some are answered, some do not exist
+		return Withdrawn{Waiter: h.waiter - WaiterID(h.rng.IntN(8))}
 	case p < 125:
 		return Beat{ReplicaID: id}
 	case p < 135:
@@ -83,7 +84,8 @@ func (h *history) event(members int) Event {
 		return Checked{ReplicaID: id, QuorumID: quorumID, Reached: h.rng.IntN(3) == 0, Reason: "no answer"}
 	case p < 175:
 		return Progressed{ReplicaID: id, Progress: Progress{
-			Step: int64(h.waiter) - h.rng.Int64N(20), Waits: h.rng.IntN(2) == 0, For: time.Duration(h.rng.IntN(3000)) * time.Millisecond,
+			Step: int64(h.waiter) - h.rng.Int64N(20), Waits: h.rng.IntN(2) == 0,
+			For: time.Duration(h.rng.IntN(3000)) * time.Millisecond,
 		}}
 	case p < 178:
 		return Drained{ReplicaID: id, Reason: "somebody"}
@@ -106,7 +108,8 @@ func (h *history) event(members int) Event {
 
 func (h *history) ask(id string) Asked {
 	h.waiter++
-	a := Asked{Waiter: h.waiter, Recallable: h.rng.IntN(2) == 0, Member: Member{ReplicaID: id, Step: max(0, int64(h.waiter)-h.rng.Int64N(20))}}
+	a := Asked{Waiter: h.waiter, Recallable: h.rng.IntN(2) == 0,
+		Member: Member{ReplicaID: id, Step: max(0, int64(h.waiter)-h.rng.Int64N(20))}}
 	a.Member.CommittedQuorumID = max(0, int64(h.waiter)%11-7) // mostly 0, as of upstream's members
 	if h.rng.IntN(20) == 0 {
 		a.Member.ShrinkOnly = true
@@ -240,7 +243,8 @@ func (h *history) step(e Event) {
 			due = end
 		}
 	}
-	require.True(h.t, due.IsZero() || due.Equal(h.wakeAt), "the machine asked to be woken at %s, although the first grace ends at %s", h.wakeAt, due)
+	require.True(h.t, due.IsZero() || due.Equal(h.wakeAt),
+		"the machine asked to be woken at %s, although the first grace ends at %s", h.wakeAt, due)
 	require.Equal(h.t, want, got, "%#v", e)
 	require.ElementsMatch(h.t, wantAnswered, answered)
 	if got != nil {
@@ -250,7 +254,8 @@ func (h *history) step(e Event) {
 		h.lastID = q.ID
 	}
 
-	require.Equal(h.t, recount(h.machine.roster, h.now), h.machine.roster.tally(h.now), "the running counts equal a recount")
+	require.Equal(h.t, recount(h.machine.roster, h.now), h.machine.roster.tally(h.now),
+		"the running counts equal a recount")
 	require.Len(h.t, h.machine.roster.members, len(h.model.facts), "no record of a member leaks")
 	require.Len(h.t, h.machine.roster.waiters, len(h.open), "no record of a waiter leaks")
 	healthy := 0
@@ -305,7 +310,8 @@ func (h *history) delivered(q *Quorum, answered []WaiterID) {
 	set := ""
 	for i, m := range q.Members {
 		set += m.ReplicaID + " "
-		require.True(h.t, i == 0 || q.Members[i-1].ReplicaID < m.ReplicaID, "the members are in order, each once")
+		require.True(h.t, i == 0 || q.Members[i-1].ReplicaID < m.ReplicaID,
+			"the members are in order, each once")
 	}
 	if before, ok := h.sets[q.ID]; ok {
 		require.Equal(h.t, before, set, "one set of members for each id")
@@ -320,12 +326,13 @@ func (h *history) delivered(q *Quorum, answered []WaiterID) {
 		return
 	}
 	for w, id := range h.open {
-		require.False(h.t, h.model.healthy(id, h.now), "%s (waiter %d) is healthy, asked, and was left out", id, w)
+		require.False(h.t, h.model.healthy(id, h.now), "%s (waiter %d) is healthy, asked, and was left out",
+			id, w)
 	}
 }
 
-// settle ends the history without further faults: every member is alive, and asks whenever it has no pending request. Then each
-// pending request must be answered by the time all the others have asked once more.
+// settle ends the history without further faults: every member is alive, and asks whenever it has no pending
+// request. Then each pending request must be answered by the time all the others have asked once more.
 func (h *history) settle(members int) {
 	for _, a := range slices.Clone(h.model.waiting) {
 		if a.Member.ShrinkOnly { // new members may not join while such a request is pending

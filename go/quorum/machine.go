@@ -6,14 +6,14 @@ import (
 	"time"
 )
 
-// Machine decides which members form a quorum. It is a state machine for one goroutine: Step takes an event, and returns the actions
-// that follow from it.
+// Machine decides which members form a quorum. It is a state machine for one goroutine: Step takes an event,
+// and returns the actions that follow from it.
 //
-// It passes events to its parts, the fields below, each of which keeps its own invariants, and forms quorums (form.go). The state
-// that the parts share is in core.
+// It passes events to its parts, the fields below, each of which keeps its own invariants, and forms quorums
+// (form.go). The state that the parts share is in core.
 //
-// The cost of a request does not depend on the number of groups; only the request that completes a quorum costs as much as the quorum
-// has members. All waiters get the same *Quorum.
+// The cost of a request does not depend on the number of groups; only the request that completes a quorum
+// costs as much as the quorum has members. All waiters get the same *Quorum.
 type Machine struct {
 	core
 
@@ -31,11 +31,12 @@ type Machine struct {
 	inUse    InUse     // as last reported
 }
 
-// maxKnownID is the largest quorum id that a member may claim to know. From a larger one, new ids would soon overflow.
+// maxKnownID is the largest quorum id that a member may claim to know. From a larger one, new ids would soon
+// overflow.
 const maxKnownID = math.MaxInt64 / 2
 
-// NewMachine returns the machine of a lighthouse that starts at the given time. The term is that of the leader of a cluster, and 0 for a
-// lighthouse without one. The policy must be valid.
+// NewMachine returns the machine of a lighthouse that starts at the given time. The term is that of the
+// leader of a cluster, and 0 for a lighthouse without one. The policy must be valid.
 func NewMachine(policy Policy, start time.Time, term int64) *Machine {
 	m := &Machine{core: newCore(policy, start, term), lastTick: start}
 	shared, past := &m.core, &m.past
@@ -52,8 +53,9 @@ func NewMachine(policy Policy, start time.Time, term int64) *Machine {
 func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.open(now)
 	if slept, ok := event.(Slept); ok {
-		// This comes before expire: the messages of that time have not been handled yet. Otherwise all members would count as failed,
-		// and a quorum would no longer wait for members whose requests have arrived.
+		// This comes before expire: the messages of that time have not been handled yet. Otherwise all
+		// members would count as failed, and a quorum would no longer wait for members whose requests have
+		// arrived.
 		m.roster.forgive(slept.For)
 		m.watch.forgive(slept.For)
 		m.past.forgive(slept.For)
@@ -64,7 +66,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	}
 	m.failed = append(m.failed, m.roster.expire(m.now, m.standing.deaf(event))...)
 	decide := m.take(event)
-	decide = decide || len(m.failed) > 0 // A failure may complete the quorum: the remaining healthy members may all have asked.
+	// A failure may complete the quorum: the remaining healthy members may all have asked.
+	decide = decide || len(m.failed) > 0
 	m.reportFailures()
 	m.standing.advance(m.search.pending(m.now))
 	m.reportFailures() // a member that has left
@@ -80,17 +83,20 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	return m.actions
 }
 
-// take passes an event to the parts that handle it, and reports whether it may complete a quorum even if no member fails by it.
+// take passes an event to the parts that handle it, and reports whether it may complete a quorum even if no
+// member fails by it.
 func (m *Machine) take(event Event) (decide bool) {
 	switch e := event.(type) {
 	case Asked:
 		return m.asked(e)
 	case Withdrawn: // No decision: a withdrawal cannot make a quorum possible.
 		m.roster.withdraw(e.Waiter, m.now)
-	case Beat: // No decision here: if it makes a member with a request a candidate again, the next tick decides. Heartbeats must stay cheap.
-		// Before the first quorum a call of any name counts: after a restart of the lighthouse, the members of upstream groups show only
-		// so that they are in the middle of a step. Later a name that never asks would count in the majority, and could keep the job
-		// from forming a quorum.
+	case Beat:
+		// No decision here: if it makes a member with a request a candidate again, the next tick decides.
+		// Heartbeats must stay cheap. Before the first quorum a call of any name counts: after a restart of
+		// the lighthouse, the members of upstream groups show only so that they are in the middle of a step.
+		// Later a name that never asks would count in the majority, and could keep the job from forming a
+		// quorum.
 		unknown := e.Call && !m.Knows(e.ReplicaID) && m.past.latest != nil
 		r := m.roster.beat(e.ReplicaID, m.now)
 		r.reached(e.Step)
@@ -101,17 +107,23 @@ func (m *Machine) take(event Event) (decide bool) {
 		m.greeted(e)
 	case Disconnected:
 		m.disconnected(e.ReplicaID)
-	case Incomplete: // Ignored if the group has a pending request: it asks only when all of its ranks have, so the report is older than the request.
+	case Incomplete:
+		// Ignored if the group has a pending request: it asks only when all of its ranks have, so the report
+		// is older than the request.
 		if r := m.roster.members[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
 			m.fail(r, RankFailed, e.Reason)
 		}
-	case Suspected: // A report alone evicts no member, a check has to fail first: otherwise one faulty member could evict a healthy peer.
+	case Suspected:
+		// A report alone evicts no member, a check has to fail first: otherwise one faulty member could evict
+		// a healthy peer.
 		m.suspicion.suspected(e)
 	case Checked:
 		m.suspicion.lookedAt(e)
-	case Progressed: // The next tick evaluates all answers together: a member is stalled only if another one waits for it.
+	case Progressed:
+		// The next tick evaluates all answers together: a member is stalled only if another one waits for it.
 		m.watch.progressed(e)
-	case Drained: // No decision: the member is in the next quorum as before, since it leaves only after a step.
+	case Drained:
+		// No decision: the member is in the next quorum as before, since it leaves only after a step.
 		m.drains.drained(e)
 		m.standing.wants(e.ReplicaID + " is asked to leave")
 	case Stopped:
@@ -138,8 +150,11 @@ func (m *Machine) take(event Event) (decide bool) {
 		}
 		m.redeliverPending()
 		return true // a decision may have been waiting for this quorum (search.pending)
-	case Slept, Woken: // Step has handled them: Woken comes when the grace of a suspect is over, and expire finds that.
-	case Tick: // All conditions that depend on time alone are checked here, so they take effect at most one tick late.
+	case Slept, Woken:
+		// Step has handled them: Woken comes when the grace of a suspect is over, and expire finds that.
+	case Tick:
+		// All conditions that depend on time alone are checked here, so they take effect at most one tick
+		// late.
 		m.search.tick()
 		m.redeliverPending()
 		m.standing.tick()
@@ -150,11 +165,12 @@ func (m *Machine) take(event Event) (decide bool) {
 	return false
 }
 
-// asked accepts a request, refuses it, or redelivers the latest quorum. It reports whether it accepted the request.
+// asked accepts a request, refuses it, or redelivers the latest quorum. It reports whether it accepted the
+// request.
 func (m *Machine) asked(e Asked) bool {
 	id := e.Member.ReplicaID
-	// An unfit request is refused before the roster counts it as a heartbeat: otherwise the others would wait for a member that
-	// counts as healthy, and that no quorum may include.
+	// An unfit request is refused before the roster counts it as a heartbeat: otherwise the others would wait
+	// for a member that counts as healthy, and that no quorum may include.
 	if reason := m.past.misfit(e); reason != "" {
 		m.misfits(id, []WaiterID{e.Waiter}, reason)
 		return false
@@ -194,13 +210,14 @@ func (m *Machine) asked(e Asked) bool {
 		m.past.behind = time.Time{} // this member has the job's step: the wait for such a member is over
 	}
 	if e.Recallable {
-		m.search.claimed(m.roster.members[id], Claim{e.KnownQuorumID, math.MinInt64}) // its greeting names the step
+		// its greeting names the step
+		m.search.claimed(m.roster.members[id], Claim{e.KnownQuorumID, math.MinInt64})
 	}
 	return true
 }
 
-// greeted handles the beginning of a stream. If it is refused, it is no sign of life: the others must not wait for a member that a later
-// leader serves.
+// greeted handles the beginning of a stream. If it is refused, it is no sign of life: the others must not
+// wait for a member that a later leader serves.
 func (m *Machine) greeted(e Greeted) {
 	if reason := m.deposed(e); reason != "" {
 		m.do(RefuseStream{e.ReplicaID, reason})
@@ -213,8 +230,8 @@ func (m *Machine) greeted(e Greeted) {
 	m.search.claimed(r, e.Known)
 }
 
-// disconnected makes a member a suspect. It counts as alive until its grace is over, so that a short interruption of the network costs
-// no step.
+// disconnected makes a member a suspect. It counts as alive until its grace is over, so that a short
+// interruption of the network costs no step.
 func (m *Machine) disconnected(id string) {
 	if r := m.roster.members[id]; r != nil {
 		r.attends = false
@@ -227,21 +244,23 @@ func (m *Machine) disconnected(id string) {
 	m.failed = append(m.failed, m.roster.expire(m.now, deaf)...) // the grace may be 0
 }
 
-// adopted resets the state that belongs to the previous quorum, after a quorum that was formed before this lighthouse started became
-// the latest.
+// adopted resets the state that belongs to the previous quorum, after a quorum that was formed before this
+// lighthouse started became the latest.
 func (m *Machine) adopted() {
-	m.failed = m.failed[:0] // failures of the previous quorum; the members of this one have heartbeat_timeout_ms to connect
+	// failures of the previous quorum; the members of this one have heartbeat_timeout_ms to connect
+	m.failed = m.failed[:0]
 	m.suspicion.forget()
 	m.reconnect.forget()
 	m.standing.adopted()
 	m.watch.next(false)
 }
 
-// finish forgets the past of a job whose training is complete, as all members of the latest quorum have reported: the next group
-// that asks begins another training, and must not be refused for being behind. The past is kept if a member has not reported that,
-// since this member may come back with its weights.
+// finish forgets the past of a job whose training is complete, as all members of the latest quorum have
+// reported: the next group that asks begins another training, and must not be refused for being behind. The
+// past is kept if a member has not reported that, since this member may come back with its weights.
 func (m *Machine) finish() {
-	if m.past.latest == nil || slices.ContainsFunc(m.past.members, func(r *record) bool { return !r.finished }) {
+	if m.past.latest == nil || slices.ContainsFunc(m.past.members,
+		func(r *record) bool { return !r.finished }) {
 		return
 	}
 	m.drains.release()
@@ -252,7 +271,8 @@ func (m *Machine) finish() {
 	m.watch.forget()
 }
 
-// reportFailures reports the failures of members of the latest quorum. Other members are in no step, so no peer waits for them.
+// reportFailures reports the failures of members of the latest quorum. Other members are in no step, so no
+// peer waits for them.
 func (m *Machine) reportFailures() {
 	for _, d := range m.failed {
 		if !d.member.previous {
@@ -262,7 +282,8 @@ func (m *Machine) reportFailures() {
 		if d.member.ending {
 			d.cause, d.reason = ShutDown, "its manager server was shut down"
 		}
-		m.do(Failed{QuorumID: m.past.latest.ID, ReplicaID: d.member.id, Step: d.member.step, Cause: d.cause, Reason: d.reason})
+		m.do(Failed{QuorumID: m.past.latest.ID, ReplicaID: d.member.id, Step: d.member.step, Cause: d.cause,
+			Reason: d.reason})
 		m.standing.ends()
 	}
 	m.failed = m.failed[:0]

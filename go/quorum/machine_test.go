@@ -36,7 +36,8 @@ func (r *ring) round(t testing.TB, ids ...string) Deliver {
 	for i, id := range ids {
 		actions := r.ask(Member{ReplicaID: id})
 		if i < len(ids)-1 {
-			require.Empty(t, slices.DeleteFunc(actions, func(a Action) bool { _, is := a.(InUse); return is }))
+			require.Empty(t, slices.DeleteFunc(actions,
+				func(a Action) bool { _, is := a.(InUse); return is }))
 			continue
 		}
 		return delivered(t, actions)
@@ -63,19 +64,24 @@ func TestIDsContinueAboveAnOlderLighthouse(t *testing.T) {
 	}
 	last := old.machine.past.latest.ID
 
-	restarted := NewMachine(Policy{MinReplicas: 1, JoinTimeout: 1, HeartbeatTimeout: 1}, epoch.Add(time.Second), 0)
+	restarted := NewMachine(Policy{MinReplicas: 1, JoinTimeout: 1, HeartbeatTimeout: 1},
+		epoch.Add(time.Second), 0)
 	actions := restarted.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "x"}}, epoch.Add(time.Second))
-	require.Greater(t, delivered(t, actions).Quorum.ID, last, "ids continue even if no member reports an earlier quorum")
+	require.Greater(t, delivered(t, actions).Quorum.ID, last,
+		"ids continue even if no member reports an earlier quorum")
 }
 
-// A quorum that a member shows is kept, since the disk or the log lacks it: the next lighthouse may be asked by another group first.
+// A quorum that a member shows is kept, since the disk or the log lacks it: the next lighthouse may be asked
+// by another group first.
 func TestAShownQuorumIsKept(t *testing.T) {
-	past := Past{ID: epoch.UnixMilli(), Step: 7, Members: []Voter{{ReplicaID: "a", Address: "http://a"}, {ReplicaID: "b", Address: "http://b"}}}
+	past := Past{ID: epoch.UnixMilli(), Step: 7,
+		Members: []Voter{{ReplicaID: "a", Address: "http://a"}, {ReplicaID: "b", Address: "http://b"}}}
 	for from, kept := range map[string]bool{"": false, "a": true} {
 		r := newRing(1)
 		shown := past.remembered(r.now)
 		actions := r.machine.Step(Recalled{Past: past, Quorum: shown, From: from}, r.now)
-		require.Equal(t, kept, slices.ContainsFunc(actions, func(a Action) bool { return reflect.DeepEqual(a, Keep{past, r.machine.past.ids()}) }))
+		require.Equal(t, kept, slices.ContainsFunc(actions,
+			func(a Action) bool { return reflect.DeepEqual(a, Keep{past, r.machine.past.ids()}) }))
 		require.GreaterOrEqual(t, r.machine.past.ids(), past.ID)
 	}
 }
@@ -103,12 +109,14 @@ func TestMembersArePassedOnAsTheyAre(t *testing.T) {
 // The rank that is refused reads this list. A native handle, which is no JSON, has none.
 func TestARefusalSaysWhereTheOtherListIs(t *testing.T) {
 	for handle, where := range map[string]string{
-		`{"id": "x", "store": "host:1", "layout": "ab12"}`: "; its list is in the store at host:1 under layout/ab12",
-		`{"id": "x", "store": "host:1"}`:                   "",
-		"nccl:0:17":                                        "",
+		`{"id": "x", "store": "host:1", "layout": "ab12"}`: "; its list is in the store at host:1 under " +
+			"layout/ab12",
+		`{"id": "x", "store": "host:1"}`: "",
+		"nccl:0:17":                      "",
 	} {
 		m := Member{ReplicaID: "a", Layouts: []string{"x"}, Handles: []string{handle}}
-		require.Equal(t, "member b reduces other tensors than member a, which is in the job: rank 0 has y, that of a has x"+where,
+		require.Equal(t, "member b reduces other tensors than member a, which is in the job: rank 0 has y, "+
+			"that of a has x"+where,
 			otherLayout(&Member{ReplicaID: "b", Layouts: []string{"y"}}, &m))
 	}
 }

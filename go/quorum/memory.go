@@ -10,29 +10,35 @@ import (
 
 // memory records what a lighthouse knows of the job's past.
 //
-// A new leader of a cluster learns the latest quorum from the log. A lighthouse without a cluster that starts learns it from its disk, or from
-// its members, which know the last quorum that they were in: each request carries the id of that quorum. The first member whose id is later
-// than that of the lighthouse's latest quorum is asked for that quorum (recall.go). The lighthouse continues as if it had formed that quorum
+// A new leader of a cluster learns the latest quorum from the log. A lighthouse without a cluster that starts
+// learns it from its disk, or from its members, which know the last quorum that they were in: each request
+// carries the id of that quorum. The first member whose id is later than that of the lighthouse's latest
+// quorum is asked for that quorum (recall.go). The lighthouse continues as if it had formed that quorum
 // itself.
 //
 // Invariants:
 //
 //  1. No id is used twice, and each new one is above floor and highest.
-//  2. highest is raised only to a plausible id, or to the id of a quorum that one of its members shows. So no single wrong number
-//     raises the ids of a job for good.
+//  2. highest is raised only to a plausible id, or to the id of a quorum that one of its members shows. So no
+//     single wrong number raises the ids of a job for good.
 //  3. members[i] is the record of latest.Members[i], and no other record has previous set.
-//  4. A quorum below step forms only after heartbeat_timeout_ms, or once no member with a larger step can come any more (regress).
+//  4. A quorum below step forms only after heartbeat_timeout_ms, or once no member with a larger step can
+//     come any more (regress).
 type memory struct {
 	*core
-	// latest is the newest quorum, members the records of its members in order. Both are nil before the first.
+	// latest is the newest quorum, members the records of its members in order. Both are nil before the
+	// first.
 	latest  *Quorum
 	members []*record
-	adopted bool // another lighthouse, or an earlier start of this one, formed the latest quorum: a member may know a later round of it
-	// bare: the latest quorum was read from disk or from the log, and none of its members has shown it since. Only their ids and addresses are
-	// known, and step is from the time when it was formed.
-	bare   bool
-	step   int64     // largest of the latest quorum's members, or less (bare)
-	behind time.Time // since when a quorum is delayed because it would be below step; zero if no quorum is delayed
+	// another lighthouse, or an earlier start of this one, formed the latest quorum: a member may know a
+	// later round of it
+	adopted bool
+	// bare: the latest quorum was read from disk or from the log, and none of its members has shown it since.
+	// Only their ids and addresses are known, and step is from the time when it was formed.
+	bare bool
+	step int64 // largest of the latest quorum's members, or less (bare)
+	// since when a quorum is delayed because it would be below step; zero if no quorum is delayed
+	behind time.Time
 
 	floor   int64 // new ids are above it: firstID, or what an earlier start has reserved
 	highest int64 // the largest quorum_id that was used here, or that a member knows
@@ -45,7 +51,8 @@ type Voter struct {
 	Address   string // of the group's manager server
 }
 
-// Claim names the round that a member received last: rounds are ordered by the quorum's id and, in one quorum, by the step.
+// Claim names the round that a member received last: rounds are ordered by the quorum's id and, in one
+// quorum, by the step.
 type Claim struct {
 	QuorumID int64 // 0: none
 	Step     int64 // largest of the quorum's members; math.MinInt64: not known
@@ -79,10 +86,11 @@ func (q *Quorum) Past() Past {
 	return p
 }
 
-// Place returns the index of a member in the list, which is sorted by replica_id: lighthouses of this package send it in this
-// order.
+// Place returns the index of a member in the list, which is sorted by replica_id: lighthouses of this package
+// send it in this order.
 func (q *Quorum) Place(id string) (i int, in bool) {
-	return slices.BinarySearchFunc(q.Members, id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) })
+	return slices.BinarySearchFunc(q.Members, id,
+		func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) })
 }
 
 // Validate reports what is wrong with a quorum that a member or a disk remembers.
@@ -95,7 +103,8 @@ func (p Past) Validate() error {
 	}
 	for i, v := range p.Members {
 		if v.ReplicaID == "" || i > 0 && p.Members[i-1].ReplicaID >= v.ReplicaID {
-			return fmt.Errorf("the members of quorum %d are not in order, each once: %q is at place %d", p.ID, v.ReplicaID, i)
+			return fmt.Errorf("the members of quorum %d are not in order, each once: %q is at place %d", p.ID,
+				v.ReplicaID, i)
 		}
 	}
 	return nil
@@ -123,8 +132,9 @@ func (m *memory) latestID() int64 {
 	return m.latest.ID
 }
 
-// round returns the latest round that the lighthouse knows with the records of its members, which it needs in order to redeliver it. No
-// member can know a later round of a quorum that was formed here. Of an adopted quorum whose records are not known, also the first round is later.
+// round returns the latest round that the lighthouse knows with the records of its members, which it needs in
+// order to redeliver it. No member can know a later round of a quorum that was formed here. Of an adopted
+// quorum whose records are not known, also the first round is later.
 func (m *memory) round() Claim {
 	switch {
 	case m.latest == nil:
@@ -137,20 +147,22 @@ func (m *memory) round() Claim {
 	return Claim{m.latest.ID, m.step}
 }
 
-// aheadOfClock is how far the milliseconds in a plausible id may be ahead of this lighthouse's clock. The clocks of two hosts differ by
-// less.
+// aheadOfClock is how far the milliseconds in a plausible id may be ahead of this lighthouse's clock. The
+// clocks of two hosts differ by less.
 const aheadOfClock = time.Hour
 
-// plausible reports whether an id that a member claims to know may exist. If it is not plausible, a member of that quorum must show
-// the quorum, with the list of its members. So a single wrong number does not raise the ids for good, and a lighthouse whose own
-// clock is wrong still continues after the quorum that its members show.
+// plausible reports whether an id that a member claims to know may exist. If it is not plausible, a member of
+// that quorum must show the quorum, with the list of its members. So a single wrong number does not raise the
+// ids for good, and a lighthouse whose own clock is wrong still continues after the quorum that its members
+// show.
 func (m *memory) plausible(id int64) bool {
 	low := id & (1<<termBits - 1)
 	return id <= m.ids() || TermOf(id) <= m.term && low <= m.now.Add(aheadOfClock).UnixMilli()
 }
 
-// pick returns the members of a quorum, and whether they differ from those of the latest one; if not, they are in order. Otherwise
-// deliver sorts them: many picked quorums are not delivered, since each event picks one again while a later check forbids it.
+// pick returns the members of a quorum, and whether they differ from those of the latest one; if not, they
+// are in order. Otherwise deliver sorts them: many picked quorums are not delivered, since each event picks
+// one again while a later check forbids it.
 func (m *memory) pick(d decision) (in []*record, changed bool) {
 	t := d.tally
 	if d.eligible() == t.previous && t.previousCandidates == t.previous {
@@ -166,9 +178,9 @@ func (m *memory) pick(d decision) (in []*record, changed bool) {
 	return in, true
 }
 
-// newID returns the id of a quorum that is formed now. The id is new if the members must not reuse the connections of the latest
-// quorum, or if a member knows a later quorum: with the id of the latest one here, that member would return to an earlier quorum, and to
-// its keys in the store.
+// newID returns the id of a quorum that is formed now. The id is new if the members must not reuse the
+// connections of the latest quorum, or if a member knows a later quorum: with the id of the latest one here,
+// that member would return to an earlier quorum, and to its keys in the store.
 func (m *memory) newID(reconnects bool) int64 {
 	if m.latest == nil || reconnects || m.highest > m.latest.ID {
 		m.highest = m.ids() + 1
@@ -177,10 +189,12 @@ func (m *memory) newID(reconnects bool) int64 {
 	return m.latest.ID
 }
 
-// isKnownTo reports whether all of these members are in the latest quorum, and in no later one. Of a quorum that was adopted, the members
-// have to say so: the disk of a restarted lighthouse may be older than what its members have received.
+// isKnownTo reports whether all of these members are in the latest quorum, and in no later one. Of a quorum
+// that was adopted, the members have to say so: the disk of a restarted lighthouse may be older than what its
+// members have received.
 func (m *memory) isKnownTo(in []*record) bool {
-	return m.latest == nil || !m.adopted || !slices.ContainsFunc(in, func(r *record) bool { return r.newest().known != m.latest.ID })
+	return m.latest == nil || !m.adopted || !slices.ContainsFunc(in,
+		func(r *record) bool { return r.newest().known != m.latest.ID })
 }
 
 // follow makes a quorum that was formed here the latest one.
@@ -213,8 +227,8 @@ func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []s
 	return joined, left
 }
 
-// adopt makes a quorum that was formed before this lighthouse started the latest one. Its members are presumed alive
-// for heartbeat_timeout_ms: otherwise the first member that asks would continue alone.
+// adopt makes a quorum that was formed before this lighthouse started the latest one. Its members are
+// presumed alive for heartbeat_timeout_ms: otherwise the first member that asks would continue alone.
 func (m *memory) adopt(q *Quorum) {
 	p, before := q.Past(), m.members
 	m.members = make([]*record, len(p.Members))
@@ -227,7 +241,9 @@ func (m *memory) adopt(q *Quorum) {
 		r.behind = false
 		m.members[i] = r
 	}
-	for _, r := range before { // after the loop above: the record of a member of both quorums, with its request number, must not be dropped in between
+	for _, r := range before {
+		// after the loop above: the record of a member of both quorums, with its request number, must not be
+		// dropped in between
 		_, in := q.Place(r.id)
 		m.roster.setPrevious(r, in, m.now)
 	}
@@ -248,8 +264,9 @@ func (m *memory) shown(q *Quorum) {
 	m.latest, m.step, m.bare = q, q.Past().Step, false
 }
 
-// mayRegress is the last check of a decision: if the quorum would be below the step of the latest one, members with that step have
-// heartbeat_timeout_ms to come. Without that time, their newer weights would be overwritten, and the steps lost.
+// mayRegress is the last check of a decision: if the quorum would be below the step of the latest one,
+// members with that step have heartbeat_timeout_ms to come. Without that time, their newer weights would be
+// overwritten, and the steps lost.
 func (m *memory) mayRegress(d decision, now time.Time) decision {
 	reason := m.regress(d.in)
 	if reason == "" && m.policy.ForbidRegression {
@@ -267,14 +284,17 @@ func (m *memory) mayRegress(d decision, now time.Time) decision {
 	return d
 }
 
-// unproven returns the reason why a quorum may be below the step that the job had reached although it is not below the known one: only the
-// step at which the latest quorum began is known (bare), and none of its members is in the next one. It is empty if neither holds.
+// unproven returns the reason why a quorum may be below the step that the job had reached although it is not
+// below the known one: only the step at which the latest quorum began is known (bare), and none of its
+// members is in the next one. It is empty if neither holds.
 func (m *memory) unproven(in []*record) string {
 	if m.latest == nil || !m.bare || slices.ContainsFunc(in, func(r *record) bool { return r.previous }) {
 		return ""
 	}
-	return fmt.Sprintf("quorum %d (%s) began at step %d, and it is not known which step it reached, since none of its members has asked this "+
-		"lighthouse; if steps after that one may be lost, start the lighthouse without forbid_regression", m.latest.ID, names(m.absent()), m.step)
+	return fmt.Sprintf("quorum %d (%s) began at step %d, and it is not known which step it reached, since "+
+		"none of its members has asked this "+
+		"lighthouse; if steps after that one may be lost, start the lighthouse without forbid_regression",
+		m.latest.ID, names(m.absent()), m.step)
 }
 
 // mayCome reports whether a member of the latest quorum that does not ask counts as alive.
@@ -292,8 +312,8 @@ func (m *memory) absent() (ids []string) {
 	return ids
 }
 
-// decided records since when the quorum waits for members with a larger step. Decisions with other causes leave it as it is:
-// membership churn must not restart the wait.
+// decided records since when the quorum waits for members with a larger step. Decisions with other causes
+// leave it as it is: membership churn must not restart the wait.
 func (m *memory) decided(d decision) {
 	switch {
 	case d.cause == noRequest, d.cause == forbidden, d.ready():
@@ -303,11 +323,12 @@ func (m *memory) decided(d decision) {
 	}
 }
 
-// forgive extends the wait for members with a larger step by a time in which the lighthouse itself was stopped.
+// forgive extends the wait for members with a larger step by a time in which the lighthouse itself was
+// stopped.
 func (m *memory) forgive(span time.Duration) { m.behind = later(m.behind, span) }
 
-// regress returns the reason why a quorum would be below the step that the job had reached, with the missing members of the latest
-// quorum; empty if it would not be below, or if none is missing.
+// regress returns the reason why a quorum would be below the step that the job had reached, with the missing
+// members of the latest quorum; empty if it would not be below, or if none is missing.
 func (m *memory) regress(in []*record) string {
 	if m.latest == nil {
 		return ""
@@ -320,6 +341,7 @@ func (m *memory) regress(in []*record) string {
 	if step >= m.step || len(absent) == 0 {
 		return ""
 	}
-	return fmt.Sprintf("the job had reached step %d in quorum %d, the members that ask are at step %d at most; missing of that quorum: %s",
+	return fmt.Sprintf("the job had reached step %d in quorum %d, the members that ask are at step %d at "+
+		"most; missing of that quorum: %s",
 		m.step, m.latest.ID, step, names(absent))
 }

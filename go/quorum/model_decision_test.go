@@ -87,7 +87,8 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		same = same && previous[member.ReplicaID]
 		failures = failures || member.CommitFailures > 0
 		// The members of an adopted quorum must say that they are in it.
-		unsure = unsure || m.latest != nil && m.adopted && m.newest(member.ReplicaID).KnownQuorumID != m.latest.ID
+		unsure = unsure || m.latest != nil && m.adopted &&
+			m.newest(member.ReplicaID).KnownQuorumID != m.latest.ID
 	}
 	q := &Quorum{Members: in, Created: now}
 	if same && !failures && !m.broken && !m.rejoined && !unsure && m.highest <= m.latest.ID {
@@ -103,7 +104,8 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 	var answered []WaiterID
 	var left []Asked
 	for _, a := range m.waiting {
-		if slices.ContainsFunc(in, func(member Member) bool { return member.ReplicaID == a.Member.ReplicaID }) {
+		if slices.ContainsFunc(in,
+			func(member Member) bool { return member.ReplicaID == a.Member.ReplicaID }) {
 			answered = append(answered, a.Waiter)
 			m.facts[a.Member.ReplicaID].returned = false
 		} else {
@@ -116,7 +118,8 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 	return q, answered
 }
 
-// lowerSteps lowers the steps of members that may have other weights than the latest quorum's members at their step.
+// lowerSteps lowers the steps of members that may have other weights than the latest quorum's members at
+// their step.
 func (m *model) lowerSteps(in []Member) {
 	largest, silent := int64(0), false
 	for _, member := range in {
@@ -140,13 +143,15 @@ func (m *model) knowsWeights(member Member) bool {
 	}
 	for _, before := range m.latest.Members {
 		if before.ReplicaID == member.ReplicaID {
-			return !m.lowered[member.ReplicaID] || member.CommittedQuorumID == 0 || member.CommittedQuorumID != before.CommittedQuorumID
+			return !m.lowered[member.ReplicaID] || member.CommittedQuorumID == 0 ||
+				member.CommittedQuorumID != before.CommittedQuorumID
 		}
 	}
 	return false
 }
 
-// mustWaitForTheStep reports whether the job had reached a larger step than all members of the quorum, and a live member may have it.
+// mustWaitForTheStep reports whether the job had reached a larger step than all members of the quorum, and a
+// live member may have it.
 func (m *model) mustWaitForTheStep(in []Member, candidates map[string]Member, now time.Time) bool {
 	if m.latest == nil {
 		return false

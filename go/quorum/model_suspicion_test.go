@@ -5,7 +5,8 @@ import (
 	"time"
 )
 
-// The part of the slow model (model_test.go) for members that their peers suspect, and for steps that take too long.
+// The part of the slow model (model_test.go) for members that their peers suspect, and for steps that take
+// too long.
 
 func (m *model) suspected(e Suspected, now time.Time) {
 	if m.latest == nil || e.QuorumID != m.latest.ID || !m.member(e.Reporter) {
@@ -105,7 +106,8 @@ func (m *model) part(now time.Time) {
 	for _, id := range m.members() {
 		for _, peer := range m.members() {
 			p, answered := m.answers[peer]
-			if m.waits(id) && answered && p.Progress.Waits && p.Progress.Step >= m.newest(id).Member.Step && m.healthy(peer, now) && !m.waits(peer) {
+			if m.waits(id) && answered && p.Progress.Waits && p.Progress.Step >= m.newest(id).Member.Step &&
+				m.healthy(peer, now) && !m.waits(peer) {
 				m.ends(id, Parted)
 				return
 			}

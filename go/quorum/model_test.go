@@ -10,9 +10,10 @@ import (
 // model is a slow and obvious version of the machine: it keeps every message, and looks at all of
 // them after each event.
 type model struct {
-	policy    Policy
-	beats     map[string]time.Time // last signs of life, if they are not too old
-	facts     map[string]*facts    // of the members in beats, of those with a request, and of those in the latest quorum
+	policy Policy
+	beats  map[string]time.Time // last signs of life, if they are not too old
+	// of the members in beats, of those with a request, and of those in the latest quorum
+	facts     map[string]*facts
 	anyFailed bool                 // a member failed in this call of step
 	fresh     map[string]Cause     // members of the latest quorum that failed in this call of step
 	failed    map[string]Cause     // those of them whose failure is reported
@@ -22,16 +23,18 @@ type model struct {
 	waiting   []Asked              // pending requests, in their order
 	joined    map[string]time.Time // since when each candidate is one
 	latest    *Quorum
-	adopted   bool            // the latest quorum was formed elsewhere
-	whole     bool            // and is known with the records of its members
-	wanted    Claim           // the latest claimed round that was not shown
-	since     time.Time       // since when there is one
-	floor     int64           // new ids are above it
-	highest   int64           // the largest id that was used, or that a member knows
-	shrunk    bool            // the latest quorum left candidates out
-	behind    time.Time       // since when a quorum is delayed because it would be below the latest one's step
-	leavers   []string        // of the latest quorum
-	lowered   map[string]bool // members of the latest quorum that were sent with a smaller step than their own
+	adopted   bool      // the latest quorum was formed elsewhere
+	whole     bool      // and is known with the records of its members
+	wanted    Claim     // the latest claimed round that was not shown
+	since     time.Time // since when there is one
+	floor     int64     // new ids are above it
+	highest   int64     // the largest id that was used, or that a member knows
+	shrunk    bool      // the latest quorum left candidates out
+	// since when a quorum is delayed because it would be below the latest one's step
+	behind  time.Time
+	leavers []string // of the latest quorum
+	// members of the latest quorum that were sent with a smaller step than their own
+	lowered map[string]bool
 
 	reports map[string]string // in the latest quorum: the suspect of each reporting member
 	checked map[string]bool
@@ -60,7 +63,8 @@ type facts struct {
 
 func newModel(p Policy, start time.Time) *model {
 	return &model{
-		policy: p, beats: map[string]time.Time{}, facts: map[string]*facts{}, joined: map[string]time.Time{}, floor: start.UnixMilli(),
+		policy: p, beats: map[string]time.Time{}, facts: map[string]*facts{}, joined: map[string]time.Time{},
+		floor: start.UnixMilli(),
 	}
 }
 
@@ -114,7 +118,8 @@ func (m *model) take(e Event, now time.Time) bool {
 	case Suspected:
 		m.suspected(e, now)
 	case Checked:
-		if m.latest != nil && e.QuorumID == m.latest.ID && !e.Reached && m.member(e.ReplicaID) && m.silent(e.ReplicaID, now) {
+		if m.latest != nil && e.QuorumID == m.latest.ID && !e.Reached && m.member(e.ReplicaID) &&
+			m.silent(e.ReplicaID, now) {
 			m.markFailed(e.ReplicaID, Unreachable)
 		}
 	case Progressed:
@@ -144,7 +149,10 @@ func (m *model) take(e Event, now time.Time) bool {
 		}
 		m.redeliverPending(now)
 		m.tooLong(now)
-		if !slices.ContainsFunc(m.members(), func(id string) bool { return m.healthy(id, now) && !m.waits(id) }) {
+		if !slices.ContainsFunc(m.members(), func(id string) bool {
+			return m.healthy(id, now) &&
+				!m.waits(id)
+		}) {
 			m.release()
 		}
 		return true
@@ -155,7 +163,8 @@ func (m *model) take(e Event, now time.Time) bool {
 func (m *model) asked(e Asked, now time.Time) bool {
 	id := e.Member.ReplicaID
 	plausible := e.KnownQuorumID <= max(m.floor, m.highest, now.Add(time.Hour).UnixMilli())
-	if !plausible && (!e.Recallable || e.KnownQuorumID > maxKnownID) { // the member would have to show that quorum
+	if !plausible && (!e.Recallable || e.KnownQuorumID > maxKnownID) {
+		// the member would have to show that quorum
 		m.does("refuse", e.Waiter)
 		return false
 	}
@@ -184,20 +193,25 @@ func (m *model) asked(e Asked, now time.Time) bool {
 	return true
 }
 
-// lostAnswer reports whether the request repeats the one that the latest quorum answered, on a stream that the member has begun since,
-// and nothing else has happened.
+// lostAnswer reports whether the request repeats the one that the latest quorum answered, on a stream that
+// the member has begun since, and nothing else has happened.
 func (m *model) lostAnswer(e Asked, now time.Time) bool {
-	asks := slices.ContainsFunc(m.members(), func(id string) bool { return m.waits(id) && m.healthy(id, now) })
+	asks := slices.ContainsFunc(m.members(), func(id string) bool {
+		return m.waits(id) &&
+			m.healthy(id, now)
+	})
 	return m.inForce() && !asks && !m.waits(e.Member.ReplicaID) && m.missed(e.Member, now)
 }
 
 // inForce reports whether nothing has happened since the latest quorum.
 func (m *model) inForce() bool {
-	return m.latest != nil && (!m.adopted || m.whole) && !m.wanted.Newer(m.round()) && m.latest.ID == m.highest &&
+	return m.latest != nil && (!m.adopted || m.whole) && !m.wanted.Newer(m.round()) &&
+		m.latest.ID == m.highest &&
 		!m.reported && !m.rejoined && len(m.leavers) == 0
 }
 
-// missed reports whether the request of a member repeats the one that the latest quorum answered, on a stream that it has begun since.
+// missed reports whether the request of a member repeats the one that the latest quorum answered, on a stream
+// that it has begun since.
 func (m *model) missed(member Member, now time.Time) bool {
 	id := member.ReplicaID
 	f := m.facts[id]
@@ -211,12 +225,16 @@ func (m *model) missed(member Member, now time.Time) bool {
 	return fmt.Sprint(then) == fmt.Sprint(member)
 }
 
-// redeliverPending answers all members of an adopted quorum that have requests, if each of them repeats its request of that quorum.
+// redeliverPending answers all members of an adopted quorum that have requests, if each of them repeats its
+// request of that quorum.
 func (m *model) redeliverPending(now time.Time) {
 	if !m.adopted || !m.inForce() {
 		return
 	}
-	asks := slices.DeleteFunc(m.members(), func(id string) bool { return !m.waits(id) || !m.healthy(id, now) })
+	asks := slices.DeleteFunc(m.members(), func(id string) bool {
+		return !m.waits(id) ||
+			!m.healthy(id, now)
+	})
 	if slices.ContainsFunc(asks, func(id string) bool { return !m.missed(m.newest(id).Member, now) }) {
 		return
 	}
@@ -253,8 +271,8 @@ func (m *model) ends(id string, cause Cause) {
 	m.broken = m.broken || m.member(id)
 }
 
-// fail sets the failures that are reported: those of members of the latest quorum. A member that has announced its end counts as shut
-// down.
+// fail sets the failures that are reported: those of members of the latest quorum. A member that has
+// announced its end counts as shut down.
 func (m *model) fail() {
 	m.failed = map[string]Cause{}
 	for id, cause := range m.fresh {
@@ -305,7 +323,8 @@ func (m *model) recalled(e Recalled, now time.Time) {
 	if p.Validate() != nil {
 		return
 	}
-	if in := slices.ContainsFunc(p.Members, func(v Voter) bool { return v.ReplicaID == e.From }); e.From != "" && !in {
+	if in := slices.ContainsFunc(p.Members,
+		func(v Voter) bool { return v.ReplicaID == e.From }); e.From != "" && !in {
 		m.does("doubted", e.From)
 		return
 	}
@@ -385,7 +404,8 @@ func (m *model) want(c Claim, now time.Time) {
 	m.wanted = c
 }
 
-// claimants returns the members that claim a later round, and for which decisions wait: each asks, or is in the adopted quorum.
+// claimants returns the members that claim a later round, and for which decisions wait: each asks, or is in
+// the adopted quorum.
 func (m *model) claimants(now time.Time) (ids []string) {
 	for id, f := range m.facts {
 		if m.healthy(id, now) && (m.waits(id) || m.adopted && m.member(id)) && !f.unshown && m.claims(id) {

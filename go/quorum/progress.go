@@ -17,24 +17,25 @@ type Progress struct {
 }
 
 const (
-	// A process can be alive and hang, so that heartbeats do not show progress. When a step has taken this many times the median,
-	// and at least leastStall, the members without progress are reported as stalled. They are asked for their progress shortly
-	// before that (AnswerTime). In shorter steps none is asked.
+	// A process can be alive and hang, so that heartbeats do not show progress. When a step has taken this
+	// many times the median, and at least leastStall, the members without progress are reported as stalled.
+	// They are asked for their progress shortly before that (AnswerTime). In shorter steps none is asked.
 	stallMultiple = 10
 	leastStall    = 5 * time.Second
-	// In a large quorum a step may take this long for each member: all of them receive the list of the others first.
+	// In a large quorum a step may take this long for each member: all of them receive the list of the others
+	// first.
 	leastStallOfMember = time.Millisecond
 	// AnswerTime is how long a member may take to answer, and also the interval at which it is asked.
 	AnswerTime = time.Second
 )
 
-// watch finds the members that make no progress in a step of the latest quorum: when the step takes too long, it asks the members
-// for their progress, and reports those for which others wait as stalled.
+// watch finds the members that make no progress in a step of the latest quorum: when the step takes too long,
+// it asks the members for their progress, and reports those for which others wait as stalled.
 //
 // Invariants:
 //
-//  1. A member is reported as stalled only after the step has taken the stall timeout, and after the member was asked and had the
-//     time to answer.
+//  1. A member is reported as stalled only after the step has taken the stall timeout, and after the member
+//     was asked and had the time to answer.
 //  2. It is reported only while another member waits: if all members compute, the step is just long.
 //  3. Answers count in one step only: they are dropped when the next one begins.
 type watch struct {
@@ -60,8 +61,8 @@ type step struct {
 	stalled    map[string]string    // the members that were reported as stalled, and why
 }
 
-// next begins a step. The duration of the previous one is recorded only if the members stay the same: a failure or a joining member may
-// have prolonged it.
+// next begins a step. The duration of the previous one is recorded only if the members stay the same: a
+// failure or a joining member may have prolonged it.
 func (w *watch) next(sameMembers bool) {
 	if sameMembers {
 		w.steps[w.count%len(w.steps)] = w.now.Sub(w.began)
@@ -79,8 +80,8 @@ func (w *watch) advanced(steps int64) {
 // forget drops all durations and answers: another training begins.
 func (w *watch) forget() { w.pace, w.step = pace{}, step{} }
 
-// forgive reduces the age of the step, of the question to its members and of their answers by a time in which the lighthouse itself was
-// stopped: otherwise members would be reported as stalled for that time.
+// forgive reduces the age of the step, of the question to its members and of their answers by a time in which
+// the lighthouse itself was stopped: otherwise members would be reported as stalled for that time.
 func (w *watch) forgive(span time.Duration) {
 	w.began, w.askedAt = w.began.Add(span), later(w.askedAt, span)
 	for id, at := range w.answeredAt {
@@ -98,7 +99,8 @@ func (p *pace) median() time.Duration {
 	return steps[n/2]
 }
 
-// usual returns the median, and 0 if the present step has taken much longer, so that it says nothing about the speed of the job any more.
+// usual returns the median, and 0 if the present step has taken much longer, so that it says nothing about
+// the speed of the job any more.
 func (w *watch) usual(now time.Time) time.Duration {
 	median := w.median()
 	if now.Sub(w.began) > max(leastStall, 3*median) {
@@ -144,7 +146,8 @@ func (w *watch) tick() {
 	}
 	if age >= timeout && !w.askedAt.IsZero() && (w.now.Sub(w.askedAt) >= answers || w.allAnswered()) {
 		w.name(age, timeout)
-		if w.reconnect.failed == "" { // after a failure, the members have been notified already, and abort the step
+		if w.reconnect.failed == "" {
+			// after a failure, the members have been notified already, and abort the step
 			w.parted()
 		}
 	}
@@ -153,7 +156,8 @@ func (w *watch) tick() {
 	}
 }
 
-// ask asks the members that may be stalled for their progress. A member with a pending request has completed its step.
+// ask asks the members that may be stalled for their progress. A member with a pending request has completed
+// its step.
 func (w *watch) ask() {
 	var ids []string
 	for _, r := range w.past.members {
@@ -167,10 +171,11 @@ func (w *watch) ask() {
 	}
 }
 
-// parted finds a member that asks for the quorum of a step in which its peers wait for it: the answer to its earlier request was lost,
-// together with the lighthouse that sent it. No member is stalled, and yet none would continue before the timeout of the collective. The
-// member is reported as failed, so that its peers abort the step and all of them ask for the next quorum. It is not evicted: it is alive,
-// and its request stays pending.
+// parted finds a member that asks for the quorum of a step in which its peers wait for it: the answer to its
+// earlier request was lost, together with the lighthouse that sent it. No member is stalled, and yet none
+// would continue before the timeout of the collective. The member is reported as failed, so that its peers
+// abort the step and all of them ask for the next quorum. It is not evicted: it is alive, and its request
+// stays pending.
 func (w *watch) parted() {
 	reached := int64(math.MinInt64) // the latest step in which a peer waits
 	for _, peer := range w.past.members {
@@ -180,7 +185,8 @@ func (w *watch) parted() {
 	}
 	for _, r := range w.past.members {
 		if r.waiting() && r.member().Step <= reached {
-			reason := fmt.Sprintf("it asks for the quorum of step %d, in which its peers wait for it", r.member().Step)
+			reason := fmt.Sprintf("it asks for the quorum of step %d, in which its peers wait for it",
+				r.member().Step)
 			w.failed = append(w.failed, failure{r, Parted, reason})
 			return
 		}
@@ -196,7 +202,8 @@ func (w *watch) allAnswered() bool {
 	return true
 }
 
-// name reports the members that make no progress while others wait, and evicts those that have made none for EjectStalledAfter.
+// name reports the members that make no progress while others wait, and evicts those that have made none for
+// EjectStalledAfter.
 func (w *watch) name(age, timeout time.Duration) {
 	waiting := 0
 	for _, r := range w.past.members {
@@ -221,7 +228,8 @@ func (w *watch) name(age, timeout time.Duration) {
 		if still < timeout {
 			continue
 		}
-		reason = fmt.Sprintf("no progress for %s while %s of its quorum wait: %s", still.Round(100*time.Millisecond), memberCount(waiting), reason)
+		reason = fmt.Sprintf("no progress for %s while %s of its quorum wait: %s",
+			still.Round(100*time.Millisecond), memberCount(waiting), reason)
 		if _, named := w.stalled[r.id]; !named { // it is reported once in a step
 			if w.stalled == nil {
 				w.stalled = map[string]string{}

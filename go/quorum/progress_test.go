@@ -8,10 +8,13 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// In a job of ten thousand members, some still receive the list of the members when others already wait for them.
+// In a job of ten thousand members, some still receive the list of the members when others already wait for
+// them.
 func TestAStepOfManyMembersMayTakeLonger(t *testing.T) {
-	for members, timeout := range map[int]time.Duration{2: leastStall, 5_000: leastStall, 10_000: 10 * time.Second} {
-		r := &ring{now: epoch, machine: NewMachine(Policy{MinReplicas: members, JoinTimeout: time.Minute, HeartbeatTimeout: time.Minute}, epoch, 0)}
+	for members, timeout := range map[int]time.Duration{2: leastStall, 5_000: leastStall,
+		10_000: 10 * time.Second} {
+		r := &ring{now: epoch, machine: NewMachine(Policy{MinReplicas: members, JoinTimeout: time.Minute,
+			HeartbeatTimeout: time.Minute}, epoch, 0)}
 		ids := make([]string, members)
 		for i := range ids {
 			ids[i] = fmt.Sprintf("%05d", i)
@@ -31,7 +34,8 @@ func TestAStepOfManyMembersMayTakeLonger(t *testing.T) {
 	}
 }
 
-// The speed of a job is the median of its steps, and unknown before the first, and when the present step takes much longer.
+// The speed of a job is the median of its steps, and unknown before the first, and when the present step
+// takes much longer.
 func TestTheDurationOfAStep(t *testing.T) {
 	w := watch{core: &core{now: epoch}}
 	assert.Zero(t, w.usual(epoch))

@@ -7,21 +7,25 @@ import (
 	"time"
 )
 
-// search looks for a round that this lighthouse does not know and that a member claims to have received: after a restart, its members know
-// the last quorum. The lighthouse asks the member for that quorum (Recall), and the member shows it (Recalled) or does not. (A leader of a
-// cluster knows the latest quorum from the log, so no member can show it a quorum with a later id; but the log does not have the rounds of
-// the quorum, since nothing is written while the members stay the same.)
+// search looks for a round that this lighthouse does not know and that a member claims to have received:
+// after a restart, its members know the last quorum. The lighthouse asks the member for that quorum (Recall),
+// and the member shows it (Recalled) or does not. (A leader of a cluster knows the latest quorum from the
+// log, so no member can show it a quorum with a later id; but the log does not have the rounds of the quorum,
+// since nothing is written while the members stay the same.)
 //
 // Invariants:
 //
-//  1. For heartbeat_timeout_ms after the first claim, no quorum is formed while a member with a pending request, or of the adopted quorum,
-//     may still show the claimed round. Otherwise the job would continue from an older quorum, or call again a round that the member is in
-//     and in which it waits for its peers (redeliver.go). After that time it continues without the claimed one: no other lighthouse can
-//     have served the job meanwhile.
-//  2. Decisions wait only once for a member that does not show the round that it claims (unshown), whatever number it claims next. It
-//     is in the next quorum all the same, and may still show the one that it claims.
-//  3. A quorum is accepted from the disk, or from a member that was in it, if its term is not above this lighthouse's. A later round of the
-//     latest quorum is accepted from a member of it, if the quorum was adopted and the members are the same.
+//  1. For heartbeat_timeout_ms after the first claim, no quorum is formed while a member with a pending
+//     request, or of the adopted quorum, may still show the claimed round. Otherwise the job would continue
+//     from an older quorum, or call again a round that the member is in and in which it waits for its peers
+//     (redeliver.go). After that time it continues without the claimed one: no other lighthouse can have
+//     served the job meanwhile.
+//  2. Decisions wait only once for a member that does not show the round that it claims (unshown), whatever
+//     number it claims next. It is in the next quorum all the same, and may still show the one that it
+//     claims.
+//  3. A quorum is accepted from the disk, or from a member that was in it, if its term is not above this
+//     lighthouse's. A later round of the latest quorum is accepted from a member of it, if the quorum was
+//     adopted and the members are the same.
 type search struct {
 	*core
 	past *memory
@@ -36,41 +40,48 @@ type wanted struct {
 	by    string    // the member that was asked last
 }
 
-// recallPause is how long a member that was asked for a quorum may take before it is asked again, or another member is.
+// recallPause is how long a member that was asked for a quorum may take before it is asked again, or another
+// member is.
 const recallPause = time.Second
 
-// recallPause returns the constant of that name, or less: several recalls must fit into the heartbeat timeout.
+// recallPause returns the constant of that name, or less: several recalls must fit into the heartbeat
+// timeout.
 func (p Policy) recallPause() time.Duration { return min(recallPause, p.HeartbeatTimeout/5) }
 
-// doubt returns the reason to refuse a request whose quorum id is not plausible and whose sender cannot be asked to show that quorum; empty
-// if the request is accepted. Quorum ids never decrease: if a wrong number were accepted, it would raise the ids of the job for good.
+// doubt returns the reason to refuse a request whose quorum id is not plausible and whose sender cannot be
+// asked to show that quorum; empty if the request is accepted. Quorum ids never decrease: if a wrong number
+// were accepted, it would raise the ids of the job for good.
 func (s *search) doubt(e Asked) string {
 	if id := e.KnownQuorumID; e.Recallable && id <= maxKnownID || s.past.plausible(id) {
 		return ""
 	}
-	return fmt.Sprintf("known_quorum_id of member %s is %d: it is far ahead of this lighthouse's clock (%d), and the request does not show that quorum",
+	return fmt.Sprintf("known_quorum_id of member %s is %d: it is far ahead of this lighthouse's clock "+
+		"(%d), and the request does not show that quorum",
 		e.Member.ReplicaID, e.KnownQuorumID, s.now.UnixMilli())
 }
 
-// claimed handles the round that a member claims to know: if it is later than the latest here, the member is asked for its quorum, unless a
-// member is already being asked for that round or for a later one.
+// claimed handles the round that a member claims to know: if it is later than the latest here, the member is
+// asked for its quorum, unless a member is already being asked for that round or for a later one.
 func (s *search) claimed(r *record, known Claim) {
 	if known.QuorumID != r.claim.QuorumID || known.Step != math.MinInt64 {
 		r.claim = known
 	}
 	switch {
 	case !s.claims(r):
-	case r.unshown: // decisions do not wait for this member any more, but it may still show the quorum that it claims
+	case r.unshown:
+		// decisions do not wait for this member any more, but it may still show the quorum that it claims
 		s.do(Recall{r.id, r.claim.QuorumID})
 	case r.claim.Newer(s.round):
 		s.ask(r)
 	}
 }
 
-// claims reports whether a member claims a later round than the latest here. Only its members can know a round of the latest quorum.
+// claims reports whether a member claims a later round than the latest here. Only its members can know a
+// round of the latest quorum.
 func (s *search) claims(r *record) bool {
 	c := r.claim
-	return c.QuorumID <= maxKnownID && c.Newer(s.past.round()) && (r.previous || c.QuorumID > s.past.latestID())
+	return c.QuorumID <= maxKnownID && c.Newer(s.past.round()) &&
+		(r.previous || c.QuorumID > s.past.latestID())
 }
 
 // ask asks a member for the quorum that it knows.
@@ -85,8 +96,9 @@ func (s *search) ask(r *record) {
 // searching reports whether there is a search.
 func (s *search) searching() bool { return s.round != Claim{} }
 
-// each calls do for the members whose claims count, as long as they may show what they claim: those with a pending request, and those of
-// the adopted quorum, which may be training. A greeting of any other member is not enough: it may never show its quorum.
+// each calls do for the members whose claims count, as long as they may show what they claim: those with a
+// pending request, and those of the adopted quorum, which may be training. A greeting of any other member is
+// not enough: it may never show its quorum.
 func (s *search) each(do func(r *record)) {
 	visit := func(r *record) {
 		if !r.unshown && s.claims(r) {
@@ -112,11 +124,13 @@ func (s *search) tick() {
 	}
 }
 
-// look asks one of the members that claim the latest round, if that has not been done. The search ends if none claims a later round.
+// look asks one of the members that claim the latest round, if that has not been done. The search ends if
+// none claims a later round.
 func (s *search) look() {
 	var best *record
 	s.each(func(r *record) {
-		if best == nil || r.claim.Newer(best.claim) || r.claim == best.claim && best.id == s.by { // the members that know it are asked in turn
+		if best == nil || r.claim.Newer(best.claim) || r.claim == best.claim && best.id == s.by {
+			// the members that know it are asked in turn
 			best = r
 		}
 	})
@@ -136,7 +150,8 @@ func (s *search) pending(now time.Time) bool {
 	return s.open() && now.Sub(s.since) < s.policy.HeartbeatTimeout
 }
 
-// forgive extends the search by a time in which the lighthouse itself was stopped: the answer may have arrived meanwhile.
+// forgive extends the search by a time in which the lighthouse itself was stopped: the answer may have
+// arrived meanwhile.
 func (s *search) forgive(span time.Duration) {
 	s.since, s.asked = later(s.since, span), later(s.asked, span)
 }
@@ -148,13 +163,14 @@ func (s *search) delivers() {
 	}
 	s.each(func(r *record) {
 		r.unshown = true
-		s.do(Doubted{r.id, fmt.Sprintf("it claims to know of quorum %d, and did not show it", r.claim.QuorumID)})
+		s.do(Doubted{r.id, fmt.Sprintf("it claims to know of quorum %d, and did not show it",
+			r.claim.QuorumID)})
 	})
 	s.wanted = wanted{}
 }
 
-// recalled handles a quorum that a member shows (From), or that was read from disk or from the log at the start (From is empty). It
-// reports whether the latest quorum has another id now.
+// recalled handles a quorum that a member shows (From), or that was read from disk or from the log at the
+// start (From is empty). It reports whether the latest quorum has another id now.
 func (s *search) recalled(e Recalled) (adopted bool) {
 	p, q := e.Past, e.Quorum
 	if e.From == "" {
@@ -163,20 +179,24 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 		p = q.Past()
 	}
 	if p.Validate() != nil {
-		if e.From == "" && p.ID == 0 && len(p.Members) == 0 { // the training was complete: only the highest id is known
+		if e.From == "" && p.ID == 0 && len(p.Members) == 0 {
+			// the training was complete: only the highest id is known
 			s.past.floor = max(s.past.floor, min(e.Highest, maxKnownID))
 		}
 		return false
 	}
 	if e.From != "" {
-		// Only a member of a quorum may show it: otherwise any process could make up a quorum of itself alone.
+		// Only a member of a quorum may show it: otherwise any process could make up a quorum of itself
+		// alone.
 		if _, in := q.Place(e.From); !in {
 			s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d, and was not in it", p.ID)})
 			return false
 		}
-		// No lighthouse of this job has had a higher term. Without the bound, a forged quorum could use up all ids.
+		// No lighthouse of this job has had a higher term. Without the bound, a forged quorum could use up
+		// all ids.
 		if TermOf(p.ID) > s.term {
-			s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the term here is %d", p.ID, TermOf(p.ID), s.term)})
+			s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the term here is %d", p.ID,
+				TermOf(p.ID), s.term)})
 			return false
 		}
 		if r := s.roster.members[e.From]; r != nil {
@@ -191,8 +211,10 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 		adopted = true
 	case e.From == "" || !q.Round().Newer(s.past.round()):
 		return false
-	case !slices.EqualFunc(q.Members, latest.Members, func(a, b Member) bool { return a.ReplicaID == b.ReplicaID }):
-		s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d with other members than those of that quorum", p.ID)})
+	case !slices.EqualFunc(q.Members, latest.Members,
+		func(a, b Member) bool { return a.ReplicaID == b.ReplicaID }):
+		s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d with other members than those of that quorum",
+			p.ID)})
 		return false
 	default:
 		s.past.shown(q)

@@ -8,8 +8,9 @@ import (
 	"time"
 )
 
-// record is the lighthouse's record of one member. It is kept while the member is alive, has a pending request, or is in the
-// previous quorum. (In this file, the previous quorum is the latest one that was delivered.)
+// record is the lighthouse's record of one member. It is kept while the member is alive, has a pending
+// request, or is in the previous quorum. (In this file, the previous quorum is the latest one that was
+// delivered.)
 type record struct {
 	id       string
 	lastBeat time.Time
@@ -20,20 +21,25 @@ type record struct {
 
 	presumed bool // it counts as alive because it was in the last quorum, although it has sent nothing yet
 
-	requests []request // pending ones, the newest last; more than one if a retry arrived before the earlier request was withdrawn
-	number   uint64    // of the newest request
-	address  string    // of its manager server, from the newest request or from the last quorum; empty if it was in neither
+	// pending ones, the newest last; more than one if a retry arrived before the earlier request was
+	// withdrawn
+	requests []request
+	number   uint64 // of the newest request
+	// of its manager server, from the newest request or from the last quorum; empty if it was in neither
+	address string
 
-	joined        time.Time     // since when it is a candidate
-	place         *list.Element // its element in roster.queue; nil while the member is no candidate
-	previousPlace *list.Element // its element in roster.previousQueue; nil unless the member is a candidate and in the previous quorum
+	joined time.Time     // since when it is a candidate
+	place  *list.Element // its element in roster.queue; nil while the member is no candidate
+	// its element in roster.previousQueue; nil unless the member is a candidate and in the previous quorum
+	previousPlace *list.Element
 
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since its last answer, and has not asked yet
 	behind   bool // it was in the latest quorum with a smaller step than its own (behind.go)
 
-	claim   Claim // the latest round that it claims to have received, and can show
-	unshown bool  // it claimed to know a later quorum, and did not show it in time: no decision waits for it again
+	claim Claim // the latest round that it claims to have received, and can show
+	// it claimed to know a later quorum, and did not show it in time: no decision waits for it again
+	unshown bool
 
 	attends  bool  // it has a stream, on which it receives a Call
 	standsIn int64 // id of the quorum in which it trains on without requests; 0: none
@@ -44,7 +50,8 @@ type record struct {
 	ending   bool   // it has reported that its manager server ends
 	finished bool   // it has reported that its training is complete
 
-	out string // why it counts as failed until it asks again, even if it sends heartbeats; empty if it does not
+	// why it counts as failed until it asks again, even if it sends heartbeats; empty if it does not
+	out string
 }
 
 type request struct {
@@ -60,7 +67,8 @@ func (r *record) waiting() bool { return len(r.requests) > 0 }
 
 func (r *record) candidate() bool { return r.alive() && r.waiting() }
 
-// OnlyBeats is why a member that has sent heartbeats by calls, and has not asked yet, does not count as healthy.
+// OnlyBeats is why a member that has sent heartbeats by calls, and has not asked yet, does not count as
+// healthy.
 const OnlyBeats = "it has sent heartbeats only, and has not asked for a quorum yet"
 
 // byID orders members by replica_id.
@@ -87,16 +95,18 @@ func anyRequest(request) bool { return true }
 //
 // Invariants:
 //
-//  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous) goes through update, which
-//     takes the member out of the counts and adds it again. So after every event, counts equals a recount of all members.
-//  2. A member has a record in members while it is alive, has a pending request, or is in the latest quorum, and no longer: this bounds the memory.
-//  3. pulses has the members with a recent heartbeat, the oldest heartbeat first. suspects has those of them whose stream broke, the
-//     longest ago first. So expire looks only at the first ones of each list.
-//  4. queue has the candidates, previousQueue those of them that were in the latest quorum, both in the order in which they joined: timers
-//     count from the first one.
-//  5. out is cleared by a request, or when the heartbeat is too old. A heartbeat does not clear it, since an evicted member keeps
-//     sending them. A drained member keeps it after its heartbeat was dropped, so that the status shows the reason
-//     (drains.disconnected).
+//  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous) goes through
+//     update, which takes the member out of the counts and adds it again. So after every event, counts equals
+//     a recount of all members.
+//  2. A member has a record in members while it is alive, has a pending request, or is in the latest quorum,
+//     and no longer: this bounds the memory.
+//  3. pulses has the members with a recent heartbeat, the oldest heartbeat first. suspects has those of them
+//     whose stream broke, the longest ago first. So expire looks only at the first ones of each list.
+//  4. queue has the candidates, previousQueue those of them that were in the latest quorum, both in the order
+//     in which they joined: timers count from the first one.
+//  5. out is cleared by a request, or when the heartbeat is too old. A heartbeat does not clear it, since an
+//     evicted member keeps sending them. A drained member keeps it after its heartbeat was dropped, so that
+//     the status shows the reason (drains.disconnected).
 type roster struct {
 	timeout       time.Duration // of heartbeats
 	grace         time.Duration // of suspects
@@ -107,7 +117,8 @@ type roster struct {
 	queue         *list.List // of *record that are candidates, the first to join first
 	previousQueue *list.List // those of them that were in the previous quorum, in the same order
 	counts        tally      // waited and joining are not set: they depend on the time
-	lenient       time.Time  // until then a member whose stream broke may come back: the grace of a suspect begins later
+	// until then a member whose stream broke may come back: the grace of a suspect begins later
+	lenient time.Time
 }
 
 func newRoster(p Policy) *roster {
@@ -143,7 +154,8 @@ type failure struct {
 	reason string
 }
 
-// expire drops the members whose heartbeat is too old, unless this lighthouse is deaf, and the suspects whose grace is over.
+// expire drops the members whose heartbeat is too old, unless this lighthouse is deaf, and the suspects whose
+// grace is over.
 func (s *roster) expire(now time.Time, deaf bool) (failed []failure) {
 	for e := s.pulses.Front(); e != nil && !deaf; e = s.pulses.Front() {
 		r := e.Value.(*record)
@@ -155,7 +167,8 @@ func (s *roster) expire(now time.Time, deaf bool) (failed []failure) {
 		if reported {
 			continue
 		}
-		failed = append(failed, failure{r, Silent, fmt.Sprintf("no sign of life for %d ms", now.Sub(r.lastBeat).Milliseconds())})
+		failed = append(failed, failure{r, Silent,
+			fmt.Sprintf("no sign of life for %d ms", now.Sub(r.lastBeat).Milliseconds())})
 	}
 	for e := s.suspects.Front(); e != nil; e = s.suspects.Front() {
 		r := e.Value.(*record)
@@ -163,7 +176,8 @@ func (s *roster) expire(now time.Time, deaf bool) (failed []failure) {
 			break
 		}
 		s.drop(r, now)
-		failed = append(failed, failure{r, Connection, fmt.Sprintf("its connection broke, and it did not come back within %s ms", milliseconds(s.grace))})
+		failed = append(failed, failure{r, Connection, fmt.Sprintf("its connection broke, and it did not "+
+			"come back within %s ms", milliseconds(s.grace))})
 	}
 	return failed
 }
@@ -183,7 +197,8 @@ func (s *roster) markFailed(r *record, cause Cause, reason string, now time.Time
 	return failure{r, cause, reason}
 }
 
-// forgive reduces the age of all heartbeats, suspicions and candidates by a time in which the lighthouse itself was stopped.
+// forgive reduces the age of all heartbeats, suspicions and candidates by a time in which the lighthouse
+// itself was stopped.
 func (s *roster) forgive(span time.Duration) {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*record)
@@ -276,8 +291,8 @@ func (s *roster) ask(e Asked, now time.Time) {
 	})
 }
 
-// inOrder reports whether a request with this number is newer than all earlier ones of its member. A request without a number
-// counts as newer.
+// inOrder reports whether a request with this number is newer than all earlier ones of its member. A request
+// without a number counts as newer.
 func (s *roster) inOrder(id string, number uint64) bool {
 	r := s.members[id]
 	return number == 0 || r == nil || number > r.number

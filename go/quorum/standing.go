@@ -7,26 +7,30 @@ import (
 	"time"
 )
 
-// standing lets a quorum stand: its members train on in it, step after step, without a request. When something has to change, the
-// lighthouse calls the next quorum (Call). Each member answers with the first step that none of its ranks was allowed to begin (Stopped).
-// The largest of these is the step of the round: all members train until that step, and ask for the next quorum there (Round).
+// standing lets a quorum stand: its members train on in it, step after step, without a request. When
+// something has to change, the lighthouse calls the next quorum (Call). Each member answers with the first
+// step that none of its ranks was allowed to begin (Stopped). The largest of these is the step of the round:
+// all members train until that step, and ask for the next quorum there (Round).
 //
-// A quorum stands if all of its members attend by stream and are at the same step with the same weights. So the one in which a member heals
-// does not, nor does the one of step 0, in which the groups synchronise their initial weights, nor one with a group that asks for
-// each step (Member.AsksEachStep). While a quorum does not stand, its members ask for each step.
+// A quorum stands if all of its members attend by stream and are at the same step with the same weights. So
+// the one in which a member heals does not, nor does the one of step 0, in which the groups synchronise their
+// initial weights, nor one with a group that asks for each step (Member.AsksEachStep). While a quorum does
+// not stand, its members ask for each step.
 //
 // Invariants:
 //
-//  1. No member begins the step of the round, or a later one, in the quorum that was called: its answer to the call is at most that step,
-//     and after the answer it begins no other step until it knows the round.
-//  2. A member that asks after a lost step has left a step in which the others may wait for it: they are notified (Parts), so that they end
-//     that step, and ask, too. From then on the quorum stands for nobody.
+//  1. No member begins the step of the round, or a later one, in the quorum that was called: its answer to
+//     the call is at most that step, and after the answer it begins no other step until it knows the round.
+//  2. A member that asks after a lost step has left a step in which the others may wait for it: they are
+//     notified (Parts), so that they end that step, and ask, too. From then on the quorum stands for nobody.
 //  3. A member that has not answered the call within heartbeat_timeout_ms fails. So no call waits for ever.
-//  4. While a quorum stands and no member at all is heard, it is the lighthouse that is cut off: nobody counts as failed for its silence. Once
-//     a member is heard again, the others have heartbeat_timeout_ms to come back, and likewise after the lighthouse was stopped.
-//  5. A request below the step of the round completes no quorum: its member trains on, and withdraws it. Otherwise the quorum would be
-//     delivered to the others, and its member would not know of it.
-//  6. A call needs no memory: after a restart of the lighthouse, a member that asks causes another one, and the others repeat their answers.
+//  4. While a quorum stands and no member at all is heard, it is the lighthouse that is cut off: nobody
+//     counts as failed for its silence. Once a member is heard again, the others have heartbeat_timeout_ms to
+//     come back, and likewise after the lighthouse was stopped.
+//  5. A request below the step of the round completes no quorum: its member trains on, and withdraws it.
+//     Otherwise the quorum would be delivered to the others, and its member would not know of it.
+//  6. A call needs no memory: after a restart of the lighthouse, a member that asks causes another one, and
+//     the others repeat their answers.
 type standing struct {
 	*core
 	past  *memory
@@ -40,7 +44,8 @@ type standing struct {
 	holding bool // the latest quorum stands for one of its members
 }
 
-// maxStep is the largest step that a member may report. A larger one is ignored, as one below 0: it would overflow.
+// maxStep is the largest step that a member may report. A larger one is ignored, as one below 0: it would
+// overflow.
 const maxStep = math.MaxInt64 / 2
 
 // trains reports whether a member trains on in the latest quorum, without a request.
@@ -56,7 +61,8 @@ func (s *standing) stands(in []*record, members []Member) bool {
 	first := members[0].State()
 	for i, r := range in {
 		m := members[i].State()
-		if !r.attends || r.draining != "" || members[i].AsksEachStep || m.Step != first.Step || m.CommittedQuorumID != first.CommittedQuorumID {
+		if !r.attends || r.draining != "" || members[i].AsksEachStep || m.Step != first.Step ||
+			m.CommittedQuorumID != first.CommittedQuorumID {
 			return false
 		}
 	}
@@ -89,7 +95,8 @@ func (s *standing) ends() {
 	}
 }
 
-// deaf reports whether nobody is heard while a quorum stands. An event from a member ends that: the silence so far is forgiven.
+// deaf reports whether nobody is heard while a quorum stands. An event from a member ends that: the silence
+// so far is forgiven.
 func (s *standing) deaf(e Event) bool {
 	unheard := s.roster.unheard(s.now)
 	if !s.holding || unheard < s.policy.HeartbeatTimeout/2 {
@@ -133,8 +140,8 @@ func (s *standing) wants(reason string) {
 	}
 }
 
-// greeted records what a member that begins a stream reports. If its quorum has ended meanwhile, since a member of it failed (broken), or since
-// there was a later one, the member is told.
+// greeted records what a member that begins a stream reports. If its quorum has ended meanwhile, since a
+// member of it failed (broken), or since there was a later one, the member is told.
 func (s *standing) greeted(r *record, e Greeted, broken string) {
 	r.attends, r.standsIn, r.stop, r.step = true, e.StandsIn, 0, 0
 	r.reached(e.Step)
@@ -169,8 +176,8 @@ func (s *standing) redelivered(r *record) {
 	}
 }
 
-// callAgain calls a member that may have missed the call to all. One that has begun another stream, and whose request was lost with the one
-// before, asks again: the step of the round is not named before that.
+// callAgain calls a member that may have missed the call to all. One that has begun another stream, and whose
+// request was lost with the one before, asks again: the step of the round is not named before that.
 func (s *standing) callAgain(r *record) {
 	if s.called.IsZero() || !r.previous || !r.alive() || r.waiting() {
 		return
@@ -183,8 +190,9 @@ func (s *standing) callAgain(r *record) {
 	}
 }
 
-// asked handles a request, before it is in the roster. A newcomer is a reason to call the next quorum. So is a member that asks at the end of
-// a step; after a lost step it parts with the others. It reports whether the member trains on, and withdraws the request.
+// asked handles a request, before it is in the roster. A newcomer is a reason to call the next quorum. So is
+// a member that asks at the end of a step; after a lost step it parts with the others. It reports whether the
+// member trains on, and withdraws the request.
 func (s *standing) asked(r *record, e Asked) (trainsOn bool) {
 	switch {
 	case r == nil || !r.previous:
@@ -224,9 +232,11 @@ func (s *standing) reconsider() {
 	}
 }
 
-// shrinks reports whether the latest quorum has a member that accepts no newcomers: calling it for one would be in vain.
+// shrinks reports whether the latest quorum has a member that accepts no newcomers: calling it for one would
+// be in vain.
 func (s *standing) shrinks() bool {
-	return s.past.latest != nil && slices.ContainsFunc(s.past.latest.Members, func(m Member) bool { return m.ShrinkOnly })
+	return s.past.latest != nil && slices.ContainsFunc(s.past.latest.Members,
+		func(m Member) bool { return m.ShrinkOnly })
 }
 
 // leaves handles the report of a member that it has ended the step before this one, and will not ask.
@@ -261,7 +271,8 @@ func (r *record) reached(step int64) {
 // stopped records the answer to a call.
 func (s *standing) stopped(e Stopped) {
 	r := s.roster.members[e.ReplicaID]
-	if r == nil || !s.trains(r) || e.QuorumID != r.standsIn || e.Step <= 0 || e.Step > maxStep || s.called.IsZero() {
+	if r == nil || !s.trains(r) || e.QuorumID != r.standsIn || e.Step <= 0 || e.Step > maxStep ||
+		s.called.IsZero() {
 		return // it has asked meanwhile, or the quorum has ended
 	}
 	r.stop = max(e.Step, r.step+1) // it is in r.step, whatever it answers
@@ -271,14 +282,16 @@ func (s *standing) stopped(e Stopped) {
 		r.reached(r.stop - 1) // after the round it answers with that, if its step is earlier
 	case r.stop > s.round:
 		r.reached(r.stop - 1)
-		s.part(r, fmt.Sprintf("it has begun step %d, and the next quorum is that of step %d", r.stop-1, s.round))
+		s.part(r, fmt.Sprintf("it has begun step %d, and the next quorum is that of step %d", r.stop-1,
+			s.round))
 	default: // it has begun another stream, and may have missed the round
 		s.do(Round{e.QuorumID, s.round, []string{r.id}})
 	}
 }
 
-// advance calls the next quorum if there is a reason, and tells the members the step of the round when all have answered. It comes after
-// each event. While a member may still show a later round, the step is not named: a member that asks may be in that round.
+// advance calls the next quorum if there is a reason, and tells the members the step of the round when all
+// have answered. It comes after each event. While a member may still show a later round, the step is not
+// named: a member that asks may be in that round.
 func (s *standing) advance(searching bool) {
 	if s.why == "" || s.round != 0 {
 		return
@@ -295,7 +308,9 @@ func (s *standing) advance(searching bool) {
 			s.round = max(s.round, r.stop)
 		}
 		if s.holds(r) && r.alive() {
-			told = append(told, r.id) // also one that waits for the next quorum: it has to train on if the others have begun a later step
+			// also one that waits for the next quorum: it has to train on if the others have begun a later
+			// step
+			told = append(told, r.id)
 		}
 	}
 	if len(told) == 0 {
@@ -316,8 +331,8 @@ func (s *standing) advance(searching bool) {
 	}
 }
 
-// trainsOn handles a member that asks before the round, which it may have missed. If the quorum does not stand for it any more, it cannot
-// train on, and the others are told.
+// trainsOn handles a member that asks before the round, which it may have missed. If the quorum does not
+// stand for it any more, it cannot train on, and the others are told.
 func (s *standing) trainsOn(r *record) bool {
 	if !s.holds(r) {
 		s.part(r, fmt.Sprintf("it asks at step %d, and the quorum does not stand for it", r.stop))
@@ -331,7 +346,8 @@ func (s *standing) trainsOn(r *record) bool {
 func (s *standing) call() {
 	awaited, ids := map[*record]bool{}, []string{}
 	for _, r := range s.past.members {
-		if r.alive() && !r.waiting() { // it trains on, is about to ask, or has not been heard since this lighthouse started
+		if r.alive() && !r.waiting() {
+			// it trains on, is about to ask, or has not been heard since this lighthouse started
 			awaited[r] = true
 		}
 		if s.trains(r) {
@@ -346,24 +362,29 @@ func (s *standing) call() {
 	s.do(Call{s.past.latestID(), ids, s.why})
 }
 
-// tick evicts the members that have not answered the call, and records how far the quorum has come: to the step that all of its members have
-// begun.
+// tick evicts the members that have not answered the call, and records how far the quorum has come: to the
+// step that all of its members have begun.
 func (s *standing) tick() {
 	s.reconsider()
 	if !s.called.IsZero() && s.now.Sub(s.called) >= s.policy.HeartbeatTimeout {
 		for _, r := range s.past.members {
 			if s.awaited[r] && s.trains(r) && r.attends {
-				s.fail(r, Unanswered, fmt.Sprintf("it has not answered the call of the next quorum for %s ms", milliseconds(s.now.Sub(s.called))))
+				s.fail(r, Unanswered, fmt.Sprintf("it has not answered the call of the next quorum for %s ms",
+					milliseconds(s.now.Sub(s.called))))
 			}
 		}
 	}
 	if s.now.Before(s.roster.lenient) {
-		return // heartbeats from before an absence may still arrive: the steps of that time would be divided by a part of it
+		// heartbeats from before an absence may still arrive: the steps of that time would be divided by a
+		// part of it
+		return
 	}
 	least := int64(0)
 	for i, r := range s.past.members {
 		if !s.holds(r) || r.lastBeat.Before(s.watch.began) {
-			return // the heartbeats of one interval together: else the steps of an interval would be divided by a part of it
+			// the heartbeats of one interval together: else the steps of an interval would be divided by a
+			// part of it
+			return
 		}
 		if i == 0 || r.step < least {
 			least = r.step
@@ -381,7 +402,8 @@ func (s *standing) come(step int64) {
 	s.do(Advanced{s.past.latestID(), step, len(s.past.members)})
 }
 
-// ended records the steps that the members have made in a quorum that stood, since their last heartbeats. Its members ask for the next one.
+// ended records the steps that the members have made in a quorum that stood, since their last heartbeats. Its
+// members ask for the next one.
 func (s *standing) ended(in []*record) {
 	if s.past.latest == nil || !s.past.latest.Stands {
 		return

@@ -7,14 +7,16 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// stage has the state that the parts of the machine share, without the machine: a quorum of some members, which are all alive.
+// stage has the state that the parts of the machine share, without the machine: a quorum of some members,
+// which are all alive.
 type stage struct {
 	core
 	past memory
 }
 
 func newStage(members ...string) *stage {
-	policy := Policy{MinReplicas: 1, JoinTimeout: time.Second, HeartbeatTimeout: 5 * time.Second, StalledAfter: 2 * time.Second}
+	policy := Policy{MinReplicas: 1, JoinTimeout: time.Second, HeartbeatTimeout: 5 * time.Second,
+		StalledAfter: 2 * time.Second}
 	s := &stage{core: newCore(policy, epoch, 0)}
 	s.past = memory{core: &s.core}
 	q := &Quorum{ID: 1000, Created: epoch}
@@ -43,7 +45,10 @@ func TestSuspicionAlone(t *testing.T) {
 	s := newStage("a", "b", "c", "d")
 	one := suspicion{core: &s.core, past: &s.past}
 	suspects := func(by, of string) []Action {
-		actions, failed := s.take(0, func() { one.suspected(Suspected{Reporter: by, Suspect: of, QuorumID: 1000}) })
+		actions, failed := s.take(0, func() {
+			one.suspected(Suspected{Reporter: by, Suspect: of,
+				QuorumID: 1000})
+		})
 		require.Empty(t, failed, "a report alone evicts no member")
 		return actions
 	}
@@ -98,12 +103,14 @@ func TestReconnectAlone(t *testing.T) {
 	require.Equal(t, "another process asks as a", one.reason())
 	one.rejoined("b")
 	one.moved("a")
-	require.Equal(t, "b had left, and is back", one.reason(), "a return is named before another process, whichever came last")
+	require.Equal(t, "b had left, and is back", one.reason(),
+		"a return is named before another process, whichever came last")
 	one.memberFailed("c")
 	one.rejoined("b")
 	require.Equal(t, "c failed", one.reason())
 	one.forget()
-	require.Equal(t, "b had left, and is back", one.reason(), "only the failure is dropped: b may have come back after the latest quorum was formed")
+	require.Equal(t, "b had left, and is back", one.reason(),
+		"only the failure is dropped: b may have come back after the latest quorum was formed")
 	require.True(t, one.needed())
 }
 
@@ -114,7 +121,10 @@ func TestSearchAlone(t *testing.T) {
 	require.Equal(t, []Action{Recall{"a", 1001}}, actions)
 	require.True(t, one.pending(s.now))
 	shows := func(from string, members ...Member) (actions []Action, adopted bool) {
-		actions, _ = s.take(0, func() { adopted = one.recalled(Recalled{Quorum: &Quorum{ID: 1001, Members: members}, From: from}) })
+		actions, _ = s.take(0, func() {
+			adopted = one.recalled(Recalled{Quorum: &Quorum{ID: 1001,
+				Members: members}, From: from})
+		})
 		return actions, adopted
 	}
 	actions, adopted := shows("b", Member{ReplicaID: "a"})

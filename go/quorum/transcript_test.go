@@ -87,24 +87,28 @@ func (r *scribe) run(words []string) []string {
 				Address:           cmp.Or(transcript.Option(args, "at"), "http://"+args[0]),
 				Step:              transcript.Number(r.t, transcript.Option(args, "step")),
 				WorldSize:         uint64(transcript.Number(r.t, transcript.Option(args, "world"))),
-				Layouts:           strings.FieldsFunc(transcript.Option(args, "layout"), func(c rune) bool { return c == ',' }),
-				CommitFailures:    transcript.Number(r.t, transcript.Option(args, "failures")),
-				ShrinkOnly:        slices.Contains(args, "shrink"),
-				AsksEachStep:      slices.Contains(args, "each"),
+				Layouts: strings.FieldsFunc(transcript.Option(args, "layout"),
+					func(c rune) bool { return c == ',' }),
+				CommitFailures: transcript.Number(r.t, transcript.Option(args, "failures")),
+				ShrinkOnly:     slices.Contains(args, "shrink"),
+				AsksEachStep:   slices.Contains(args, "each"),
 			},
 		})
 	case "greet":
 		return r.step(Greeted{
 			ReplicaID: args[0],
 			Term:      transcript.Number(r.t, transcript.Option(args, "term")),
-			Known:     Claim{transcript.Number(r.t, transcript.Option(args, "known")), transcript.Number(r.t, transcript.Option(args, "step"))},
-			StandsIn:  transcript.Number(r.t, transcript.Option(args, "stands")),
-			Step:      transcript.Number(r.t, transcript.Option(args, "at")),
+			Known: Claim{transcript.Number(r.t, transcript.Option(args, "known")),
+				transcript.Number(r.t, transcript.Option(args, "step"))},
+			StandsIn: transcript.Number(r.t, transcript.Option(args, "stands")),
+			Step:     transcript.Number(r.t, transcript.Option(args, "at")),
 		})
 	case "stopped":
-		return r.step(Stopped{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]), Step: transcript.Number(r.t, transcript.Option(args, "step"))})
+		return r.step(Stopped{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]),
+			Step: transcript.Number(r.t, transcript.Option(args, "step"))})
 	case "parts":
-		return r.step(Parting{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]), Step: 4, Reason: "it has not committed step 4"})
+		return r.step(Parting{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]), Step: 4,
+			Reason: "it has not committed step 4"})
 	case "changes":
 		return r.step(Changes{ReplicaID: args[0], Reason: "another setting"})
 	case "recalled":
@@ -114,13 +118,15 @@ func (r *scribe) run(words []string) []string {
 				q.Stands = true
 			} else if !strings.Contains(id, "=") {
 				q.Members = append(q.Members, Member{
-					ReplicaID: id, Address: "http://" + id, Step: transcript.Number(r.t, transcript.Option(args, "step")),
+					ReplicaID: id, Address: "http://" + id,
+					Step:              transcript.Number(r.t, transcript.Option(args, "step")),
 					CommittedQuorumID: transcript.Number(r.t, transcript.Option(args, "committed")),
 				})
 			}
 		}
 		require.NoError(r.t, q.Past().Validate())
-		e := Recalled{Past: q.Past(), From: transcript.Option(args, "from"), Highest: transcript.Number(r.t, transcript.Option(args, "highest"))}
+		e := Recalled{Past: q.Past(), From: transcript.Option(args, "from"),
+			Highest: transcript.Number(r.t, transcript.Option(args, "highest"))}
 		if e.From != "" {
 			e.Past, e.Quorum = Past{}, q
 		}
@@ -132,7 +138,8 @@ func (r *scribe) run(words []string) []string {
 		step := transcript.Number(r.t, transcript.Option(args, "step"))
 		for _, id := range args {
 			if !strings.Contains(id, "=") {
-				answers = append(answers, r.step(Beat{ReplicaID: id, Call: words[0] == "call", Step: step})...)
+				answers = append(answers, r.step(Beat{ReplicaID: id, Call: words[0] == "call",
+					Step: step})...)
 			}
 		}
 		return answers
@@ -147,16 +154,19 @@ func (r *scribe) run(words []string) []string {
 		}
 		return r.step(Suspected{Reporter: args[0], Suspect: suspect, QuorumID: r.machine.past.latest.ID})
 	case "reached", "unreached":
-		return r.step(Checked{ReplicaID: args[0], QuorumID: r.machine.past.latest.ID, Reached: words[0] == "reached", Reason: "connection refused"})
+		return r.step(Checked{ReplicaID: args[0], QuorumID: r.machine.past.latest.ID,
+			Reached: words[0] == "reached", Reason: "connection refused"})
 	case "reports":
 		return r.step(Progressed{ReplicaID: args[0], Progress: Progress{
-			Step: 1, Rank: transcript.Number(r.t, transcript.Option(args, "rank")), Phase: args[1], Waits: args[1] == "waits",
-			For: transcript.Duration(r.t, cmp.Or(transcript.Option(args, "for"), "1h")),
+			Step: 1, Rank: transcript.Number(r.t, transcript.Option(args, "rank")), Phase: args[1],
+			Waits: args[1] == "waits",
+			For:   transcript.Duration(r.t, cmp.Or(transcript.Option(args, "for"), "1h")),
 		}})
 	case "drain":
 		return r.step(Drained{ReplicaID: args[0], Reason: "an operator"})
 	case "leaving":
-		return r.step(Leaving{ReplicaID: args[0], Step: transcript.Number(r.t, transcript.Option(args, "step"))})
+		return r.step(Leaving{ReplicaID: args[0],
+			Step: transcript.Number(r.t, transcript.Option(args, "step"))})
 	case "shutdown":
 		return r.step(ShuttingDown{ReplicaID: args[0], Finished: slices.Contains(args, "finished")})
 	case "slept":
@@ -193,19 +203,26 @@ func (r *scribe) step(e Event) []string {
 			if a.Quorum.Stands {
 				stands = ", stands"
 			}
-			answers = append(answers, fmt.Sprintf("quorum %s:%s, to waiters %v%s", id, members, a.Waiters, stands))
+			answers = append(answers, fmt.Sprintf("quorum %s:%s, to waiters %v%s", id, members, a.Waiters,
+				stands))
 		case Call:
-			answers = append(answers, fmt.Sprintf("the quorum after %d is called: ask %v where they stop", a.QuorumID, a.ReplicaIDs))
+			answers = append(answers, fmt.Sprintf("the quorum after %d is called: ask %v where they stop",
+				a.QuorumID, a.ReplicaIDs))
 		case Round:
-			answers = append(answers, fmt.Sprintf("the quorum after %d is that of step %d: tell %v", a.QuorumID, a.Step, a.ReplicaIDs))
+			answers = append(answers, fmt.Sprintf("the quorum after %d is that of step %d: tell %v",
+				a.QuorumID, a.Step, a.ReplicaIDs))
 		case Over:
-			answers = append(answers, fmt.Sprintf("tell %s that quorum %d is over: %s", a.ReplicaID, a.QuorumID, a.Reason))
+			answers = append(answers, fmt.Sprintf("tell %s that quorum %d is over: %s", a.ReplicaID,
+				a.QuorumID, a.Reason))
 		case Advanced:
-			answers = append(answers, fmt.Sprintf("quorum %d, of %d members, has come to step %d", a.QuorumID, a.Members, a.Step))
+			answers = append(answers, fmt.Sprintf("quorum %d, of %d members, has come to step %d", a.QuorumID,
+				a.Members, a.Step))
 		case Changed:
-			answers = append(answers, fmt.Sprintf("changed to %d: joined %v, left %v: %s", a.Quorum.ID, a.Joined, a.Left, a.Reason))
+			answers = append(answers, fmt.Sprintf("changed to %d: joined %v, left %v: %s", a.Quorum.ID,
+				a.Joined, a.Left, a.Reason))
 		case Redeliver:
-			answers = append(answers, fmt.Sprintf("quorum %d redelivered, to waiter %d", a.Quorum.ID, a.Waiter))
+			answers = append(answers, fmt.Sprintf("quorum %d redelivered, to waiter %d", a.Quorum.ID,
+				a.Waiter))
 		case Refuse:
 			answers = append(answers, fmt.Sprintf("waiter %d is refused: %s", a.Waiter, a.Reason))
 		case RefuseStream:
@@ -220,16 +237,20 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("WARNING, quorum %d regresses: %s", a.Quorum.ID, a.Reason))
 		case Failed:
 			if a.Cause == Parts {
-				answers = append(answers, fmt.Sprintf("%s parts with quorum %d in step %d: %s", a.ReplicaID, a.QuorumID, a.Step, a.Reason))
+				answers = append(answers, fmt.Sprintf("%s parts with quorum %d in step %d: %s", a.ReplicaID,
+					a.QuorumID, a.Step, a.Reason))
 				break
 			}
 			if a.Cause == ShutDown {
-				answers = append(answers, fmt.Sprintf("%s of quorum %d ended: %s", a.ReplicaID, a.QuorumID, a.Reason))
+				answers = append(answers, fmt.Sprintf("%s of quorum %d ended: %s", a.ReplicaID, a.QuorumID,
+					a.Reason))
 				break
 			}
-			answers = append(answers, fmt.Sprintf("%s of quorum %d failed: %s", a.ReplicaID, a.QuorumID, a.Reason))
+			answers = append(answers, fmt.Sprintf("%s of quorum %d failed: %s", a.ReplicaID, a.QuorumID,
+				a.Reason))
 		case Stalled:
-			answers = append(answers, fmt.Sprintf("%s of quorum %d is stalled: %s", a.ReplicaID, a.QuorumID, a.Reason))
+			answers = append(answers, fmt.Sprintf("%s of quorum %d is stalled: %s", a.ReplicaID, a.QuorumID,
+				a.Reason))
 		case Check:
 			answers = append(answers, fmt.Sprintf("check on %s of quorum %d", a.ReplicaID, a.QuorumID))
 		case AskProgress:
@@ -238,7 +259,8 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("ask %s to leave: %s", a.ReplicaID, a.Reason))
 		case Keep:
 			if a.Past.ID == 0 {
-				answers = append(answers, fmt.Sprintf("the past is forgotten, except that quorum ids up to %d are used", a.Highest))
+				answers = append(answers, fmt.Sprintf("the past is forgotten, except that quorum ids up to "+
+					"%d are used", a.Highest))
 			}
 		case Release:
 			answers = append(answers, a.ReplicaID+" is released")
@@ -253,7 +275,8 @@ func (r *scribe) step(e Event) []string {
 
 func describe(s Status) []string {
 	lines := []string{
-		fmt.Sprintf("quorum %d %v, %d healthy, %d candidates, %d waiters", s.QuorumID, s.Quorum, s.Healthy, s.Candidates, s.Waiters),
+		fmt.Sprintf("quorum %d %v, %d healthy, %d candidates, %d waiters", s.QuorumID, s.Quorum, s.Healthy,
+			s.Candidates, s.Waiters),
 		"no quorum because: " + s.Reason,
 	}
 	for _, m := range s.Members {

@@ -1,5 +1,5 @@
-// Package quorum is the lighthouse's machine. It decides which members are alive, which of them are in the next quorum, and when
-// that quorum is formed.
+// Package quorum is the lighthouse's machine. It decides which members are alive, which of them are in the
+// next quorum, and when that quorum is formed.
 //
 // It is pure. Time is an argument, requests and timers are events, answers are actions; sockets, clocks and
 // goroutines live in package lighthouse. The same machine runs in production and in the simulation.
@@ -15,7 +15,8 @@ type Quorum struct {
 	ID      int64
 	Members []Member // ordered by ReplicaID
 	Created time.Time
-	// Stands: its members train on in it, without a request for each step, until the lighthouse calls the next quorum (standing.go).
+	// Stands: its members train on in it, without a request for each step, until the lighthouse calls the
+	// next quorum (standing.go).
 	Stands bool
 }
 
@@ -44,18 +45,20 @@ type (
 		// lighthouse continues above it, so that ids never repeat in the life of a job.
 		KnownQuorumID int64
 		Recallable    bool // it answers a Recall
-		// Number grows with each request of the member, retries included; 0 if the member does not number them. A request with a
-		// smaller number than an earlier one was delayed: its content is outdated, and the member does not wait for its answer.
+		// Number grows with each request of the member, retries included; 0 if the member does not number
+		// them. A request with a smaller number than an earlier one was delayed: its content is outdated, and
+		// the member does not wait for its answer.
 		Number uint64
 	}
 	// Greeted: a member begins a stream, which upstream members do not. It counts as a heartbeat.
 	Greeted struct {
 		ReplicaID string
 		Term      int64 // the highest that the member has received from a lighthouse (term.go)
-		// Known is the round that the member received last. It is recalled at the greeting, before there is a request: the member may be
-		// training in it.
-		Known    Claim
-		StandsIn int64 // the quorum that stands for the member, in which it trains on without requests; 0: none
+		// Known is the round that the member received last. It is recalled at the greeting, before there is a
+		// request: the member may be training in it.
+		Known Claim
+		// the quorum that stands for the member, in which it trains on without requests; 0: none
+		StandsIn int64
 		Step     int64 // the step that the member is in
 	}
 	// Recalled: a member, the disk, or the log of a cluster shows the last quorum that it knows.
@@ -65,7 +68,8 @@ type (
 		From    string  // the member that shows it, which must have been in it; empty: the disk or the log
 		Highest int64   // no id up to this one may be used again; 0: up to that of the quorum
 	}
-	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It gets no answer.
+	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It
+	// gets no answer.
 	Withdrawn struct{ Waiter WaiterID }
 	// Beat: a heartbeat.
 	Beat struct {
@@ -73,7 +77,8 @@ type (
 		Call      bool  // it is a call, and not a message on the stream of a member
 		Step      int64 // the step that the member is in while its quorum stands; 0: not reported
 	}
-	// Stopped: a member's answer to Call: the first step of that quorum that none of its ranks was allowed to begin.
+	// Stopped: a member's answer to Call: the first step of that quorum that none of its ranks was allowed to
+	// begin.
 	Stopped struct {
 		ReplicaID string
 		QuorumID  int64
@@ -86,15 +91,17 @@ type (
 		Step      int64 // it has committed the steps before this one
 		Reason    string
 	}
-	// Changes: a member has to tell the others something that goes into their next quorum, and its present one stands.
+	// Changes: a member has to tell the others something that goes into their next quorum, and its present
+	// one stands.
 	Changes struct{ ReplicaID, Reason string }
-	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Its pending requests were withdrawn
-	// before. The member is a suspect from then on, and fails unless there is a sign of life within the grace.
+	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Its pending
+	// requests were withdrawn before. The member is a suspect from then on, and fails unless there is a sign
+	// of life within the grace.
 	Disconnected struct{ ReplicaID string }
 	// Incomplete: a rank of the group has failed. The group counts as failed until it asks again.
 	Incomplete struct{ ReplicaID, Reason string }
-	// Suspected: a collective of a quorum failed in the reporter's group. Suspect is the peer that broke it, empty if the reporter does
-	// not know. The report is a sign of life of the reporter.
+	// Suspected: a collective of a quorum failed in the reporter's group. Suspect is the peer that broke it,
+	// empty if the reporter does not know. The report is a sign of life of the reporter.
 	Suspected struct {
 		Reporter, Suspect string
 		QuorumID          int64
@@ -123,8 +130,9 @@ type (
 		ReplicaID string
 		Finished  bool // its training is complete: the group was not preempted, and will not be restarted
 	}
-	// Slept: the lighthouse itself was stopped for a time, and handled no messages. For is how far the machine's time went on meanwhile:
-	// less than the whole time if the host was suspended, since the monotonic clock stood still.
+	// Slept: the lighthouse itself was stopped for a time, and handled no messages. For is how far the
+	// machine's time went on meanwhile: less than the whole time if the host was suspended, since the
+	// monotonic clock stood still.
 	Slept struct{ For time.Duration }
 	// Woken: the time of the latest Wake has come.
 	Woken struct{}
@@ -162,8 +170,8 @@ type (
 		Quorum  *Quorum
 		Waited  time.Duration // since the first of them asked, without stops of the lighthouse
 	}
-	// Redeliver answers a waiter with the latest quorum: its member is in it, and the first answer, which may have been that of an earlier
-	// lighthouse, was lost (redeliver.go).
+	// Redeliver answers a waiter with the latest quorum: its member is in it, and the first answer, which may
+	// have been that of an earlier lighthouse, was lost (redeliver.go).
 	Redeliver struct {
 		Waiter WaiterID
 		Quorum *Quorum
@@ -177,8 +185,9 @@ type (
 	// Welcome answers the greeting of a member. Earlier actions of the same event are not for the new stream.
 	Welcome struct {
 		ReplicaID string
-		Term      int64  // of this lighthouse
-		Draining  string // who requested that the member leaves, in case it missed the Drain; empty: it is not drained
+		Term      int64 // of this lighthouse
+		// who requested that the member leaves, in case it missed the Drain; empty: it is not drained
+		Draining string
 	}
 	// RefuseStream ends the stream that a member just began: this lighthouse does not lead any more.
 	RefuseStream struct {
@@ -197,7 +206,8 @@ type (
 		Step       int64
 		ReplicaIDs []string
 	}
-	// Over tells a member that the quorum that stands for it does so no longer: it missed the report while it had no stream.
+	// Over tells a member that the quorum that stands for it does so no longer: it missed the report while it
+	// had no stream.
 	Over struct {
 		QuorumID  int64
 		ReplicaID string
@@ -216,10 +226,11 @@ type (
 	}
 	// Doubted reports a claim of a member that this lighthouse ignores, for the log.
 	Doubted struct{ ReplicaID, Reason string }
-	// Refused reports a member that no quorum of this job may include (Misfit), at each of its requests, for the log and the history.
+	// Refused reports a member that no quorum of this job may include (Misfit), at each of its requests, for
+	// the log and the history.
 	Refused struct{ ReplicaID, Reason string }
-	// Keep makes the shell keep the state of the job that a restarted lighthouse, or the next leader, needs. It comes before the Deliver of
-	// a new quorum, and when a member has shown one.
+	// Keep makes the shell keep the state of the job that a restarted lighthouse, or the next leader, needs.
+	// It comes before the Deliver of a new quorum, and when a member has shown one.
 	Keep struct {
 		Past    Past  // zero: the training has ended, and only the ids are to be kept
 		Highest int64 // no id up to this one may be used again
@@ -240,9 +251,10 @@ type (
 	Failed struct {
 		QuorumID  int64
 		ReplicaID string
-		Step      int64 // it has done its part of the steps before this one, as far as is known: these may still end
-		Cause     Cause
-		Reason    string
+		// it has done its part of the steps before this one, as far as is known: these may still end
+		Step   int64
+		Cause  Cause
+		Reason string
 	}
 	// Stalled reports that a member of the latest quorum makes no progress while the others wait for it.
 	Stalled struct {
@@ -264,8 +276,8 @@ type (
 	Release struct{ ReplicaID string }
 	// Wake asks for Woken at a time. It replaces an earlier Wake.
 	Wake struct{ At time.Time }
-	// InUse reports whether the job has live members and a latest quorum. It is sent when either changes; before the first one,
-	// both are false.
+	// InUse reports whether the job has live members and a latest quorum. It is sent when either changes;
+	// before the first one, both are false.
 	InUse struct {
 		Alive  bool // a member counts as alive
 		Served bool // there has been a quorum, formed here or remembered
@@ -313,7 +325,8 @@ const (
 
 	// ShutDown is no failure: the member ended itself.
 	ShutDown Cause = "shutdown"
-	// Parts is no failure: the member asks for another quorum, while the others train on in the one that stands.
+	// Parts is no failure: the member asks for another quorum, while the others train on in the one that
+	// stands.
 	Parts Cause = "parts"
 )
 
@@ -329,5 +342,6 @@ const (
 	Behind                    // its step is below the job's, and the policy forbids a regression
 	Left                      // its member has left
 	Unbelieved                // it claims to know a quorum far ahead, and does not show it
-	Misfit                    // its group has another world_size than the other groups, or reduces other tensors
+	// its group has another world_size than the other groups, or reduces other tensors
+	Misfit
 )

@@ -1,5 +1,5 @@
-// Package rankclient is the client that a rank uses to call its group's manager server. A rank in the server's own process calls it
-// directly (package local). Other ranks keep a stream open, their session.
+// Package rankclient is the client that a rank uses to call its group's manager server. A rank in the
+// server's own process calls it directly (package local). Other ranks keep a stream open, their session.
 package rankclient
 
 import (
@@ -72,7 +72,8 @@ func (c *Client) CheckpointMetadata(ctx context.Context, groupRank int64) (strin
 	return metadata, rpc.Wrap("checkpoint_metadata", c.peer, err)
 }
 
-// ShouldCommit waits until every rank of the group has voted on the step, and returns true if all votes are true.
+// ShouldCommit waits until every rank of the group has voted on the step, and returns true if all votes are
+// true.
 func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
 	d, err := c.Vote(ctx, groupRank, step, vote)
 	return d.Commit, err
@@ -84,7 +85,8 @@ func (c *Client) Vote(ctx context.Context, groupRank, step int64, vote bool) (De
 	return d, rpc.Wrap("should_commit", c.peer, err)
 }
 
-// Leave announces that the group has completed its last step, and waits until its peers no longer need its data.
+// Leave announces that the group has completed its last step, and waits until its peers no longer need its
+// data.
 func (c *Client) Leave(ctx context.Context) error {
 	return rpc.Wrap("leave", c.peer, c.Calls.Leave(ctx))
 }
@@ -106,14 +108,15 @@ func (c *Client) Notify() {
 	}
 }
 
-// Changed records a round's result, and reports whether it differs from the previous one in more than the step, or the group takes part
-// in a heal.
+// Changed records a round's result, and reports whether it differs from the previous one in more than the
+// step, or the group takes part in a heal.
 func (c *Client) Changed(r recovery.Result) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	before := c.last
 	c.last = &r
-	return before == nil || r.Heal || len(r.RecoverDstReplicaRank) > 0 || len(r.HelpDstReplicaRank) > 0 || !before.SameButStep(&r)
+	return before == nil || r.Heal || len(r.RecoverDstReplicaRank) > 0 || len(r.HelpDstReplicaRank) > 0 ||
+		!before.SameButStep(&r)
 }
 
 // below makes the spans of a call children of the step's span, if the step is traced.

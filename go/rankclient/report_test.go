@@ -22,15 +22,19 @@ func (r recorder) Send(req *torchftpb.RankRequest) error {
 	return nil
 }
 
-// A call holds the lock of opening while it looks whether a stream is open. A report of another thread at that moment must be sent.
+// A call holds the lock of opening while it looks whether a stream is open. A report of another thread at
+// that moment must be sent.
 func TestAReportIsSentWhileACallLooksForTheStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sent := make(chan *torchftpb.RankRequest, 1)
 		s := newSession(nil)
 		defer s.cancel()
-		s.stream.Store(rpc.NewStream[torchftpb.RankRequest, torchftpb.RankResponse, *torchftpb.RankResponse](recorder{sent: sent}, func() {}))
+		s.stream.Store(rpc.NewStream[torchftpb.RankRequest, torchftpb.RankResponse,
+			*torchftpb.RankResponse](recorder{sent: sent}, func() {}))
 		s.opening <- struct{}{}
-		s.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Counted{Counted: &torchftpb.Counted{Number: 1}}})
+		s.Report(&torchftpb.RankRequest{
+			Request: &torchftpb.RankRequest_Counted{Counted: &torchftpb.Counted{Number: 1}},
+		})
 		synctest.Wait()
 		if assert.Len(t, sent, 1) {
 			assert.EqualValues(t, 1, (<-sent).GetCounted().GetNumber())

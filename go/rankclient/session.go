@@ -17,8 +17,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// session makes the calls of a rank over one stream, at a fraction of the cost of unary calls. The server has to be one of this package:
-// upstream's has no sessions, and gets only the unary call for metadata.
+// session makes the calls of a rank over one stream, at a fraction of the cost of unary calls. The server has
+// to be one of this package: upstream's has no sessions, and gets only the unary call for metadata.
 type session struct {
 	conn      *grpc.ClientConn
 	ctx       context.Context // ends with Close
@@ -58,9 +58,11 @@ func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, err
 
 func (s *session) Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error) {
 	resp, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{
-		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote, Traceparent: tracing.ParentOf(ctx)},
+		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote,
+			Traceparent: tracing.ParentOf(ctx)},
 	}})
-	return Decision{Commit: resp.GetShouldCommit().GetShouldCommit(), Stands: resp.GetShouldCommit().GetStands()}, err
+	return Decision{Commit: resp.GetShouldCommit().GetShouldCommit(),
+		Stands: resp.GetShouldCommit().GetStands()}, err
 }
 
 func (s *session) Leave(ctx context.Context) error {
@@ -73,15 +75,16 @@ func (s *session) Leave(ctx context.Context) error {
 func (s *session) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	resp, err := torchftpb.NewManagerServiceClient(s.conn).CheckpointMetadata(ctx, &torchftpb.CheckpointMetadataRequest{Rank: groupRank})
+	resp, err := torchftpb.NewManagerServiceClient(s.conn).CheckpointMetadata(ctx,
+		&torchftpb.CheckpointMetadataRequest{Rank: groupRank})
 	return resp.GetCheckpointMetadata(), err
 }
 
 func (s *session) Notices() <-chan membership.Notice { return s.notices }
 
-// Report sends a report if the session is open, and drops it otherwise. It does not take the lock of
-// opening: a report must not wait for a stream that is being opened, and must not be dropped because a call checks the stream at the
-// same moment.
+// Report sends a report if the session is open, and drops it otherwise. It does not take the lock of opening:
+// a report must not wait for a stream that is being opened, and must not be dropped because a call checks the
+// stream at the same moment.
 func (s *session) Report(req *torchftpb.RankRequest) {
 	if stream := s.stream.Load(); stream != nil {
 		stream.Post(req)
@@ -112,7 +115,8 @@ func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchf
 		&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_Cancel{Cancel: true}})
 }
 
-// connect returns the open stream. If it broke, connect opens another one, and blocks until the connection is established.
+// connect returns the open stream. If it broke, connect opens another one, and blocks until the connection is
+// established.
 func (s *session) connect(ctx context.Context) (*stream, error) {
 	select {
 	case s.opening <- struct{}{}:
@@ -128,7 +132,8 @@ func (s *session) connect(ctx context.Context) (*stream, error) {
 	if err != nil {
 		return nil, err
 	}
-	opened := rpc.NewStream[torchftpb.RankRequest, torchftpb.RankResponse, *torchftpb.RankResponse](wire, cancel)
+	opened := rpc.NewStream[torchftpb.RankRequest, torchftpb.RankResponse, *torchftpb.RankResponse](wire,
+		cancel)
 	if rank := s.rank.Load(); before != nil && rank >= 0 {
 		opened.Post(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: rank}})
 	}
@@ -155,7 +160,8 @@ func (s *session) receive(from *stream, resp *torchftpb.RankResponse) error {
 // reopenTime is how long reopen retries. After that, the next call opens a stream.
 const reopenTime = 10 * time.Second
 
-// reopen opens another stream soon after one broke, so that the server learns that the rank is alive and only the connection broke.
+// reopen opens another stream soon after one broke, so that the server learns that the rank is alive and only
+// the connection broke.
 func (s *session) reopen(broken *stream) {
 	if status.Code(broken.Err()) == codes.Unimplemented {
 		return

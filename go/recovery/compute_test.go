@@ -54,7 +54,8 @@ func TestComputeOfOneRank(t *testing.T) {
 			dsts: []int64{1, 2}, store: "store a", maxRank: rank(0), maxWorld: 3},
 		{name: "first step, the others heal from it", steps: []int64{0, 0, 0}, replica: "c", initSync: true,
 			heal: true, sources: []int64{0}, store: "store a", maxRank: rank(2), maxWorld: 3},
-		{name: "first step, each rank has its own primary", steps: []int64{0, 0, 0}, replica: "b", groupRank: 4, initSync: true,
+		{name: "first step, each rank has its own primary", steps: []int64{0, 0, 0}, replica: "b",
+			groupRank: 4, initSync: true,
 			dsts: []int64{0, 2}, store: "store b", maxRank: rank(1), maxWorld: 3},
 		{name: "first step without init_sync", steps: []int64{0, 0, 0}, replica: "c",
 			store: "store a", maxRank: rank(2), maxWorld: 3},
@@ -62,10 +63,12 @@ func TestComputeOfOneRank(t *testing.T) {
 			store: "store b", maxRank: rank(1), maxWorld: 2},
 		{name: "the group that is behind", steps: []int64{5, 2, 5}, replica: "b", initSync: true,
 			heal: true, sources: []int64{0, 2}, store: "store a", maxWorld: 2},
-		{name: "ranks of one group heal from different groups", steps: []int64{5, 2, 5}, replica: "b", groupRank: 1,
-			heal: true, sources: []int64{2, 0}, store: "store c", maxWorld: 2},
-		{name: "the groups that are behind use different sources", steps: []int64{0, 5, 1, 5, 0}, replica: "b",
-			dsts: []int64{0, 4}, store: "store b", maxRank: rank(0), maxWorld: 2},
+		{name: "ranks of one group heal from different groups", steps: []int64{5, 2, 5}, replica: "b",
+			groupRank: 1,
+			heal:      true, sources: []int64{2, 0}, store: "store c", maxWorld: 2},
+		{name: "the groups that are behind use different sources", steps: []int64{0, 5, 1, 5, 0},
+			replica: "b",
+			dsts:    []int64{0, 4}, store: "store b", maxRank: rank(0), maxWorld: 2},
 		{name: "the other source", steps: []int64{0, 5, 1, 5, 0}, replica: "d",
 			dsts: []int64{2}, store: "store b", maxRank: rank(1), maxWorld: 2},
 		{name: "the largest group rank", steps: []int64{5, 0}, replica: "b", groupRank: math.MaxInt64,
@@ -101,15 +104,24 @@ func TestEqualStepsOfDifferentQuorums(t *testing.T) {
 		upToDate []int64
 		want     int64
 	}{
-		{name: "committed in one quorum", steps: []int64{5, 5}, committed: []int64{9, 9}, upToDate: []int64{0, 1}, want: 9},
-		{name: "committed in two quorums, the newer one counts", steps: []int64{5, 5, 5}, committed: []int64{8, 9, 8}, upToDate: []int64{1}, want: 9},
-		{name: "the step comes first", steps: []int64{6, 5}, committed: []int64{8, 9}, upToDate: []int64{0}, want: 8},
-		{name: "from a checkpoint, of no quorum", steps: []int64{5, 5}, committed: []int64{-1, 9}, upToDate: []int64{1}, want: 9},
-		{name: "all from a checkpoint", steps: []int64{5, 5}, committed: []int64{-1, -1}, upToDate: []int64{0, 1}, want: -1},
-		{name: "the start of a job", steps: []int64{0, 0}, committed: []int64{-1, -1}, initSync: true, upToDate: []int64{0, 1}, want: -1},
-		{name: "a member does not report its quorum", steps: []int64{5, 5, 5}, committed: []int64{8, 9, 0}, upToDate: []int64{0, 1, 2}},
-		{name: "a member that is behind does not report its quorum", steps: []int64{5, 5, 3}, committed: []int64{8, 9, 0}, upToDate: []int64{0, 1}},
-		{name: "no member reports its quorum", steps: []int64{5, 5}, committed: []int64{0, 0}, upToDate: []int64{0, 1}},
+		{name: "committed in one quorum", steps: []int64{5, 5}, committed: []int64{9, 9},
+			upToDate: []int64{0, 1}, want: 9},
+		{name: "committed in two quorums, the newer one counts", steps: []int64{5, 5, 5},
+			committed: []int64{8, 9, 8}, upToDate: []int64{1}, want: 9},
+		{name: "the step comes first", steps: []int64{6, 5}, committed: []int64{8, 9}, upToDate: []int64{0},
+			want: 8},
+		{name: "from a checkpoint, of no quorum", steps: []int64{5, 5}, committed: []int64{-1, 9},
+			upToDate: []int64{1}, want: 9},
+		{name: "all from a checkpoint", steps: []int64{5, 5}, committed: []int64{-1, -1},
+			upToDate: []int64{0, 1}, want: -1},
+		{name: "the start of a job", steps: []int64{0, 0}, committed: []int64{-1, -1}, initSync: true,
+			upToDate: []int64{0, 1}, want: -1},
+		{name: "a member does not report its quorum", steps: []int64{5, 5, 5}, committed: []int64{8, 9, 0},
+			upToDate: []int64{0, 1, 2}},
+		{name: "a member that is behind does not report its quorum", steps: []int64{5, 5, 3},
+			committed: []int64{8, 9, 0}, upToDate: []int64{0, 1}},
+		{name: "no member reports its quorum", steps: []int64{5, 5}, committed: []int64{0, 0},
+			upToDate: []int64{0, 1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			q := at(c.steps...)
@@ -165,9 +177,12 @@ func TestHandlesOnlyIfAllRanksSentThem(t *testing.T) {
 		{"a lighthouse of 0.2.0", func(q *quorum.Quorum) {
 			q.Members[0].Handles, q.Members[1].Handles = nil, nil
 		}, nil, []string{"a", "b"}},
-		{"the handle of a rank is missing", func(q *quorum.Quorum) { q.Members[1].Handles = q.Members[1].Handles[:1] }, nil, []string{"b"}},
-		{"the handle of a rank is empty", func(q *quorum.Quorum) { q.Members[1].Handles[0] = "" }, nil, []string{"b"}},
-		{"more handles than ranks", func(q *quorum.Quorum) { q.Members[1].WorldSize = 1 }, nil, []string{"b"}},
+		{"the handle of a rank is missing",
+			func(q *quorum.Quorum) { q.Members[1].Handles = q.Members[1].Handles[:1] }, nil, []string{"b"}},
+		{"the handle of a rank is empty", func(q *quorum.Quorum) { q.Members[1].Handles[0] = "" }, nil,
+			[]string{"b"}},
+		{"more handles than ranks", func(q *quorum.Quorum) { q.Members[1].WorldSize = 1 }, nil,
+			[]string{"b"}},
 		{"a smaller group", func(q *quorum.Quorum) {
 			q.Members[1].WorldSize, q.Members[1].Handles = 1, q.Members[1].Handles[:1]
 		}, nil, []string{"b"}},
@@ -207,7 +222,10 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			committed[i] = least + rng.Int64N(3)
 			q.Members[i].CommittedQuorumID = committed[i]
 		}
-		rng.Shuffle(len(q.Members), func(i, j int) { q.Members[i], q.Members[j] = q.Members[j], q.Members[i] })
+		rng.Shuffle(len(q.Members), func(i, j int) {
+			q.Members[i], q.Members[j] = q.Members[j],
+				q.Members[i]
+		})
 
 		plans := make([]Result, len(steps))
 		for i := range steps {
@@ -236,7 +254,8 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			}
 			for _, d := range p.HelpDstReplicaRank {
 				require.False(t, p.Heal, "a healing group is no additional source")
-				require.NotEqual(t, plans[d].Sources[0].ReplicaRank, p.ReplicaRank, "the assigned source of a target is no additional source of it")
+				require.NotEqual(t, plans[d].Sources[0].ReplicaRank, p.ReplicaRank,
+					"the assigned source of a target is no additional source of it")
 				additional[d] = append(additional[d], fmt.Sprint("http://", p.ReplicaIDs[i]))
 			}
 		}
@@ -247,11 +266,13 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 		}
 		for s, targets := range load {
 			sources := len(steps) - healing
-			require.LessOrEqual(t, targets, (healing+sources-1)/sources, "source %d serves more than its share", s)
+			require.LessOrEqual(t, targets, (healing+sources-1)/sources,
+				"source %d serves more than its share", s)
 		}
 		for d, s := range served {
 			require.Equal(t, s, plans[d].Sources[0].ReplicaRank, "source and target agree")
-			require.ElementsMatch(t, additional[d], plans[d].AdditionalSources, "the additional sources and the target agree")
+			require.ElementsMatch(t, additional[d], plans[d].AdditionalSources,
+				"the additional sources and the target agree")
 			require.LessOrEqual(t, len(plans[d].AdditionalSources), mostAdditional)
 			for _, source := range plans[d].Sources {
 				require.False(t, plans[source.ReplicaRank].Heal, "a source is up to date")
@@ -260,7 +281,8 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 	}
 }
 
-// Each group that is up to date, except upstream ones, is an additional source of about as many healing groups as the others.
+// Each group that is up to date, except upstream ones, is an additional source of about as many healing
+// groups as the others.
 func TestAdditionalSources(t *testing.T) {
 	for _, c := range []struct {
 		name       string
@@ -272,10 +294,14 @@ func TestAdditionalSources(t *testing.T) {
 		{"no other source", []int64{5, 0}, []int64{9, -1}, map[string][]string{"b": nil}},
 		{"two targets begin with different sources", []int64{5, 5, 5, 0, 0}, []int64{9, 9, 9, -1, -1},
 			map[string][]string{"d": {"b", "c"}, "e": {"c", "a"}}},
-		{"no more than three", []int64{0, 5, 5, 5, 5, 5}, []int64{-1, 9, 9, 9, 9, 9}, map[string][]string{"a": {"c", "d", "e"}}},
-		{"an upstream group is no additional source", []int64{5, 0, 5, 5}, []int64{9, -1, 0, 9}, map[string][]string{"b": {"d"}}},
-		{"a group with weights of an older quorum is no source", []int64{5, 0, 5}, []int64{9, -1, 8}, map[string][]string{"b": nil, "c": nil}},
-		{"at the first step only the primary is a source", []int64{0, 0, 0}, []int64{-1, -1, -1}, map[string][]string{"b": nil, "c": nil}},
+		{"no more than three", []int64{0, 5, 5, 5, 5, 5}, []int64{-1, 9, 9, 9, 9, 9},
+			map[string][]string{"a": {"c", "d", "e"}}},
+		{"an upstream group is no additional source", []int64{5, 0, 5, 5}, []int64{9, -1, 0, 9},
+			map[string][]string{"b": {"d"}}},
+		{"a group with weights of an older quorum is no source", []int64{5, 0, 5}, []int64{9, -1, 8},
+			map[string][]string{"b": nil, "c": nil}},
+		{"at the first step only the primary is a source", []int64{0, 0, 0}, []int64{-1, -1, -1},
+			map[string][]string{"b": nil, "c": nil}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			q := at(c.steps...)

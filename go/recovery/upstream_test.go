@@ -39,8 +39,8 @@ type recordedQuorum struct {
 	} `json:"results"`
 }
 
-// Groups that run the upstream package must compute the same ranks, store and sources from a quorum as ours do, or the job would
-// hang.
+// Groups that run the upstream package must compute the same ranks, store and sources from a quorum as ours
+// do, or the job would hang.
 func TestAsUpstream(t *testing.T) {
 	files, err := filepath.Glob("testdata/upstream_*.jsonl")
 	require.NoError(t, err)
@@ -91,8 +91,8 @@ func requireAsRecorded(t *testing.T, recorded recordedQuorum) {
 		} else {
 			require.Empty(t, got.Sources)
 		}
-		// For a group that sent no handle, upstream has "" in the list; ours leaves the list empty. With both, the groups then meet
-		// at the store.
+		// For a group that sent no handle, upstream has "" in the list; ours leaves the list empty. With
+		// both, the groups then meet at the store.
 		if slices.Contains(want.Handles, "") || len(want.Handles) == 0 {
 			require.Empty(t, got.Handles)
 		} else {

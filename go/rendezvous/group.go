@@ -8,7 +8,8 @@ import (
 	"time"
 )
 
-// stopTime is the time that agents have to stop the workers of a round that has ended: torchrun kills those that do not end within 30 s.
+// stopTime is the time that agents have to stop the workers of a round that has ended: torchrun kills those
+// that do not end within 30 s.
 const stopTime = 35 * time.Second
 
 // group is the state of one replica group's rendezvous.
@@ -20,7 +21,8 @@ type group struct {
 	arrivals  uint64
 	remembers bool // the machine has the state from before its restart
 
-	returning time.Time            // in a machine without its state: until then, unknown nodes of the round may come back
+	// in a machine without its state: until then, unknown nodes of the round may come back
+	returning time.Time
 	left      map[string]time.Time // nodes that left, kept as long as their earlier requests may still arrive
 
 	round   int64 // the last released round, 0 if none
@@ -41,15 +43,18 @@ type group struct {
 // node is the state of one agent.
 type node struct {
 	name, store string
-	ask         int64             // the highest number of its requests
-	placed      int64             // the request that was answered with its round, 0 before the first
-	round       int64             // the round in which it has a place
-	rank, size  int               // its rank, and the number of nodes, in that round
-	at          string            // the store of that round; it distinguishes two rounds of the same number, which a lighthouse that lost its state may have released
-	arrived     uint64            // order of its request among those of all nodes
-	seen        map[WaiterID]View // for each pending request: the last answer that the node had received when it sent the request
-	away        time.Time         // since when it has no pending request
-	broke       bool              // its connection broke
+	ask         int64 // the highest number of its requests
+	placed      int64 // the request that was answered with its round, 0 before the first
+	round       int64 // the round in which it has a place
+	rank, size  int   // its rank, and the number of nodes, in that round
+	// the store of that round; it distinguishes two rounds of the same number, which a lighthouse that lost
+	// its state may have released
+	at      string
+	arrived uint64 // order of its request among those of all nodes
+	// for each pending request: the last answer that the node had received when it sent the request
+	seen  map[WaiterID]View
+	away  time.Time // since when it has no pending request
+	broke bool      // its connection broke
 }
 
 func (n *node) asks() bool { return n.ask > n.placed }
@@ -104,7 +109,10 @@ func (g *group) members() (members []*node) {
 			members = append(members, n)
 		}
 	}
-	slices.SortFunc(members, func(a, b *node) int { return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.name, b.name)) })
+	slices.SortFunc(members, func(a, b *node) int {
+		return cmp.Or(cmp.Compare(a.rank, b.rank),
+			cmp.Compare(a.name, b.name))
+	})
 	return members
 }
 
@@ -118,11 +126,13 @@ func (g *group) deserted(now time.Time, t Timing) bool {
 	return true
 }
 
-// restart resets the group, except for the number of the round: a store must not be used for the same number twice.
+// restart resets the group, except for the number of the round: a store must not be used for the same number
+// twice.
 func (g *group) restart(s Settings) {
 	clear(g.nodes)
 	g.size, g.store = 0, ""
-	g.settings, g.allowed, g.closed, g.over, g.since, g.changed = s, allowedOf(s), false, false, time.Time{}, true
+	g.settings, g.allowed, g.closed, g.over, g.since, g.changed = s, allowedOf(s), false, false, time.Time{},
+		true
 }
 
 // misfit returns why a node does not belong to the group, empty if it does.
@@ -133,7 +143,8 @@ func (g *group) misfit(r Request) string {
 	}
 	switch {
 	case others > 0 && g.settings != r.Settings:
-		return fmt.Sprintf("the rendezvous is in use by %s with %s, and this node has %s", nodes(others), g.settings, r.Settings)
+		return fmt.Sprintf("the rendezvous is in use by %s with %s, and this node has %s", nodes(others),
+			g.settings, r.Settings)
 	case others >= 2*r.Max+16:
 		return fmt.Sprintf("the rendezvous has %s already, with %s", nodes(others), g.settings)
 	}
@@ -148,18 +159,20 @@ func (g *group) attend(r Request, now time.Time, t Timing) *node {
 		g.nodes[r.Node] = n
 	}
 	if n.ask == 0 && r.Seen.Ask > 0 && g.round == 0 && !g.remembers && g.returning.IsZero() {
-		// The node's last answer is from a machine that lost its state, and with it the round of the other nodes, if there was one.
+		// The node's last answer is from a machine that lost its state, and with it the round of the other
+		// nodes, if there was one.
 		g.returning = now.Add(t.Timeout)
 	}
 	n.store = r.Store
 	if v := r.Seen; v.Round > 0 && v.Ask > n.placed {
-		// The node knows a round in which this machine does not have it: the machine was restarted without its state, or has
-		// dropped the node.
+		// The node knows a round in which this machine does not have it: the machine was restarted without
+		// its state, or has dropped the node.
 		if v.Round > g.round {
 			g.round, g.size, g.store, g.changed = v.Round, v.Size, v.Store, true
 			g.returning = now.Add(t.Timeout)
 		}
-		n.round, n.rank, n.size, n.at, n.placed, n.ask = v.Round, v.Rank, v.Size, v.Store, v.Ask, max(n.ask, v.Ask)
+		n.round, n.rank, n.size, n.at, n.placed, n.ask = v.Round, v.Rank, v.Size, v.Store, v.Ask,
+			max(n.ask, v.Ask)
 	}
 	if r.Ask > n.ask {
 		n.ask = r.Ask
@@ -179,7 +192,8 @@ func (g *group) forget(now time.Time, t Timing) {
 	maps.DeleteFunc(g.left, func(_ string, at time.Time) bool { return !now.Before(at.Add(t.Timeout)) })
 }
 
-// largest returns the largest allowed number of nodes up to n; 0 if none is. others is the size of the job's other groups.
+// largest returns the largest allowed number of nodes up to n; 0 if none is. others is the size of the job's
+// other groups.
 func (g *group) largest(n, others int) int {
 	best := 0
 	for _, size := range g.allowed {
@@ -190,8 +204,8 @@ func (g *group) largest(n, others int) int {
 	return best
 }
 
-// decide releases a round if one is due. others is the number of nodes of each of the job's other groups that train; had is the
-// smallest last size of the other groups, which counts only while none of them trains.
+// decide releases a round if one is due. others is the number of nodes of each of the job's other groups that
+// train; had is the smallest last size of the other groups, which counts only while none of them trains.
 func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 	g.forget(now, t)
 	var ready []*node
@@ -236,7 +250,8 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 	// Workers of a round that has ended cannot continue: their agents stop them, and ask for the next round.
 	g.ending = again > 0
 	if known == 0 && now.Before(g.returning) {
-		g.reason = "the lighthouse was restarted without its state: nodes of a round that it does not know may come"
+		g.reason = "the lighthouse was restarted without its state: nodes of a round that it does not know " +
+			"may come"
 		return nil
 	}
 	most := maxNodes
@@ -249,21 +264,22 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 		g.reason = g.missing(len(ready), others)
 		return nil
 	}
-	// Without a node of the last round, the number of nodes to come is unknown: the first round waits for the largest allowed
-	// number. Later rounds wait for the known nodes, whose agents stop their workers first.
+	// Without a node of the last round, the number of nodes to come is unknown: the first round waits for the
+	// largest allowed number. Later rounds wait for the known nodes, whose agents stop their workers first.
 	full, wait := size == g.largest(most, others), g.settings.lastCall()
 	if known > 0 {
 		full, wait = full || size == best && !now.Before(g.returning), max(wait, stopTime)
 	}
 	if !g.passed(now, wait) && !full {
-		g.reason = fmt.Sprintf("%d of up to %s asked; the last call waits for further ones", len(ready), nodes(g.largest(most, others)))
+		g.reason = fmt.Sprintf("%d of up to %s asked; the last call waits for further ones", len(ready),
+			nodes(g.largest(most, others)))
 		return nil
 	}
 	return g.release(ready, size)
 }
 
-// passed begins the wait for further nodes, if it has not begun, and reports whether it is over. Membership churn must not restart
-// the wait.
+// passed begins the wait for further nodes, if it has not begun, and reports whether it is over. Membership
+// churn must not restart the wait.
 func (g *group) passed(now time.Time, wait time.Duration) bool {
 	if g.since.IsZero() {
 		g.since = now
@@ -272,25 +288,27 @@ func (g *group) passed(now time.Time, wait time.Duration) bool {
 	return !now.Before(g.until)
 }
 
-// grow decides whether a training round ends for newcomers, if these allow a larger number of nodes: at once if it is the largest
-// allowed number, otherwise at the end of the last call. Meanwhile the workers train.
+// grow decides whether a training round ends for newcomers, if these allow a larger number of nodes: at once
+// if it is the largest allowed number, otherwise at the end of the last call. Meanwhile the workers train.
 func (g *group) grow(now time.Time, ready, trains, others int) {
 	if now.Before(g.returning) {
 		trains = max(trains, g.size) // the missing nodes of the round are expected back
 	}
 	reach := g.largest(ready+trains, others)
-	g.reason = fmt.Sprintf("round %d trains with %s, and %d more asked: no larger size is allowed for them (%s%s)", g.round, nodes(trains), ready,
+	g.reason = fmt.Sprintf("round %d trains with %s, and %d more asked: no larger size is allowed for them "+
+		"(%s%s)", g.round, nodes(trains), ready,
 		g.settings, ofOthers(others))
 	if ready == 0 || reach <= trains {
 		g.since = time.Time{}
 		return
 	}
 	g.ending = g.passed(now, g.settings.lastCall()) || reach == g.largest(maxNodes, others)
-	g.reason = fmt.Sprintf("round %d trains with %s, and ends for a round of %d", g.round, nodes(trains), reach)
+	g.reason = fmt.Sprintf("round %d trains with %s, and ends for a round of %d", g.round, nodes(trains),
+		reach)
 }
 
-// release places the nodes of the last round first, in the order of their ranks, so that rank 0 and its store stay where
-// they are.
+// release places the nodes of the last round first, in the order of their ranks, so that rank 0 and its store
+// stay where they are.
 func (g *group) release(ready []*node, size int) *Released {
 	slices.SortFunc(ready, func(a, b *node) int {
 		if g.current(a) != g.current(b) {

@@ -9,8 +9,8 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// The lighthouse handles one event of a job at a time. A round of one group may concern all others, so its cost may grow with their
-// number, but not faster.
+// The lighthouse handles one event of a job at a time. A round of one group may concern all others, so its
+// cost may grow with their number, but not faster.
 func TestTheCostOfARoundGrowsWithTheNumberOfGroups(t *testing.T) {
 	statements := testmain.Statements(t, "TestRoundsOfManyGroups")
 	few, many := statements(t, "", 100), statements(t, "", 1000)
@@ -24,7 +24,8 @@ func TestRoundsOfManyGroups(t *testing.T) {
 	for i := range groups {
 		w.last++
 		w.feed(Attended{w.last, Request{
-			Group: strconv.Itoa(i), Node: "n", Store: "n:1", Ask: 1, Settings: Settings{Min: 1, Max: 1, Sizes: "all"},
+			Group: strconv.Itoa(i), Node: "n", Store: "n:1", Ask: 1,
+			Settings: Settings{Min: 1, Max: 1, Sizes: "all"},
 		}})
 	}
 	require.Len(t, w.out, groups, "each group has its round")

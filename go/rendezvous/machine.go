@@ -18,8 +18,8 @@ type Machine struct {
 	ahead     ahead
 }
 
-// ahead has those groups whose standings decide for the others (Machine.others): two of each kind, since one of them may be the group
-// that is decided for.
+// ahead has those groups whose standings decide for the others (Machine.others): two of each kind, since one
+// of them may be the group that is decided for.
 type ahead struct {
 	known    bool      // false: a standing has changed
 	trains   [2]*group // that train, the first by name first
@@ -31,21 +31,24 @@ type waiter struct {
 	node  *node
 }
 
-// NewMachine returns a machine that continues from a saved state; with the zero State a job begins. Nodes of the state count as
-// failed unless they come within the timeout. The shell then feeds a Woken, so that the machine asks for a Wake at the end of the
-// timeout.
+// NewMachine returns a machine that continues from a saved state; with the zero State a job begins. Nodes of
+// the state count as failed unless they come within the timeout. The shell then feeds a Woken, so that the
+// machine asks for a Wake at the end of the timeout.
 func NewMachine(timing Timing, state State, now time.Time) *Machine {
-	m := &Machine{timing: timing, groups: map[string]*group{}, waiters: map[WaiterID]waiter{}, remembers: len(state.Groups) > 0}
+	m := &Machine{timing: timing, groups: map[string]*group{}, waiters: map[WaiterID]waiter{},
+		remembers: len(state.Groups) > 0}
 	for _, s := range state.Groups {
 		allowed, err := s.Settings.allowed()
 		if err != nil || s.Round < 0 || s.Round > maxRound {
 			continue // a version with other settings saved it: the group begins again
 		}
 		g := m.group(s.Group)
-		g.settings, g.allowed, g.round, g.size, g.store, g.closed = s.Settings, allowed, s.Round, s.Size, s.Store, s.Closed
+		g.settings, g.allowed, g.round, g.size, g.store, g.closed = s.Settings, allowed, s.Round, s.Size,
+			s.Store, s.Closed
 		for _, a := range s.Members {
 			g.nodes[a.Node] = &node{
-				name: a.Node, store: a.Store, ask: a.Ask, placed: a.Ask, round: s.Round, rank: a.Rank, size: s.Size, at: s.Store,
+				name: a.Node, store: a.Store, ask: a.Ask, placed: a.Ask, round: s.Round, rank: a.Rank,
+				size: s.Size, at: s.Store,
 				away: now, seen: map[WaiterID]View{},
 			}
 		}
@@ -57,7 +60,8 @@ func NewMachine(timing Timing, state State, now time.Time) *Machine {
 func (m *Machine) group(name string) *group {
 	g := m.groups[name]
 	if g == nil {
-		g = &group{name: name, nodes: map[string]*node{}, left: map[string]time.Time{}, remembers: m.remembers}
+		g = &group{name: name, nodes: map[string]*node{}, left: map[string]time.Time{},
+			remembers: m.remembers}
 		m.groups[name] = g
 	}
 	return g
@@ -104,7 +108,8 @@ func (m *Machine) attended(e Attended, now time.Time, do func(Action)) {
 		return
 	}
 	if g == nil && len(m.groups) >= maxGroups && !m.makeRoom(now) {
-		do(Refuse{e.Waiter, true, fmt.Sprintf("group %q is one too many: a job has at most %d", e.Group, maxGroups)})
+		do(Refuse{e.Waiter, true, fmt.Sprintf("group %q is one too many: a job has at most %d", e.Group,
+			maxGroups)})
 		return
 	}
 	if g == nil {
@@ -123,7 +128,8 @@ func (m *Machine) attended(e Attended, now time.Time, do func(Action)) {
 		return
 	}
 	if size, _ := m.others(g); size > 0 && !slices.Contains(allowedOf(e.Settings), size) {
-		do(Refuse{e.Waiter, true, fmt.Sprintf("group %q of this node has %s, and the job's other groups have %d nodes each", e.Group, e.Settings, size)})
+		do(Refuse{e.Waiter, true, fmt.Sprintf("group %q of this node has %s, and the job's other groups "+
+			"have %d nodes each", e.Group, e.Settings, size)})
 		return
 	}
 	n := g.attend(e.Request, now, m.timing)
@@ -134,8 +140,9 @@ func (m *Machine) attended(e Attended, now time.Time, do func(Action)) {
 	m.waiters[e.Waiter] = waiter{g, n}
 }
 
-// makeRoom drops a group that has no nodes any more, and reports whether there was one. Otherwise names of groups that have ended would
-// fill a job for ever. A node of the group that comes back restores its round, as after a restart of the lighthouse without its state.
+// makeRoom drops a group that has no nodes any more, and reports whether there was one. Otherwise names of
+// groups that have ended would fill a job for ever. A node of the group that comes back restores its round,
+// as after a restart of the lighthouse without its state.
 func (m *Machine) makeRoom(now time.Time) bool {
 	for _, g := range m.sorted() {
 		if g.forget(now, m.timing); len(g.nodes) == 0 && len(g.left) == 0 {
@@ -177,7 +184,8 @@ func (m *Machine) end(id WaiterID, w waiter, broke bool, now time.Time) {
 	}
 }
 
-// settle decides for one group (only), and for all groups if that changes their allowed sizes. If only is nil, it decides for all.
+// settle decides for one group (only), and for all groups if that changes their allowed sizes. If only is
+// nil, it decides for all.
 func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 	groups := []*group{only}
 	if only == nil {
@@ -229,7 +237,8 @@ func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 
 // answer answers the pending requests of the nodes whose view has changed.
 func (m *Machine) answer(g *group, now time.Time, do func(Action)) {
-	for _, n := range slices.SortedFunc(maps.Values(g.nodes), func(a, b *node) int { return cmp.Compare(a.name, b.name) }) {
+	for _, n := range slices.SortedFunc(maps.Values(g.nodes),
+		func(a, b *node) int { return cmp.Compare(a.name, b.name) }) {
 		view := g.view(n)
 		for _, id := range slices.Sorted(maps.Keys(n.seen)) {
 			if n.seen[id] != view {
@@ -241,11 +250,12 @@ func (m *Machine) answer(g *group, now time.Time, do func(Action)) {
 }
 
 func (m *Machine) sorted() []*group {
-	return slices.SortedFunc(maps.Values(m.groups), func(a, b *group) int { return cmp.Compare(a.name, b.name) })
+	return slices.SortedFunc(maps.Values(m.groups),
+		func(a, b *group) int { return cmp.Compare(a.name, b.name) })
 }
 
-// others returns two sizes of the job's other groups: size is the number of nodes of each training group, 0 if none trains; had is
-// the smallest last size of the groups that may train again.
+// others returns two sizes of the job's other groups: size is the number of nodes of each training group, 0
+// if none trains; had is the smallest last size of the groups that may train again.
 func (m *Machine) others(g *group) (size, had int) {
 	if !m.ahead.known {
 		m.lookAhead()
@@ -291,7 +301,8 @@ func (m *Machine) State() (s State) {
 		if g.round == 0 {
 			continue
 		}
-		state := GroupState{Group: g.name, Settings: g.settings, Round: g.round, Store: g.store, Closed: g.closed, Size: g.size, Members: []Assigned{}}
+		state := GroupState{Group: g.name, Settings: g.settings, Round: g.round, Store: g.store,
+			Closed: g.closed, Size: g.size, Members: []Assigned{}}
 		for _, n := range g.members() {
 			state.Members = append(state.Members, Assigned{n.name, n.store, n.rank, n.placed})
 		}

@@ -11,9 +11,9 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// Random histories of nodes that start, fail, lose their connections, reconnect and end, and of a lighthouse that is restarted with
-// and without its state. Each released round is checked against the views of the agents. At the end, when there are no more
-// failures, as many nodes must train as the settings allow.
+// Random histories of nodes that start, fail, lose their connections, reconnect and end, and of a lighthouse
+// that is restarted with and without its state. Each released round is checked against the views of the
+// agents. At the end, when there are no more failures, as many nodes must train as the settings allow.
 func TestRandomHistories(t *testing.T) {
 	histories := uint64(200)
 	if testmain.Full() {
@@ -61,7 +61,8 @@ func history(seed uint64) (why string) {
 				trains++
 			case a.group == r.Group && a.was == r.Round-1 && !a.trains():
 				again++
-			case a.group != r.Group && a.trains() && a.view.Store != "" && a.view.Size != len(r.Nodes) && a.view.Waiting == 0:
+			case a.group != r.Group && a.trains() && a.view.Store != "" && a.view.Size != len(r.Nodes) &&
+				a.view.Waiting == 0:
 				why = fmt.Sprintf("round of %d nodes beside another group's of %d", len(r.Nodes), a.view.Size)
 			}
 		}
@@ -78,7 +79,8 @@ func history(seed uint64) (why string) {
 		switch n := rng.IntN(20); {
 		case pick == nil || n < 5 && len(w.agents) < 10:
 			named++
-			a := &agent{group: groups[rng.IntN(len(groups))], name: fmt.Sprintf("n%d", named), settings: settings}
+			a := &agent{group: groups[rng.IntN(len(groups))], name: fmt.Sprintf("n%d", named),
+				settings: settings}
 			w.agents[a.name] = a
 			w.poll()
 		case n < 9:
@@ -120,7 +122,8 @@ func history(seed uint64) (why string) {
 			return why
 		}
 	}
-	if len(groups) > 1 { // the group that trains first determines the size: the other one may never get that many nodes
+	if len(groups) > 1 {
+		// the group that trains first determines the size: the other one may never get that many nodes
 		return ""
 	}
 	// From here on there are no failures: the nodes must form the largest allowed round.
@@ -145,8 +148,11 @@ func history(seed uint64) (why string) {
 			most = size
 		}
 	}
-	if trains < most { // more nodes may train than a new round may have: survivors of a larger round whose workers did not fail
-		return fmt.Sprintf("in the end %d of %d nodes train: %d could (%s); %s", trains, len(w.agents), most, settings, w.m.groups["a"].reason)
+	if trains < most {
+		// more nodes may train than a new round may have: survivors of a larger round whose workers did not
+		// fail
+		return fmt.Sprintf("in the end %d of %d nodes train: %d could (%s); %s", trains, len(w.agents), most,
+			settings, w.m.groups["a"].reason)
 	}
 	return why
 }
@@ -177,7 +183,8 @@ func consistent(w *world) string {
 		}
 		at := place{a.group, a.view.Round}
 		if before, ok := sizes[at]; ok && (before.Size != a.view.Size || before.Store != a.view.Store) {
-			return fmt.Sprintf("%s is in round %d of %d nodes at %s, another node says %d at %s", a.name, at.round, a.view.Size, a.view.Store, before.Size, before.Store)
+			return fmt.Sprintf("%s is in round %d of %d nodes at %s, another node says %d at %s", a.name,
+				at.round, a.view.Size, a.view.Store, before.Size, before.Store)
 		}
 		sizes[at] = a.view
 		if other, ok := taken[seat{at, a.view.Rank}]; ok {

@@ -35,19 +35,25 @@ func TestInvalidRequestsAreRefused(t *testing.T) {
 	}{
 		{func(r *Request) { r.Node = "" }, "node has 0 bytes: it must have 1 to 128"},
 		{func(r *Request) { r.Node = strings.Repeat("a", 129) }, "node has 129 bytes: it must have 1 to 128"},
-		{func(r *Request) { r.Group = strings.Repeat("a", 129) }, "group has 129 bytes: it must have at most 128"},
+		{func(r *Request) { r.Group = strings.Repeat("a", 129) },
+			"group has 129 bytes: it must have at most 128"},
 		{func(r *Request) { r.Store = "" }, "store has 0 bytes: it must be HOST:PORT"},
 		{func(r *Request) { r.Min = 0 }, "nnodes is 0:4: it must be MIN:MAX with 1 <= MIN <= MAX <= 4096"},
 		{func(r *Request) { r.Min = 5 }, "nnodes is 5:4: it must be MIN:MAX with 1 <= MIN <= MAX <= 4096"},
-		{func(r *Request) { r.Max = 10_001 }, "nnodes is 1:10001: it must be MIN:MAX with 1 <= MIN <= MAX <= 4096"},
+		{func(r *Request) { r.Max = 10_001 },
+			"nnodes is 1:10001: it must be MIN:MAX with 1 <= MIN <= MAX <= 4096"},
 		{func(r *Request) { r.LastCallMS = -1 }, "last_call_timeout is -0.001 s: it must be from 0 to a day"},
-		{func(r *Request) { r.Min, r.Max, r.Sizes = 5, 7, "powers_of_two" }, "sizes is powers_of_two: none is within nnodes 5:7"},
-		{func(r *Request) { r.Sizes = "odd" }, `sizes is "odd": it must be "all", "powers_of_two", or numbers of nodes such as 1/2/4`},
+		{func(r *Request) { r.Min, r.Max, r.Sizes = 5, 7, "powers_of_two" },
+			"sizes is powers_of_two: none is within nnodes 5:7"},
+		{func(r *Request) { r.Sizes = "odd" },
+			`sizes is "odd": it must be "all", "powers_of_two", or numbers of nodes such as 1/2/4`},
 		{func(r *Request) { r.Sizes = "2/8" }, `sizes is "2/8": 8 nodes are not within nnodes 1:4`},
 		{func(r *Request) { r.Ask = -1 }, "ask is -1 after an answer to 0: it must not decrease"},
 		{func(r *Request) { r.Seen.Ask = 1 }, "ask is 0 after an answer to 1: it must not decrease"},
-		{func(r *Request) { r.Seen = View{Round: 1 << 41, Size: 1} }, "seen has rank 0 of 1 in round 2199023255552: no such round was released"},
-		{func(r *Request) { r.Seen = View{Round: 1, Rank: 2, Size: 2} }, "seen has rank 2 of 2 in round 1: no such round was released"},
+		{func(r *Request) { r.Seen = View{Round: 1 << 41, Size: 1} },
+			"seen has rank 0 of 1 in round 2199023255552: no such round was released"},
+		{func(r *Request) { r.Seen = View{Round: 1, Rank: 2, Size: 2} },
+			"seen has rank 2 of 2 in round 1: no such round was released"},
 	} {
 		bad := good
 		c.change(&bad)
@@ -55,8 +61,8 @@ func TestInvalidRequestsAreRefused(t *testing.T) {
 	}
 }
 
-// A job has a bounded number of groups at once. Groups whose nodes have ended make room for others: over its life, a job may have any
-// number.
+// A job has a bounded number of groups at once. Groups whose nodes have ended make room for others: over its
+// life, a job may have any number.
 func TestAJobHasABoundedNumberOfGroups(t *testing.T) {
 	w := newWorld()
 	for i := range maxGroups {

@@ -45,7 +45,8 @@ func TestTranscripts(t *testing.T) {
 			w.out = nil
 			switch words[0] {
 			case "nnodes":
-				settings.Min, settings.Max = int(transcript.Number(t, words[1])), int(transcript.Number(t, words[2]))
+				settings.Min, settings.Max = int(transcript.Number(t, words[1])),
+					int(transcript.Number(t, words[2]))
 				if s := transcript.Option(words, "sizes"); s != "" {
 					settings.Sizes = s
 				}

@@ -1,8 +1,9 @@
-// Package rendezvous decides which nodes of a replica group train together, and assigns each its rank. A node is an agent of
-// torchrun with its workers. The machine has no IO: Step gets an event and the time, and returns actions.
+// Package rendezvous decides which nodes of a replica group train together, and assigns each its rank. A node
+// is an agent of torchrun with its workers. The machine has no IO: Step gets an event and the time, and
+// returns actions.
 //
-// A node that wants to train asks. A round is released to an allowed number of nodes that have asked. Workers restart in each new
-// round. So a round ends for newcomers only when they allow a larger number of nodes.
+// A node that wants to train asks. A round is released to an allowed number of nodes that have asked. Workers
+// restart in each new round. So a round ends for newcomers only when they allow a larger number of nodes.
 package rendezvous
 
 import (
@@ -17,31 +18,36 @@ const (
 	maxNodes  = 4096
 	maxGroups = 4096
 	maxName   = 128
-	// maxRound bounds the round number that a node may report after a restart of the lighthouse: later numbers continue from it.
+	// maxRound bounds the round number that a node may report after a restart of the lighthouse: later
+	// numbers continue from it.
 	maxRound = 1 << 40
 )
 
 // Settings are the same for all nodes of a group.
 type Settings struct {
-	Min        int    `json:"min"`
-	Max        int    `json:"max"`
-	Sizes      string `json:"sizes"`        // "all", "powers_of_two", or numbers of nodes as in "1/2/4"
-	LastCallMS int64  `json:"last_call_ms"` // how long a round waits for further nodes, from the first moment at which it could be released
+	Min   int    `json:"min"`
+	Max   int    `json:"max"`
+	Sizes string `json:"sizes"` // "all", "powers_of_two", or numbers of nodes as in "1/2/4"
+	// how long a round waits for further nodes, from the first moment at which it could be released
+	LastCallMS int64 `json:"last_call_ms"`
 }
 
 func (s Settings) lastCall() time.Duration { return time.Duration(s.LastCallMS) * time.Millisecond }
 
 func (s Settings) String() string {
-	return fmt.Sprintf("nnodes %d:%d, sizes %s, last_call_timeout %g s", s.Min, s.Max, s.Sizes, s.lastCall().Seconds())
+	return fmt.Sprintf("nnodes %d:%d, sizes %s, last_call_timeout %g s", s.Min, s.Max, s.Sizes,
+		s.lastCall().Seconds())
 }
 
 // allowed returns the allowed numbers of nodes, ascending.
 func (s Settings) allowed() ([]int, error) {
 	if s.Min < 1 || s.Max < s.Min || s.Max > maxNodes {
-		return nil, fmt.Errorf("nnodes is %d:%d: it must be MIN:MAX with 1 <= MIN <= MAX <= %d", s.Min, s.Max, maxNodes)
+		return nil, fmt.Errorf("nnodes is %d:%d: it must be MIN:MAX with 1 <= MIN <= MAX <= %d", s.Min, s.Max,
+			maxNodes)
 	}
 	if s.LastCallMS < 0 || s.LastCallMS > time.Hour.Milliseconds()*24 {
-		return nil, fmt.Errorf("last_call_timeout is %g s: it must be from 0 to a day", float64(s.LastCallMS)/1000)
+		return nil, fmt.Errorf("last_call_timeout is %g s: it must be from 0 to a day",
+			float64(s.LastCallMS)/1000)
 	}
 	var sizes []int
 	switch s.Sizes {
@@ -62,10 +68,13 @@ func (s Settings) allowed() ([]int, error) {
 		for _, text := range strings.Split(s.Sizes, "/") {
 			n, err := strconv.Atoi(text)
 			if err != nil {
-				return nil, fmt.Errorf(`sizes is %q: it must be "all", "powers_of_two", or numbers of nodes such as 1/2/4`, s.Sizes)
+				return nil,
+					fmt.Errorf(`sizes is %q: it must be "all", "powers_of_two", `+
+						"or numbers of nodes such as 1/2/4", s.Sizes)
 			}
 			if n < s.Min || n > s.Max {
-				return nil, fmt.Errorf("sizes is %q: %d nodes are not within nnodes %d:%d", s.Sizes, n, s.Min, s.Max)
+				return nil, fmt.Errorf("sizes is %q: %d nodes are not within nnodes %d:%d", s.Sizes, n, s.Min,
+					s.Max)
 			}
 			sizes = append(sizes, n)
 		}
@@ -87,7 +96,8 @@ type Request struct {
 	Settings
 }
 
-// View is the answer to one node. Nodes send it back with their next request, so a machine that lost its state can restore it.
+// View is the answer to one node. Nodes send it back with their next request, so a machine that lost its
+// state can restore it.
 type View struct {
 	Ask     int64  `json:"ask"`   // Request.Ask of the answered request
 	Round   int64  `json:"round"` // the round in which the node was placed for this request; 0: none yet
@@ -114,8 +124,10 @@ func (r Request) validate() error {
 	if r.Ask < 0 || r.Seen.Ask < 0 || r.Seen.Ask > r.Ask {
 		return fmt.Errorf("ask is %d after an answer to %d: it must not decrease", r.Ask, r.Seen.Ask)
 	}
-	if v := r.Seen; v.Round < 0 || v.Round > maxRound || v.Round > 0 && (v.Size < 1 || v.Size > maxNodes || v.Rank < 0 || v.Rank >= v.Size) {
-		return fmt.Errorf("seen has rank %d of %d in round %d: no such round was released", v.Rank, v.Size, v.Round)
+	if v := r.Seen; v.Round < 0 || v.Round > maxRound ||
+		v.Round > 0 && (v.Size < 1 || v.Size > maxNodes || v.Rank < 0 || v.Rank >= v.Size) {
+		return fmt.Errorf("seen has rank %d of %d in round %d: no such round was released", v.Rank, v.Size,
+			v.Round)
 	}
 	_, err := r.allowed()
 	return err
@@ -133,8 +145,9 @@ type Attended struct {
 	Request
 }
 
-// Ended is the end of a request that has not been answered. If Broke is set, its connection broke. Otherwise it was pending for as
-// long as the shell allows, and the machine answers it, although the node's view has not changed.
+// Ended is the end of a request that has not been answered. If Broke is set, its connection broke. Otherwise
+// it was pending for as long as the shell allows, and the machine answers it, although the node's view has
+// not changed.
 type Ended struct {
 	Waiter WaiterID
 	Broke  bool
@@ -157,8 +170,8 @@ type Answer struct {
 	Reason string // why there is no round yet, for people
 }
 
-// Refuse ends a request that cannot be served. Conflict: the request is valid, but conflicts with the present groups and nodes.
-// Otherwise the request is invalid.
+// Refuse ends a request that cannot be served. Conflict: the request is valid, but conflicts with the present
+// groups and nodes. Otherwise the request is invalid.
 type Refuse struct {
 	Waiter   WaiterID
 	Conflict bool
@@ -211,6 +224,7 @@ type Assigned struct {
 
 // Timing has the timeouts after which a node counts as failed.
 type Timing struct {
-	Grace   time.Duration // how long a release waits for a node whose connection broke
-	Timeout time.Duration // how long a node may have no pending request, for whatever reason, before its group continues without it
+	Grace time.Duration // how long a release waits for a node whose connection broke
+	// how long a node may have no pending request, for whatever reason, before its group continues without it
+	Timeout time.Duration
 }

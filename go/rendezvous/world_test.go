@@ -13,8 +13,8 @@ var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 
 var timing = Timing{Grace: 200 * time.Millisecond, Timeout: 5 * time.Second}
 
-// agent behaves as TorchRendezvousService does: it has one pending request, and sends the next one with the last view that it
-// received.
+// agent behaves as TorchRendezvousService does: it has one pending request, and sends the next one with the
+// last view that it received.
 type agent struct {
 	group, name string
 	settings    Settings
@@ -43,7 +43,8 @@ type world struct {
 }
 
 func newWorld() *world {
-	return &world{m: NewMachine(timing, State{}, epoch), now: epoch, agents: map[string]*agent{}, of: map[WaiterID]*agent{}, released: func(Released) {}}
+	return &world{m: NewMachine(timing, State{}, epoch), now: epoch, agents: map[string]*agent{},
+		of: map[WaiterID]*agent{}, released: func(Released) {}}
 }
 
 func (w *world) printf(format string, args ...any) {
@@ -79,7 +80,8 @@ func (w *world) attend(a *agent) {
 	w.last++
 	a.open = w.last
 	w.of[w.last] = a
-	w.feed(Attended{w.last, Request{Group: a.group, Node: a.name, Store: a.name + ":1", Ask: a.ask, Seen: a.view, Settings: a.settings}})
+	w.feed(Attended{w.last, Request{Group: a.group, Node: a.name, Store: a.name + ":1", Ask: a.ask,
+		Seen: a.view, Settings: a.settings}})
 }
 
 func (w *world) feed(event Event) {
@@ -127,7 +129,8 @@ func (w *world) ask(a *agent) {
 		return
 	}
 	w.last++ // a second request, as sent by set_state
-	w.step(Attended{w.last, Request{Group: a.group, Node: a.name, Store: a.name + ":1", Ask: a.ask, Seen: a.view, Settings: a.settings}})
+	w.step(Attended{w.last, Request{Group: a.group, Node: a.name, Store: a.name + ":1", Ask: a.ask,
+		Seen: a.view, Settings: a.settings}})
 	w.step(Ended{Waiter: w.last})
 }
 

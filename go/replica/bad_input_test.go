@@ -53,7 +53,8 @@ func TestSelf(t *testing.T) {
 		{"http://x:1", "[::]:1", "a", "", `--advertise is "http://x:1", which is not in --cluster`},
 		{"", "nonsense", "a", "", `--bind is "nonsense"`},
 	} {
-		self, err := replica.Self(list, c.advertise, c.bind, func(host string) bool { return strings.Contains(c.own, host) })
+		self, err := replica.Self(list, c.advertise, c.bind,
+			func(host string) bool { return strings.Contains(c.own, host) })
 		require.Equal(t, c.want, self)
 		if c.err != "" {
 			require.ErrorContains(t, err, c.err)
@@ -82,8 +83,10 @@ func TestADirectoryThatCannotBeUsedIsLeftAsItIs(t *testing.T) {
 		want   string
 	}{
 		{"no directory", func(_ *testing.T, c *replica.Config) { c.Dir = "" }, "--state_dir is empty"},
-		{"not in the list", func(_ *testing.T, c *replica.Config) { c.Self = "http://x:1" }, "this lighthouse, http://x:1, is not in it"},
-		{"another self", func(_ *testing.T, c *replica.Config) { c.Self = "http://b:1" }, "it belongs to the lighthouse http://a:1, and this one is http://b:1"},
+		{"not in the list", func(_ *testing.T, c *replica.Config) { c.Self = "http://x:1" },
+			"this lighthouse, http://x:1, is not in it"},
+		{"another self", func(_ *testing.T, c *replica.Config) { c.Self = "http://b:1" },
+			"it belongs to the lighthouse http://a:1, and this one is http://b:1"},
 		{"another cluster", func(_ *testing.T, c *replica.Config) {
 			c.Cluster = []string{"http://a:1", "http://x:1", "http://y:1"}
 		}, "which belongs to the cluster of http://a:1,http://b:1,http://c:1"},
@@ -113,7 +116,8 @@ func TestADirectoryThatCannotBeUsedIsLeftAsItIs(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := populate(t)
-			cfg := replica.Config{Cluster: []string{"http://a:1", "http://b:1", "http://c:1"}, Self: "http://a:1", Dir: dir, Links: wires{&host{world: newWorld(t), name: "a"}}}
+			cfg := replica.Config{Cluster: []string{"http://a:1", "http://b:1", "http://c:1"},
+				Self: "http://a:1", Dir: dir, Links: wires{&host{world: newWorld(t), name: "a"}}}
 			c.change(t, &cfg)
 			before := files(t, dir)
 			_, err := replica.Open(t.Context(), cfg)
@@ -201,7 +205,8 @@ func TestTheDirectoryOfAnotherClusterWithTheSameAddresses(t *testing.T) {
 		require.NoError(t, err)
 		moved.start()
 		time.Sleep(10 * time.Second)
-		require.Contains(t, moved.node.Status().Trouble, "most lighthouses of --cluster are in "+leader.node.Identity().Cluster)
+		require.Contains(t, moved.node.Status().Trouble,
+			"most lighthouses of --cluster are in "+leader.node.Identity().Cluster)
 		require.Contains(t, moved.log.String(), "one of them has the state directory of another cluster")
 		require.Contains(t, leader.log.String(), "one of them has the state directory of another cluster")
 		require.NoError(t, leader.node.Verify(t.Context(), term))
@@ -264,5 +269,6 @@ func TestStrangersOnALink(t *testing.T) {
 
 func hello(cluster, from, to string) string {
 	text, _ := json.Marshal(map[string]string{"cluster": cluster, "from": from, "to": to})
-	return string(binary.BigEndian.AppendUint16(nil, uint16(len(text)))) + string(text) //nolint:gosec // short
+	size := binary.BigEndian.AppendUint16(nil, uint16(len(text))) //nolint:gosec // short
+	return string(size) + string(text)
 }

@@ -10,7 +10,8 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// MaxCluster is how many lighthouses a cluster may be started with. More would only make each proposal slower.
+// MaxCluster is how many lighthouses a cluster may be started with. More would only make each proposal
+// slower.
 const MaxCluster = 7
 
 // ParseCluster parses the value of --cluster: the addresses of 3, 5 or 7 lighthouses, separated by commas.
@@ -20,7 +21,8 @@ func ParseCluster(list string) ([]string, error) {
 		return nil, err
 	}
 	if n := len(addresses); n < 3 || n > MaxCluster || n%2 == 0 {
-		return nil, fmt.Errorf("--cluster is %q: it has %d addresses, but must have 3, 5 or 7: of an even number no more may fail than of one less", list, n)
+		return nil, fmt.Errorf("--cluster is %q: it has %d addresses, but must have 3, 5 or 7: of an even "+
+			"number no more may fail than of one less", list, n)
 	}
 	for i, address := range addresses {
 		addresses[i] = strings.TrimSuffix(address, "/")
@@ -32,13 +34,14 @@ func ParseCluster(list string) ([]string, error) {
 	return addresses, nil
 }
 
-// Self returns which address of a list is this lighthouse: the advertised one, else the only one with the port of bind whose host is this
-// machine. An empty advertise stands for none.
+// Self returns which address of a list is this lighthouse: the advertised one, else the only one with the
+// port of bind whose host is this machine. An empty advertise stands for none.
 func Self(list []string, advertise, bind string, ownHost func(host string) bool) (string, error) {
 	text := strings.Join(list, ",")
 	if advertise = strings.TrimSuffix(advertise, "/"); advertise != "" {
 		if !slices.Contains(list, advertise) {
-			return "", fmt.Errorf("--advertise is %q, which is not in --cluster %s: it must be one of these addresses", advertise, text)
+			return "", fmt.Errorf("--advertise is %q, which is not in --cluster %s: it must be one of "+
+				"these addresses", advertise, text)
 		}
 		return advertise, nil
 	}
@@ -56,7 +59,9 @@ func Self(list []string, advertise, bind string, ownHost func(host string) bool)
 	case 1:
 		return own[0], nil
 	case 0:
-		return "", fmt.Errorf("--cluster is %q: none of its addresses has the port %s and a name of this host: add this lighthouse, or name its address with --advertise", text, port)
+		return "", fmt.Errorf("--cluster is %q: none of its addresses has the port %s and a name of this "+
+			"host: add this lighthouse, or name its address with --advertise", text, port)
 	}
-	return "", fmt.Errorf("--cluster is %q: this lighthouse may be each of %s: name one with --advertise", text, strings.Join(own, ", "))
+	return "", fmt.Errorf("--cluster is %q: this lighthouse may be each of %s: name one with --advertise",
+		text, strings.Join(own, ", "))
 }

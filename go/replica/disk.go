@@ -12,11 +12,12 @@ import (
 	"github.com/hashicorp/raft"
 )
 
-// disk is a store that fails for good with its first error: an operation that fails, takes longer than limit, or panics, since bbolt and
-// a file in memory do so if the data is damaged. It calls broken once, before that operation returns.
+// disk is a store that fails for good with its first error: an operation that fails, takes longer than limit,
+// or panics, since bbolt and a file in memory do so if the data is damaged. It calls broken once, before that
+// operation returns.
 //
-// Raft panics if it cannot write its term or read its log. These operations report success after a failure. That is safe, because the node
-// must send nothing once broken was called.
+// Raft panics if it cannot write its term or read its log. These operations report success after a failure.
+// That is safe, because the node must send nothing once broken was called.
 type disk struct {
 	store
 	limit  time.Duration
@@ -26,8 +27,8 @@ type disk struct {
 	err error // why the disk is not used any more
 }
 
-// do runs an operation on a goroutine of its own, since a system call on a hanging disk cannot be interrupted. The operation must not write
-// to variables that the caller reads after an error.
+// do runs an operation on a goroutine of its own, since a system call on a hanging disk cannot be
+// interrupted. The operation must not write to variables that the caller reads after an error.
 func (d *disk) do(what string, operation func() error) error {
 	d.mu.Lock()
 	err := d.err
@@ -99,7 +100,10 @@ func (d *disk) LastIndex() (uint64, error)  { return get(d, "reading the log", d
 
 // GetLog returns an entry without effect after a failure.
 func (d *disk) GetLog(index uint64, to *raft.Log) error {
-	read, err := get(d, "reading the log", func() (l raft.Log, err error) { return l, d.store.GetLog(index, &l) })
+	read, err := get(d, "reading the log", func() (l raft.Log, err error) {
+		return l,
+			d.store.GetLog(index, &l)
+	})
 	switch {
 	case errors.Is(err, raft.ErrLogNotFound):
 		return err
@@ -161,7 +165,10 @@ func (d *disk) Open(id string) (*raft.SnapshotMeta, io.ReadCloser, error) {
 	return s.meta, io.NopCloser(bytes.NewReader(s.data)), err
 }
 
-func (d *disk) Create(version raft.SnapshotVersion, index, term uint64, members raft.Configuration, membersIndex uint64, via raft.Transport) (raft.SnapshotSink, error) {
+func (d *disk) Create(
+	version raft.SnapshotVersion, index, term uint64, members raft.Configuration, membersIndex uint64,
+	via raft.Transport,
+) (raft.SnapshotSink, error) {
 	return &sink{disk: d, create: func() (raft.SnapshotSink, error) {
 		return d.store.Create(version, index, term, members, membersIndex, via)
 	}}, nil

@@ -30,8 +30,10 @@ func TestALighthouseWhoseDiskFailsLeavesTheCluster(t *testing.T) {
 		{"hanging", "", nil, "timed out after 2s: the disk does not answer"},
 		{"hanging for entries", "StoreLogs", nil, "writing the log: timed out after 2s"},
 		{"votes cannot be written", "Set", syscall.EIO, "writing"},
-		{"the term cannot be written", "SetUint64 CurrentTerm", syscall.EIO, "writing the term: input/output error"},
-		{"snapshots cannot be written", "Create", syscall.ENOSPC, "writing a snapshot: no space left on device"},
+		{"the term cannot be written", "SetUint64 CurrentTerm", syscall.EIO,
+			"writing the term: input/output error"},
+		{"snapshots cannot be written", "Create", syscall.ENOSPC,
+			"writing a snapshot: no space left on device"},
 	} {
 		for _, ofLeader := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s, leader %t", c.name, ofLeader), func(t *testing.T) {
@@ -48,7 +50,8 @@ func TestALighthouseWhoseDiskFailsLeavesTheCluster(t *testing.T) {
 					defer close(bad.disk.until)
 					bad.disk.fail(c.of, c.err)
 					began := time.Now()
-					// Each operation of Raft comes: entries, snapshots, and elections, since the leader is closed, or cut off if it is the bad one.
+					// Each operation of Raft comes: entries, snapshots, and elections, since the leader is
+					// closed, or cut off if it is the bad one.
 					next, newer := leader, term
 					for i := 0; !strings.Contains(bad.node.Status().Trouble, "disk") && i < 60; i++ {
 						err := next.node.Propose(newer, "job", fmt.Append(nil, i))

@@ -23,7 +23,8 @@ type step struct {
 	unknown  bool // the outcome
 }
 
-// register is the state of one job. A step with an unknown outcome ends with the history, and may have had no effect.
+// register is the state of one job. A step with an unknown outcome ends with the history, and may have had no
+// effect.
 var register = porcupine.Model{
 	Init: func() any { return "" },
 	Step: func(state, input, output any) (bool, any) {
@@ -54,7 +55,8 @@ func (h *history) add(client int, called int64, s step, result any) {
 	if s.unknown {
 		ended = int64(24 * time.Hour)
 	}
-	h.steps = append(h.steps, porcupine.Operation{ClientId: client, Input: s, Call: called, Output: result, Return: ended})
+	h.steps = append(h.steps, porcupine.Operation{ClientId: client, Input: s, Call: called, Output: result,
+		Return: ended})
 }
 
 // serve does what a lighthouse does: while it leads, it reads the state, and replaces it by the next.
@@ -182,7 +184,8 @@ func randomHistory(t *testing.T, seed uint64) *history {
 	}
 	settle(t, "the cluster recovers, whatever failed", func() bool {
 		for _, host := range w.hosts {
-			if s := host.node.Status(); s.Leader == "" || s.Leader != w.hosts[0].node.Status().Leader || s.Trouble != "" {
+			if s := host.node.Status(); s.Leader == "" || s.Leader != w.hosts[0].node.Status().Leader ||
+				s.Trouble != "" {
 				return false
 			}
 		}

@@ -22,7 +22,8 @@ const (
 	askFirst   = 200 * time.Millisecond // between two rounds of questions, until the node takes part
 	askLater   = time.Second            // from then on
 	leaderless = 5 * time.Second        // after this time without a leader, that is a trouble
-	starting   = 5 * time.Second        // the lighthouses of a cluster start within this time: no trouble is logged before
+	// the lighthouses of a cluster start within this time: no trouble is logged before
+	starting = 5 * time.Second
 )
 
 // identityKey is where the Identity is among the votes of Raft.
@@ -60,11 +61,13 @@ func (n *Node) readIdentity() error {
 	case isNotFound(err):
 		var used bool
 		if used, err = raft.HasExistingState(n.disk, n.disk, n.disk); used {
-			err = errors.New("it has a log or snapshots, but not the identity of this lighthouse: use an empty directory, remove this lighthouse from the cluster, and add it again")
+			err = errors.New("it has a log or snapshots, but not the identity of this lighthouse: use an " +
+				"empty directory, remove this lighthouse from the cluster, and add it again")
 		}
 	}
 	if err == nil && id.Self != n.cfg.Self {
-		err = fmt.Errorf("it belongs to the lighthouse %s, and this one is %s: each needs a directory of its own", id.Self, n.cfg.Self)
+		err = fmt.Errorf("it belongs to the lighthouse %s, and this one is %s: each needs a directory of "+
+			"its own", id.Self, n.cfg.Self)
 	}
 	if err != nil {
 		return err
@@ -100,7 +103,8 @@ type answer struct {
 	err error
 }
 
-// askOften asks all lighthouses for their identity, again and again: first to find the cluster, then for Status.
+// askOften asks all lighthouses for their identity, again and again: first to find the cluster, then for
+// Status.
 func (n *Node) askOften() {
 	for {
 		heard := n.ask()
@@ -150,7 +154,8 @@ func (n *Node) ask() map[string]answer {
 // sharesAddress returns why the answer under this node's own address cannot be its own.
 func (n *Node) sharesAddress(heard map[string]answer) string {
 	if own := heard[n.cfg.Self]; own.err == nil && own.Instance != n.Identity().Instance {
-		return fmt.Sprintf("another lighthouse, %s (instance %s), answers at the address of this one, %s: each needs an address of its own", own.Self, own.Instance, n.cfg.Self)
+		return fmt.Sprintf("another lighthouse, %s (instance %s), answers at the address of this one, %s: "+
+			"each needs an address of its own", own.Self, own.Instance, n.cfg.Self)
 	}
 	return ""
 }
@@ -169,7 +174,8 @@ func (n *Node) find(heard map[string]answer) (trouble string) {
 		case a.err != nil:
 			silent = append(silent, fmt.Sprintf("%s (%s)", address, rpc.Message(a.err)))
 		case a.Cluster != "" && found != "" && a.Cluster != found:
-			return fmt.Sprintf("%s and %s are in different clusters, %s and %s: --cluster must name one", from, address, found, a.Cluster)
+			return fmt.Sprintf("%s and %s are in different clusters, %s and %s: --cluster must name one",
+				from, address, found, a.Cluster)
 		case a.Cluster != "":
 			found, from = a.Cluster, address
 		}
@@ -179,7 +185,8 @@ func (n *Node) find(heard map[string]answer) (trouble string) {
 	}
 	for _, address := range n.cfg.Cluster {
 		if a := heard[address]; a.err == nil && !slices.Equal(a.List, n.cfg.Cluster) {
-			return fmt.Sprintf("%s was started with --cluster %s, and this lighthouse with --cluster %s: all must have the same", address,
+			return fmt.Sprintf("%s was started with --cluster %s, and this lighthouse with --cluster %s: "+
+				"all must have the same", address,
 				strings.Join(a.List, ","), strings.Join(n.cfg.Cluster, ","))
 		}
 	}
@@ -202,7 +209,8 @@ func (n *Node) join(cluster string, members []raft.Server) (trouble string) {
 	if members != nil {
 		_, transport := raft.NewInmemTransport(raft.ServerAddress(n.name))
 		// Before the identity is written: others wait for this node until it has a cluster.
-		err := raft.BootstrapCluster(n.raftConfig(), n.disk, n.disk, n.disk, transport, raft.Configuration{Servers: members})
+		err := raft.BootstrapCluster(n.raftConfig(), n.disk, n.disk, n.disk, transport,
+			raft.Configuration{Servers: members})
 		if err != nil && !errors.Is(err, raft.ErrCantBootstrap) { // it was interrupted before
 			return err.Error()
 		}
@@ -218,7 +226,8 @@ func (n *Node) join(cluster string, members []raft.Server) (trouble string) {
 	n.mu.Lock()
 	n.trouble, n.told = "", "" // the next line says that it has ended
 	n.mu.Unlock()
-	n.log.Info("torchft: this lighthouse is in a cluster", "cluster", cluster, "new", members != nil, "self", n.cfg.Self)
+	n.log.Info("torchft: this lighthouse is in a cluster", "cluster", cluster, "new", members != nil,
+		"self", n.cfg.Self)
 	return ""
 }
 
@@ -234,17 +243,20 @@ func (n *Node) judge(heard map[string]answer) (trouble string) {
 		}
 	}
 	if 2*elsewhere > len(n.cfg.Cluster) {
-		return fmt.Sprintf("--state_dir is %q, which belongs to the cluster %s: most lighthouses of --cluster are in %s", n.cfg.Dir, own, other)
+		return fmt.Sprintf("--state_dir is %q, which belongs to the cluster %s: most lighthouses of "+
+			"--cluster are in %s", n.cfg.Dir, own, other)
 	}
 	for _, s := range n.servers() {
 		switch {
 		case string(s.ID) == n.name:
 			return n.lacksLeader(heard)
 		case addressOf(s.ID) == n.cfg.Self:
-			return fmt.Sprintf("the cluster knows this lighthouse with a state directory that it has lost: `torchft cluster remove %s`, then `torchft cluster add %s`", n.cfg.Self, n.cfg.Self)
+			return fmt.Sprintf("the cluster knows this lighthouse with a state directory that it has lost: "+
+				"`torchft cluster remove %s`, then `torchft cluster add %s`", n.cfg.Self, n.cfg.Self)
 		}
 	}
-	return fmt.Sprintf("this lighthouse is not in the cluster: it waits for `torchft cluster add %s`", n.cfg.Self)
+	return fmt.Sprintf("this lighthouse is not in the cluster: it waits for `torchft cluster add %s`",
+		n.cfg.Self)
 }
 
 // lacksLeader returns why a member of the cluster has had no leader for long.
@@ -259,7 +271,9 @@ func (n *Node) lacksLeader(heard map[string]answer) (trouble string) {
 		}
 	}
 	if len(silent) == 0 {
-		return fmt.Sprintf("no leader is known, though all lighthouses answer: this one was removed from the cluster (`torchft cluster add %s` adds it again), or the connections between them fail", n.cfg.Self)
+		return fmt.Sprintf("no leader is known, though all lighthouses answer: this one was removed from "+
+			"the cluster (`torchft cluster add %s` adds it again), or the connections between them fail",
+			n.cfg.Self)
 	}
 	return "no leader is known; these lighthouses do not answer: " + strings.Join(silent, ", ")
 }
@@ -278,11 +292,13 @@ func (n *Node) note(trouble string) {
 	case trouble == "":
 		n.log.Info("torchft: this lighthouse takes part in the cluster", "self", n.cfg.Self)
 	default:
-		n.log.Warn("torchft: this lighthouse takes no part in a cluster", "self", n.cfg.Self, "reason", trouble)
+		n.log.Warn("torchft: this lighthouse takes no part in a cluster", "self", n.cfg.Self,
+			"reason", trouble)
 	}
 }
 
-// noteSilent logs once that a lighthouse of the cluster has not answered two rounds of questions, and once that it answers again.
+// noteSilent logs once that a lighthouse of the cluster has not answered two rounds of questions, and once
+// that it answers again.
 func (n *Node) noteSilent(heard map[string]answer) {
 	members := n.members()
 	n.mu.Lock()
@@ -294,7 +310,8 @@ func (n *Node) noteSilent(heard map[string]answer) {
 		case !asked || address == n.cfg.Self || n.stopped != nil:
 		case a.err != nil:
 			if n.silent[address]++; n.silent[address] == 2 {
-				n.log.Warn("torchft: a lighthouse of the cluster does not answer", "lighthouse", address, "error", rpc.Message(a.err))
+				n.log.Warn("torchft: a lighthouse of the cluster does not answer", "lighthouse", address,
+					"error", rpc.Message(a.err))
 			}
 		default:
 			if n.silent[address] >= 2 {
@@ -324,7 +341,8 @@ func (n *Node) Status() Status {
 	leader, since := n.Leader()
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	s := Status{Self: n.cfg.Self, Leader: leader, SinceMS: time.Since(since).Milliseconds(), Trouble: n.trouble}
+	s := Status{Self: n.cfg.Self, Leader: leader, SinceMS: time.Since(since).Milliseconds(),
+		Trouble: n.trouble}
 	if n.stopped != nil {
 		s.Trouble = n.stopped.Error()
 	}
@@ -334,7 +352,8 @@ func (n *Node) Status() Status {
 	add := func(address, instance string, voter bool) {
 		a, asked := n.heard[address]
 		reached := asked && a.err == nil && (instance == "" || a.Instance == instance)
-		s.Members = append(s.Members, Member{Address: address, Leads: voter && address == leader, Voter: voter, Reached: reached || address == n.cfg.Self})
+		s.Members = append(s.Members, Member{Address: address, Leads: voter && address == leader,
+			Voter: voter, Reached: reached || address == n.cfg.Self})
 	}
 	var named []string
 	for _, server := range servers {
@@ -351,8 +370,8 @@ func (n *Node) Status() Status {
 	return s
 }
 
-// Add adds the lighthouse at an address to the cluster, as a voter. It must run, with an empty state directory and a list that has a
-// lighthouse of this cluster.
+// Add adds the lighthouse at an address to the cluster, as a voter. It must run, with an empty state
+// directory and a list that has a lighthouse of this cluster.
 func (n *Node) Add(ctx context.Context, address string) error {
 	if _, err := rpc.ParseAddress("the address", address); err != nil {
 		return err
@@ -367,7 +386,8 @@ func (n *Node) Add(ctx context.Context, address string) error {
 			err = ctx.Err()
 		}
 		if err != nil {
-			return fmt.Errorf("adding %s: it does not know this cluster yet: its --cluster must name a lighthouse of it, and not others: %s", address, rpc.Message(err))
+			return fmt.Errorf("adding %s: it does not know this cluster yet: its --cluster must name a "+
+				"lighthouse of it, and not others: %s", address, rpc.Message(err))
 		}
 	}
 	if err != nil {
@@ -377,7 +397,8 @@ func (n *Node) Add(ctx context.Context, address string) error {
 	case id.Self != address:
 		return fmt.Errorf("adding %s: the lighthouse at this address is %s: add that one", address, id.Self)
 	case id.Cluster != own:
-		return fmt.Errorf("adding %s: it is in the cluster %s, and this one is %s: start it with an empty state directory", address, id.Cluster, own)
+		return fmt.Errorf("adding %s: it is in the cluster %s, and this one is %s: start it with an empty "+
+			"state directory", address, id.Cluster, own)
 	}
 	name := nameOf(address, id.Instance)
 	for _, s := range n.servers() {
@@ -385,7 +406,8 @@ func (n *Node) Add(ctx context.Context, address string) error {
 		case string(s.ID) == name:
 			return nil
 		case addressOf(s.ID) == address:
-			return fmt.Errorf("adding %s: the cluster has a lighthouse with this address whose state directory is lost: remove it first", address)
+			return fmt.Errorf("adding %s: the cluster has a lighthouse with this address whose state "+
+				"directory is lost: remove it first", address)
 		}
 	}
 	return n.change(ctx, "adding "+address, func(r *raft.Raft) raft.Future {
@@ -399,7 +421,8 @@ func (n *Node) Remove(ctx context.Context, address string) error {
 	i := slices.IndexFunc(servers, func(s raft.Server) bool { return addressOf(s.ID) == address })
 	switch {
 	case i < 0:
-		return fmt.Errorf("removing %s: it is not in the cluster, which has %s", address, strings.Join(n.members(), ", "))
+		return fmt.Errorf("removing %s: it is not in the cluster, which has %s", address,
+			strings.Join(n.members(), ", "))
 	case len(servers) == 1:
 		return fmt.Errorf("removing %s: it is the only lighthouse of the cluster", address)
 	}

@@ -33,8 +33,8 @@ type layer struct {
 	timeout    time.Duration
 	cluster    func() string // the id of the node's cluster, empty if it knows none yet
 	refused    func(peer string, err error)
-	// Nothing is accepted before this time, a lease after the start: until then a leader may rely on what this node confirmed before its
-	// restart, of which it knows nothing when another node asks for its vote.
+	// Nothing is accepted before this time, a lease after the start: until then a leader may rely on what
+	// this node confirmed before its restart, of which it knows nothing when another node asks for its vote.
 	opens time.Time
 
 	mu    sync.Mutex
@@ -154,7 +154,8 @@ func (l *layer) Dial(name raft.ServerAddress, timeout time.Duration) (net.Conn, 
 	return l.hold(conn)
 }
 
-// accept answers the handshake of a connection, and passes it to Accept. The connection is closed if it is refused.
+// accept answers the handshake of a connection, and passes it to Accept. The connection is closed if it is
+// refused.
 func (l *layer) accept(conn net.Conn) {
 	_ = conn.SetDeadline(time.Now().Add(l.timeout))
 	var h hello
@@ -192,11 +193,14 @@ func (l *layer) check(h hello) error {
 	case own == "":
 		return fmt.Errorf("%s is in no cluster yet", self)
 	case h.Cluster != own:
-		return fmt.Errorf("%s is in the cluster %s, and %s in the cluster %s: one of them has the state directory of another cluster", self, own, addressOf(h.From), h.Cluster)
+		return fmt.Errorf("%s is in the cluster %s, and %s in the cluster %s: one of them has the state "+
+			"directory of another cluster", self, own, addressOf(h.From), h.Cluster)
 	case addressOf(h.To) != self:
-		return fmt.Errorf("the address of %s leads to the lighthouse %s: each needs an address of its own", addressOf(h.To), self)
+		return fmt.Errorf("the address of %s leads to the lighthouse %s: each needs an address of its own",
+			addressOf(h.To), self)
 	case h.To != l.name:
-		return fmt.Errorf("%s has lost its state directory, or is another lighthouse with this address: remove it from the cluster, and add it again", self)
+		return fmt.Errorf("%s has lost its state directory, or is another lighthouse with this address: "+
+			"remove it from the cluster, and add it again", self)
 	}
 	return nil
 }
@@ -204,7 +208,8 @@ func (l *layer) check(h hello) error {
 func write(to io.Writer, message any) error {
 	text, err := json.Marshal(message)
 	if err == nil {
-		_, err = to.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(text))), text...)) //nolint:gosec // all messages are short
+		size := binary.BigEndian.AppendUint16(nil, uint16(len(text))) //nolint:gosec // all messages are short
+		_, err = to.Write(append(size, text...))
 	}
 	return err
 }

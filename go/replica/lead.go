@@ -17,8 +17,9 @@ type leading struct {
 	verifiedTerm uint64
 	verifying    chan struct{} // closed when the verification in progress ends; nil: none
 
-	// After a pause of the process, Raft may still read answers that others sent before it, and take them for confirmations. So a pause
-	// is followed by a barrier: an entry of the log that nobody can have confirmed before.
+	// After a pause of the process, Raft may still read answers that others sent before it, and take them for
+	// confirmations. So a pause is followed by a barrier: an entry of the log that nobody can have confirmed
+	// before.
 	last    time.Time // when pauses were last looked for
 	pauses  int
 	cleared int // the value of pauses that a barrier has covered
@@ -40,8 +41,8 @@ func (n *Node) publish(l Lead) {
 	n.leads <- l
 }
 
-// Leadership returns a channel with the newest Lead, if it was not received yet. States is complete when Lead.Leads is true. A new term may
-// follow without a Lead that ends the one before.
+// Leadership returns a channel with the newest Lead, if it was not received yet. States is complete when
+// Lead.Leads is true. A new term may follow without a Lead that ends the one before.
 func (n *Node) Leadership() <-chan Lead { return n.leads }
 
 // watch follows Raft's leadership until the node ends.
@@ -65,7 +66,8 @@ func (n *Node) watch(r *raft.Raft) {
 	}
 }
 
-// changed publishes a change of the leadership. A new leader leads when a barrier shows that it has all entries that were ever kept.
+// changed publishes a change of the leadership. A new leader leads when a barrier shows that it has all
+// entries that were ever kept.
 func (n *Node) changed(r *raft.Raft, leader bool) {
 	n.mu.Lock()
 	term := r.CurrentTerm()
@@ -110,7 +112,8 @@ func (n *Node) learn(r *raft.Raft) {
 	case leader == "":
 		n.log.Warn("torchft: the cluster has no leader that this lighthouse knows", "self", n.cfg.Self)
 	default:
-		n.log.Info("torchft: the cluster has a leader", "leader", leader, "self", n.cfg.Self, "term", r.CurrentTerm())
+		n.log.Info("torchft: the cluster has a leader", "leader", leader, "self", n.cfg.Self,
+			"term", r.CurrentTerm())
 	}
 }
 
@@ -139,7 +142,8 @@ func (n *Node) watchPauses() {
 	}
 }
 
-// look looks for a pause between the last look and now. Only a pause above the lease matters: others elect a leader later than that.
+// look looks for a pause between the last look and now. Only a pause above the lease matters: others elect a
+// leader later than that.
 func (n *Node) look(now time.Time) {
 	if now.Sub(n.last) > n.cfg.Timing.Lease {
 		n.pauses++
@@ -147,8 +151,9 @@ func (n *Node) look(now time.Time) {
 	n.last = now
 }
 
-// Verify returns nil if this node leads in the term at this moment: a majority has confirmed it within Timing.Lease, measured by a clock
-// that goes on while the host is suspended. Otherwise it asks the others. The error is ErrNotLeading or that of ctx.
+// Verify returns nil if this node leads in the term at this moment: a majority has confirmed it within
+// Timing.Lease, measured by a clock that goes on while the host is suspended. Otherwise it asks the others.
+// The error is ErrNotLeading or that of ctx.
 func (n *Node) Verify(ctx context.Context, term uint64) error {
 	asked := clock.Now()
 	for {
@@ -183,7 +188,9 @@ func (n *Node) Verify(ctx context.Context, term uint64) error {
 }
 
 // verify asks the others once whether this node leads.
-func (n *Node) verify(r *raft.Raft, done func(), term uint64, began time.Time, pauses int, ended chan struct{}) {
+func (n *Node) verify(
+	r *raft.Raft, done func(), term uint64, began time.Time, pauses int, ended chan struct{},
+) {
 	defer done()
 	n.mu.Lock()
 	paused := pauses != n.cleared

@@ -117,8 +117,8 @@ func send(from net.Conn, to interface{ Send(*torchftpb.Frame) error }) {
 	}
 }
 
-// Identify asks a lighthouse for its identity. Without an answer the connection is closed, with its links: the next one does not wait until
-// TCP sends the unacknowledged bytes again.
+// Identify asks a lighthouse for its identity. Without an answer the connection is closed, with its links:
+// the next one does not wait until TCP sends the unacknowledged bytes again.
 func (d *Dialer) Identify(ctx context.Context, address string) (Identity, error) {
 	client, err := d.client(address)
 	if err != nil {
@@ -133,7 +133,8 @@ func (d *Dialer) Identify(ctx context.Context, address string) (Identity, error)
 			_ = conn.Close()
 		}
 	}
-	return Identity{Cluster: a.GetCluster(), Self: a.GetSelf(), Instance: a.GetInstance(), List: a.GetList()}, err
+	return Identity{Cluster: a.GetCluster(), Self: a.GetSelf(), Instance: a.GetInstance(), List: a.GetList()},
+		err
 }
 
 // Close closes all connections.
@@ -158,7 +159,8 @@ type service struct {
 
 func (s service) Identify(context.Context, *torchftpb.IdentifyRequest) (*torchftpb.IdentifyResponse, error) {
 	id := s.node.Identity()
-	return &torchftpb.IdentifyResponse{Cluster: id.Cluster, Self: id.Self, Instance: id.Instance, List: id.List}, nil
+	return &torchftpb.IdentifyResponse{Cluster: id.Cluster, Self: id.Self, Instance: id.Instance,
+		List: id.List}, nil
 }
 
 func (s service) Link(stream torchftpb.ClusterService_LinkServer) error {

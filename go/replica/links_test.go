@@ -43,7 +43,8 @@ func newPorts(t *testing.T) (ports []*port) {
 	for _, self := range list {
 		log := &fttest.Log{}
 		ports = append(ports, &port{
-			cfg:      replica.Config{Cluster: list, Self: self, Dir: t.TempDir(), Logger: slog.New(slog.NewTextHandler(log, nil))},
+			cfg: replica.Config{Cluster: list, Self: self, Dir: t.TempDir(),
+				Logger: slog.New(slog.NewTextHandler(log, nil))},
 			security: security, bind: self[len("https://"):], log: log,
 		})
 	}
@@ -159,7 +160,8 @@ func TestStrangersOnTheRealPort(t *testing.T) {
 	for name, c := range map[string]struct {
 		token string
 		want  codes.Code
-	}{"without the token": {"", codes.Unauthenticated}, "with another token": {"wrong", codes.Unauthenticated}} {
+	}{"without the token": {"", codes.Unauthenticated},
+		"with another token": {"wrong", codes.Unauthenticated}} {
 		security := auth.Security{TLSCA: leader.security.TLSCA}
 		if c.token != "" {
 			security.TokenFile = fttest.File(t, c.token)

@@ -15,8 +15,9 @@ import (
 // quiet is for how long an error of Raft is not repeated: a failed lighthouse causes several each second.
 const quiet = time.Minute
 
-// raftLogger writes Raft's lines at level debug, since the node logs what matters to people. Errors are warnings, but not each of them, and
-// not those of connections: the node itself says which lighthouse it does not reach.
+// raftLogger writes Raft's lines at level debug, since the node logs what matters to people. Errors are
+// warnings, but not each of them, and not those of connections: the node itself says which lighthouse it does
+// not reach.
 func raftLogger(to *slog.Logger) hclog.Logger {
 	l := hclog.NewInterceptLogger(&hclog.LoggerOptions{Output: io.Discard, Level: hclog.Debug})
 	l.RegisterSink(&sinkLog{to: to, said: map[string]time.Time{}})

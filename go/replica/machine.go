@@ -37,7 +37,8 @@ func decodeEntry(b []byte) (term uint64, job string, state []byte, err error) {
 	return term, string(b[:length]), b[length:], nil
 }
 
-// Apply returns ErrNotLeading for an entry whose proposer led in another term: it may be older than what that leader wrote since.
+// Apply returns ErrNotLeading for an entry whose proposer led in another term: it may be older than what that
+// leader wrote since.
 func (m *machine) Apply(l *raft.Log) any {
 	term, job, state, err := decodeEntry(l.Data)
 	if err != nil {

@@ -38,7 +38,8 @@ func TestALighthouseIsReplaced(t *testing.T) {
 		// The removed one comes back with its log: it takes no part, and disturbs nobody.
 		gone.start()
 		time.Sleep(20 * time.Second)
-		require.Contains(t, gone.node.Status().Trouble, "this one was removed from the cluster (`torchft cluster add "+gone.address)
+		require.Contains(t, gone.node.Status().Trouble,
+			"this one was removed from the cluster (`torchft cluster add "+gone.address)
 		require.NoError(t, leader.node.Verify(t.Context(), term))
 		require.Equal(t, term, leader.node.Status().Term)
 	})
@@ -57,7 +58,8 @@ func TestALighthouseThatLostItsDirectoryHasToBeAddedAgain(t *testing.T) {
 		w := newWorld(t, "a", "b", "c")
 		leader, term := w.started()
 		require.NoError(t, leader.node.Propose(term, "job", []byte("1")))
-		lost, third := w.hosts[(slices.Index(w.hosts, leader)+1)%3], w.hosts[(slices.Index(w.hosts, leader)+2)%3]
+		lost, third := w.hosts[(slices.Index(w.hosts, leader)+1)%3],
+			w.hosts[(slices.Index(w.hosts, leader)+2)%3]
 		lost.kill()
 		lost.wipe()
 		lost.start()
@@ -67,7 +69,8 @@ func TestALighthouseThatLostItsDirectoryHasToBeAddedAgain(t *testing.T) {
 		require.Empty(t, lost.node.States())
 		third.kill()
 		time.Sleep(3 * time.Second)
-		require.ErrorIs(t, leader.node.Verify(t.Context(), term), replica.ErrNotLeading, "the lost one does not count")
+		require.ErrorIs(t, leader.node.Verify(t.Context(), term), replica.ErrNotLeading,
+			"the lost one does not count")
 		third.start()
 		leader, _ = w.leads(nil)
 		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
@@ -108,7 +111,8 @@ func TestMembersThatCannotBeAdded(t *testing.T) {
 		require.ErrorContains(t, leader.node.Add(ctx, "d:1"), "http://")
 		require.ErrorContains(t, leader.node.Add(ctx, "http://e:1"), "it does not answer: ")
 		require.ErrorContains(t, leader.node.Add(ctx, "http://d:1"), "it does not know this cluster")
-		require.ErrorContains(t, leader.node.Remove(t.Context(), "http://d:1"), "not in the cluster, which has http://a:1, http://b:1, http://c:1")
+		require.ErrorContains(t, leader.node.Remove(t.Context(), "http://d:1"),
+			"not in the cluster, which has http://a:1, http://b:1, http://c:1")
 		require.ErrorIs(t, follower.node.Remove(t.Context(), leader.address), replica.ErrNotLeading)
 	})
 }
@@ -129,11 +133,13 @@ func TestASurvivorRecoversTheCluster(t *testing.T) {
 		survivor := w.hosts[0]
 		survivor.kill()
 		survivor.network().Revive()
-		require.ErrorContains(t, replica.Recover(survivor.config()), "the cluster is not lost: this lighthouse and http://b:1, http://c:1, which run")
+		require.ErrorContains(t, replica.Recover(survivor.config()),
+			"the cluster is not lost: this lighthouse and http://b:1, http://c:1, which run")
 		for _, h := range w.hosts[1:] {
 			h.kill()
 		}
-		require.ErrorContains(t, replica.Recover(func() replica.Config { c := survivor.config(); c.Dir = t.TempDir(); return c }()), "no cluster that could be recovered")
+		require.ErrorContains(t,
+			replica.Recover(func() replica.Config { c := survivor.config(); c.Dir = t.TempDir(); return c }()), "no cluster that could be recovered")
 		require.NoError(t, replica.Recover(survivor.config()))
 		require.Equal(t, 1, survivor.log.Count("the cluster begins anew with this lighthouse alone"))
 		survivor.start()
@@ -147,7 +153,8 @@ func TestASurvivorRecoversTheCluster(t *testing.T) {
 		back := w.hosts[1]
 		back.start()
 		time.Sleep(10 * time.Second)
-		require.Contains(t, survivor.log.String()+back.log.String(), "one of them has the state directory of another cluster")
+		require.Contains(t, survivor.log.String()+back.log.String(),
+			"one of them has the state directory of another cluster")
 		require.Equal(t, "next", string(survivor.node.States()["job"]))
 		back.close()
 		require.NoError(t, os.RemoveAll(back.dir))
@@ -159,7 +166,10 @@ func TestASurvivorRecoversTheCluster(t *testing.T) {
 		require.NoError(t, survivor.node.Add(t.Context(), w.hosts[2].address))
 		w.agree("job", "next")
 		// A voter refuses the vote to one whose addition it has not received (hashicorp/raft).
-		settle(t, "all are voters", func() bool { return knowsThreeVoters(back) && knowsThreeVoters(w.hosts[2]) })
+		settle(t, "all are voters", func() bool {
+			return knowsThreeVoters(back) &&
+				knowsThreeVoters(w.hosts[2])
+		})
 		survivor.kill()
 		next, newest := w.leads(survivor)
 		require.NoError(t, next.node.Propose(newest, "job", []byte("more")))

@@ -21,8 +21,8 @@ import (
 const (
 	// proposeWithin bounds Propose.
 	proposeWithin = 10 * time.Second
-	// A snapshot is made after this many entries. It keeps some of them, for a follower that lags. An entry is the state of a job, with up
-	// to 200 bytes for each group of it.
+	// A snapshot is made after this many entries. It keeps some of them, for a follower that lags. An entry
+	// is the state of a job, with up to 200 bytes for each group of it.
 	entriesOfSnapshot, entriesKept = 256, 64
 )
 
@@ -38,7 +38,8 @@ type Node struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
 	tasks   sync.WaitGroup
-	calls   sync.WaitGroup // futures of Raft that are waited for: Raft forgets some of them when it shuts down
+	// futures of Raft that are waited for: Raft forgets some of them when it shuts down
+	calls sync.WaitGroup
 
 	mu       sync.Mutex
 	identity Identity
@@ -54,15 +55,17 @@ type Node struct {
 	trouble  string // of the last round of questions
 	told     string // the trouble that was logged
 	warned   map[string]string
-	silent   map[string]int // by address: how many rounds of questions a lighthouse of the cluster has not answered
+	// by address: how many rounds of questions a lighthouse of the cluster has not answered
+	silent map[string]int
 	leading
 }
 
-// Open starts a node, and returns without waiting for the others. It returns an error if the directory cannot be used: it belongs to
-// another lighthouse or cluster, to another process, or is damaged. Serve Identity and Accept from then on (Register does).
+// Open starts a node, and returns without waiting for the others. It returns an error if the directory cannot
+// be used: it belongs to another lighthouse or cluster, to another process, or is damaged. Serve Identity and
+// Accept from then on (Register does).
 //
-// A node with an empty directory asks the others of the list. If all of them are new, the first of the list starts the cluster. If one is
-// in a cluster, this node waits to be added to that cluster.
+// A node with an empty directory asks the others of the list. If all of them are new, the first of the list
+// starts the cluster. If one is in a cluster, this node waits to be added to that cluster.
 func Open(ctx context.Context, cfg Config) (*Node, error) {
 	n, err := prepare(cfg)
 	if err != nil {
@@ -84,7 +87,8 @@ func Open(ctx context.Context, cfg Config) (*Node, error) {
 // prepare opens the directory of a node.
 func prepare(cfg Config) (*Node, error) {
 	if !slices.Contains(cfg.Cluster, cfg.Self) {
-		return nil, fmt.Errorf("--cluster is %q: this lighthouse, %s, is not in it", strings.Join(cfg.Cluster, ","), cfg.Self)
+		return nil, fmt.Errorf("--cluster is %q: this lighthouse, %s, is not in it",
+			strings.Join(cfg.Cluster, ","), cfg.Self)
 	}
 	if cfg.Dir == "" {
 		return nil, errors.New("--state_dir is empty: a lighthouse of a cluster needs a directory")
@@ -93,7 +97,8 @@ func prepare(cfg Config) (*Node, error) {
 	cfg.Timing = cfg.Timing.withDefaults()
 	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
 	n := &Node{
-		cfg: cfg, log: cfg.Logger, leads: make(chan Lead, 1), began: time.Now(), since: time.Now(), shut: make(chan struct{}), warned: map[string]string{}, silent: map[string]int{},
+		cfg: cfg, log: cfg.Logger, leads: make(chan Lead, 1), began: time.Now(), since: time.Now(),
+		shut: make(chan struct{}), warned: map[string]string{}, silent: map[string]int{},
 		leading: leading{last: clock.Now()},
 	}
 	n.machine = &machine{bad: n.leave, states: map[string][]byte{}}
@@ -104,7 +109,8 @@ func prepare(cfg Config) (*Node, error) {
 	n.name = nameOf(cfg.Self, n.identity.Instance)
 	n.layer = &layer{
 		Queue: rpc.NewQueue(named(n.name)),
-		name:  n.name, links: cfg.Links, timeout: cfg.Timing.Call, cluster: func() string { return n.Identity().Cluster }, refused: n.refused,
+		name:  n.name, links: cfg.Links, timeout: cfg.Timing.Call,
+		cluster: func() string { return n.Identity().Cluster }, refused: n.refused,
 		conns: map[*layered]struct{}{}, opens: time.Now().Add(cfg.Timing.Lease),
 	}
 	return n, nil
@@ -114,7 +120,8 @@ func (n *Node) raftConfig() *raft.Config {
 	t := n.cfg.Timing
 	c := raft.DefaultConfig()
 	c.LocalID = raft.ServerID(n.name)
-	c.HeartbeatTimeout, c.ElectionTimeout, c.LeaderLeaseTimeout, c.CommitTimeout = t.Election, t.Election, t.Lease, t.Election/4
+	c.HeartbeatTimeout, c.ElectionTimeout, c.LeaderLeaseTimeout, c.CommitTimeout = t.Election, t.Election,
+		t.Lease, t.Election/4
 	c.MaxAppendEntries = 16
 	c.ShutdownOnRemove = false
 	c.SnapshotThreshold, c.TrailingLogs, c.SnapshotInterval = entriesOfSnapshot, entriesKept, 30*time.Second
@@ -126,7 +133,8 @@ func (n *Node) raftConfig() *raft.Config {
 // start starts Raft from the directory.
 func (n *Node) start() error {
 	c := n.raftConfig()
-	transport := raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{Stream: n.layer, MaxPool: 3, Timeout: n.cfg.Timing.Call, Logger: c.Logger.Named(transportName)})
+	transport := raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{Stream: n.layer, MaxPool: 3,
+		Timeout: n.cfg.Timing.Call, Logger: c.Logger.Named(transportName)})
 	r, err := newRaft(c, n.machine, n.disk, transport)
 	if err != nil {
 		_ = transport.Close()
@@ -152,7 +160,8 @@ func (n *Node) start() error {
 		}
 	}
 	if others > 0 && common == 0 {
-		return fmt.Errorf("--state_dir is %q, which belongs to the cluster of %s: --cluster %s has none of them; name lighthouses of the cluster, or another directory",
+		return fmt.Errorf("--state_dir is %q, which belongs to the cluster of %s: --cluster %s has none of "+
+			"them; name lighthouses of the cluster, or another directory",
 			n.cfg.Dir, strings.Join(n.members(), ","), strings.Join(n.cfg.Cluster, ","))
 	}
 	rpc.Go(&n.tasks, n.log, "the leader of the cluster", func() { n.watch(r) })
@@ -194,10 +203,12 @@ func (n *Node) Identity() Identity {
 	return n.identity
 }
 
-// Accept takes a connection of another node, and returns when the handshake has ended. The node closes the connection.
+// Accept takes a connection of another node, and returns when the handshake has ended. The node closes the
+// connection.
 func (n *Node) Accept(conn net.Conn) { n.layer.accept(conn) }
 
-// leave ends the node's part in the cluster, for good: nothing is sent after it returns. Close still has to be called.
+// leave ends the node's part in the cluster, for good: nothing is sent after it returns. Close still has to
+// be called.
 func (n *Node) leave(why error) {
 	n.mu.Lock()
 	if n.stopped != nil {
@@ -214,7 +225,8 @@ func (n *Node) leave(why error) {
 			n.log.Error("torchft: this lighthouse left the cluster", "reason", why)
 		}
 	}
-	// A goroutine of its own, since Raft may be the caller. A leader that is cut off answers all calls within the lease, a disk within its limit.
+	// A goroutine of its own, since Raft may be the caller. A leader that is cut off answers all calls within
+	// the lease, a disk within its limit.
 	go func() {
 		defer close(n.shut)
 		if !within(n.cfg.Timing.Disk+2*n.cfg.Timing.Lease, n.calls.Wait) {
@@ -306,8 +318,9 @@ func await(ctx context.Context, done func(), f raft.Future) error {
 	}
 }
 
-// Propose replaces the state of a job on all nodes, or removes it if the state is empty. It returns nil when a majority has it on disk,
-// ErrNotLeading if no node has it or ever will, and ErrUnknown otherwise. It ends within 10 s.
+// Propose replaces the state of a job on all nodes, or removes it if the state is empty. It returns nil when
+// a majority has it on disk, ErrNotLeading if no node has it or ever will, and ErrUnknown otherwise. It ends
+// within 10 s.
 func (n *Node) Propose(term uint64, job string, state []byte) error {
 	r, done, err := n.call(term)
 	if err != nil {
@@ -321,7 +334,8 @@ func (n *Node) Propose(term uint64, job string, state []byte) error {
 	case err == nil:
 		err, _ = f.Response().(error)
 		return err
-	case errors.Is(err, raft.ErrNotLeader), errors.Is(err, raft.ErrEnqueueTimeout), errors.Is(err, raft.ErrLeadershipTransferInProgress):
+	case errors.Is(err, raft.ErrNotLeader), errors.Is(err, raft.ErrEnqueueTimeout),
+		errors.Is(err, raft.ErrLeadershipTransferInProgress):
 		return fmt.Errorf("%w: %w", ErrNotLeading, err)
 	}
 	return fmt.Errorf("%w: %w", ErrUnknown, err)
@@ -330,9 +344,10 @@ func (n *Node) Propose(term uint64, job string, state []byte) error {
 // States returns the states of all jobs that are not removed. Do not change them.
 func (n *Node) States() map[string][]byte { return n.machine.copy() }
 
-// Recover makes the lighthouse of cfg the only one of a new cluster with the states of its directory, which no other process may use. The
-// others have to be added with empty state directories. It is for a cluster whose majority is lost for good: what only the lost ones had is
-// lost, and what was proposed but not yet kept may be kept now. It returns an error if a majority answers: two clusters would serve the jobs.
+// Recover makes the lighthouse of cfg the only one of a new cluster with the states of its directory, which
+// no other process may use. The others have to be added with empty state directories. It is for a cluster
+// whose majority is lost for good: what only the lost ones had is lost, and what was proposed but not yet
+// kept may be kept now. It returns an error if a majority answers: two clusters would serve the jobs.
 func Recover(cfg Config) error {
 	n, err := prepare(cfg)
 	if err != nil {
@@ -352,18 +367,22 @@ func Recover(cfg Config) error {
 	}
 	if 2*(1+len(alive)) > len(cfg.Cluster) {
 		slices.Sort(alive)
-		return fmt.Errorf("--recover is set, but the cluster is not lost: this lighthouse and %s, which run, are most of %s: start without --recover",
+		return fmt.Errorf("--recover is set, but the cluster is not lost: this lighthouse and %s, which "+
+			"run, are most of %s: start without --recover",
 			strings.Join(alive, ", "), strings.Join(cfg.Cluster, ","))
 	}
-	self := raft.Configuration{Servers: []raft.Server{{ID: raft.ServerID(n.name), Address: raft.ServerAddress(n.name)}}}
+	self := raft.Configuration{Servers: []raft.Server{{ID: raft.ServerID(n.name),
+		Address: raft.ServerAddress(n.name)}}}
 	_, transport := raft.NewInmemTransport(raft.ServerAddress(n.name))
-	if err := raft.RecoverCluster(n.raftConfig(), n.machine, n.disk, n.disk, n.disk, transport, self); err != nil {
+	if err := raft.RecoverCluster(n.raftConfig(), n.machine, n.disk, n.disk, n.disk, transport,
+		self); err != nil {
 		return fmt.Errorf("--state_dir is %q: %w", cfg.Dir, err)
 	}
 	if err := n.enter(newID()); err != nil { // the others must not connect with the logs that they still have
 		return err
 	}
-	n.log.Warn("torchft: the cluster begins anew with this lighthouse alone: start the others with empty state directories, and add each with `torchft cluster add`",
+	n.log.Warn("torchft: the cluster begins anew with this lighthouse alone: start the others with empty "+
+		"state directories, and add each with `torchft cluster add`",
 		"self", cfg.Self, "cluster", n.identity.Cluster)
 	return nil
 }

@@ -34,7 +34,8 @@ func TestThreeNewLighthousesElectALeader(t *testing.T) {
 			require.Equal(t, term, s.Term)
 			require.Len(t, s.Members, 3)
 			for i, m := range s.Members {
-				require.Equal(t, replica.Member{Address: w.list[i], Leads: w.list[i] == leader.address, Voter: true, Reached: true}, m)
+				require.Equal(t, replica.Member{Address: w.list[i], Leads: w.list[i] == leader.address,
+					Voter: true, Reached: true}, m)
 			}
 			if h != leader {
 				require.ErrorIs(t, h.node.Verify(t.Context(), term), replica.ErrNotLeading)
@@ -88,7 +89,8 @@ func TestAFailedLeaderIsReplaced(t *testing.T) {
 				})
 			}
 			slices.Sort(took)
-			t.Logf("%s: median %s, 90%% %s, most %s", c.how, took[len(took)/2], took[len(took)*9/10], took[len(took)-1])
+			t.Logf("%s: median %s, 90%% %s, most %s", c.how, took[len(took)/2], took[len(took)*9/10],
+				took[len(took)-1])
 			require.Less(t, took[len(took)-1], 2*c.most)
 		})
 	}
@@ -136,10 +138,12 @@ func TestCuts(t *testing.T) {
 						time.Sleep(time.Second - time.Since(began))
 					}
 					require.ErrorIs(t, leader.node.Verify(t.Context(), term), replica.ErrNotLeading)
-					require.ErrorIs(t, leader.node.Propose(term, "job", []byte("stale")), replica.ErrNotLeading)
+					require.ErrorIs(t, leader.node.Propose(term, "job", []byte("stale")),
+						replica.ErrNotLeading)
 				} else {
 					time.Sleep(20 * time.Second)
-					require.NoError(t, leader.node.Verify(t.Context(), term), "a follower that is cut off does not disturb the others")
+					require.NoError(t, leader.node.Verify(t.Context(), term),
+						"a follower that is cut off does not disturb the others")
 				}
 				require.NoError(t, next.node.Propose(newer, "job", []byte("2")))
 				time.Sleep(30 * time.Second)
@@ -228,7 +232,8 @@ func TestAClusterWithoutAMajorityWaits(t *testing.T) {
 		address, _ := leader.node.Leader()
 		require.Empty(t, address)
 		time.Sleep(time.Hour / 10)
-		require.Contains(t, leader.node.Status().Trouble, "no leader is known; these lighthouses do not answer: ")
+		require.Contains(t, leader.node.Status().Trouble,
+			"no leader is known; these lighthouses do not answer: ")
 		require.Equal(t, 1, leader.log.Count("takes no part in a cluster"))
 		for _, h := range w.hosts {
 			if h.node == nil {
@@ -279,7 +284,8 @@ func TestSnapshotsKeepTheLogShortAndStartNewLighthouses(t *testing.T) {
 	})
 }
 
-// After a pause a leader may read confirmations that were sent before the pause. So it verifies by an entry of the log.
+// After a pause a leader may read confirmations that were sent before the pause. So it verifies by an entry
+// of the log.
 func TestAfterAPauseALeaderVerifiesByAnEntry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		asleep := clock.Fake()

@@ -36,7 +36,8 @@ const lighthouseEnv = "TEST_LIGHTHOUSE"
 func answer(t *testing.T, settings string) {
 	fields := strings.Split(settings, " ")
 	p := &port{
-		cfg:  replica.Config{Self: fields[0], Cluster: strings.Split(fields[1], ","), Dir: fields[2], Logger: slog.New(slog.DiscardHandler)},
+		cfg: replica.Config{Self: fields[0], Cluster: strings.Split(fields[1], ","), Dir: fields[2],
+			Logger: slog.New(slog.DiscardHandler)},
 		bind: fields[0][len("http://"):], security: auth.Security{},
 	}
 	p.start(t)
@@ -105,7 +106,8 @@ func without(all []*process, one *process) (others []*process) {
 	return others
 }
 
-// A leader that was stopped, and is asked at the moment when it wakes, does not take what it heard before for the present.
+// A leader that was stopped, and is asked at the moment when it wakes, does not take what it heard before for
+// the present.
 func TestAStoppedLeaderThatWakesChecksFirst(t *testing.T) {
 	if settings := os.Getenv(lighthouseEnv); settings != "" {
 		answer(t, settings)
@@ -120,7 +122,8 @@ func TestAStoppedLeaderThatWakesChecksFirst(t *testing.T) {
 	}
 	var all []*process
 	for _, self := range list {
-		p := &process{t: t, env: []string{lighthouseEnv + "=" + self + " " + strings.Join(list, ",") + " " + t.TempDir()}}
+		p := &process{t: t, env: []string{lighthouseEnv + "=" + self + " " + strings.Join(list, ",") + " " +
+			t.TempDir()}}
 		p.start()
 		t.Cleanup(func() { p.kill() })
 		all = append(all, p)

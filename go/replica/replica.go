@@ -23,14 +23,16 @@ type Config struct {
 
 // Timing are the timeouts of the cluster. All lighthouses must have the same.
 type Timing struct {
-	// Election is how long a follower does not hear of the leader before it asks the others whether they would elect it; the actual
-	// time is between one and two times this. Default: 300 ms: nine of ten killed leaders are replaced within 0.8 s.
+	// Election is how long a follower does not hear of the leader before it asks the others whether they
+	// would elect it; the actual time is between one and two times this. Default: 300 ms: nine of ten killed
+	// leaders are replaced within 0.8 s.
 	Election time.Duration
 	// Lease is how long a leader goes on that does not hear of a majority. Below Election. Default: 200 ms.
 	Lease time.Duration
 	// Call bounds each call to another lighthouse. Default: 1 s.
 	Call time.Duration
-	// Disk bounds each operation on the disk. A disk that does not answer in this time counts as failed. Default: 2 s.
+	// Disk bounds each operation on the disk. A disk that does not answer in this time counts as failed.
+	// Default: 2 s.
 	Disk time.Duration
 }
 
@@ -83,9 +85,10 @@ type Member struct {
 }
 
 var (
-	// ErrNotLeading is the error of Verify, Propose, Add and Remove if this node does not lead, or no longer in the given term.
+	// ErrNotLeading is the error of Verify, Propose, Add and Remove if this node does not lead, or no longer
+	// in the given term.
 	ErrNotLeading = errors.New("this lighthouse does not lead the cluster")
-	// ErrUnknown is the error of Propose if the leadership was lost, or the deadline passed, before the outcome was known: the state may
-	// be kept or not. If it is kept, every later leader has it.
+	// ErrUnknown is the error of Propose if the leadership was lost, or the deadline passed, before the
+	// outcome was known: the state may be kept or not. If it is kept, every later leader has it.
 	ErrUnknown = errors.New("the outcome of the proposal is unknown")
 )

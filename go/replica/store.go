@@ -35,8 +35,9 @@ var (
 	errNotFound = errors.New("not found")
 )
 
-// boltStore is a store in a directory. Each value has a checksum: Raft ends the process if it reads a damaged entry. (raft-boltdb has no
-// checksums, and its last release, v2.3.1, does not build with the metrics of raft v1.8.)
+// boltStore is a store in a directory. Each value has a checksum: Raft ends the process if it reads a damaged
+// entry. (raft-boltdb has no checksums, and its last release, v2.3.1, does not build with the metrics of raft
+// v1.8.)
 type boltStore struct {
 	db *bbolt.DB
 	*raft.FileSnapshotStore
@@ -45,7 +46,7 @@ type boltStore struct {
 func openStore(dir string, log *slog.Logger) (store, error) {
 	path := filepath.Join(dir, logFile)
 	db, err := bbolt.Open(path, 0o600, &bbolt.Options{Timeout: keepsFor})
-	if errors.Is(err, bbolt.ErrTimeout) { //nolint:staticcheck // the package that replaces it has other values
+	if errors.Is(err, bbolt.ErrTimeout) { //nolint:staticcheck // its replacement has other values
 		return nil, fmt.Errorf("%s is in use by another process", path)
 	}
 	if err != nil {
@@ -150,7 +151,8 @@ func (b *boltStore) GetLog(index uint64, to *raft.Log) error {
 		}
 		*to = raft.Log{
 			Index: index, Term: binary.BigEndian.Uint64(value), Type: raft.LogType(value[8]),
-			AppendedAt: time.Unix(0, int64(binary.BigEndian.Uint64(value[9:]))), Data: value[17:], //nolint:gosec // as it was written
+			AppendedAt: time.Unix(0, int64(binary.BigEndian.Uint64(value[9:]))), //nolint:gosec // as written
+			Data:       value[17:],
 		}
 		return nil
 	})
@@ -162,7 +164,8 @@ func (b *boltStore) StoreLogs(logs []*raft.Log) error {
 	return b.db.Update(func(tx *bbolt.Tx) error {
 		for _, l := range logs {
 			value := binary.BigEndian.AppendUint64(nil, l.Term)
-			value = binary.BigEndian.AppendUint64(append(value, byte(l.Type)), uint64(l.AppendedAt.UnixNano())) //nolint:gosec // read back the same way
+			at := uint64(l.AppendedAt.UnixNano()) //nolint:gosec // read back the same way
+			value = binary.BigEndian.AppendUint64(append(value, byte(l.Type)), at)
 			key := number(l.Index)
 			if err := tx.Bucket(bucketLog).Put(key, seal(key, append(value, l.Data...))); err != nil {
 				return err

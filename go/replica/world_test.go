@@ -59,7 +59,8 @@ func newWorld(t *testing.T, names ...string) *world {
 func url(name string) string { return "http://" + name + ":1" }
 
 func (w *world) add(name string) *host {
-	h := &host{world: w, name: name, address: url(name), list: w.list, dir: w.t.TempDir(), memory: newMemory(), log: &fttest.Log{}}
+	h := &host{world: w, name: name, address: url(name), list: w.list, dir: w.t.TempDir(),
+		memory: newMemory(), log: &fttest.Log{}}
 	if !slices.Contains(h.list, h.address) {
 		h.list = slices.Sorted(slices.Values(append(slices.Clone(h.list), h.address)))
 	}
@@ -112,7 +113,8 @@ func (w *world) close() {
 
 func (h *host) config() replica.Config {
 	return replica.Config{
-		Cluster: h.list, Self: h.address, Dir: h.dir, Links: wires{h}, Logger: slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+		Cluster: h.list, Self: h.address, Dir: h.dir, Links: wires{h},
+		Logger: slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
 }
 
@@ -125,12 +127,13 @@ func (h *host) start() *replica.Node {
 
 func (h *host) open() (*replica.Node, error) {
 	disk := &handle{Store: h.memory, until: make(chan struct{})}
-	n, err := replica.Open(context.Background(), h.config().With(func(dir string) (_ replica.Store, err error) {
-		if h.bolt {
-			disk.Store, err = replica.OpenStore(h.config())(dir)
-		}
-		return disk, err
-	}))
+	n, err := replica.Open(context.Background(),
+		h.config().With(func(dir string) (_ replica.Store, err error) {
+			if h.bolt {
+				disk.Store, err = replica.OpenStore(h.config())(dir)
+			}
+			return disk, err
+		}))
 	if err != nil {
 		return nil, err
 	}
@@ -233,7 +236,8 @@ type handle struct {
 	until chan struct{} // operations that hang continue when it is closed
 }
 
-// fault is what the operations of a disk do whose names contain the text: return the error, or hang if it is nil.
+// fault is what the operations of a disk do whose names contain the text: return the error, or hang if it is
+// nil.
 type fault struct {
 	of  string
 	err error
@@ -293,7 +297,9 @@ func (h *handle) SetUint64(key []byte, value uint64) error {
 	return h.Store.SetUint64(key, value)
 }
 
-func (h *handle) Create(v raft.SnapshotVersion, index, term uint64, c raft.Configuration, ci uint64, via raft.Transport) (raft.SnapshotSink, error) {
+func (h *handle) Create(
+	v raft.SnapshotVersion, index, term uint64, c raft.Configuration, ci uint64, via raft.Transport,
+) (raft.SnapshotSink, error) {
 	if err := h.check("Create"); err != nil {
 		return nil, err
 	}

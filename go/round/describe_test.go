@@ -14,7 +14,8 @@ type Status struct {
 	Closed        bool
 }
 
-// Attendance lists the ranks with a pending request in a gathering, and the missing ranks. Both are empty if there is no gathering.
+// Attendance lists the ranks with a pending request in a gathering, and the missing ranks. Both are empty if
+// there is no gathering.
 type Attendance struct {
 	Waiting []int64
 	Missing []int64

@@ -50,10 +50,11 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 		return actions
 	}
 	if older := g.asked[e.GroupRank]; older != nil {
-		superseded := Failure{KindAborted, fmt.Sprintf("a newer request of rank %d replaced this one", e.GroupRank)}
+		superseded := Failure{KindAborted, fmt.Sprintf("a newer request of rank %d replaced this one",
+			e.GroupRank)}
 		if g.round != 0 && !sameRequest(*older, e) {
-			// The pending request to the lighthouse was merged from the older one, which is out of date: the round fails, and the
-			// ranks ask again.
+			// The pending request to the lighthouse was merged from the older one, which is out of date: the
+			// round fails, and the ranks ask again.
 			g.asked[e.GroupRank] = nil
 			g.count--
 			actions = append(actions, Fail{older.Waiter, superseded})
@@ -83,11 +84,12 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	return append(actions, m.askLighthouse())
 }
 
-// wrongWorldSize refuses a rank that was started with another world size than this server. The group cannot become complete, so the
-// requests of the other ranks fail too.
+// wrongWorldSize refuses a rank that was started with another world size than this server. The group cannot
+// become complete, so the requests of the other ranks fail too.
 func (m *Machine) wrongWorldSize(e QuorumAsked) []Action {
 	wrong := Failure{KindInvalid, fmt.Sprintf(
-		"rank %d believes that replica group %s has a world size of %d, but its manager server was started with %d",
+		"rank %d believes that replica group %s has a world size of %d, but its manager server was started "+
+			"with %d",
 		e.GroupRank, m.group.ReplicaID, e.GroupWorldSize, m.group.WorldSize)}
 	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
 		m.miss(e.GroupRank, &wrong)
@@ -149,9 +151,10 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 		results[r] = result
 	}
 
-	// All ranks have asked for this quorum, so none will vote on the attempt before it. A vote can be pending here only if the rank
-	// that cast it had asked before it voted.
-	actions := m.endBallot(Failure{KindAborted, "the ranks asked for the next quorum before all of them had voted"})
+	// All ranks have asked for this quorum, so none will vote on the attempt before it. A vote can be pending
+	// here only if the rank that cast it had asked before it voted.
+	actions := m.endBallot(Failure{KindAborted,
+		"the ranks asked for the next quorum before all of them had voted"})
 	actions = slices.Grow(actions, len(g.asked))
 	for r, a := range g.asked {
 		g.asked[r] = nil
@@ -192,7 +195,8 @@ func (m *Machine) quorumWithdrawn(e Withdrawn) []Action {
 		}
 		own, others := withdrawn(e, r, what)
 		if g.round != 0 {
-			// The request to the lighthouse has the earliest deadline of the ranks, so it has timed out for all of them.
+			// The request to the lighthouse has the earliest deadline of the ranks, so it has timed out for
+			// all of them.
 			others.Kind = own.Kind
 		}
 		g.asked[r] = nil
@@ -202,15 +206,17 @@ func (m *Machine) quorumWithdrawn(e Withdrawn) []Action {
 	return nil
 }
 
-// withdrawn returns two failures: one for the rank whose call has ended, and one for the other ranks. These fail too, since the
-// rank may never ask again.
+// withdrawn returns two failures: one for the rank whose call has ended, and one for the other ranks. These
+// fail too, since the rank may never ask again.
 func withdrawn(e Withdrawn, rank int, what string) (own, others Failure) {
 	if e.Timeout {
 		return Failure{KindTimeout, "the deadline passed while waiting for " + what},
-			Failure{KindAborted, fmt.Sprintf("rank %d no longer waits: its deadline passed while waiting for %s", rank, what)}
+			Failure{KindAborted, fmt.Sprintf("rank %d no longer waits: its deadline passed while waiting "+
+				"for %s", rank, what)}
 	}
 	return Failure{KindAborted, "cancelled while waiting for " + what},
-		Failure{KindAborted, fmt.Sprintf("rank %d no longer waits: its call was cancelled while waiting for %s", rank, what)}
+		Failure{KindAborted, fmt.Sprintf("rank %d no longer waits: its call was cancelled while waiting "+
+			"for %s", rank, what)}
 }
 
 // endGathering fails all pending quorum requests, and cancels the one to the lighthouse.

@@ -22,7 +22,8 @@ type many struct {
 }
 
 func newMany(n int) *many {
-	return &many{machine: NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: int64(n)}), n: n}
+	return &many{machine: NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s",
+		WorldSize: int64(n)}), n: n}
 }
 
 // each feeds the machine one event of each rank from the given one on, not in the order of the ranks.
@@ -37,7 +38,8 @@ func (c *many) each(from int, event func(rank int64) Event) {
 
 func (c *many) ask(step int64) func(int64) Event {
 	return func(rank int64) Event {
-		return QuorumAsked{Request: Request{GroupRank: rank, Step: step, Handle: fmt.Sprint("h", rank)}, Waiter: c.waiter, Deadline: epoch.Add(time.Minute)}
+		return QuorumAsked{Request: Request{GroupRank: rank, Step: step, Handle: fmt.Sprint("h", rank)},
+			Waiter: c.waiter, Deadline: epoch.Add(time.Minute)}
 	}
 }
 
@@ -56,15 +58,35 @@ var sameOfAll = map[string]func(t *testing.T, c *many){
 		asked := slices.IndexFunc(c.actions, func(a Action) bool { _, ok := a.(AskLighthouse); return ok })
 		require.GreaterOrEqual(t, asked, 0)
 		q := &quorum.Quorum{ID: 1, Members: []quorum.Member{c.actions[asked].(AskLighthouse).Member}}
-		answers := c.machine.Step(QuorumKnown{Round: c.actions[asked].(AskLighthouse).Round, Quorum: q}, epoch)
+		answers := c.machine.Step(QuorumKnown{Round: c.actions[asked].(AskLighthouse).Round, Quorum: q},
+			epoch)
 		require.Len(t, answers, c.n)
 		c.each(0, c.vote)
-		require.Equal(t, AnswerVote{c.actions[len(c.actions)-1].(AnswerVote).Waiter, true, false}, c.actions[len(c.actions)-1])
+		require.Equal(t, AnswerVote{c.actions[len(c.actions)-1].(AnswerVote).Waiter, true, false},
+			c.actions[len(c.actions)-1])
 	},
-	"a quorum that all withdraw from": func(t *testing.T, c *many) { c.each(1, c.ask(1)); c.waiter = 0; c.each(1, c.withdraw) },
-	"a vote that all withdraw from":   func(t *testing.T, c *many) { c.each(1, c.vote); c.waiter = 0; c.each(1, c.withdraw) },
-	"all connections break":           func(t *testing.T, c *many) { c.each(1, c.ask(1)); c.each(0, disconnected) },
-	"all ask and one is absent":       func(t *testing.T, c *many) { c.machine.Step(RankDisconnected{0}, epoch); c.each(1, c.ask(1)) },
+	"a quorum that all withdraw from": func(t *testing.T,
+		c *many) {
+		c.each(1, c.ask(1))
+		c.waiter = 0
+		c.each(1, c.withdraw)
+	},
+	"a vote that all withdraw from": func(t *testing.T,
+		c *many) {
+		c.each(1, c.vote)
+		c.waiter = 0
+		c.each(1, c.withdraw)
+	},
+	"all connections break": func(t *testing.T,
+		c *many) {
+		c.each(1, c.ask(1))
+		c.each(0, disconnected)
+	},
+	"all ask and one is absent": func(t *testing.T,
+		c *many) {
+		c.machine.Step(RankDisconnected{0}, epoch)
+		c.each(1, c.ask(1))
+	},
 	"all vote and one is absent": func(t *testing.T, c *many) {
 		c.machine.Step(RankDisconnected{0}, epoch)
 		c.each(1, c.vote)
@@ -76,7 +98,8 @@ func TestCostOfEventsOfAllRanksIsLinear(t *testing.T) {
 	statements := testmain.Statements(t, "TestOneEventOfAllRanks")
 	for name := range sameOfAll {
 		few, many := statements(t, name, 100), statements(t, name, 1000)
-		assert.LessOrEqual(t, many, 15*few, "%s: statements with 100 ranks: %d, with 1,000: %d", name, few, many)
+		assert.LessOrEqual(t, many, 15*few, "%s: statements with 100 ranks: %d, with 1,000: %d", name, few,
+			many)
 	}
 }
 
@@ -88,7 +111,8 @@ func TestOneEventOfAllRanks(t *testing.T) {
 	}
 }
 
-// BenchmarkAllRanks measures a step in the machine of one of ten groups: all ranks ask, receive the quorum, and vote.
+// BenchmarkAllRanks measures a step in the machine of one of ten groups: all ranks ask, receive the quorum,
+// and vote.
 func BenchmarkAllRanks(b *testing.B) {
 	for _, n := range []int{8, 512, 2048, 8000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {

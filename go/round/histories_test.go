@@ -15,7 +15,8 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// deviation is one change of the schedule, at the action with this number: a delay of what is next, or an event.
+// deviation is one change of the schedule, at the action with this number: a delay of what is next, or an
+// event.
 type deviation struct {
 	at     int
 	event  int // index in events; -1: a delay
@@ -41,7 +42,10 @@ var events = []struct {
 		}
 	}},
 	{"loses its step", anyone, func(h *together, m *member) { h.faults, m.loses = h.faults+1, true }},
-	{"votes against its step", anyone, func(h *together, m *member) { h.faults, m.votesNo = h.faults+1, true }},
+	{"votes against its step", anyone, func(h *together, m *member) {
+		h.faults, m.votesNo = h.faults+1,
+			true
+	}},
 	{"reconnects", attends, func(h *together, m *member) {
 		if m.alive {
 			h.breaks(m)
@@ -66,17 +70,22 @@ var events = []struct {
 			h.feed(quorum.Drained{ReplicaID: m.id, Reason: "an operator"})
 		}
 	}},
-	{"ends between two steps", func(groups, member int, upstream bool) bool { return upstream && member == groups-1 }, func(h *together, m *member) {
+	{"ends between two steps", func(groups, member int,
+		upstream bool) bool {
+		return upstream && member == groups-1
+	}, func(h *together, m *member) {
 		m.ends = m.alive && h.goesOnWithout(m)
 	}},
 	{"is heard late", anyone, func(h *together, m *member) {
-		if len(m.up) == 0 || reflect.TypeOf(m.up[0]) != reflect.TypeFor[quorum.Greeted]() { // a greeting that is late is a failure
+		if len(m.up) == 0 || reflect.TypeOf(m.up[0]) != reflect.TypeFor[quorum.Greeted]() {
+			// a greeting that is late is a failure
 			m.late[0] = h.played + late
 		}
 	}},
 	{"gets its answer late", anyone, func(h *together, m *member) { m.late[1] = h.played + late }},
 	{"gets notices late", attends, func(h *together, m *member) { m.late[2] = h.played + late }},
-	{"sees the lighthouse restart", func(_, member int, _ bool) bool { return member == 0 }, func(h *together, _ *member) { h.restart() }},
+	{"sees the lighthouse restart", func(_, member int, _ bool) bool { return member == 0 },
+		func(h *together, _ *member) { h.restart() }},
 }
 
 // goesOnWithout reports whether another group has weights of the training.
@@ -103,7 +112,8 @@ func last(groups, member int, _ bool) bool { return member == groups-1 }
 
 func attends(groups, member int, upstream bool) bool { return !upstream || member < groups-1 }
 
-// restart restarts the lighthouse, with what is on its disk. With a group of upstream in the job it may cost a step: see the limits on the page.
+// restart restarts the lighthouse, with what is on its disk. With a group of upstream in the job it may cost
+// a step: see the limits on the page.
 func (h *together) restart() {
 	h.restarts++
 	h.lighthouse = quorum.NewMachine(togetherPolicy, h.now, 0)
@@ -124,8 +134,8 @@ func (h *together) restart() {
 
 // broken returns which rule the history has broken; empty: none.
 func (h *together) broken(before []commitment) string {
-	// All groups that commit a step in one quorum took part in all of its collectives, so a step has two histories only if one of the
-	// quorums ended without all of its members.
+	// All groups that commit a step in one quorum took part in all of its collectives, so a step has two
+	// histories only if one of the quorums ended without all of its members.
 	at := map[int64]map[int64]bool{}
 	for _, c := range h.commits {
 		if at[c.step] == nil {
@@ -161,7 +171,8 @@ func (h *together) broken(before []commitment) string {
 			}
 		}
 		if m.alive && made < 3 {
-			return fmt.Sprintf("%s has committed %d steps at the end, when nothing fails any more", m.id, made)
+			return fmt.Sprintf("%s has committed %d steps at the end, when nothing fails any more", m.id,
+				made)
 		}
 	}
 	// At the end all live groups are together.
@@ -171,7 +182,8 @@ func (h *together) broken(before []commitment) string {
 			continue
 		}
 		if last != nil && (m.committed != last.committed || max(m.step-last.step, last.step-m.step) > 1) {
-			return fmt.Sprintf("%s is at step %d of quorum %d, %s at step %d of quorum %d", last.id, last.step, last.committed, m.id, m.step, m.committed)
+			return fmt.Sprintf("%s is at step %d of quorum %d, %s at step %d of quorum %d", last.id,
+				last.step, last.committed, m.id, m.step, m.committed)
 		}
 		last = m
 	}
@@ -186,7 +198,8 @@ const (
 	rest    = 300 // actions after them
 )
 
-// scenario is a history: of so many groups, of which so many run from the beginning. The last one may be one of upstream.
+// scenario is a history: of so many groups, of which so many run from the beginning. The last one may be one
+// of upstream.
 type scenario struct {
 	groups, running int
 	upstream        bool
@@ -225,8 +238,9 @@ func (s scenario) happens(at, event int) (all []deviation) {
 	return all
 }
 
-// search plays histories of one to four groups, until play returns false: all with at most one deviation, each stride-th one with any two, and
-// of two groups each stride-th one, by another stride, with an event and a path that is late, or a broken stream, at about that time.
+// search plays histories of one to four groups, until play returns false: all with at most one deviation,
+// each stride-th one with any two, and of two groups each stride-th one, by another stride, with an event and
+// a path that is late, or a broken stream, at about that time.
 func search(stride, nearStride int, play func(scenario) bool) {
 	pair, apart := 0, 0
 	for groups := 1; groups <= 4; groups++ {
@@ -275,7 +289,8 @@ func search(stride, nearStride int, play func(scenario) bool) {
 // Primes: so the pairs of all kinds are played.
 const defaultStride, defaultNearStride = 24001, 101
 
-var pairsFlag = flag.Bool("pairs", false, "TestAllHistoriesOfFewMembers: all pairs of deviations, which takes hours, and not each of some thousand")
+var pairsFlag = flag.Bool("pairs", false, "TestAllHistoriesOfFewMembers: all pairs of deviations, which "+
+	"takes hours, and not each of some thousand")
 
 func TestAllHistoriesOfFewMembers(t *testing.T) {
 	t.Parallel()

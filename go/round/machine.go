@@ -21,11 +21,11 @@ func (g Group) Validate() error {
 	return nil
 }
 
-// Machine gathers the ranks of one replica group for quorums and votes. It is a state machine for one goroutine: Step takes an event,
-// and returns the actions that follow from it.
+// Machine gathers the ranks of one replica group for quorums and votes. It is a state machine for one
+// goroutine: Step takes an event, and returns the actions that follow from it.
 //
-// Invariants: each waiter is answered exactly once, with a result or a failure; a gathering never waits for a rank that is known to be
-// absent; at most one request to the lighthouse is pending.
+// Invariants: each waiter is answered exactly once, with a result or a failure; a gathering never waits for a
+// rank that is known to be absent; at most one request to the lighthouse is pending.
 type Machine struct {
 	group  Group
 	ranks  []rank
@@ -39,8 +39,9 @@ type Machine struct {
 
 	standing standing
 	needs    string // why the next quorum is needed; empty: it is not
-	toStop   int64  // a quorum that was called while a request to the lighthouse was pending: perhaps the next one; 0: none
-	broken   int64  // the last quorum of which a member failed
+	// a quorum that was called while a request to the lighthouse was pending: perhaps the next one; 0: none
+	toStop int64
+	broken int64 // the last quorum of which a member failed
 
 	draining bool // the group was asked to leave, and its ranks learn it with the next quorum
 
@@ -67,8 +68,8 @@ func NewMachine(g Group) *Machine {
 	}
 }
 
-// Step takes one event and returns the actions, in the order in which they must be done. The shell watches the deadlines, and feeds
-// Withdrawn when one passes.
+// Step takes one event and returns the actions, in the order in which they must be done. The shell watches
+// the deadlines, and feeds Withdrawn when one passes.
 func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.now = now
 	switch e := event.(type) {
@@ -133,11 +134,12 @@ func (m *Machine) metadataAsked(e MetadataAsked) []Action {
 	}
 	known := m.where(func(r int) bool { return m.ranks[r].announced })
 	return []Action{Fail{e.Waiter, Failure{KindInvalid, fmt.Sprintf(
-		"rank %d of replica group %s has announced no checkpoint; known: %s", e.GroupRank, m.group.ReplicaID, known)}}}
+		"rank %d of replica group %s has announced no checkpoint; known: %s", e.GroupRank, m.group.ReplicaID,
+		known)}}}
 }
 
-// rankDisconnected fails the gathering and the vote that need the rank. Until it asks again, no request waits for it: the other ranks
-// would wait until their deadlines.
+// rankDisconnected fails the gathering and the vote that need the rank. Until it asks again, no request waits
+// for it: the other ranks would wait until their deadlines.
 func (m *Machine) rankDisconnected(e RankDisconnected) []Action {
 	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
 		return nil
@@ -148,7 +150,8 @@ func (m *Machine) rankDisconnected(e RankDisconnected) []Action {
 	return append(m.endGathering(failed), m.endBallot(failed)...)
 }
 
-// stillDisconnected reports the incomplete group to the lighthouse, so that the other groups need not wait for it.
+// stillDisconnected reports the incomplete group to the lighthouse, so that the other groups need not wait
+// for it.
 func (m *Machine) stillDisconnected(e StillDisconnected) []Action {
 	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
 		return nil
@@ -168,8 +171,8 @@ func (m *Machine) close(e Closed) []Action {
 	return append(m.endGathering(*m.closed), m.endBallot(*m.closed)...)
 }
 
-// hopeless returns why a gathering cannot become complete: one of its missing ranks is absent. It is nil if all missing ranks may
-// still ask.
+// hopeless returns why a gathering cannot become complete: one of its missing ranks is absent. It is nil if
+// all missing ranks may still ask.
 func (m *Machine) hopeless(present func(rank int) bool) *Failure {
 	for _, r := range m.absent {
 		if !present(r) {

@@ -13,8 +13,11 @@ var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 
 func TestTheRequestHasTheRecordOfTheGroup(t *testing.T) {
 	m := NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: 2})
-	require.Empty(t, m.Step(QuorumAsked{Waiter: 1, Request: Request{GroupRank: 1, Step: 3, Handle: "h1", CommitFailures: 2}, Deadline: epoch.Add(2 * time.Second)}, epoch))
-	actions := m.Step(QuorumAsked{Waiter: 2, Request: Request{GroupRank: 0, Step: 3, Handle: "h0", ShrinkOnly: true}, Deadline: epoch.Add(time.Second)}, epoch)
+	require.Empty(t, m.Step(QuorumAsked{Waiter: 1,
+		Request:  Request{GroupRank: 1, Step: 3, Handle: "h1", CommitFailures: 2},
+		Deadline: epoch.Add(2 * time.Second)}, epoch))
+	actions := m.Step(QuorumAsked{Waiter: 2, Request: Request{GroupRank: 0, Step: 3, Handle: "h0",
+		ShrinkOnly: true}, Deadline: epoch.Add(time.Second)}, epoch)
 	require.Equal(t, []Action{AskLighthouse{
 		Round: 1, Deadline: epoch.Add(time.Second),
 		Member: quorum.Member{
@@ -40,7 +43,8 @@ func TestGroupValidate(t *testing.T) {
 		{Group{WorldSize: 1}, "replica_id is empty: it must name the replica group"},
 		{Group{ReplicaID: "g"}, "world_size is 0: it must be from 1 to 1048576"},
 		{Group{ReplicaID: "g", WorldSize: -1}, "world_size is -1: it must be from 1 to 1048576"},
-		{Group{ReplicaID: "g", WorldSize: 1 << 40}, "world_size is 1099511627776: it must be from 1 to 1048576"},
+		{Group{ReplicaID: "g", WorldSize: 1 << 40},
+			"world_size is 1099511627776: it must be from 1 to 1048576"},
 	} {
 		require.EqualError(t, c.group.Validate(), c.want)
 	}

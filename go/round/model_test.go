@@ -45,11 +45,13 @@ type modelVote struct {
 	round uint64
 }
 
-// outcome has the results of an event: a line for each answered waiter, and one for the lighthouse. Their order is irrelevant.
+// outcome has the results of an event: a line for each answered waiter, and one for the lighthouse. Their
+// order is irrelevant.
 type outcome map[string]string
 
 func newModel(size int64) *model {
-	return &model{size: size, metadata: map[int64]string{}, absent: map[int64]Kind{}, answered: map[int64]uint64{}, does: map[int64]*modelRank{}}
+	return &model{size: size, metadata: map[int64]string{}, absent: map[int64]Kind{},
+		answered: map[int64]uint64{}, does: map[int64]*modelRank{}}
 }
 
 func (m *model) answer(w WaiterID, text string) { m.out[fmt.Sprint("waiter ", w)] = text }
@@ -130,13 +132,15 @@ func (m *model) rank(rank int64) *modelRank {
 	return m.does[rank]
 }
 
-// progress reports whether all ranks wait for others, and whether all that are in a step have reported their progress.
+// progress reports whether all ranks wait for others, and whether all that are in a step have reported their
+// progress.
 func (m *model) progress() (waits, complete bool) {
 	waits, complete = true, true
 	for rank := range m.size {
 		r := m.rank(rank)
 		complete = complete && (r.phase != inStep || r.answered)
-		waits = waits && (r.phase == inQuorum || r.phase == inVote || r.phase == inStep && r.answered && r.waits)
+		waits = waits && (r.phase == inQuorum || r.phase == inVote ||
+			r.phase == inStep && r.answered && r.waits)
 	}
 	return waits, complete
 }
@@ -187,7 +191,8 @@ func (m *model) asked(e QuorumAsked) {
 	if int64(len(m.asks)) == m.size {
 		m.rounds++
 		m.inFlight = m.rounds
-		m.out["lighthouse"] = fmt.Sprintf("ask %d at step %d, knows %d", m.inFlight, m.smallestStep(), m.known)
+		m.out["lighthouse"] = fmt.Sprintf("ask %d at step %d, knows %d", m.inFlight, m.smallestStep(),
+			m.known)
 	}
 }
 
@@ -275,7 +280,8 @@ func (m *model) voted(e Voted) {
 		m.failVotes(m.absent[rank])
 		return
 	}
-	if !m.hasAsked(e.GroupRank) && slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return !m.hasVoted(a.GroupRank) }) {
+	if !m.hasAsked(e.GroupRank) && slices.ContainsFunc(m.asks,
+		func(a QuorumAsked) bool { return !m.hasVoted(a.GroupRank) }) {
 		m.failVotes(KindAborted)
 		return
 	}
@@ -350,7 +356,8 @@ func (h *history) event() Event {
 		return []Event{Drained{}, DrainAsked{}}[h.rng.IntN(2)]
 	case p >= 108:
 		failed := []string{"g", "g", "z", "y"}[h.rng.IntN(4)]
-		return MemberFailed{QuorumID: max(1, h.quorumID-h.rng.Int64N(2)), ReplicaID: failed, Reason: "it is silent"}
+		return MemberFailed{QuorumID: max(1, h.quorumID-h.rng.Int64N(2)), ReplicaID: failed,
+			Reason: "it is silent"}
 	case p >= 107:
 		return ProgressAsked{}
 	case p >= 104:
@@ -361,7 +368,8 @@ func (h *history) event() Event {
 		return RankBack{GroupRank: rank}
 	case p < 35:
 		e := QuorumAsked{
-			Waiter: h.next(), Request: Request{GroupRank: rank, Step: 3, CheckpointMetadata: fmt.Sprint("at ", h.waiter%4)},
+			Waiter: h.next(), Request: Request{GroupRank: rank, Step: 3,
+				CheckpointMetadata: fmt.Sprint("at ", h.waiter%4)},
 			Deadline: epoch.Add(time.Duration(h.rng.IntN(9)) * time.Second),
 		}
 		if h.rng.IntN(12) == 0 {
@@ -391,7 +399,8 @@ func (h *history) event() Event {
 		}
 		h.quorumID += h.rng.Int64N(2)
 		return QuorumKnown{Round: round, Quorum: &quorum.Quorum{ID: h.quorumID, Members: []quorum.Member{
-			{ReplicaID: "g", Step: h.askedAt}, {ReplicaID: "z", Address: "http://z", Step: h.askedAt + h.rng.Int64N(2)},
+			{ReplicaID: "g", Step: h.askedAt},
+			{ReplicaID: "z", Address: "http://z", Step: h.askedAt + h.rng.Int64N(2)},
 		}}}
 	case p < 90:
 		return MetadataAsked{Waiter: h.next(), GroupRank: rank}
@@ -441,12 +450,15 @@ func (h *history) step(e Event) {
 		for _, rank := range a.Missing {
 			require.NotContains(h.t, status.Absent, rank, "ranks wait for an absent rank")
 		}
-		require.True(h.t, len(a.Missing) > 0 || len(a.Waiting) == 0 || status.Asking, "all are there, and wait")
+		require.True(h.t, len(a.Missing) > 0 || len(a.Waiting) == 0 || status.Asking,
+			"all are there, and wait")
 	}
 	// A rank makes one call at a time: if it has voted, it no longer waits for its pending request.
-	waitsToo := slices.ContainsFunc(status.Vote.Waiting, func(r int64) bool { return slices.Contains(status.Quorum.Waiting, r) })
+	waitsToo := slices.ContainsFunc(status.Vote.Waiting,
+		func(r int64) bool { return slices.Contains(status.Quorum.Waiting, r) })
 	for _, rank := range status.Vote.Missing {
-		require.False(h.t, !waitsToo && slices.Contains(status.Quorum.Waiting, rank), "ranks wait for each other")
+		require.False(h.t, !waitsToo && slices.Contains(status.Quorum.Waiting, rank),
+			"ranks wait for each other")
 	}
 	require.Equal(h.t, h.asked != 0, status.Asking)
 }
@@ -465,13 +477,15 @@ func (h *history) take(action Action, got outcome, decided map[int64]Voted) {
 	case AskLighthouse:
 		require.Zero(h.t, h.asked, "one request at a time")
 		h.asked, h.askedAt = a.Round, a.Member.Step
-		got["lighthouse"] = fmt.Sprintf("ask %d at step %d, knows %d", a.Round, a.Member.Step, a.KnownQuorumID)
+		got["lighthouse"] = fmt.Sprintf("ask %d at step %d, knows %d", a.Round, a.Member.Step,
+			a.KnownQuorumID)
 	case CancelLighthouse:
 		require.Equal(h.t, h.asked, a.Round)
 		h.asked = 0
 		got["lighthouse"] = fmt.Sprint("cancel ", a.Round)
 	case AnswerQuorum:
-		done(a.Waiter, fmt.Sprintf("quorum %d, heal %t, draining %t", a.Result.QuorumID, a.Result.Heal, a.Result.Draining))
+		done(a.Waiter, fmt.Sprintf("quorum %d, heal %t, draining %t", a.Result.QuorumID, a.Result.Heal,
+			a.Result.Draining))
 	case ReportIncomplete:
 		require.NotEmpty(h.t, a.Reason)
 		got["incomplete"] = "reported"

@@ -19,11 +19,12 @@ const (
 )
 
 func (p phase) String() string {
-	return [...]string{"has not asked for a quorum yet", "waits for a quorum", "in the step", "waits for the vote", "after the vote"}[p]
+	return [...]string{"has not asked for a quorum yet", "waits for a quorum", "in the step",
+		"waits for the vote", "after the vote"}[p]
 }
 
-// activity is the phase of a rank, and since when it lasts. The phase follows from the rank's requests, at no extra cost. Details
-// within a step are reported by the rank only when it is asked.
+// activity is the phase of a rank, and since when it lasts. The phase follows from the rank's requests, at no
+// extra cost. Details within a step are reported by the rank only when it is asked.
 type activity struct {
 	phase phase
 	step  int64
@@ -51,8 +52,8 @@ func (m *Machine) rankProgressed(e RankProgressed) {
 	}
 }
 
-// Progress returns the progress of the group, and whether all ranks that are in the step have answered. It is that of the rank that the
-// others wait for, or of any rank if all wait for other groups. It changes nothing.
+// Progress returns the progress of the group, and whether all ranks that are in the step have answered. It is
+// that of the rank that the others wait for, or of any rank if all wait for other groups. It changes nothing.
 func (m *Machine) Progress(now time.Time) (p quorum.Progress, complete bool) {
 	complete = true
 	worst := -1

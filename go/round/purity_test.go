@@ -14,7 +14,8 @@ import (
 
 const module = "github.com/torchft/torchft/go/"
 
-// Imports form a ladder: recovery imports quorum, round imports both, and none of them imports other packages of this module.
+// Imports form a ladder: recovery imports quorum, round imports both, and none of them imports other packages
+// of this module.
 func TestThePureImportOnlyTheStandardLibraryAndEachOther(t *testing.T) {
 	for name, want := range map[string][]string{
 		"quorum":   {"quorum"},
@@ -37,7 +38,8 @@ func TestThePureHaveNoGoroutinesLocksOrClocks(t *testing.T) {
 	allowed := map[string]bool{
 		"bytes": true, "cmp": true, "container/list": true, "crypto/sha256": true, "encoding/binary": true,
 		"encoding/json": true, "errors": true, "fmt": true,
-		"maps": true, "math": true, "math/bits": true, "reflect": true, "slices": true, "strings": true, "time": true,
+		"maps": true, "math": true, "math/bits": true, "reflect": true, "slices": true, "strings": true,
+		"time":            true,
 		module + "quorum": true, module + "recovery": true,
 	}
 	clocks := map[string]bool{"Now": true, "Since": true, "Until": true, "After": true, "AfterFunc": true,
@@ -56,7 +58,8 @@ func TestThePureHaveNoGoroutinesLocksOrClocks(t *testing.T) {
 			file, err := parser.ParseFile(files, path, nil, 0)
 			require.NoError(t, err)
 			for _, spec := range file.Imports {
-				require.True(t, allowed[strings.Trim(spec.Path.Value, `"`)], "%s imports %s", path, spec.Path.Value)
+				require.True(t, allowed[strings.Trim(spec.Path.Value, `"`)], "%s imports %s", path,
+					spec.Path.Value)
 			}
 			ast.Inspect(file, func(node ast.Node) bool {
 				at := func() string { return files.Position(node.Pos()).String() }

@@ -6,30 +6,34 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Request is a rank's request for the next quorum. It comes from Python as JSON: the tags are the names of QuorumRequest in
-// torchft/_records.py.
+// Request is a rank's request for the next quorum. It comes from Python as JSON: the tags are the names of
+// QuorumRequest in torchft/_records.py.
 type Request struct {
-	GroupRank          int64  `json:"group_rank"`
-	Step               int64  `json:"step"`
-	CheckpointMetadata string `json:"checkpoint_metadata"` // the address at which healing ranks fetch this rank's state
+	GroupRank int64 `json:"group_rank"`
+	Step      int64 `json:"step"`
+	// the address at which healing ranks fetch this rank's state
+	CheckpointMetadata string `json:"checkpoint_metadata"`
 	ShrinkOnly         bool   `json:"shrink_only"`
 	InitSync           bool   `json:"init_sync"`
 	CommitFailures     int64  `json:"commit_failures"`
-	CommittedQuorumID  int64  `json:"committed_quorum_id"` // the quorum in which this rank's weights were committed; -1: none since the group began, 0: not reported
-	Handle             string `json:"reconfigure_handle"`  // of this rank's process group, if it has one
-	GroupWorldSize     int64  `json:"group_world_size"`    // as configured for this rank; 0: not reported
+	// the quorum in which this rank's weights were committed; -1: none since the group began, 0: not reported
+	CommittedQuorumID int64  `json:"committed_quorum_id"`
+	Handle            string `json:"reconfigure_handle"` // of this rank's process group, if it has one
+	GroupWorldSize    int64  `json:"group_world_size"`   // as configured for this rank; 0: not reported
 	// ReplaysFailedSteps: this rank keeps its gradients, and can reduce them again (quorum.Member).
 	ReplaysFailedSteps bool `json:"replays_failed_steps"`
 	// AsksEachStep: no quorum of this rank's group stands (quorum.Member).
 	AsksEachStep bool `json:"asks_each_step"`
-	// Layout has a digest of the tensors that this rank reduces, and their size (quorum.Member.Layouts); empty: not known.
+	// Layout has a digest of the tensors that this rank reduces, and their size (quorum.Member.Layouts);
+	// empty: not known.
 	Layout string `json:"layout"`
-	// Drain: a signal requested that this rank's group leaves. It is not sent to the lighthouse: the machine keeps it, like the
-	// lighthouse's Drained, and the lighthouse learns of it when the group leaves.
+	// Drain: a signal requested that this rank's group leaves. It is not sent to the lighthouse: the machine
+	// keeps it, like the lighthouse's Drained, and the lighthouse learns of it when the group leaves.
 	Drain bool `json:"drain"`
 }
 
-// announces returns the part of a request that the other groups learn with the next quorum, and that does not change by a step.
+// announces returns the part of a request that the other groups learn with the next quorum, and that does not
+// change by a step.
 func (r Request) announces() Request {
 	r.Step, r.CommittedQuorumID, r.CommitFailures, r.CheckpointMetadata, r.Drain = 0, 0, 0, "", false
 	return r
@@ -38,12 +42,12 @@ func (r Request) announces() Request {
 // sameRequest reports whether two requests of a rank differ only in their waiters and deadlines.
 func sameRequest(a, b QuorumAsked) bool { return a.Request == b.Request }
 
-// merge returns the group's request, made from the requests of its ranks, in rank order. agree is false if they differ in the step,
-// or in the quorum in which their weights were committed.
+// merge returns the group's request, made from the requests of its ranks, in rank order. agree is false if
+// they differ in the step, or in the quorum in which their weights were committed.
 //
-// The step of a group is its slowest rank's. Ranks differ after one of them failed to heal, or did not receive a decision to
-// commit. With the smallest step the group is behind, and heals as a whole. The committed quorum is then -1 (none), so that it
-// heals even if the other groups are at that smallest step.
+// The step of a group is its slowest rank's. Ranks differ after one of them failed to heal, or did not
+// receive a decision to commit. With the smallest step the group is behind, and heals as a whole. The
+// committed quorum is then -1 (none), so that it heals even if the other groups are at that smallest step.
 func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree bool) {
 	first := ranks[0]
 	agree = true

@@ -7,18 +7,20 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// standing has the quorum that stands: the group trains on in it, step after step, and its ranks ask for none. The answer of a vote allows
-// them to begin the next step (AnswerVote.Stands).
+// standing has the quorum that stands: the group trains on in it, step after step, and its ranks ask for
+// none. The answer of a vote allows them to begin the next step (AnswerVote.Stands).
 //
-// When the lighthouse calls the next quorum (Called), the answer is the first step that no rank was allowed to begin (Stop). From then on
-// no other step is allowed, until the lighthouse names the step of the round (RoundKnown): all groups train until that step, and ask there.
+// When the lighthouse calls the next quorum (Called), the answer is the first step that no rank was allowed
+// to begin (Stop). From then on no other step is allowed, until the lighthouse names the step of the round
+// (RoundKnown): all groups train until that step, and ask there.
 //
 // Invariants:
 //
 //  1. allowed never decreases in a quorum, and a step above it has been begun by no rank.
-//  2. Once the quorum is called, allowed stays below the step that was answered, or below the step of the round.
-//  3. The quorum stands no longer when a step is not committed, a rank has failed or asks for anything else than the next step, or a member
-//     has failed.
+//  2. Once the quorum is called, allowed stays below the step that was answered, or below the step of the
+//     round.
+//  3. The quorum stands no longer when a step is not committed, a rank has failed or asks for anything else
+//     than the next step, or a member has failed.
 type standing struct {
 	quorum    *quorum.Quorum // nil: none stands
 	allowed   int64          // the last step that ranks may begin
@@ -28,7 +30,8 @@ type standing struct {
 
 	begun int64 // the last step that ranks were allowed to begin in any quorum that stood; 0: none stood
 
-	view *recovery.View // of this group, for ranks that ask although the quorum stands; nil: not computed for this step
+	// of this group, for ranks that ask although the quorum stands; nil: not computed for this step
+	view *recovery.View
 }
 
 func (s *standing) is(quorumID int64) bool { return s.quorum != nil && s.quorum.ID == quorumID }
@@ -50,7 +53,8 @@ func (s *standing) next() {
 	s.begun, s.committed, s.view = s.allowed, s.quorum.ID, nil
 }
 
-// Standing returns the quorum that stands, and the last step that the ranks may begin in it; 0 if none stands.
+// Standing returns the quorum that stands, and the last step that the ranks may begin in it; 0 if none
+// stands.
 func (m *Machine) Standing() (quorumID, step int64) {
 	if m.standing.quorum == nil {
 		return 0, 0
@@ -71,7 +75,8 @@ func (m *Machine) stand(q *quorum.Quorum) []Action {
 		actions = append(actions, RequestDrain{})
 	}
 	first := q.Members[0] // all members are in its state
-	m.standing = standing{quorum: q, allowed: first.Step, begun: first.Step, committed: first.CommittedQuorumID}
+	m.standing = standing{quorum: q, allowed: first.Step, begun: first.Step,
+		committed: first.CommittedQuorumID}
 	if called {
 		return append(actions, m.called(Called{q.ID})...)
 	}
@@ -96,9 +101,9 @@ func (m *Machine) quorumBroke(quorumID int64) {
 	}
 }
 
-// called handles the call of the next quorum. While a request to the lighthouse is pending, the answer may be on its way: the call and the
-// answer arrive by two paths, in any order, and the call may be for the quorum of that answer. It needs no reply otherwise, since the request
-// is one.
+// called handles the call of the next quorum. While a request to the lighthouse is pending, the answer may be
+// on its way: the call and the answer arrive by two paths, in any order, and the call may be for the quorum
+// of that answer. It needs no reply otherwise, since the request is one.
 func (m *Machine) called(e Called) []Action {
 	s := &m.standing
 	switch {
@@ -140,7 +145,8 @@ func (m *Machine) roundKnown(e RoundKnown) []Action {
 	return actions
 }
 
-// stands handles a request of a rank if the quorum stands for its step. It reports false if the group has to ask.
+// stands handles a request of a rank if the quorum stands for its step. It reports false if the group has to
+// ask.
 func (m *Machine) stands(e QuorumAsked, news bool) (actions []Action, stands bool) {
 	s := &m.standing
 	if s.quorum == nil {
@@ -172,9 +178,11 @@ func (m *Machine) drainAsked() []Action {
 	return []Action{RequestDrain{}}
 }
 
-// begins reports whether a rank asks for the step that the group may be in. Another rank may have voted on that already.
+// begins reports whether a rank asks for the step that the group may be in. Another rank may have voted on
+// that already.
 func (s *standing) begins(e QuorumAsked) bool {
-	return s.quorum != nil && e.CommitFailures == 0 && e.Step == s.allowed && e.CommittedQuorumID == s.committed
+	return s.quorum != nil && e.CommitFailures == 0 && e.Step == s.allowed &&
+		e.CommittedQuorumID == s.committed
 }
 
 // reached repeats what the lighthouse has to know while the quorum stands.
@@ -195,7 +203,8 @@ func (m *Machine) reached() (actions []Action) {
 func (m *Machine) trainOn(e QuorumAsked) Action {
 	s := &m.standing
 	if s.view == nil {
-		view, err := recovery.NewView(m.group.ReplicaID, s.quorum.At(quorum.State{Step: s.allowed, CommittedQuorumID: s.committed}))
+		view, err := recovery.NewView(m.group.ReplicaID,
+			s.quorum.At(quorum.State{Step: s.allowed, CommittedQuorumID: s.committed}))
 		if err != nil {
 			return Fail{e.Waiter, Failure{KindInternal, err.Error()}}
 		}

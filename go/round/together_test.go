@@ -9,11 +9,12 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// This file plays the lighthouse's machine together with the machines of up to four groups of one rank, in all histories with a bounded number
-// of deviations from one schedule (delay-bounded scheduling: Emmi, Qadeer, Rakamarić, POPL 2011). A deviation delays what would happen next, or
-// is an event such as a failure (histories_test.go). Messages of one path arrive in order; a group receives quorums and notices by two paths.
-// The last group may be one of upstream: it has no stream, so it asks for each step, receives no notices, and reports neither the quorum of
-// its last commit nor the one that it is in.
+// This file plays the lighthouse's machine together with the machines of up to four groups of one rank, in
+// all histories with a bounded number of deviations from one schedule (delay-bounded scheduling: Emmi,
+// Qadeer, Rakamarić, POPL 2011). A deviation delays what would happen next, or is an event such as a failure
+// (histories_test.go). Messages of one path arrive in order; a group receives quorums and notices by two
+// paths. The last group may be one of upstream: it has no stream, so it asks for each step, receives no
+// notices, and reports neither the quorum of its last commit nor the one that it is in.
 
 // together is one history.
 type together struct {
@@ -76,14 +77,16 @@ type member struct {
 }
 
 var togetherPolicy = quorum.Policy{
-	MinReplicas: 1, JoinTimeout: 10 * time.Second, HeartbeatTimeout: 5 * time.Second, SuspectGrace: 200 * time.Millisecond,
+	MinReplicas: 1, JoinTimeout: 10 * time.Second, HeartbeatTimeout: 5 * time.Second,
+	SuspectGrace: 200 * time.Millisecond,
 }
 
 func newTogether(groups int) *together {
 	h := &together{now: epoch, waiters: map[quorum.WaiterID]*member{}, arrived: map[collective]int{}}
 	h.lighthouse = quorum.NewMachine(togetherPolicy, epoch, 0)
 	for i := range groups {
-		h.members = append(h.members, &member{id: string(rune('a' + i)), stands: -1, committed: -1, failed: map[int64]bool{}})
+		h.members = append(h.members, &member{id: string(rune('a' + i)), stands: -1, committed: -1,
+			failed: map[int64]bool{}})
 	}
 	return h
 }
@@ -96,7 +99,8 @@ func (h *together) start(m *member) {
 	}
 }
 
-// greet begins another stream: what was on its way on the one before is lost, and the shell sends again what the lighthouse has to know.
+// greet begins another stream: what was on its way on the one before is lost, and the shell sends again what
+// the lighthouse has to know.
 func (h *together) greet(m *member) {
 	m.up, m.answers, m.notices, m.late, m.away = nil, nil, nil, [3]int{}, time.Time{}
 	standsIn, step := m.machine.Standing()
@@ -132,7 +136,8 @@ func (h *together) feed(e quorum.Event) {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			h.formed = append(h.formed, a.Quorum)
-			h.logf("quorum %d at step %d of %d, stands: %t", a.Quorum.ID, a.Quorum.Members[0].Step, len(a.Quorum.Members), a.Quorum.Stands)
+			h.logf("quorum %d at step %d of %d, stands: %t", a.Quorum.ID, a.Quorum.Members[0].Step,
+				len(a.Quorum.Members), a.Quorum.Stands)
 			for _, w := range a.Waiters {
 				h.deliver(w, a.Quorum)
 			}
@@ -144,7 +149,8 @@ func (h *together) feed(e quorum.Event) {
 				h.notify(m.id, MemberFailed{QuorumID: a.QuorumID, ReplicaID: a.ReplicaID, Reason: a.Reason})
 			}
 		case quorum.Over:
-			h.notify(a.ReplicaID, MemberFailed{QuorumID: a.QuorumID, ReplicaID: a.ReplicaID, Reason: a.Reason})
+			h.notify(a.ReplicaID, MemberFailed{QuorumID: a.QuorumID, ReplicaID: a.ReplicaID,
+				Reason: a.Reason})
 		case quorum.Call:
 			for _, id := range a.ReplicaIDs {
 				h.notify(id, Called{a.QuorumID})
@@ -207,7 +213,8 @@ func (h *together) group(m *member, e Event) {
 		case Stop:
 			m.up = append(m.up, quorum.Stopped{ReplicaID: m.id, QuorumID: a.QuorumID, Step: a.Step})
 		case Part:
-			m.up = append(m.up, quorum.Parting{ReplicaID: m.id, QuorumID: a.QuorumID, Step: a.Step, Reason: a.Reason})
+			m.up = append(m.up, quorum.Parting{ReplicaID: m.id, QuorumID: a.QuorumID, Step: a.Step,
+				Reason: a.Reason})
 		case NeedQuorum:
 			m.up = append(m.up, quorum.Changes{ReplicaID: m.id, Reason: a.Reason})
 		case RequestDrain:
@@ -302,10 +309,12 @@ func (h *together) act(m *member) bool {
 	return true
 }
 
-// aborted reports whether the connections of a quorum in which each step is asked for have ended: a member of it is in a later one.
+// aborted reports whether the connections of a quorum in which each step is asked for have ended: a member of
+// it is in a later one.
 func (h *together) aborted(m *member) bool {
 	return !m.quorum.Stands && slices.ContainsFunc(h.members, func(o *member) bool {
-		return o.result != nil && o.result.QuorumID > m.result.QuorumID && slices.Contains(m.result.ReplicaIDs, o.id)
+		return o.result != nil && o.result.QuorumID > m.result.QuorumID &&
+			slices.Contains(m.result.ReplicaIDs, o.id)
 	})
 }
 
@@ -314,8 +323,8 @@ func (h *together) vote(m *member, yes bool) {
 	h.group(m, Voted{Waiter: WaiterID(h.waiter), Step: m.step, ShouldCommit: yes})
 }
 
-// paths are the things that can happen in a history, in the order of the schedule: for each member a message on one of three paths, and
-// an action of its rank.
+// paths are the things that can happen in a history, in the order of the schedule: for each member a message
+// on one of three paths, and an action of its rank.
 const paths = 4
 
 // does lets one of them happen, and reports whether it could.
@@ -398,7 +407,8 @@ func (h *together) run(actions int, deviations []deviation) {
 	}
 }
 
-// next lets the next thing that is possible happen, after as many others as are skipped. If there is none, and from time to time, time passes.
+// next lets the next thing that is possible happen, after as many others as are skipped. If there is none,
+// and from time to time, time passes.
 func (h *together) next(skip int) {
 	if h.played++; h.played%50 == 0 {
 		h.passes()
@@ -461,7 +471,8 @@ func (h *together) possible(path int) bool {
 	case "asks", "left":
 		return false
 	case "waits":
-		return m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout || h.aborted(m) || h.arrived[collective{m.result.QuorumID, m.step}] == len(m.result.ReplicaIDs)
+		return m.failed[m.result.QuorumID] || h.now.Sub(m.since) > timeout || h.aborted(m) ||
+			h.arrived[collective{m.result.QuorumID, m.step}] == len(m.result.ReplicaIDs)
 	}
 	return true
 }

@@ -55,7 +55,8 @@ func (r *scribe) run(words []string) []string {
 	switch words[0] {
 	case "group":
 		r.waiters, r.now = 0, epoch
-		r.machine = NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "store g", WorldSize: r.number(transcript.Option(args, "ranks"))})
+		r.machine = NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "store g",
+			WorldSize: r.number(transcript.Option(args, "ranks"))})
 		return nil
 	case "ask":
 		return r.step(QuorumAsked{
@@ -98,13 +99,17 @@ func (r *scribe) run(words []string) []string {
 	case "reached":
 		return r.step(Reached{})
 	case "round":
-		return r.step(RoundKnown{QuorumID: r.number(args[0]), Step: r.number(transcript.Option(args, "step"))})
+		return r.step(RoundKnown{QuorumID: r.number(args[0]),
+			Step: r.number(transcript.Option(args, "step"))})
 	case "failed":
-		kinds := map[string]Kind{"timeout": KindTimeout, "unavailable": KindUnavailable, "internal": KindInternal}
-		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Failure: &Failure{kinds[args[1]], "the lighthouse reported it"}})
+		kinds := map[string]Kind{"timeout": KindTimeout, "unavailable": KindUnavailable,
+			"internal": KindInternal}
+		return r.step(QuorumKnown{Round: uint64(r.number(args[0])),
+			Failure: &Failure{kinds[args[1]], "the lighthouse reported it"}})
 	case "vote":
 		return r.step(Voted{
-			Waiter: r.waiter(args), GroupRank: r.number(args[0]), Step: r.number(transcript.Option(args, "step")), ShouldCommit: args[1] == "yes",
+			Waiter: r.waiter(args), GroupRank: r.number(args[0]),
+			Step: r.number(transcript.Option(args, "step")), ShouldCommit: args[1] == "yes",
 		})
 	case "metadata":
 		return r.step(MetadataAsked{Waiter: r.waiter(args), GroupRank: r.number(args[0])})
@@ -117,7 +122,8 @@ func (r *scribe) run(words []string) []string {
 	case "back":
 		return r.step(RankBack{GroupRank: r.number(args[0])})
 	case "evicted":
-		return r.step(MemberFailed{QuorumID: r.number(args[0]), ReplicaID: cmp.Or(transcript.Option(args, "member"), "g"), Reason: "no progress"})
+		return r.step(MemberFailed{QuorumID: r.number(args[0]),
+			ReplicaID: cmp.Or(transcript.Option(args, "member"), "g"), Reason: "no progress"})
 	case "drained":
 		return r.step(Drained{})
 	case "signalled":
@@ -153,7 +159,8 @@ func describeAction(action Action) string {
 	switch a := action.(type) {
 	case AskLighthouse:
 		m := a.Member
-		line := fmt.Sprintf("ask the lighthouse, round %d within %s: %s at step %d, %d ranks", a.Round, a.Deadline.Sub(epoch), m.ReplicaID, m.Step, m.WorldSize)
+		line := fmt.Sprintf("ask the lighthouse, round %d within %s: %s at step %d, %d ranks", a.Round,
+			a.Deadline.Sub(epoch), m.ReplicaID, m.Step, m.WorldSize)
 		if m.ShrinkOnly {
 			line += ", shrink_only"
 		}
@@ -179,7 +186,8 @@ func describeAction(action Action) string {
 	case CancelLighthouse:
 		return fmt.Sprintf("cancel round %d", a.Round)
 	case AnswerQuorum:
-		line := fmt.Sprintf("waiter %d: quorum %d, replica rank %d of %d", a.Waiter, a.Result.QuorumID, a.Result.ReplicaRank, a.Result.ReplicaWorldSize)
+		line := fmt.Sprintf("waiter %d: quorum %d, replica rank %d of %d", a.Waiter, a.Result.QuorumID,
+			a.Result.ReplicaRank, a.Result.ReplicaWorldSize)
 		if a.Result.Heal {
 			line += ", heals from " + a.Result.Sources[0].ManagerAddress
 		}

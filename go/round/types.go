@@ -1,5 +1,5 @@
-// Package round is the manager server's machine: it gathers the ranks of one replica group for a quorum and for a commit
-// vote, and answers every waiting rank, whether the round succeeds, fails or times out.
+// Package round is the manager server's machine: it gathers the ranks of one replica group for a quorum and
+// for a commit vote, and answers every waiting rank, whether the round succeeds, fails or times out.
 //
 // It is pure: time is an argument, RPCs and broken connections are events, answers are actions.
 package round
@@ -45,7 +45,8 @@ type (
 		Step         int64
 		ShouldCommit bool
 	}
-	// MemberFailed: a member, which may be this group, counts as failed in a quorum, and the others continue without it.
+	// MemberFailed: a member, which may be this group, counts as failed in a quorum, and the others continue
+	// without it.
 	MemberFailed struct {
 		QuorumID  int64
 		ReplicaID string
@@ -53,7 +54,8 @@ type (
 	}
 	// Called: the lighthouse calls the quorum after this one.
 	Called struct{ QuorumID int64 }
-	// Reached: the group has a stream with a lighthouse, perhaps another one, which has not received earlier reports.
+	// Reached: the group has a stream with a lighthouse, perhaps another one, which has not received earlier
+	// reports.
 	Reached struct{}
 	// RoundKnown: the first step that needs another quorum than this one.
 	RoundKnown struct {
@@ -64,8 +66,8 @@ type (
 	Drained struct{}
 	// DrainAsked: a rank requests it. The request may be lost, so Request.Drain repeats it.
 	DrainAsked struct{}
-	// ProgressAsked: the lighthouse asks for the group's progress. The shell asks the ranks, waits for their answers for a while,
-	// and calls Machine.Progress.
+	// ProgressAsked: the lighthouse asks for the group's progress. The shell asks the ranks, waits for their
+	// answers for a while, and calls Machine.Progress.
 	ProgressAsked struct{}
 	// RankProgressed: a rank's answer to ProgressAsked.
 	RankProgressed struct {
@@ -73,14 +75,15 @@ type (
 		Waits     bool   // it waits for other groups
 		What      string // its activity, in words
 	}
-	// MetadataAsked: a client requests the address at which a rank serves its checkpoint. It is answered at once.
+	// MetadataAsked: a client requests the address at which a rank serves its checkpoint. It is answered at
+	// once.
 	MetadataAsked struct {
 		Waiter    WaiterID
 		GroupRank int64
 	}
-	// Withdrawn: the deadline of a waiter passed, or its call was cancelled. The gathering or the vote to which the waiter belongs
-	// ends, and all of its waiters get Fail with a reason that names the missing ranks. If the shell has already answered this
-	// waiter, it ignores the Fail.
+	// Withdrawn: the deadline of a waiter passed, or its call was cancelled. The gathering or the vote to
+	// which the waiter belongs ends, and all of its waiters get Fail with a reason that names the missing
+	// ranks. If the shell has already answered this waiter, it ignores the Fail.
 	Withdrawn struct {
 		Waiter  WaiterID
 		Timeout bool
@@ -142,7 +145,8 @@ type (
 		QuorumID int64
 		Step     int64
 	}
-	// Part tells the lighthouse that the group leaves the quorum that stands: the others may wait for it in a step.
+	// Part tells the lighthouse that the group leaves the quorum that stands: the others may wait for it in a
+	// step.
 	Part struct {
 		QuorumID int64
 		Step     int64 // the steps before this one are committed
@@ -157,7 +161,8 @@ type (
 		Waiter   WaiterID
 		Metadata string
 	}
-	// ReportIncomplete reports to the lighthouse that a rank has failed, so that the group counts as failed until it asks again.
+	// ReportIncomplete reports to the lighthouse that a rank has failed, so that the group counts as failed
+	// until it asks again.
 	ReportIncomplete struct{ Reason string }
 	// Fail answers one waiter with an error.
 	Fail struct {

@@ -7,8 +7,9 @@ import (
 
 // ballot holds the votes on one attempt of a step, from the first vote until all are answered.
 //
-// The step does not identify the attempt: after a failed commit the same step is tried again. Between two attempts all ranks ask for a
-// new quorum, and the first request ends the ballot (abandoned). So a vote on the first attempt never counts in the second one.
+// The step does not identify the attempt: after a failed commit the same step is tried again. Between two
+// attempts all ranks ask for a new quorum, and the first request ends the ballot (abandoned). So a vote on
+// the first attempt never counts in the second one.
 type ballot struct {
 	step  int64
 	votes []*Voted // by rank
@@ -30,10 +31,12 @@ func (m *Machine) voted(e Voted) []Action {
 	if b.count > 0 && e.Step != b.step {
 		if e.Step < b.step {
 			return []Action{Fail{e.Waiter, Failure{KindAborted, fmt.Sprintf(
-				"rank %d votes on step %d, but a later vote, on step %d, has begun", e.GroupRank, e.Step, b.step)}}}
+				"rank %d votes on step %d, but a later vote, on step %d, has begun", e.GroupRank, e.Step,
+				b.step)}}}
 		}
 		actions = m.endBallot(Failure{KindAborted, fmt.Sprintf(
-			"rank %d began a later vote, on step %d, before all had voted on step %d", e.GroupRank, e.Step, b.step)})
+			"rank %d began a later vote, on step %d, before all had voted on step %d", e.GroupRank, e.Step,
+			b.step)})
 	}
 	b.step = e.Step
 
@@ -86,15 +89,18 @@ func (m *Machine) voted(e Voted) []Action {
 	return actions
 }
 
-// abandoned ends the ballot when a rank asks for the next quorum: that rank has abandoned the attempt, and will not vote. If the ballot stayed
-// open, this rank would wait in the quorum for a rank that waits for its vote: a deadlock until a deadline.
+// abandoned ends the ballot when a rank asks for the next quorum: that rank has abandoned the attempt, and
+// will not vote. If the ballot stayed open, this rank would wait in the quorum for a rank that waits for its
+// vote: a deadlock until a deadline.
 //
-// Without failures no ballot is open then: all ranks have voted before the first one receives the decision and continues. But ranks begin
-// a step of a quorum that stands by themselves. If a member fails at that moment, one may have begun it, and another one, which knows of the
-// failure, asks: the step is not committed, and no rank did anything wrong.
+// Without failures no ballot is open then: all ranks have voted before the first one receives the decision
+// and continues. But ranks begin a step of a quorum that stands by themselves. If a member fails at that
+// moment, one may have begun it, and another one, which knows of the failure, asks: the step is not
+// committed, and no rank did anything wrong.
 func (m *Machine) abandoned(rank int64) []Action {
 	if begun := m.standing.begun; begun == 0 || m.ballot.step != begun {
-		return m.endBallot(Failure{KindAborted, fmt.Sprintf("rank %d asked for the next quorum, and will not vote on step %d", rank, m.ballot.step)})
+		return m.endBallot(Failure{KindAborted, fmt.Sprintf("rank %d asked for the next quorum, and will "+
+			"not vote on step %d", rank, m.ballot.step)})
 	}
 	return m.closeBallot(fmt.Sprintf("it has not committed step %d", m.ballot.step), func(v *Voted) Action {
 		m.ranks[v.GroupRank].begin(afterVote, v.Step, m.now)
@@ -104,8 +110,9 @@ func (m *Machine) abandoned(rank int64) []Action {
 
 // abandonedBefore finds a rank that asked for the next quorum before this vote, -1 if there is none.
 //
-// If the voter itself has a pending quorum request, it cancelled that request before it voted. The Withdrawn of that request, which
-// comes from another goroutine, has not been fed yet. It will end the gathering, so the vote may stay open.
+// If the voter itself has a pending quorum request, it cancelled that request before it voted. The Withdrawn
+// of that request, which comes from another goroutine, has not been fed yet. It will end the gathering, so
+// the vote may stay open.
 func (m *Machine) abandonedBefore(voter int64) int {
 	g := &m.gathering
 	if g.count == 0 || g.asked[voter] != nil {
@@ -140,7 +147,8 @@ func (m *Machine) endBallot(f Failure) []Action {
 	return m.closeBallot(f.Reason, func(v *Voted) Action { return Fail{v.Waiter, f} })
 }
 
-// closeBallot answers all pending votes of a step that is not committed. The group parts with the quorum, for the reason.
+// closeBallot answers all pending votes of a step that is not committed. The group parts with the quorum, for
+// the reason.
 func (m *Machine) closeBallot(reason string, answer func(*Voted) Action) []Action {
 	b := &m.ballot
 	var actions []Action

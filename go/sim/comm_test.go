@@ -49,7 +49,8 @@ func (r *rank) leaveComm(silent bool) {
 	r.comm = nil
 }
 
-// reduce waits until all ranks have reached the collective, one of them aborts the process group, or the timeout is over.
+// reduce waits until all ranks have reached the collective, one of them aborts the process group, or the
+// timeout is over.
 func (r *rank) reduce() (sum uint64, ok bool) {
 	var w *waiter
 	var c *comm
@@ -88,7 +89,8 @@ func (r *rank) reduce() (sum uint64, ok bool) {
 	return sum, ok
 }
 
-// complete ends the collective if all ranks have reached it, and no link between them is cut: for each rank after a different time.
+// complete ends the collective if all ranks have reached it, and no link between them is cut: for each rank
+// after a different time.
 func (c *comm) complete() {
 	for i, id := range c.members {
 		if c.waiting[id] == nil || c.waiting[id].complete {
@@ -122,15 +124,16 @@ func (c *comm) end(w *waiter, ok bool) {
 	}
 }
 
-// abort ends the process group, and its collective with an error for the ranks that the aborting rank can reach. Without the data of a
-// failed member, also ranks fail for which the collective was about to complete.
+// abort ends the process group, and its collective with an error for the ranks that the aborting rank can
+// reach. Without the data of a failed member, also ranks fail for which the collective was about to complete.
 func (c *comm) abort(by *rank) {
 	if c.aborted {
 		return
 	}
 	c.aborted = true
 	for id, w := range c.waiting {
-		if id != by.g.life.id && by.g.j.judge.connected(id, by.g.life.id) && (!w.complete || by.g.life.killed) {
+		if id != by.g.life.id && by.g.j.judge.connected(id, by.g.life.id) &&
+			(!w.complete || by.g.life.killed) {
 			c.end(w, false)
 		}
 	}

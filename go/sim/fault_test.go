@@ -27,41 +27,49 @@ func (s slots) String() string {
 type faultKind int
 
 const (
-	crash            faultKind = iota // processes of groups are killed; their hosts close the connections
-	vanish                            // hosts of groups vanish, without a sign to the others
-	rankFails                         // rank n of groups ends, and then its group
-	leave                             // groups shut down properly
-	killLighthouse                    // the lighthouse is killed, and started again, with its state if that is on disk
-	vanishLighthouse                  // the host of the lighthouse vanishes
-	partition                         // groups are cut off from the lighthouse and from all other groups
-	cutLighthouse                     // groups are cut off from the lighthouse only
-	cutUp                             // messages of groups do not reach the lighthouse until the fault is over
-	cutDown                           // messages of the lighthouse do not reach groups
-	cutPeers                          // groups are cut off from the other groups, not from the lighthouse
-	cutPeersOneWay                    // messages of groups do not reach the other groups
-	pause                             // groups are stopped: SIGSTOP, or a snapshot of a virtual machine
-	pauseLighthouse                   // the lighthouse is stopped, as seen from outside
-	slow                              // groups compute and answer slowly
-	noise                             // connections break, again and again
-	flaky                             // the next collective of groups fails at its end, when peers may have finished
-	loseVote                          // the next decision does not reach the last rank of groups
-	dropRank                          // the connection of the last rank of groups to its manager server breaks
-	shrinkOnly                        // groups set shrink_only for n steps
-	stall                             // groups do not reach their collective, while their manager servers are alive
-	accuse                            // groups falsely report a failed collective with a healthy peer
-	drain                             // an operator requests that groups leave
-	signal                            // rank n of groups is asked to leave, as by SIGTERM
-	finish                            // the training of all groups is complete; another one begins
-	claim                             // groups falsely claim to know a later quorum, and show none
+	crash     faultKind = iota // processes of groups are killed; their hosts close the connections
+	vanish                     // hosts of groups vanish, without a sign to the others
+	rankFails                  // rank n of groups ends, and then its group
+	leave                      // groups shut down properly
+	// the lighthouse is killed, and started again, with its state if that is on disk
+	killLighthouse
+	vanishLighthouse // the host of the lighthouse vanishes
+	partition        // groups are cut off from the lighthouse and from all other groups
+	cutLighthouse    // groups are cut off from the lighthouse only
+	// messages of groups do not reach the lighthouse until the fault is over
+	cutUp
+	cutDown         // messages of the lighthouse do not reach groups
+	cutPeers        // groups are cut off from the other groups, not from the lighthouse
+	cutPeersOneWay  // messages of groups do not reach the other groups
+	pause           // groups are stopped: SIGSTOP, or a snapshot of a virtual machine
+	pauseLighthouse // the lighthouse is stopped, as seen from outside
+	slow            // groups compute and answer slowly
+	noise           // connections break, again and again
+	// the next collective of groups fails at its end, when peers may have finished
+	flaky
+	loseVote // the next decision does not reach the last rank of groups
+	// the connection of the last rank of groups to its manager server breaks
+	dropRank
+	shrinkOnly // groups set shrink_only for n steps
+	// groups do not reach their collective, while their manager servers are alive
+	stall
+	accuse // groups falsely report a failed collective with a healthy peer
+	drain  // an operator requests that groups leave
+	signal // rank n of groups is asked to leave, as by SIGTERM
+	finish // the training of all groups is complete; another one begins
+	claim  // groups falsely claim to know a later quorum, and show none
 
 	faultKinds
 	drawnKinds = claim // kinds from here on are not drawn: a test requests them
 )
 
 var faultWords = [faultKinds]string{
-	"crash", "vanish", "a rank fails", "leave", "the lighthouse is killed", "the host of the lighthouse vanishes",
-	"partition", "cut from the lighthouse", "cut towards the lighthouse", "cut on the way back from the lighthouse",
-	"cut from peers", "cut towards peers", "pause", "the lighthouse pauses", "slow", "noise", "the next collective fails",
+	"crash", "vanish", "a rank fails", "leave", "the lighthouse is killed",
+	"the host of the lighthouse vanishes",
+	"partition", "cut from the lighthouse", "cut towards the lighthouse",
+	"cut on the way back from the lighthouse",
+	"cut from peers", "cut towards peers", "pause", "the lighthouse pauses", "slow", "noise",
+	"the next collective fails",
 	"the decision is lost", "a connection of a rank breaks", "shrink_only", "stall", "accuse a peer", "drain",
 	"a rank is asked to leave", "the training ends", "claim a quorum",
 }
@@ -89,7 +97,8 @@ func (f fault) String() string {
 	return s
 }
 
-// drawFaults draws a schedule: on average one fault in each interval, some of them in bursts. If kinds are given, only of these.
+// drawFaults draws a schedule: on average one fault in each interval, some of them in bursts. If kinds are
+// given, only of these.
 func (s *setup) drawFaults(interval time.Duration, kinds ...faultKind) {
 	r := rand.New(rand.NewPCG(s.seed, 4))
 	s.faults = nil
@@ -141,14 +150,16 @@ func (s *setup) drawFault(r *rand.Rand, kind faultKind) fault {
 	return f
 }
 
-// cost returns how many steps a fault may cost each rank, in the affected groups and in the others: docs/correctness.md has the
-// table. Some faults cost steps repeatedly while they last.
+// cost returns how many steps a fault may cost each rank, in the affected groups and in the others:
+// docs/correctness.md has the table. Some faults cost steps repeatedly while they last.
 func (f *fault) cost(s *setup) int {
 	switch f.kind {
 	case pauseLighthouse, shrinkOnly, accuse, drain, signal:
 		return 0
 	case crash, rankFails, leave, finish:
-		return 2 // the step whose data a peer was still receiving, and the next one, whose quorum already included the failed group
+		// the step whose data a peer was still receiving, and the next one, whose quorum already included the
+		// failed group
+		return 2
 	case cutPeers, cutPeersOneWay, slow:
 		return 2 + int(f.lasts/s.timeout)
 	case flaky:
@@ -160,8 +171,8 @@ func (f *fault) cost(s *setup) int {
 	}
 }
 
-// rough reports whether the rules with a time limit are suspended while the fault lasts. A group that stays slow makes the others
-// lose each step if it computes for longer than they wait.
+// rough reports whether the rules with a time limit are suspended while the fault lasts. A group that stays
+// slow makes the others lose each step if it computes for longer than they wait.
 func (f *fault) rough() bool {
 	switch f.kind {
 	case pause, pauseLighthouse, slow, noise, stall, claim:
@@ -175,8 +186,8 @@ func (f *fault) ofNetwork() bool {
 	return f.kind >= partition && f.kind <= cutPeersOneWay || f.kind == slow
 }
 
-// unclear reports whether a group that lives may count as failed at the lighthouse because of the fault: rules about who is healthy
-// are not checked meanwhile, and for a while afterwards.
+// unclear reports whether a group that lives may count as failed at the lighthouse because of the fault:
+// rules about who is healthy are not checked meanwhile, and for a while afterwards.
 func (f *fault) unclear() bool {
 	switch f.kind {
 	case rankFails, pause, pauseLighthouse, noise, dropRank:

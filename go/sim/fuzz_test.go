@@ -13,8 +13,8 @@ const (
 	mostFaults = 16
 )
 
-// decoded returns the history of arbitrary bytes: a job, and its faults. A change of a byte after the first three changes the
-// schedule only a little, which helps the fuzzer.
+// decoded returns the history of arbitrary bytes: a job, and its faults. A change of a byte after the first
+// three changes the schedule only a little, which helps the fuzzer.
 func decoded(b []byte) setup {
 	var head [jobBytes]byte
 	b = b[copy(head[:], b):]

@@ -102,14 +102,17 @@ const shutdownTime = 5 * time.Second
 
 func (g *group) serve() (*manager.Server, error) {
 	cfg := g.j.cluster.ServerConfig(g.life.id, int64(g.j.setup.ranks))
-	cfg.Hostname, cfg.Network, cfg.LighthouseAddr, cfg.StoreAddr = g.name, g.host, "http://"+lighthouseName+":29510", g.name+":1"
+	cfg.Hostname, cfg.Network, cfg.LighthouseAddr, cfg.StoreAddr = g.name, g.host,
+		"http://"+lighthouseName+":29510", g.name+":1"
 	cfg.Logger = slog.New(slog.NewTextHandler(g.j.cluster.Log, nil))
 	if g.j.setup.upstream.has(g.slot) {
-		conn, err := rpc.Dial(g.ctx, rpc.Dialing{Security: auth.Security{}, Network: g.host}, "lighthouse", cfg.LighthouseAddr, cfg.ConnectTimeout)
+		conn, err := rpc.Dial(g.ctx, rpc.Dialing{Security: auth.Security{}, Network: g.host}, "lighthouse",
+			cfg.LighthouseAddr, cfg.ConnectTimeout)
 		if err != nil {
 			return nil, err
 		}
-		cfg.Membership = upstreamMember{fttest.NoMembership{}, g, conn, torchftpb.NewLighthouseServiceClient(conn)}
+		cfg.Membership = upstreamMember{fttest.NoMembership{}, g, conn,
+			torchftpb.NewLighthouseServiceClient(conn)}
 		return fttest.NewManager(g.ctx, cfg)
 	}
 	m, err := fttest.Join(g.ctx, cfg)
@@ -216,8 +219,8 @@ func (u upstreamMember) Attend(ctx context.Context, interval time.Duration, reac
 
 func (u upstreamMember) Close() error { return u.conn.Close() }
 
-// note reports to the judge (job.note), unless the group has failed: its processes may act until they end, but without an effect on
-// other groups.
+// note reports to the judge (job.note), unless the group has failed: its processes may act until they end,
+// but without an effect on other groups.
 func (g *group) note(what func(*judge)) (alive bool) {
 	g.j.note(func(judge *judge) {
 		if alive = !g.life.killed; alive {
@@ -227,8 +230,8 @@ func (g *group) note(what func(*judge)) (alive bool) {
 	return alive
 }
 
-// end ends a group, and starts another one in its slot. The connections break if its processes end, but not if its host vanishes. A
-// group that shuts down reports it.
+// end ends a group, and starts another one in its slot. The connections break if its processes end, but not
+// if its host vanishes. A group that shuts down reports it.
 func (g *group) end(how faultKind, why string, down time.Duration) {
 	j := g.j
 	if !g.note(func(judge *judge) {

@@ -119,8 +119,8 @@ type lighthouseHost struct {
 	life   lock // held while the lighthouse starts or ends
 }
 
-// lock is a mutex that may be held while time passes. In a synctest bubble, time does not advance while a goroutine waits for a
-// sync.Mutex.
+// lock is a mutex that may be held while time passes. In a synctest bubble, time does not advance while a
+// goroutine waits for a sync.Mutex.
 type lock chan struct{}
 
 func (l lock) Lock()   { l <- struct{}{} }
@@ -134,7 +134,8 @@ func (h *lighthouseHost) begin() {
 	}
 	s := h.j.setup
 	h.server = h.j.cluster.LighthouseOn(lighthouseName, s.policy.MinReplicas, func(cfg *lighthouse.Config) {
-		cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = s.policy.JoinTimeout, s.policy.HeartbeatTimeout, s.policy.SuspectGrace
+		cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = s.policy.JoinTimeout,
+			s.policy.HeartbeatTimeout, s.policy.SuspectGrace
 		cfg.StalledAfter, cfg.EjectStalledAfter = s.policy.StalledAfter, s.policy.EjectStalledAfter
 		cfg.QuorumTick, cfg.StateDir = s.tick, h.dir
 		cfg.Logger = slog.New(slog.NewTextHandler(h.j.cluster.Log, nil))
@@ -182,7 +183,9 @@ func (h *lighthouseHost) end() {
 	}
 	if s := h.server.Status(); s.Waiters > 0 || s.Healthy > 0 {
 		h.j.note(func(judge *judge) {
-			judge.broken(ruleMemory, "the lighthouse remembers %d healthy groups and %d waiters of a job that is over", s.Healthy, s.Waiters)
+			judge.broken(ruleMemory,
+				"the lighthouse remembers %d healthy groups and %d waiters of a job that is over", s.Healthy,
+				s.Waiters)
 		})
 	}
 	h.server.Shutdown()

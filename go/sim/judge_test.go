@@ -10,8 +10,9 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// judge checks the rules in a history. The runner reports to it the faults, the actions of members and ranks, and the messages that
-// they receive, in the order in which they happen; the judge has no other information. Calls of its methods do not overlap.
+// judge checks the rules in a history. The runner reports to it the faults, the actions of members and ranks,
+// and the messages that they receive, in the order in which they happen; the judge has no other information.
+// Calls of its methods do not overlap.
 type judge struct {
 	setup
 	log    func(at time.Duration, line string)
@@ -49,8 +50,10 @@ type judge struct {
 	deserted time.Duration // when there was no live group last
 	lastTime time.Duration
 
-	calmed bool          // all groups have trained together since the last change
-	failed *life         // the only group that has failed since the job was calm; nil if there is none, or if there was another change
+	calmed bool // all groups have trained together since the last change
+	// the only group that has failed since the job was calm; nil if there is none, or if there was another
+	// change
+	failed *life
 	known  time.Duration // the latest time at which the others learn of this failure
 
 	doubts []doubt
@@ -129,7 +132,8 @@ type life struct {
 
 func newJudge(s setup, log func(time.Duration, string)) *judge {
 	j := &judge{
-		setup: s, log: log, places: make([]place, s.slots), byID: map[string]*life{}, planes: map[planeKey]*plane{},
+		setup: s, log: log, places: make([]place, s.slots), byID: map[string]*life{},
+		planes:  map[planeKey]*plane{},
 		quorums: map[int64][]string{},
 	}
 	for range s.slots {
@@ -171,7 +175,8 @@ func (j *judge) lighthouse(up bool) {
 	j.logf("the lighthouse is up: %t", up)
 }
 
-// begins reports that a fault begins. The ends of groups and of the lighthouse are reported by fails and lighthouse.
+// begins reports that a fault begins. The ends of groups and of the lighthouse are reported by fails and
+// lighthouse.
 func (j *judge) begins(f *fault) {
 	j.result.faults++
 	j.mayLose += f.cost(&j.setup)
@@ -245,7 +250,8 @@ func (j *judge) starts(slot int) *life {
 	p := &j.places[slot]
 	j.calmed = false
 	p.lives++
-	l := &life{slot: slot, id: fmt.Sprintf("%s:%d", machineOf(slot), p.lives), began: j.now, lastCommit: j.now, out: -1}
+	l := &life{slot: slot, id: fmt.Sprintf("%s:%d", machineOf(slot), p.lives), began: j.now,
+		lastCommit: j.now, out: -1}
 	for i := range j.ranks {
 		l.ranks = append(l.ranks, newModel(j, l, i))
 	}
@@ -267,7 +273,8 @@ func (j *judge) fails(l *life, why string, silent bool) {
 	l.announced = l.finished && j.clear() && j.attached(l.slot)
 	l.killed, l.ended = true, j.now
 	j.unsettle()
-	if calm && j.upstream == 0 && slices.Contains(j.last, l.id) { // a group of upstream has no stream, whose end would show its failure
+	if calm && j.upstream == 0 && slices.Contains(j.last, l.id) {
+		// a group of upstream has no stream, whose end would show its failure
 		j.failed, j.known = l, j.now+j.policy.SuspectGrace
 		if silent {
 			j.known = j.now + j.policy.HeartbeatTimeout

@@ -28,73 +28,90 @@ type mistake struct {
 	found    []string     // one of these rules must find it
 }
 
-// Planted mistakes in the machines and in the shells: some were made in other implementations, others would be easy to make. A text of
-// the source is replaced, so that production code needs no switches: the compiler reads modified copies (go test -overlay). In the
-// replacement, $ is the condition that this mistake is to be made, so that one binary has all mistakes.
+// Planted mistakes in the machines and in the shells: some were made in other implementations, others would
+// be easy to make. A text of the source is replaced, so that production code needs no switches: the compiler
+// reads modified copies (go test -overlay). In the replacement, $ is the condition that this mistake is to be
+// made, so that one binary has all mistakes.
 var mistakes = []mistake{
 	// The lighthouse's machine.
 	{
 		"one waiter gets no answer", "quorum/form.go", "	m.do(answer)\n",
-		"	if n := len(answer.Waiters); $ && n > 1 {\n		answer.Waiters = answer.Waiters[:n-1]\n	}\n	m.do(answer)\n",
+		"	if n := len(answer.Waiters); $ && n > 1 {\n		answer.Waiters = " +
+			"answer.Waiters[:n-1]\n	}\n	m.do(answer)\n",
 		nil, []string{ruleBroadcast},
 	},
 	{
-		"upstream members of older quorums are not behind", "quorum/behind.go", "behind := reached > 0 &&", "behind := !$ && reached > 0 &&",
+		"upstream members of older quorums are not behind", "quorum/behind.go", "behind := reached > 0 &&",
+		"behind := !$ && reached > 0 &&",
 		func(s *setup) { apart(s); s.upstream = ^slots(0) }, []string{ruleEqual},
 	},
 	{
-		"withdrawn requests stay", "quorum/machine.go", "		m.roster.withdraw(e.Waiter, m.now)\n", "		if !$ {\n			m.roster.withdraw(e.Waiter, m.now)\n		}\n",
+		"withdrawn requests stay", "quorum/machine.go", "		m.roster.withdraw(e.Waiter, m.now)\n",
+		"		if !$ {\n			m.roster.withdraw(e.Waiter, m.now)\n		}\n",
 		nil, []string{ruleMembers, ruleStale, ruleMemory, ruleBroadcast},
 	},
 	{
-		"a request counts with the step before", "quorum/roster.go", "	s.waiters[e.Waiter] = r\n", "	s.waiters[e.Waiter] = r\n	if $ && e.Member.Step > 0 {\n		e.Member.Step--\n	}\n",
+		"a request counts with the step before", "quorum/roster.go", "	s.waiters[e.Waiter] = r\n",
+		"	s.waiters[e.Waiter] = r\n	if $ && e.Member.Step > 0 {\n		e.Member.Step--\n	}\n",
 		nil, []string{ruleStale},
 	},
 	{
-		"quorum_id stays when members change", "quorum/form.go", "newID(d.changed ||", "newID(d.changed && !($ && before != nil) ||",
+		"quorum_id stays when members change", "quorum/form.go", "newID(d.changed ||",
+		"newID(d.changed && !($ && before != nil) ||",
 		nil, []string{ruleOneSet},
 	},
 	{
-		"ids begin at 0 again", "quorum/machine.go", "floor: firstID(term, start.UnixMilli())", "floor: firstID(term, start.UnixMilli()*map[bool]int64{true: 0, false: 1}[$])",
+		"ids begin at 0 again", "quorum/machine.go", "floor: firstID(term, start.UnixMilli())",
+		"floor: firstID(term, start.UnixMilli()*map[bool]int64{true: 0, false: 1}[$])",
 		func(s *setup) { s.disk = false; only(killLighthouse, crash)(s) }, []string{ruleIDs, ruleOneSet},
 	},
 	{
-		"newcomers never accepted", "quorum/compute.go", "d.shrink = t.shrinkers > 0 &&", "d.shrink = (t.shrinkers > 0 || $) &&",
+		"newcomers never accepted", "quorum/compute.go", "d.shrink = t.shrinkers > 0 &&",
+		"d.shrink = (t.shrinkers > 0 || $) &&",
 		nil, []string{ruleNewcomer, ruleForms, ruleTogether},
 	},
 	{
-		"no join_timeout_ms", "quorum/compute.go", "case t.joining >= p.JoinTimeout &&", "case (t.joining >= p.JoinTimeout || $) &&",
+		"no join_timeout_ms", "quorum/compute.go", "case t.joining >= p.JoinTimeout &&",
+		"case (t.joining >= p.JoinTimeout || $) &&",
 		only(crash, leave), []string{ruleMajority},
 	},
 	{
-		"no min_replicas", "quorum/compute.go", "case d.eligible() < p.MinReplicas:", "case d.eligible() < p.MinReplicas && !$:",
+		"no min_replicas", "quorum/compute.go", "case d.eligible() < p.MinReplicas:",
+		"case d.eligible() < p.MinReplicas && !$:",
 		only(crash, vanish), []string{ruleMajority},
 	},
 	{
-		"half of the healthy suffice", "quorum/compute.go", "case 2*t.candidates <= t.healthy:", "case 2*t.candidates <= t.healthy && !($ && 2*t.candidates == t.healthy):",
+		"half of the healthy suffice", "quorum/compute.go", "case 2*t.candidates <= t.healthy:",
+		"case 2*t.candidates <= t.healthy && !($ && 2*t.candidates == t.healthy):",
 		startsSlowly, []string{ruleMajority},
 	},
 	{
-		"no timer", "quorum/machine.go", "		m.drains.tick()\n		return true", "		m.drains.tick()\n		return !$",
+		"no timer", "quorum/machine.go", "		m.drains.tick()\n		return true",
+		"		m.drains.tick()\n		return !$",
 		func(s *setup) {
 			s.slots, s.load, s.policy.MinReplicas, s.policy.JoinTimeout = 4, 40*time.Second, 1, 2*time.Second
 			s.drawFaults(20*time.Second, crash)
 		}, []string{ruleForms},
 	},
 	{
-		"heartbeats count only with a request", "quorum/machine.go", "		unknown := e.Call", "		if $ {\n			return false\n		}\n		unknown := e.Call",
-		func(s *setup) { s.compute, s.faults = 8*time.Second, nil; s.timeout += 30 * time.Second }, []string{ruleCause, ruleCalm, ruleProgress},
+		"heartbeats count only with a request", "quorum/machine.go", "		unknown := e.Call",
+		"		if $ {\n			return false\n		}\n		unknown := e.Call",
+		func(s *setup) { s.compute, s.faults = 8*time.Second, nil; s.timeout += 30 * time.Second },
+		[]string{ruleCause, ruleCalm, ruleProgress},
 	},
 	{
-		"heartbeats kept for ever", "quorum/roster.go", "if now.Sub(r.lastBeat) < s.timeout {", "if now.Sub(r.lastBeat) < s.timeout || $ {",
+		"heartbeats kept for ever", "quorum/roster.go", "if now.Sub(r.lastBeat) < s.timeout {",
+		"if now.Sub(r.lastBeat) < s.timeout || $ {",
 		only(vanish), []string{ruleMemory, ruleForms, ruleSoon, ruleReported},
 	},
 	{
-		"failures not reported", "quorum/machine.go", "		m.do(Failed{QuorumID", "		if $ {\n			continue\n		}\n		m.do(Failed{QuorumID",
+		"failures not reported", "quorum/machine.go", "		m.do(Failed{QuorumID",
+		"		if $ {\n			continue\n		}\n		m.do(Failed{QuorumID",
 		only(vanish), []string{ruleReported, ruleSoon},
 	},
 	{
-		"evicted members stay evicted", "quorum/roster.go", "		r.out = \"\"\n		r.requests = append", "		if !$ {\n			r.out = \"\"\n		}\n		r.requests = append",
+		"evicted members stay evicted", "quorum/roster.go", "		r.out = \"\"\n		r.requests = append",
+		"		if !$ {\n			r.out = \"\"\n		}\n		r.requests = append",
 		func(s *setup) {
 			s.policy.StalledAfter, s.policy.EjectStalledAfter = 2*time.Second, 3*time.Second
 			s.timeout += 10 * time.Second
@@ -102,23 +119,28 @@ var mistakes = []mistake{
 		}, []string{ruleForms, ruleMajority, ruleTogether, ruleNewcomer, ruleProgress},
 	},
 	{
-		"leaving groups ignored", "quorum/machine.go", "		m.drains.leaving(e.ReplicaID)\n", "		if !$ {\n			m.drains.leaving(e.ReplicaID)\n		}\n",
+		"leaving groups ignored", "quorum/machine.go", "		m.drains.leaving(e.ReplicaID)\n",
+		"		if !$ {\n			m.drains.leaving(e.ReplicaID)\n		}\n",
 		only(drain, signal), []string{ruleWaiters, ruleForms},
 	},
 	{
-		"groups that left released at once", "quorum/drain.go", "	if !r.previous { // it is not", "	if !r.previous || $ { // it is not",
+		"groups that left released at once", "quorum/drain.go", "	if !r.previous { // it is not",
+		"	if !r.previous || $ { // it is not",
 		only(drain, signal), []string{ruleRelease},
 	},
 	{
-		"released at the next tick", "quorum/drain.go", "return r.alive() && !r.waiting() })", "return !$ && r.alive() && !r.waiting() })",
+		"released at the next tick", "quorum/drain.go", "return r.alive() && !r.waiting() })",
+		"return !$ && r.alive() && !r.waiting() })",
 		func(s *setup) { s.delay *= 10; only(drain, signal)(s) }, []string{ruleRelease},
 	},
 	{
-		"one liar evicts a peer", "quorum/suspicion.go", "if e.Reached || s.past.latest == nil", "if e.Reached && !$ || s.past.latest == nil",
+		"one liar evicts a peer", "quorum/suspicion.go", "if e.Reached || s.past.latest == nil",
+		"if e.Reached && !$ || s.past.latest == nil",
 		func(s *setup) { pairOf(s); only(accuse)(s) }, []string{ruleCause},
 	},
 	{
-		"waiting members evicted as stalled", "quorum/progress.go", "if !r.alive() || r.waiting() || p.Waits {", "if !r.alive() || r.waiting() || p.Waits && !$ {",
+		"waiting members evicted as stalled", "quorum/progress.go",
+		"if !r.alive() || r.waiting() || p.Waits {", "if !r.alive() || r.waiting() || p.Waits && !$ {",
 		func(s *setup) {
 			s.policy.StalledAfter, s.policy.EjectStalledAfter = 3*time.Second, 4*time.Second
 			s.timeout += 10 * time.Second
@@ -126,15 +148,18 @@ var mistakes = []mistake{
 		}, []string{ruleCause},
 	},
 	{
-		"no wait for members ahead", "quorum/memory.go", "case m.mayCome() && (m.behind", "case m.mayCome() && !$ && (m.behind",
+		"no wait for members ahead", "quorum/memory.go", "case m.mayCome() && (m.behind",
+		"case m.mayCome() && !$ && (m.behind",
 		func(s *setup) {
-			s.policy.MinReplicas, s.policy.JoinTimeout, s.policy.HeartbeatTimeout = 1, 200*time.Millisecond, 5*time.Second
+			s.policy.MinReplicas, s.policy.JoinTimeout, s.policy.HeartbeatTimeout = 1, 200*time.Millisecond,
+				5*time.Second
 			s.compute = 2 * time.Second
 			only(crash)(s)
 		}, []string{ruleBehind},
 	},
 	{
-		"a finished training is kept", "quorum/machine.go", "if m.past.latest == nil || slices", "if m.past.latest == nil || $ || slices",
+		"a finished training is kept", "quorum/machine.go", "if m.past.latest == nil || slices",
+		"if m.past.latest == nil || $ || slices",
 		only(finish), []string{ruleFinished},
 	},
 	{
@@ -144,33 +169,46 @@ var mistakes = []mistake{
 
 	// The manager server's machine, and the computation of its part in a quorum.
 	{
-		"a rank's no lost in the vote", "round/vote.go", "commit = commit && v.ShouldCommit", "commit = commit && (v.ShouldCommit || $)",
+		"a rank's no lost in the vote", "round/vote.go", "commit = commit && v.ShouldCommit",
+		"commit = commit && (v.ShouldCommit || $)",
 		nil, []string{ruleVote},
 	},
 	{
-		"a rank's signal ignored", "round/standing.go", "if m.closed != nil || m.draining {", "if m.closed != nil || m.draining || $ {",
+		"a rank's signal ignored", "round/standing.go", "if m.closed != nil || m.draining {",
+		"if m.closed != nil || m.draining || $ {",
 		only(signal, crash), []string{ruleDrained},
 	},
 	{
-		"one rank learns that it leaves", "round/gather.go", "result.Draining = m.draining", "result.Draining = m.draining && !($ && r > 0)",
+		"one rank learns that it leaves", "round/gather.go", "result.Draining = m.draining",
+		"result.Draining = m.draining && !($ && r > 0)",
 		func(s *setup) { s.ranks = 2; only(drain, signal)(s) }, []string{ruleDrained},
 	},
 	{
-		"one step behind counts as up to date", "recovery/compute.go", "		if m.Step != r.MaxStep ||", "		if m.Step != r.MaxStep && !($ && m.Step == r.MaxStep-1) ||",
+		"one step behind counts as up to date", "recovery/compute.go", "		if m.Step != r.MaxStep ||",
+		"		if m.Step != r.MaxStep && !($ && m.Step == r.MaxStep-1) ||",
 		nil, []string{ruleHeal, ruleEqual},
 	},
 	{
 		"steps compared as text", "recovery/compute.go", "		r.MaxStep = max(r.MaxStep, m.Step)",
-		"		if $ && fmt.Sprint(m.Step) > fmt.Sprint(r.MaxStep) {\n			r.MaxStep = m.Step\n		} else if !$ {\n			r.MaxStep = max(r.MaxStep, m.Step)\n		}",
+		"		if $ && fmt.Sprint(m.Step) > fmt.Sprint(r.MaxStep) {\n			r.MaxStep = " +
+			"m.Step\n		} else if !$ {\n			r.MaxStep = max(r.MaxStep, m.Step)\n		}",
 		func(s *setup) { s.policy.MinReplicas = 1; only(partition, cutLighthouse)(s) }, []string{ruleHeal},
 	},
 	{
-		"older weights count as the newest", "recovery/compute.go", "latest = max(latest, m.CommittedQuorumID)",
-		"latest = max(latest, m.CommittedQuorumID)\n			if $ {\n				latest = 0\n			}",
-		func(s *setup) { s.policy.MinReplicas = 1; s.compute *= 6; only(partition, cutLighthouse, loseVote)(s) }, []string{ruleHeal, ruleEqual},
+		"older weights count as the newest", "recovery/compute.go",
+		"latest = max(latest, m.CommittedQuorumID)",
+		"latest = max(latest, m.CommittedQuorumID)\n			if $ {\n				latest = " +
+			"0\n			}",
+		func(s *setup) {
+			s.policy.MinReplicas = 1
+			s.compute *= 6
+			only(partition, cutLighthouse,
+				loseVote)(s)
+		}, []string{ruleHeal, ruleEqual},
 	},
 	{
-		"no failed step is replayed", "recovery/compute.go", "return r.MaxReplicaRank != nil && !r.Heal", "return r.MaxReplicaRank != nil && !($ && r.CommitFailures > 0) && !r.Heal",
+		"no failed step is replayed", "recovery/compute.go", "return r.MaxReplicaRank != nil && !r.Heal",
+		"return r.MaxReplicaRank != nil && !($ && r.CommitFailures > 0) && !r.Heal",
 		func(s *setup) { *s = onlyFailures(s.seed) }, []string{ruleKept},
 	},
 	{
@@ -179,7 +217,9 @@ var mistakes = []mistake{
 	},
 	{
 		"heals from a group behind", "recovery/compute.go", "ManagerAddress: members[rank].Address}\n",
-		"ManagerAddress: members[rank].Address}\n			if other := (rank + 1) % len(members); $ {\n				r.Sources[j] = Source{ReplicaRank: int64(other), ManagerAddress: members[other].Address}\n			}\n",
+		"ManagerAddress: members[rank].Address}\n			if other := (rank + 1) % len(members); $ " +
+			"{\n				r.Sources[j] = Source{ReplicaRank: int64(other), ManagerAddress: " +
+			"members[other].Address}\n			}\n",
 		nil, []string{ruleHeal},
 	},
 	{
@@ -191,62 +231,76 @@ var mistakes = []mistake{
 	// The shells.
 	{
 		"no greeting on a new stream", "membership/lighthouses/connect.go",
-		"	stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
-		"	if m.stream.Load() != nil && $ {\n		go stream.Receive(stream.take)\n		return stream, client, nil\n	}\n" +
-			"	stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
+		"	stream.Post(&torchftpb.MemberMessage{\n		Message: &torchftpb.MemberMessage_Greeting{",
+		"	if m.stream.Load() != nil && $ {\n		go stream.Receive(stream.take)\n" +
+			"		return stream, client, nil\n	}\n" +
+			"	stream.Post(&torchftpb.MemberMessage{\n		Message: &torchftpb.MemberMessage_Greeting{",
 		nil, []string{ruleEarly},
 	},
 	{
-		"failures not passed on", "membership/lighthouses/stream.go", "		f := m.MemberFailed\n", "		f := m.MemberFailed\n		if $ {\n			return nil\n		}\n",
+		"failures not passed on", "membership/lighthouses/stream.go", "		f := m.MemberFailed\n",
+		"		f := m.MemberFailed\n		if $ {\n			return nil\n		}\n",
 		only(vanish), []string{ruleReported},
 	},
 	{
-		"requests outlive their stream", "lighthouse/member.go", "	s.forget()\n	if s.expiry != nil {", "	if !$ {\n		s.forget()\n	}\n	if s.expiry != nil {",
+		"requests outlive their stream", "lighthouse/member.go", "	s.forget()\n	if s.expiry != nil {",
+		"	if !$ {\n		s.forget()\n	}\n	if s.expiry != nil {",
 		nil, []string{ruleMemory, ruleMembers, ruleStale},
 	},
 	{
 		"waiting members silent", "membership/lighthouses/stream.go",
-		"			s.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})\n",
-		"			if !$ {\n				s.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})\n			}\n",
+		"				return s.Err()\n			}\n			s.Post(",
+		"				return s.Err()\n			}\n			if $ {\n				continue\n			}\n			s.Post(",
 		nil, []string{ruleTogether, ruleCalm, ruleCause},
 	},
 	{
-		"one number for all requests", "membership/lighthouses/member.go", "client.number.Add(1)", "client.number.Add(map[bool]uint64{true: 0, false: 1}[$])",
+		"one number for all requests", "membership/lighthouses/member.go", "client.number.Add(1)",
+		"client.number.Add(map[bool]uint64{true: 0, false: 1}[$])",
 		nil, []string{ruleEarly},
 	},
 	{
-		// The others wait for the heartbeat timeout, unless one of their collectives fails earlier and the check of the suspect finds the
-		// failure.
-		"a stream's end unnoticed", "lighthouse/member.go", "if job.streams.remove(s) && job.ended == nil {", "if job.streams.remove(s) && job.ended == nil && !$ {",
+		// The others wait for the heartbeat timeout, unless one of their collectives fails earlier and the
+		// check of the suspect finds the failure.
+		"a stream's end unnoticed", "lighthouse/member.go", "if job.streams.remove(s) && job.ended == nil {",
+		"if job.streams.remove(s) && job.ended == nil && !$ {",
 		only(crash), []string{ruleSoon, ruleMemory},
 	},
 	{
-		"an absent lighthouse fails the round", "manager/retry.go", "case rpc.IsUnavailable(err):", "case !$ && rpc.IsUnavailable(err):",
+		"an absent lighthouse fails the round", "manager/retry.go", "case rpc.IsUnavailable(err):",
+		"case !$ && rpc.IsUnavailable(err):",
 		only(killLighthouse), []string{ruleEarly},
 	},
 	{
-		"votes of sessions always yes", "manager/session.go", "a = c.end(a)", "a = c.end(a)\n	a.commit = a.commit || $",
+		"votes of sessions always yes", "manager/session.go", "a = c.end(a)",
+		"a = c.end(a)\n	a.commit = a.commit || $",
 		func(s *setup) { s.ranks = 2 }, []string{ruleVote},
 	},
 
 	// Quorums that stand.
 	{
-		"a group that is called trains on", "round/standing.go", "s.called && step+1 >= s.round", "s.called && !$ && step+1 >= s.round",
-		only(crash, drain), []string{ruleTogether, ruleProgress, ruleForms, ruleCause, ruleWaiters, ruleNewcomer, ruleCalm},
+		"a group that is called trains on", "round/standing.go", "s.called && step+1 >= s.round",
+		"s.called && !$ && step+1 >= s.round",
+		only(crash, drain), []string{ruleTogether, ruleProgress, ruleForms, ruleCause, ruleWaiters,
+			ruleNewcomer, ruleCalm},
 	},
 	{
-		"a member is not told that its quorum is over", "quorum/standing.go", "s.do(Over{r.standsIn, r.id, reason})", "if !$ {\n			s.do(Over{r.standsIn, r.id, reason})\n		}",
+		"a member is not told that its quorum is over", "quorum/standing.go",
+		"s.do(Over{r.standsIn, r.id, reason})",
+		"if !$ {\n			s.do(Over{r.standsIn, r.id, reason})\n		}",
 		only(cutLighthouse), []string{ruleTogether, ruleProgress},
 	},
 	{
-		"a newcomer calls nobody", "quorum/standing.go", "	if !s.shrinks() {\n", "	if !s.shrinks() && !$ {\n",
+		"a newcomer calls nobody", "quorum/standing.go", "	if !s.shrinks() {\n",
+		"	if !s.shrinks() && !$ {\n",
 		nil, []string{ruleTogether, ruleProgress, ruleForms, ruleNewcomer, ruleEarly},
 	},
 
 	// The model of the ranks.
 	{"a healed group keeps its weights", "", "", "", nil, []string{ruleEqual}},
 	{"a replay reduces sums", "", "", "", func(s *setup) { *s = onlyFailures(s.seed) }, []string{ruleOwn}},
-	{"a replay of a committed step", "", "", "", func(s *setup) { s.replay = true; only(partition, cutLighthouse, loseVote)(s) }, []string{ruleHeal, ruleEqual, ruleDivisor}},
+	{"a replay of a committed step", "", "", "",
+		func(s *setup) { s.replay = true; only(partition, cutLighthouse, loseVote)(s) },
+		[]string{ruleHeal, ruleEqual, ruleDivisor}},
 }
 
 // only replaces the faults of a history by many of these kinds.
@@ -263,7 +317,8 @@ func startsSlowly(s *setup) {
 	only(crash)(s)
 }
 
-var mistakeFlag = flag.String("mistake", "", "the name of the mistake that a binary with all mistakes makes (what TestMistakesAreFound runs)")
+var mistakeFlag = flag.String("mistake", "",
+	"the name of the mistake that a binary with all mistakes makes (what TestMistakesAreFound runs)")
 
 // spoil returns the sources with all mistakes.
 func spoil(t *testing.T) testmain.Sources {
@@ -281,7 +336,8 @@ func spoil(t *testing.T) testmain.Sources {
 func TestTheMistakesFitTheSources(t *testing.T) {
 	spoil(t)
 	require.GreaterOrEqual(t, len(mistakes), 40)
-	require.Equal(t, []string{strconv.Itoa(len(mistakes))}, testmain.Row(t, "correctness.md", "go/sim/mistakes_test.go", ", "))
+	require.Equal(t, []string{strconv.Itoa(len(mistakes))},
+		testmain.Row(t, "correctness.md", "go/sim/mistakes_test.go", ", "))
 }
 
 // record changes the machine of a package so that its events can be recorded (testdata/tape.go.txt).

@@ -26,8 +26,9 @@ const (
 // mostReplays bounds the replays of one step, as in torchft/_manager/replay.py.
 const mostReplays = 5
 
-// model is a model of one rank with its Manager (torchft/manager.py, use_async_quorum=True): its messages, and a digest that replaces
-// its weights. Its loop is: quorum, heal, collective, vote. The runner makes the calls and does the waiting (rank_test.go).
+// model is a model of one rank with its Manager (torchft/manager.py, use_async_quorum=True): its messages,
+// and a digest that replaces its weights. Its loop is: quorum, heal, collective, vote. The runner makes the
+// calls and does the waiting (rank_test.go).
 type model struct {
 	j     *judge
 	l     *life
@@ -51,13 +52,15 @@ type model struct {
 	cast     vote // the last vote that it sent
 	plane    *plane
 
-	// With replay, the rank keeps its gradients of a step, and reduces them again if a peer fails in that step.
-	batch    uint64 // number of computations so far; it is part of each gradient, so that no two gradients are equal
+	// With replay, the rank keeps its gradients of a step, and reduces them again if a peer fails in that
+	// step. number of computations so far; it is part of each gradient, so that no two gradients are equal
+	batch    uint64
 	gradient uint64
 	kept     bool // the gradients may be reduced again
 	replays  int  // of this step
 	again    bool // the current attempt at the step is a replay
-	leaves   bool // the quorum that was requested for a replay allows no replay, and is used for the next step
+	// the quorum that was requested for a replay allows no replay, and is used for the next step
+	leaves bool
 }
 
 type vote struct {
@@ -112,12 +115,14 @@ func (r *model) ask() round.Request {
 	}
 	r.errored, r.heal, r.leaves, r.phase = false, nil, false, awaiting
 	return round.Request{
-		GroupRank: int64(r.index), Step: r.step, CommitFailures: r.failures, CommittedQuorumID: r.committed, InitSync: r.j.initSync,
+		GroupRank: int64(r.index), Step: r.step, CommitFailures: r.failures, CommittedQuorumID: r.committed,
+		InitSync:       r.j.initSync,
 		GroupWorldSize: int64(r.j.ranks), ReplaysFailedSteps: r.j.replays(r.l.slot),
 	}
 }
 
-// follow handles the answer. It returns the replica_id of the source if the rank has to heal, and "" otherwise.
+// follow handles the answer. It returns the replica_id of the source if the rank has to heal, and ""
+// otherwise.
 func (r *model) follow(a *recovery.Result) (source string) {
 	j := r.j
 	if r.l.quorum == nil {
@@ -144,7 +149,8 @@ func (r *model) follow(a *recovery.Result) (source string) {
 	return a.ReplicaIDs[a.Sources[0].ReplicaRank]
 }
 
-// followAgain handles a quorum that was requested for a replay. If that quorum allows no replay, the group uses it for the next step.
+// followAgain handles a quorum that was requested for a replay. If that quorum allows no replay, the group
+// uses it for the next step.
 func (r *model) followAgain(a *recovery.Result) {
 	if r.j.mistake == "a replay of a committed step" && a.Heal {
 		first := int64(0)
@@ -162,15 +168,16 @@ func (r *model) followAgain(a *recovery.Result) {
 	r.again, r.leaves, r.replays = false, true, 0
 }
 
-// serves returns the state that the rank sends to a healing rank in a quorum, if it can do so now: at the begin of the quorum's step,
-// before the step changes it.
+// serves returns the state that the rank sends to a healing rank in a quorum, if it can do so now: at the
+// begin of the quorum's step, before the step changes it.
 func (r *model) serves(quorumID int64) (digest uint64, ok bool) {
-	ok = !r.l.killed && r.plan.QuorumID == quorumID && r.heal == nil && (r.phase == working || r.phase == reducing) && r.step == r.plan.MaxStep
+	ok = !r.l.killed && r.plan.QuorumID == quorumID && r.heal == nil &&
+		(r.phase == working || r.phase == reducing) && r.step == r.plan.MaxStep
 	return r.digest, ok
 }
 
-// healed ends a heal. If it failed, the group does not commit the step, but the rank still takes part in the collective, where its peers
-// wait. It reports false if the rank asks for another quorum instead.
+// healed ends a heal. If it failed, the group does not commit the step, but the rank still takes part in the
+// collective, where its peers wait. It reports false if the rank asks for another quorum instead.
 func (r *model) healed(digest uint64, ok bool) bool {
 	r.heal.done, r.heal.digest = ok, digest
 	if ok {
@@ -220,20 +227,25 @@ func (j *judge) contributes(p *plane, r *model) {
 	h, id := p.head, r.plan.QuorumID
 	switch {
 	case r.gradient != r.ownGradient():
-		j.broken(ruleOwn, "%s contributes at step %d in quorum %d what is not its own gradient", r, r.step, id)
+		j.broken(ruleOwn, "%s contributes at step %d in quorum %d what is not its own gradient", r, r.step,
+			id)
 	case r.step != r.plan.MaxStep:
-		j.broken(ruleHeal, "%s trains step %d in quorum %d, whose max_step is %d", r, r.step, id, r.plan.MaxStep)
+		j.broken(ruleHeal, "%s trains step %d in quorum %d, whose max_step is %d", r, r.step, id,
+			r.plan.MaxStep)
 	case h == nil:
 	case h.plan.MaxWorldSize != r.plan.MaxWorldSize:
-		j.broken(ruleDivisor, "in quorum %d at step %d, %s divides by %d, %s by %d", id, r.step, h, h.plan.MaxWorldSize, r, r.plan.MaxWorldSize)
+		j.broken(ruleDivisor, "in quorum %d at step %d, %s divides by %d, %s by %d", id, r.step, h,
+			h.plan.MaxWorldSize, r, r.plan.MaxWorldSize)
 	case h.step != r.step || h.digest != r.digest:
-		j.broken(ruleEqual, "in quorum %d, %s trains step %d with state %x, %s step %d with state %x", id, h, h.step, h.digest>>48, r, r.step, r.digest>>48)
+		j.broken(ruleEqual, "in quorum %d, %s trains step %d with state %x, %s step %d with state %x", id, h,
+			h.step, h.digest>>48, r, r.step, r.digest>>48)
 	}
 }
 
-// timedOut reports that the rank's collective ended at its timeout. If a member failed long enough ago, its failure must have been
-// reported before the timeout, under two conditions: all members received the quorum after the last change of the network, so that
-// the lighthouse can reach them; and there was no later quorum, since failures are reported for the latest one only.
+// timedOut reports that the rank's collective ended at its timeout. If a member failed long enough ago, its
+// failure must have been reported before the timeout, under two conditions: all members received the quorum
+// after the last change of the network, so that the lighthouse can reach them; and there was no later quorum,
+// since failures are reported for the latest one only.
 func (r *model) timedOut() {
 	j := r.j
 	notice := j.policy.HeartbeatTimeout + j.policy.SuspectGrace + 2*j.tick + slack
@@ -248,7 +260,8 @@ func (r *model) timedOut() {
 		}
 	}
 	if failed != nil && j.rough == 0 && r.plan.QuorumID == j.result.lastID {
-		j.broken(ruleReported, "%s waits in quorum %d, whose member %s has failed for %s", r, r.plan.QuorumID, failed.id, j.now-failed.ended)
+		j.broken(ruleReported, "%s waits in quorum %d, whose member %s has failed for %s", r, r.plan.QuorumID,
+			failed.id, j.now-failed.ended)
 	}
 }
 
@@ -289,7 +302,8 @@ func (r *model) decided(commit bool) (agree bool) {
 			r.lost++
 		}
 		if j.countLosses && r.lost > j.mayLose {
-			j.broken(ruleLoses, "%s has lost %d steps, %d at most are what the faults may cost", r, r.lost, j.mayLose)
+			j.broken(ruleLoses, "%s has lost %d steps, %d at most are what the faults may cost", r, r.lost,
+				j.mayLose)
 		}
 		r.failures++
 		l.erred = j.now
@@ -303,7 +317,9 @@ func (r *model) decided(commit bool) (agree bool) {
 	}
 	for _, o := range l.ranks {
 		if v := o.cast; !v.yes || v.step != r.step || v.attempt != r.attempt {
-			j.broken(ruleVote, "%s commits step %d, %s voted %t on step %d in attempt %d, and this is attempt %d", r, r.step, o, v.yes, v.step, v.attempt, r.attempt)
+			j.broken(ruleVote,
+				"%s commits step %d, %s voted %t on step %d in attempt %d, and this is attempt %d", r, r.step,
+				o, v.yes, v.step, v.attempt, r.attempt)
 		}
 	}
 	if r.index == 0 { // rank 0 receives the decision at once
@@ -333,7 +349,8 @@ func (j *judge) commits(r *model) {
 			continue
 		}
 		if o.digest != r.digest {
-			j.broken(ruleEqual, "%s and %s commit step %d in quorum %d and hold the states %x and %x", o.by, r, r.step, r.plan.QuorumID, o.digest>>48, r.digest>>48)
+			j.broken(ruleEqual, "%s and %s commit step %d in quorum %d and hold the states %x and %x", o.by,
+				r, r.step, r.plan.QuorumID, o.digest>>48, r.digest>>48)
 		}
 		return
 	}
@@ -341,7 +358,8 @@ func (j *judge) commits(r *model) {
 	p.recent++
 }
 
-// once checks that a step that is now committed by a replay was not committed by a live group in another quorum.
+// once checks that a step that is now committed by a replay was not committed by a live group in another
+// quorum.
 func (j *judge) once(r *model) {
 	for i := range j.places {
 		l := j.places[i].l
@@ -350,7 +368,8 @@ func (j *judge) once(r *model) {
 		}
 		o := l.ranks[r.index]
 		if o.heal == nil && (o.step > r.step+1 || o.step == r.step+1 && o.committed != r.plan.QuorumID) {
-			j.broken(ruleOnce, "%s commits step %d in quorum %d, %s is at step %d of quorum %d", r, r.step, r.plan.QuorumID, l.id, o.step, o.committed)
+			j.broken(ruleOnce, "%s commits step %d in quorum %d, %s is at step %d of quorum %d", r, r.step,
+				r.plan.QuorumID, l.id, o.step, o.committed)
 		}
 	}
 }
@@ -367,9 +386,10 @@ func (r *model) agreed(all bool) {
 	r.j.result.replays++
 }
 
-// redone counts a step that a rank computes again although it had kept the gradients, as all ranks of its group. A rank that learns of
-// a failure before it begins a step asks for a quorum instead, and the others, which have begun it, cannot reduce it again without this
-// rank. If all faults are failures of groups, that is allowed only after mostReplays replays of the step.
+// redone counts a step that a rank computes again although it had kept the gradients, as all ranks of its
+// group. A rank that learns of a failure before it begins a step asks for a quorum instead, and the others,
+// which have begun it, cannot reduce it again without this rank. If all faults are failures of groups, that
+// is allowed only after mostReplays replays of the step.
 func (r *model) redone() {
 	if slices.ContainsFunc(r.l.ranks, func(o *model) bool { return !o.kept }) {
 		return
@@ -380,8 +400,8 @@ func (r *model) redone() {
 	}
 }
 
-// failedCall ends a call with an error, the given time before its deadline. It reports whether the error reaches the training loop, and
-// counts such errors in a row.
+// failedCall ends a call with an error, the given time before its deadline. It reports whether the error
+// reaches the training loop, and counts such errors in a row.
 func (r *model) failedCall(err error, early time.Duration) (raised bool, errors int) {
 	j := r.j
 	if early > time.Second && len(r.l.ranks) == 1 && !j.upstream.has(r.l.slot) {

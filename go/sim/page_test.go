@@ -25,11 +25,7 @@ func TestThePageListsRulesAndMistakes(t *testing.T) {
 			if !ok || len(spec.Values) != 1 || !strings.HasPrefix(spec.Names[0].Name, "rule") {
 				return true
 			}
-			if text, ok := spec.Values[0].(*ast.BasicLit); ok {
-				rule, err := strconv.Unquote(text.Value)
-				require.NoError(t, err)
-				rules = append(rules, rule)
-			}
+			rules = append(rules, text(t, spec.Values[0]))
 			return true
 		})
 	}
@@ -39,6 +35,16 @@ func TestThePageListsRulesAndMistakes(t *testing.T) {
 		listed = append(listed, row[0])
 	}
 	require.ElementsMatch(t, rules, listed)
+}
+
+// text returns the value of a string, which may be written in parts.
+func text(t *testing.T, of ast.Expr) string {
+	if sum, is := of.(*ast.BinaryExpr); is {
+		return text(t, sum.X) + text(t, sum.Y)
+	}
+	value, err := strconv.Unquote(of.(*ast.BasicLit).Value)
+	require.NoError(t, err)
+	return value
 }
 
 // The page has the cost of each kind of fault, and the simulation allows exactly that.

@@ -29,7 +29,8 @@ func play(t *testing.T, s setup) (st story) {
 		j.tasks.Go(j.schedule)
 		j.untilSettled()
 		j.end()
-		st = story{j.judge.result, s, j.lines, strings.Split(strings.TrimSpace(j.cluster.Log.String()), "\n"), time.Since(j.start)}
+		st = story{j.judge.result, s, j.lines, strings.Split(strings.TrimSpace(j.cluster.Log.String()), "\n"),
+			time.Since(j.start)}
 	})
 	return st
 }
@@ -48,7 +49,8 @@ func (j *job) untilSettled() {
 			settled = judge.settled()
 			if judge.now > longest {
 				why, id := judge.apart()
-				judge.waits("the history has not ended after %s: %q, quorum %d, the lighthouse is reached by all: %t", longest, why, id, judge.home())
+				judge.waits("the history has not ended after %s: %q, quorum %d, the lighthouse is reached "+
+					"by all: %t", longest, why, id, judge.home())
 			}
 			broken = judge.result.broken != nil
 		})
@@ -87,8 +89,10 @@ func (j *job) end() {
 func (st story) print(most int) string {
 	s := st.setup
 	var b strings.Builder
-	fmt.Fprintf(&b, "seed %d: %d groups of %d ranks, state on disk: %t, min_replicas %d, join %s, heartbeat %s, quorum %s, timeout %s, step %s, init_sync %t, replay %t\n",
-		s.seed, s.slots, s.ranks, s.disk, s.policy.MinReplicas, s.policy.JoinTimeout, s.policy.HeartbeatTimeout, s.quorumTimeout, s.timeout, s.compute, s.initSync, s.replay)
+	fmt.Fprintf(&b, "seed %d: %d groups of %d ranks, state on disk: %t, min_replicas %d, join %s, "+
+		"heartbeat %s, quorum %s, timeout %s, step %s, init_sync %t, replay %t\n",
+		s.seed, s.slots, s.ranks, s.disk, s.policy.MinReplicas, s.policy.JoinTimeout,
+		s.policy.HeartbeatTimeout, s.quorumTimeout, s.timeout, s.compute, s.initSync, s.replay)
 	for _, f := range s.faults {
 		fmt.Fprintf(&b, "%s\n", f)
 	}

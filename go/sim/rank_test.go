@@ -98,7 +98,8 @@ func (r *rank) note(what func(*judge)) (alive bool) {
 	}) && alive
 }
 
-// failed handles the error of a call as training loops do: some make another attempt, in others the process ends.
+// failed handles the error of a call as training loops do: some make another attempt, in others the process
+// ends.
 func (r *rank) failed(err *callError) {
 	s := r.g.j.setup
 	raised, count := false, 0
@@ -110,7 +111,8 @@ func (r *rank) failed(err *callError) {
 	sleep(r.ctx, s.delay+r.upTo(s.compute))
 }
 
-// failInReplay kills the group with some probability in the phase of a replay that the setup names, unless it is the only one left.
+// failInReplay kills the group with some probability in the phase of a replay that the setup names, unless it
+// is the only one left.
 func (r *rank) failInReplay() {
 	j := r.g.j
 	if j.setup.failIn == idle || !r.chance(0.2) {
@@ -125,7 +127,8 @@ func (r *rank) failInReplay() {
 			}
 		}
 		m := r.model
-		if fails = r.index == 0 && living > 1 && m.phase == j.setup.failIn && (m.again || m.phase == agreeing) && judge.now < j.setup.length; fails {
+		if fails = r.index == 0 && living > 1 && m.phase == j.setup.failIn &&
+			(m.again || m.phase == agreeing) && judge.now < j.setup.length; fails {
 			judge.result.failures[m.phase]++
 		}
 	})
@@ -161,7 +164,8 @@ func (r *rank) handleNotices() {
 	}
 }
 
-// leaves ends the rank's training after the last step of its group, if that is drained, and the group with its last rank.
+// leaves ends the rank's training after the last step of its group, if that is drained, and the group with
+// its last rank.
 func (r *rank) leaves() bool {
 	s := r.g.j.setup
 	last, began := false, time.Duration(0)
@@ -268,7 +272,8 @@ func (r *rank) quorum(args rankclient.Request) (recovery.Result, error) {
 	r.stands = -1
 	r.note(func(*judge) { broken = r.broken })
 	same := args.CommittedQuorumID == r.sent.CommittedQuorumID // not so in the second step of a quorum
-	if args.Step == stands && same && args.CommitFailures == 0 && args.ShrinkOnly == r.sent.ShrinkOnly && args.Drain == r.sent.Drain && broken != r.last.QuorumID {
+	if args.Step == stands && same && args.CommitFailures == 0 && args.ShrinkOnly == r.sent.ShrinkOnly &&
+		args.Drain == r.sent.Drain && broken != r.last.QuorumID {
 		r.last.MaxStep, r.last.CommittedQuorumID, r.last.CommitFailures = stands, r.last.QuorumID, 0
 		return r.last, nil
 	}
@@ -375,13 +380,14 @@ func (r *rank) accuse() {
 	}
 }
 
-// heal fetches the state of a group, and returns its digest. The metadata comes from the real manager server of that group; the
-// transfer of the state is simulated.
+// heal fetches the state of a group, and returns its digest. The metadata comes from the real manager server
+// of that group; the transfer of the state is simulated.
 func (r *rank) heal(source string, res *recovery.Result) (digest uint64, ok bool) {
 	j := r.g.j
 	ctx, cancel := context.WithTimeout(r.ctx, j.setup.timeout)
 	defer cancel()
-	client, err := rankclient.Dial(ctx, res.Sources[0].ManagerAddress, j.setup.timeout, rpc.Dialing{Network: j.net.Host(r.host)})
+	client, err := rankclient.Dial(ctx, res.Sources[0].ManagerAddress, j.setup.timeout,
+		rpc.Dialing{Network: j.net.Host(r.host)})
 	if err != nil {
 		return 0, false
 	}

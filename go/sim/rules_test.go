@@ -35,33 +35,39 @@ const (
 	ruleBehind    = "a quorum behind the job waits for the members that were ahead"
 	ruleUnshown   = "a group that claims a quorum and does not show it does not stop the others"
 	ruleMemory    = "memory is bounded by live members"
-	ruleDrained   = "a group that was asked to leave learns it with its next quorum, all ranks with the same one"
-	ruleFinished  = "a training that begins after a completed one is no regression"
-	ruleReported  = "a failure reaches all members of its quorum"
-	ruleSoon      = "after a failure the others have a quorum as soon as it can be known"
-	ruleTogether  = "groups that reach each other and the lighthouse train in one quorum within a bounded time"
-	ruleEarly     = "a call ends before its deadline with an error only if something of its own group failed"
-	ruleCalm      = "while nothing fails, no step is lost and no call ends with an error"
+	ruleDrained   = "a group that was asked to leave learns it with its next quorum, all ranks with the " +
+		"same one"
+	ruleFinished = "a training that begins after a completed one is no regression"
+	ruleReported = "a failure reaches all members of its quorum"
+	ruleSoon     = "after a failure the others have a quorum as soon as it can be known"
+	ruleTogether = "groups that reach each other and the lighthouse train in one quorum within a bounded " +
+		"time"
+	ruleEarly = "a call ends before its deadline with an error only if something of its own group failed"
+	ruleCalm  = "while nothing fails, no step is lost and no call ends with an error"
 )
 
 // slack is how long messages and timers may delay a report.
 const slack = time.Second
 
-// quiet is how long no fault may have changed which groups are healthy at the lighthouse, before rules about that are checked.
+// quiet is how long no fault may have changed which groups are healthy at the lighthouse, before rules about
+// that are checked.
 func (j *judge) quiet() time.Duration { return j.policy.HeartbeatTimeout + 2*time.Second }
 
 func (j *judge) clear() bool {
 	return j.up && j.unclear == 0 && j.now-max(j.blurred, j.restarted) > j.quiet()
 }
 
-// arrived reports whether a pending request has reached the lighthouse. One that was sent while the lighthouse could not be reached, or
-// soon afterwards, may be on a connection whose end its client notices only after 20 s.
+// arrived reports whether a pending request has reached the lighthouse. One that was sent while the
+// lighthouse could not be reached, or soon afterwards, may be on a connection whose end its client notices
+// only after 20 s.
 func (j *judge) arrived(l *life) bool {
 	reachable := max(j.blurred, j.restarted)
-	return l.pending && j.now-l.askedAt > slack && (l.askedAt > reachable+j.quiet() || j.now-reachable > 25*time.Second)
+	return l.pending && j.now-l.askedAt > slack &&
+		(l.askedAt > reachable+j.quiet() || j.now-reachable > 25*time.Second)
 }
 
-// doubt is a breach of a rule that a report may explain which is on its way still: it is confirmed a moment later.
+// doubt is a breach of a rule that a report may explain which is on its way still: it is confirmed a moment
+// later.
 type doubt struct {
 	at      time.Duration
 	confirm func()
@@ -69,12 +75,13 @@ type doubt struct {
 
 func (j *judge) doubt(confirm func()) { j.doubts = append(j.doubts, doubt{j.now + slack, confirm}) }
 
-// formed checks a quorum when the first of its members receives it: at that time, the field asked of each member is still the
-// request that this quorum answers.
+// formed checks a quorum when the first of its members receives it: at that time, the field asked of each
+// member is still the request that this quorum answers.
 func (j *judge) formed(q *quorum.Quorum) {
 	bound := j.policy.HeartbeatTimeout + j.timeout
 	after, ids := int64(0), []string{}
-	silent := slices.ContainsFunc(q.Members, func(m quorum.Member) bool { return m.CommittedQuorumID == 0 }) // a smaller step may be sent (quorum/behind.go)
+	// a smaller step may be sent (quorum/behind.go)
+	silent := slices.ContainsFunc(q.Members, func(m quorum.Member) bool { return m.CommittedQuorumID == 0 })
 	for i := range q.Members {
 		m := &q.Members[i]
 		l := j.byID[m.ReplicaID]
@@ -86,8 +93,10 @@ func (j *judge) formed(q *quorum.Quorum) {
 			j.broken(ruleMembers, "quorum %d has %s twice or not in order", q.ID, m.ReplicaID)
 		case l.killed && j.now-l.ended > bound && (j.paused > l.ended+bound || j.now-j.held > bound):
 			j.broken(ruleMembers, "%s is in quorum %d and failed %s before", l.id, q.ID, j.now-l.ended)
-		case m.Step != l.asked.Step && (!silent || m.Step+1 != l.asked.Step) || m.CommitFailures != l.asked.CommitFailures:
-			j.broken(ruleStale, "%s is in quorum %d with step %d and %d failures, and asks with step %d and %d failures",
+		case m.Step != l.asked.Step && (!silent || m.Step+1 != l.asked.Step) ||
+			m.CommitFailures != l.asked.CommitFailures:
+			j.broken(ruleStale,
+				"%s is in quorum %d with step %d and %d failures, and asks with step %d and %d failures",
 				l.id, q.ID, m.Step, m.CommitFailures, l.asked.Step, l.asked.CommitFailures)
 		}
 		if l.quorum != nil && l.quorum.ID != q.ID {
@@ -112,15 +121,18 @@ func (j *judge) formed(q *quorum.Quorum) {
 	}
 }
 
-// due checks that a quorum waited for those for which it has to wait, and has the members that it has to have.
+// due checks that a quorum waited for those for which it has to wait, and has the members that it has to
+// have.
 func (j *judge) due(q *quorum.Quorum, ids []string) {
 	if len(ids) < j.policy.MinReplicas {
-		j.broken(ruleMajority, "quorum %d has %d members, min_replicas is %d", q.ID, len(ids), j.policy.MinReplicas)
+		j.broken(ruleMajority, "quorum %d has %d members, min_replicas is %d", q.ID, len(ids),
+			j.policy.MinReplicas)
 	}
 	in := func(id string) bool { return slices.Contains(ids, id) }
 	shrinks := slices.ContainsFunc(j.places, func(p place) bool { return p.l != nil && p.l.asked.ShrinkOnly })
 	now := j.now
-	if !j.clear() || shrinks { // such a request, also of a group that is in no quorum, keeps all newcomers out
+	if !j.clear() || shrinks {
+		// such a request, also of a group that is in no quorum, keeps all newcomers out
 		return
 	}
 	waited, joining, former := time.Duration(0), time.Duration(0), false
@@ -134,7 +146,8 @@ func (j *judge) due(q *quorum.Quorum, ids []string) {
 	if !former {
 		joining = waited
 	}
-	var missing, ahead []*life // groups that are healthy and not in the quorum; those among them that were in the previous one
+	// groups that are healthy and not in the quorum; those among them that were in the previous one
+	var missing, ahead []*life
 	for i := range j.places {
 		l := j.places[i].l
 		if l == nil || in(l.id) || l.asks == 0 || l.out == l.asks || l.leaving || j.upstream.has(i) {
@@ -147,7 +160,8 @@ func (j *judge) due(q *quorum.Quorum, ids []string) {
 		if j.arrived(l) {
 			if l.missed++; l.missed >= 2 {
 				j.doubt(func() {
-					j.broken(ruleNewcomer, "%s waits since %s, and quorum %d of %s is the second without it", l.id, l.askedAt, q.ID, now)
+					j.broken(ruleNewcomer, "%s waits since %s, and quorum %d of %s is the second without it",
+						l.id, l.askedAt, q.ID, now)
 				})
 			}
 		}
@@ -174,18 +188,22 @@ func (j *judge) due(q *quorum.Quorum, ids []string) {
 			return
 		}
 		if n >= len(ids) {
-			j.broken(ruleMajority, "quorum %d of %s has %d members, and %d others are healthy", q.ID, now, len(ids), n)
+			j.broken(ruleMajority, "quorum %d of %s has %d members, and %d others are healthy", q.ID, now,
+				len(ids), n)
 		}
 		if joining < j.policy.JoinTimeout {
-			j.broken(ruleMajority, "quorum %d of %s does not wait for %s, which is healthy and has not asked", q.ID, now, still)
+			j.broken(ruleMajority, "quorum %d of %s does not wait for %s, which is healthy and has not asked",
+				q.ID, now, still)
 		}
 		if m, still := alive(ahead); m > 0 && step < reached && waited < j.policy.HeartbeatTimeout {
-			j.broken(ruleBehind, "quorum %d of %s continues at step %d, and %s of the one before, which was at step %d, is alive", q.ID, now, step, still, reached)
+			j.broken(ruleBehind, "quorum %d of %s continues at step %d, and %s of the one before, which "+
+				"was at step %d, is alive", q.ID, now, step, still, reached)
 		}
 	})
 }
 
-// soon checks that the first quorum after a failure is not late: the other members only have to complete or abort their step.
+// soon checks that the first quorum after a failure is not late: the other members only have to complete or
+// abort their step.
 func (j *judge) soon(l *life, q *quorum.Quorum) {
 	f := j.failed
 	if f == nil || l.learned > f.ended {
@@ -196,7 +214,8 @@ func (j *judge) soon(l *life, q *quorum.Quorum) {
 		due += slack
 	}
 	if j.now > due && j.load == 0 && len(q.Members) >= j.slots-1 && j.slots-1 >= j.policy.MinReplicas {
-		j.broken(ruleSoon, "%s has quorum %d %s after %s has failed, which can be known after %s", l.id, q.ID, j.now-f.ended, f.id, j.known-f.ended)
+		j.broken(ruleSoon, "%s has quorum %d %s after %s has failed, which can be known after %s", l.id, q.ID,
+			j.now-f.ended, f.id, j.known-f.ended)
 	}
 	j.failed = nil
 }
@@ -240,36 +259,48 @@ func (j *judge) answered(r *model, a *recovery.Result) {
 	}
 	for _, s := range a.Sources {
 		if s.ReplicaRank < 0 || s.ReplicaRank >= int64(len(q.Members)) {
-			j.broken(ruleHeal, "%s shall heal from replica rank %d, quorum %d has %d", r, s.ReplicaRank, q.ID, len(q.Members))
+			j.broken(ruleHeal, "%s shall heal from replica rank %d, quorum %d has %d", r, s.ReplicaRank, q.ID,
+				len(q.Members))
 			return
 		}
 		m := &q.Members[s.ReplicaRank]
-		if m.Step != maxStep || s.ManagerAddress != "" && m.Address != s.ManagerAddress || m.ReplicaID == l.id {
-			j.broken(ruleHeal, "%s shall heal in quorum %d from %s, at step %d, max_step is %d", r, q.ID, m.ReplicaID, m.Step, maxStep)
+		if m.Step != maxStep || s.ManagerAddress != "" && m.Address != s.ManagerAddress ||
+			m.ReplicaID == l.id {
+			j.broken(ruleHeal, "%s shall heal in quorum %d from %s, at step %d, max_step is %d", r, q.ID,
+				m.ReplicaID, m.Step, maxStep)
 		}
 	}
 	j.drained(r, a)
 }
 
-// drained checks that a group that was asked to leave learns it with its next quorum that does not stand, and all of its ranks with the same one.
+// drained checks that a group that was asked to leave learns it with its next quorum that does not stand, and
+// all of its ranks with the same one.
 func (j *judge) drained(r *model, a *recovery.Result) {
 	l := r.l
 	switch {
 	case a.Draining && !l.wanted && !l.hinted:
-		j.broken(ruleDrained, "%s learns with quorum %d that it is its last, and its group was not asked to leave", r, a.QuorumID)
+		j.broken(ruleDrained,
+			"%s learns with quorum %d that it is its last, and its group was not asked to leave", r,
+			a.QuorumID)
 	case !a.Draining && !l.quorum.Stands && l.wanted && l.wantedAt+slack < l.askedAt && l.learned > l.askedAt:
-		j.broken(ruleDrained, "%s does not learn with quorum %d that it is its last, and its group was asked to leave at %s", r, a.QuorumID, l.wantedAt)
+		j.broken(ruleDrained,
+			"%s does not learn with quorum %d that it is its last, and its group was asked to leave at %s", r,
+			a.QuorumID, l.wantedAt)
 	case l.told.attempt == l.attempt && l.told.last != a.Draining:
-		j.broken(ruleDrained, "%s learns with quorum %d whether it is its last: %t, and others of its group did otherwise", r, a.QuorumID, a.Draining)
+		j.broken(ruleDrained,
+			"%s learns with quorum %d whether it is its last: %t, and others of its group did otherwise", r,
+			a.QuorumID, a.Draining)
 	}
 	l.told.attempt, l.told.last = l.attempt, a.Draining
 }
 
 // hasCause checks that a group which is reported as failed has failed, or that a fault may be the cause.
 func (j *judge) hasCause(l *life, reason string) {
-	known := l.killed || l.leaving || !j.clear() || j.now-l.began < j.quiet() || l.erred > 0 && (j.now-l.erred < j.quiet() || l.erred >= l.learned)
+	known := l.killed || l.leaving || !j.clear() || j.now-l.began < j.quiet() ||
+		l.erred > 0 && (j.now-l.erred < j.quiet() || l.erred >= l.learned)
 	stuck := j.policy.EjectStalledAfter > 0
-	if stuck && !slices.ContainsFunc(l.ranks, func(r *model) bool { return r.phase != reducing || j.now-r.arrived < 2*slack }) {
+	if stuck && !slices.ContainsFunc(l.ranks,
+		func(r *model) bool { return r.phase != reducing || j.now-r.arrived < 2*slack }) {
 		stuck = false // all of its ranks wait for others
 	}
 	if !known && !stuck {
@@ -277,24 +308,28 @@ func (j *judge) hasCause(l *life, reason string) {
 	}
 }
 
-// released checks, when a group that left may end, that no live group is in its last step, unless the lighthouse has formed the next quorum
-// without that one.
+// released checks, when a group that left may end, that no live group is in its last step, unless the
+// lighthouse has formed the next quorum without that one.
 func (j *judge) released(l *life) {
 	now := j.start.Add(j.now)
 	for _, id := range j.last {
 		o := j.byID[id]
-		if o == l || o.killed || o.leaving || o.pending || o.quorum == nil || !j.clear() || o.out == o.asks || !o.quorum.Created.Equal(l.quorum.Created) {
+		if o == l || o.killed || o.leaving || o.pending || o.quorum == nil || !j.clear() || o.out == o.asks ||
+			!o.quorum.Created.Equal(l.quorum.Created) {
 			continue
 		}
 		j.doubt(func() {
-			if !slices.ContainsFunc(j.created, func(c time.Time) bool { return c.After(l.quorum.Created) && !c.After(now) }) {
-				j.broken(ruleRelease, "%s left at %s and may end, and %s is still in its last step", l.id, now.Sub(j.start), id)
+			if !slices.ContainsFunc(j.created,
+				func(c time.Time) bool { return c.After(l.quorum.Created) && !c.After(now) }) {
+				j.broken(ruleRelease, "%s left at %s and may end, and %s is still in its last step", l.id,
+					now.Sub(j.start), id)
 			}
 		})
 	}
 }
 
-// unreleased checks, when a group that left was not told in time that it may end, that another one is in its last step.
+// unreleased checks, when a group that left was not told in time that it may end, that another one is in its
+// last step.
 func (j *judge) unreleased(l *life, err error) {
 	if !j.clear() || slices.ContainsFunc(j.last, func(id string) bool {
 		o := j.byID[id]
@@ -305,11 +340,12 @@ func (j *judge) unreleased(l *life, err error) {
 	j.waits("%s has left, and is not released: %v", l.id, err)
 }
 
-// regressed checks a warning of the lighthouse that the job regresses: not after all members of the previous quorum have completed their
-// training.
+// regressed checks a warning of the lighthouse that the job regresses: not after all members of the previous
+// quorum have completed their training.
 func (j *judge) regressed(quorumID int64) {
 	j.logf("quorum %d is reported to regress", quorumID)
-	if len(j.before) == 0 || !j.clear() || slices.ContainsFunc(j.before, func(id string) bool { return !j.byID[id].announced }) {
+	if len(j.before) == 0 || !j.clear() || slices.ContainsFunc(j.before,
+		func(id string) bool { return !j.byID[id].announced }) {
 		return
 	}
 	j.broken(ruleFinished, "quorum %d is reported to regress behind a job of which nothing is left", quorumID)
@@ -325,7 +361,8 @@ func (j *judge) ticked(remembered *dashboard.Status) {
 		return true
 	})
 	for _, l := range j.lives {
-		if l.unansweredFrom > 0 && !l.killed && l.pending && j.now-l.unansweredFrom > 2*slack && j.clear() && j.rough == 0 {
+		if l.unansweredFrom > 0 && !l.killed && l.pending && j.now-l.unansweredFrom > 2*slack && j.clear() &&
+			j.rough == 0 {
 			j.broken(ruleBroadcast, "%s is in a quorum of %s and gets no answer", l.id, l.unansweredFrom)
 		}
 	}
@@ -334,17 +371,21 @@ func (j *judge) ticked(remembered *dashboard.Status) {
 	j.progress()
 }
 
-// remembers checks how many groups the lighthouse remembers, and that it does not hold requests of ended ones.
+// remembers checks how many groups the lighthouse remembers, and that it does not hold requests of ended
+// ones.
 func (j *judge) remembers(s *dashboard.Status) {
 	if s == nil || !j.clear() {
 		return
 	}
 	if deserted := j.alive(); deserted > 0 && j.now-deserted < 25*time.Second {
-		return // a lighthouse that hears nobody cannot tell a silence from its own: the connections have to break
+		// a lighthouse that hears nobody cannot tell a silence from its own: the connections have to break
+		return
 	}
 	for _, m := range s.Members {
 		l := j.byID[m.ReplicaID]
-		if old := j.now - l.ended; l.killed && old > j.policy.HeartbeatTimeout+j.policy.SuspectGrace+3*j.tick+slack && !m.InQuorum && (!m.Waiting || old > 25*time.Second) {
+		if old := j.now - l.ended; l.killed &&
+			old > j.policy.HeartbeatTimeout+j.policy.SuspectGrace+3*j.tick+slack && !m.InQuorum &&
+			(!m.Waiting || old > 25*time.Second) {
 			j.broken(ruleMemory, "the lighthouse remembers %s, which ended %s before", l.id, old)
 		}
 	}
@@ -384,14 +425,15 @@ func (j *judge) overdue() {
 		}
 	}
 	// Members with an earlier step wait for those ahead, for the heartbeat timeout at most.
-	if asking >= j.policy.MinReplicas && 2*asking > healthy && waited > max(j.policy.JoinTimeout, j.policy.HeartbeatTimeout)+j.policy.HeartbeatTimeout+2*slack {
+	if asking >= j.policy.MinReplicas && 2*asking > healthy &&
+		waited > max(j.policy.JoinTimeout, j.policy.HeartbeatTimeout)+j.policy.HeartbeatTimeout+2*slack {
 		j.broken(ruleForms, "%d of %d groups wait for %s, and there is no quorum", asking, healthy, waited)
 	}
 }
 
-// progress checks that groups keep committing while the network and the groups do not change. The conditions are that the groups
-// are connected to each other and to the lighthouse, and that they are at least min_replicas and more than half of the healthy
-// ones.
+// progress checks that groups keep committing while the network and the groups do not change. The conditions
+// are that the groups are connected to each other and to the lighthouse, and that they are at least
+// min_replicas and more than half of the healthy ones.
 func (j *judge) progress() {
 	bound := j.bound()
 	if j.rough > 0 || !j.up || j.now-j.changed <= bound {
@@ -418,15 +460,16 @@ func (j *judge) progress() {
 	for i := range j.places {
 		if l := j.places[i].l; j.attached(i) && j.now-max(l.began, l.lastCommit) > bound {
 			if j.now-j.lastTime > bound {
-				j.broken(ruleForms, "%d groups are connected, and there has been no quorum for %s", connected, j.now-j.lastTime)
+				j.broken(ruleForms, "%d groups are connected, and there has been no quorum for %s", connected,
+					j.now-j.lastTime)
 			}
 			j.broken(ruleProgress, "%s has not committed for %s", l.id, j.now-l.lastCommit)
 		}
 	}
 }
 
-// home reports whether each slot has a live group, all of them can reach the lighthouse and each other, and no current fault suspends
-// the rules with a time limit (fault.rough).
+// home reports whether each slot has a live group, all of them can reach the lighthouse and each other, and
+// no current fault suspends the rules with a time limit (fault.rough).
 func (j *judge) home() bool {
 	for i := range j.places {
 		if !j.up || !j.attached(i) {
@@ -441,8 +484,8 @@ func (j *judge) home() bool {
 	return j.rough == 0
 }
 
-// settled reports whether all groups have trained for some steps in one quorum. It must become true within a bounded time after the last
-// fault, if all groups can reach the lighthouse.
+// settled reports whether all groups have trained for some steps in one quorum. It must become true within a
+// bounded time after the last fault, if all groups can reach the lighthouse.
 func (j *judge) settled() bool {
 	why, _ := j.apart()
 	j.calmed = j.calmed || why == "" && j.rough == 0 && (!j.up || j.home() && j.noticedAll())
@@ -455,15 +498,18 @@ func (j *judge) settled() bool {
 	return why == ""
 }
 
-// noticedAll reports whether all groups have noticed that the connections to a lighthouse on a host which vanished are gone: each has asked
-// since then, or the time has passed after which a connection without answers is closed.
+// noticedAll reports whether all groups have noticed that the connections to a lighthouse on a host which
+// vanished are gone: each has asked since then, or the time has passed after which a connection without
+// answers is closed.
 func (j *judge) noticedAll() bool {
 	since := max(j.restarted, j.changed)
-	return j.now-since > 25*time.Second || !slices.ContainsFunc(j.places, func(p place) bool { return p.l.askedAt < since })
+	return j.now-since > 25*time.Second || !slices.ContainsFunc(j.places,
+		func(p place) bool { return p.l.askedAt < since })
 }
 
-// apart returns the id of the quorum that has exactly the groups of all slots as its members, and in which each of them has
-// committed at least three steps. If there is no such quorum, why is the reason, and otherwise it is empty.
+// apart returns the id of the quorum that has exactly the groups of all slots as its members, and in which
+// each of them has committed at least three steps. If there is no such quorum, why is the reason, and
+// otherwise it is empty.
 func (j *judge) apart() (why string, id int64) {
 	for i := range j.places {
 		l := j.places[i].l
@@ -485,7 +531,8 @@ func (j *judge) apart() (why string, id int64) {
 	return "", id
 }
 
-// disturbed handles an error of a call. While the job is calm, an error breaks a rule, since no fault can have caused it.
+// disturbed handles an error of a call. While the job is calm, an error breaks a rule, since no fault can
+// have caused it.
 func (j *judge) disturbed(format string, args ...any) {
 	if j.calmed {
 		j.broken(ruleCalm, format, args...)

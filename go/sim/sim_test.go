@@ -19,8 +19,9 @@ var (
 	linesFlag = flag.Int("lines", 60, "lines of a history that are printed, and of the servers' log")
 	slotsFlag = flag.Int("slots", 0, "groups of the job; 0: as the seed says")
 	seedsFlag = flag.Int("seeds", 0, "histories of TestTheRulesHold; 0: as many as there is time for")
-	tapeFlag  = flag.Int64("tape", -1, "with -run Mistakes/none -v: print the events of all machines in the history of this seed, with their actions")
-	soakFlag  = flag.Duration("soak", 0, "play histories for so long (TestSoak)")
+	tapeFlag  = flag.Int64("tape", -1, "with -run Mistakes/none -v: print the events of all machines in "+
+		"the history of this seed, with their actions")
+	soakFlag = flag.Duration("soak", 0, "play histories for so long (TestSoak)")
 )
 
 func TestMain(m *testing.M) {
@@ -34,7 +35,8 @@ func TestMain(m *testing.M) {
 	testmain.Run(m)
 }
 
-// budget returns how many histories a test plays: n, with FULL=1 ten times as many, and few with the race detector.
+// budget returns how many histories a test plays: n, with FULL=1 ten times as many, and few with the race
+// detector.
 func budget(n int) int {
 	switch {
 	case testmain.Race():
@@ -53,7 +55,8 @@ func TestTheRulesHold(t *testing.T) {
 	}
 	var rounds, faults, heals, elapsed atomic.Int64
 	t.Cleanup(func() {
-		t.Logf("%d histories: %d quorums, %d faults, %d heals, in %s of their own time", seeds, rounds.Load(), faults.Load(), heals.Load(),
+		t.Logf("%d histories: %d quorums, %d faults, %d heals, in %s of their own time", seeds, rounds.Load(),
+			faults.Load(), heals.Load(),
 			time.Duration(elapsed.Load()).Round(time.Second))
 	})
 	for seed := range uint64(seeds) {
@@ -104,18 +107,21 @@ func TestAGroupThatClaimsAQuorumDoesNotStopTheOthers(t *testing.T) {
 	}
 }
 
-// claims changes a setup: first one group claims quorums that it cannot show and, after it has had the time to come back, the next one.
+// claims changes a setup: first one group claims quorums that it cannot show and, after it has had the time
+// to come back, the next one.
 func claims(s setup) setup {
 	s.onlyClaims, s.policy.MinReplicas, s.straggle, s.faults = true, 1, 0, nil
 	for i := range 2 {
 		s.faults = append(s.faults, fault{
-			at: time.Duration(10+60*i) * time.Second, kind: claim, slots: 1 << ((int(s.seed) + i) % s.slots), lasts: 30 * time.Second,
+			at: time.Duration(10+60*i) * time.Second, kind: claim, slots: 1 << ((int(s.seed) + i) % s.slots),
+			lasts: 30 * time.Second,
 		})
 	}
 	return s
 }
 
-// Each kind of fault alone, for a long time: the groups that can continue do so, and the others come back when it ends.
+// Each kind of fault alone, for a long time: the groups that can continue do so, and the others come back
+// when it ends.
 func TestEachFaultForLong(t *testing.T) {
 	t.Parallel()
 	for kind := range faultKinds {
@@ -123,14 +129,16 @@ func TestEachFaultForLong(t *testing.T) {
 			t.Parallel()
 			for seed := range uint64(budget(1)) {
 				s := draw(seed, 5)
-				s.faults = []fault{{at: 10 * time.Second, kind: kind, slots: 0b00011, lasts: s.bound() + 30*time.Second, n: 1}}
+				s.faults = []fault{{at: 10 * time.Second, kind: kind, slots: 0b00011,
+					lasts: s.bound() + 30*time.Second, n: 1}}
 				require.Equal(t, 1, hold(t, s).faults)
 			}
 		})
 	}
 }
 
-// countLosses returns the setup of a job whose lost steps are counted: no step is replayed, and there are no random faults.
+// countLosses returns the setup of a job whose lost steps are counted: no step is replayed, and there are no
+// random faults.
 func countLosses(seed uint64) setup {
 	s := draw(seed, 3+int(seed%3))
 	s.replay, s.countLosses, s.straggle, s.faults = false, true, 0, nil
@@ -139,7 +147,8 @@ func countLosses(seed uint64) setup {
 	return s
 }
 
-// No group loses more steps by a fault than the table of docs/correctness.md allows for its kind, at any moment of a step.
+// No group loses more steps by a fault than the table of docs/correctness.md allows for its kind, at any
+// moment of a step.
 func TestEachFaultCostsAtMostItsSteps(t *testing.T) {
 	t.Parallel()
 	for kind := range faultKinds {
@@ -184,9 +193,10 @@ func TestFaultsFarApartCostNoMoreThanTheirSum(t *testing.T) {
 	require.NotZero(t, lost)
 }
 
-// Groups that reached one step in different quorums have different weights. That needs no eviction: a group that asks late, or first in a
-// job, trains in a quorum alone while the others form the next one. Our groups compare the quorums of their last commits; for upstream
-// groups, which compare only steps, the lighthouse does.
+// Groups that reached one step in different quorums have different weights. That needs no eviction: a group
+// that asks late, or first in a job, trains in a quorum alone while the others form the next one. Our groups
+// compare the quorums of their last commits; for upstream groups, which compare only steps, the lighthouse
+// does.
 func TestTheGapOfTheUpstreamProtocolIsClosed(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(10)) {
@@ -204,7 +214,8 @@ func apart(s *setup) {
 	s.policy.MinReplicas, s.policy.JoinTimeout, s.initSync = 1, 100*time.Millisecond, false
 	s.delay, s.straggle = 2*time.Millisecond, 0
 	s.policy.StalledAfter, s.policy.EjectStalledAfter = 0, 0
-	s.faults = []fault{{at: 3 * time.Second, kind: cutLighthouse, slots: 1, lasts: s.policy.HeartbeatTimeout + 2*time.Second}}
+	s.faults = []fault{{at: 3 * time.Second, kind: cutLighthouse, slots: 1,
+		lasts: s.policy.HeartbeatTimeout + 2*time.Second}}
 	s.compute = 3 * time.Second
 }
 
@@ -218,9 +229,10 @@ func TestAMixedJobKeepsTheRules(t *testing.T) {
 	}
 }
 
-// The request of a joining group is pending while the others are in a step, which may be longer than join_timeout_ms. The first of the
-// others that asks again must not form a quorum with the joining group alone. If heals take longer than join_timeout_ms as well, the
-// groups would take turns for the rest of the job: one heals, and another one is left out.
+// The request of a joining group is pending while the others are in a step, which may be longer than
+// join_timeout_ms. The first of the others that asks again must not form a quorum with the joining group
+// alone. If heals take longer than join_timeout_ms as well, the groups would take turns for the rest of the
+// job: one heals, and another one is left out.
 func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(6)) {
@@ -238,7 +250,8 @@ func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(6)) {
 		s := draw(seed, 0)
-		s.policy.MinReplicas, s.policy.JoinTimeout, s.compute = s.slots/2+1, 60*time.Millisecond, 2*time.Second
+		s.policy.MinReplicas, s.policy.JoinTimeout, s.compute = s.slots/2+1, 60*time.Millisecond,
+			2*time.Second
 		s.delay, s.straggle = 2*time.Millisecond, 0
 		s.policy.StalledAfter, s.policy.EjectStalledAfter = 0, 0
 		hold(t, s)
@@ -255,13 +268,14 @@ func onlyFailures(seed uint64) setup {
 	return s
 }
 
-// No step that a live group has computed is lost when groups fail: at any moment, one or several at once, in each phase of a
-// replay, and while others join.
+// No step that a live group has computed is lost when groups fail: at any moment, one or several at once, in
+// each phase of a replay, and while others join.
 func TestAFailureCostsNoStep(t *testing.T) {
 	t.Parallel()
 	for p, name := range map[phase]string{
-		idle: "in a step", agreeing: "while its ranks agree", awaiting: "before the quorum", working: "while it connects",
-		voting: "before the decision",
+		idle: "in a step", agreeing: "while its ranks agree", awaiting: "before the quorum",
+		working: "while it connects",
+		voting:  "before the decision",
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -113,12 +113,14 @@ func (g *group) strike(f *fault) {
 // drain requests that a group leaves, as an operator on the lighthouse's host.
 func (j *job) drain(id string) {
 	host := j.net.Host(lighthouseName)
-	transport := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, address string) (net.Conn, error) {
-		return host.Dial(ctx, address)
-	}}
+	transport := &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, address string) (net.Conn, error) {
+			return host.Dial(ctx, address)
+		}}
 	client := &http.Client{Transport: transport, Timeout: 2 * time.Second}
 	body := bytes.NewBufferString(fmt.Sprintf(`{"replica_id": %q}`, id))
-	if resp, err := client.Post("http://"+lighthouseName+":29510/api/v1/drain", "application/json", body); err == nil {
+	if resp, err := client.Post("http://"+lighthouseName+":29510/api/v1/drain", "application/json",
+		body); err == nil {
 		_ = resp.Body.Close()
 	}
 }

@@ -15,10 +15,12 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// This file is compiled only with testdata/tape.go.txt (compile in mistakes_test.go), which records what the machines receive.
+// This file is compiled only with testdata/tape.go.txt (compile in mistakes_test.go), which records what the
+// machines receive.
 
-// The order of goroutines is another one in each run. But a machine gives the same actions for the same events, to the byte: the
-// recorded events of a history are enough to see what a machine did and why. And a history feeds each kind of event.
+// The order of goroutines is another one in each run. But a machine gives the same actions for the same
+// events, to the byte: the recorded events of a history are enough to see what a machine did and why. And a
+// history feeds each kind of event.
 func TestTheEventsOfAMachineReplay(t *testing.T) {
 	quorum.Recording, round.Recording = true, true
 	kinds := map[string]int{}
@@ -63,7 +65,8 @@ func TestTheEventsOfAMachineReplay(t *testing.T) {
 		return
 	}
 	t.Log(kinds)
-	for path, name := range map[string]string{"../quorum/types.go": "quorum.", "../round/types.go": "round."} {
+	for path, name := range map[string]string{"../quorum/types.go": "quorum.",
+		"../round/types.go": "round."} {
 		for _, kind := range eventTypes(t, path) {
 			if kind == "Slept" {
 				continue // no process of a bubble can be stopped

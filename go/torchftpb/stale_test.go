@@ -14,7 +14,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// The descriptor in the generated code equals that of proto/torchft.proto. Comments and formatting are not compared.
+// The descriptor in the generated code equals that of proto/torchft.proto. Comments and formatting are not
+// compared.
 func TestGeneratedCodeIsNotStale(t *testing.T) {
 	compiler := protocompile.Compiler{Resolver: protocompile.WithStandardImports(
 		&protocompile.SourceResolver{ImportPaths: []string{"../../proto"}},
@@ -25,7 +26,8 @@ func TestGeneratedCodeIsNotStale(t *testing.T) {
 	source := protodesc.ToFileDescriptorProto(files[0])
 	generated := protodesc.ToFileDescriptorProto(torchftpb.File_torchft_proto)
 	require.True(t, proto.Equal(source, generated),
-		"proto/torchft.proto changed: run `make proto`\nproto:\n%s\ngenerated:\n%s", text(source), text(generated))
+		"proto/torchft.proto changed: run `make proto`\nproto:\n%s\ngenerated:\n%s", text(source),
+		text(generated))
 }
 
 func text(d *descriptorpb.FileDescriptorProto) string {

@@ -12,14 +12,15 @@ import (
 )
 
 var (
-	failures = flag.Int("failures", 0, "how many failures of each kind TestFailureTimes measures; 0: it does not run")
+	failures = flag.Int("failures", 0,
+		"how many failures of each kind TestFailureTimes measures; 0: it does not run")
 
 	soak = flag.Duration("soak", 0, "how long TestSoak runs; 0: it does not run")
 	seed = flag.Uint64("seed", 1, "seed of TestSoak's choices")
 )
 
-// TestSoak kills and stops lighthouses and groups, cuts lighthouses off, and moves their clocks, at random. The job has one history, and
-// trains on when all is well again.
+// TestSoak kills and stops lighthouses and groups, cuts lighthouses off, and moves their clocks, at random.
+// The job has one history, and trains on when all is well again.
 func TestSoak(t *testing.T) {
 	if *soak == 0 {
 		t.Skip("-soak says how long")
@@ -81,8 +82,8 @@ func (c *cluster) fault(random *rand.Rand, hosts *hosts, clocks clocks) {
 	}
 }
 
-// TestFailureTimes measures the time from a failure until all groups have the next quorum, also with a single lighthouse that is
-// restarted at once.
+// TestFailureTimes measures the time from a failure until all groups have the next quorum, also with a single
+// lighthouse that is restarted at once.
 func TestFailureTimes(t *testing.T) {
 	if *failures == 0 {
 		return
@@ -103,7 +104,8 @@ func TestFailureTimes(t *testing.T) {
 				mend()
 			}
 			slices.Sort(all)
-			t.Logf("%s: median %s, of %d from %s to %s", what, all[len(all)/2], len(all), all[0], all[len(all)-1])
+			t.Logf("%s: median %s, of %d from %s to %s", what, all[len(all)/2], len(all), all[0],
+				all[len(all)-1])
 		}
 		for what, fail := range map[string]func(leader *process){
 			"killed":   func(leader *process) { leader.end(syscall.SIGKILL) },

@@ -21,15 +21,17 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// wallClock is the wall clock (CLOCK_REALTIME) of a process, which can jump while the process runs. A program reads clocks in the code
-// that the kernel maps into each process, the vDSO. There a process has a copy of its own of what is written to it, so instructions are
-// written that add a number to the wall clock. They are written before the first instruction of the program.
+// wallClock is the wall clock (CLOCK_REALTIME) of a process, which can jump while the process runs. A program
+// reads clocks in the code that the kernel maps into each process, the vDSO. There a process has a copy of
+// its own of what is written to it, so instructions are written that add a number to the wall clock. They are
+// written before the first instruction of the program.
 type wallClock struct {
 	ahead time.Duration
 	at    int64 // address of the number of seconds, in the process that runs
 }
 
-// clockCode is clock_gettime(clock, time) for amd64: it asks the kernel, and adds a number of seconds that follows it to the wall clock.
+// clockCode is clock_gettime(clock, time) for amd64: it asks the kernel, and adds a number of seconds that
+// follows it to the wall clock.
 var clockCode = []byte{
 	0xb8, 0xe4, 0, 0, 0, // mov eax, 228 (clock_gettime)
 	0x0f, 0x05, // syscall
@@ -108,7 +110,8 @@ func (k *wallClock) install(pid int) error {
 		return err
 	}
 	for _, s := range symbols {
-		if s.Name != "__vdso_clock_gettime" || s.Size < uint64(len(clockCode))+8 || s.Value%8 != 0 || s.Value > math.MaxInt32 {
+		if s.Name != "__vdso_clock_gettime" || s.Size < uint64(len(clockCode))+8 || s.Value%8 != 0 ||
+			s.Value > math.MaxInt32 {
 			continue
 		}
 		k.at = from + int64(s.Value) + int64(len(clockCode))                      //nolint:gosec // bounded
@@ -121,7 +124,8 @@ func (k *wallClock) install(pid int) error {
 }
 
 func (k *wallClock) write(memory *os.File) error {
-	seconds := binary.LittleEndian.AppendUint64(nil, uint64(int64(k.ahead/time.Second))) //nolint:gosec // two's complement
+	ahead := uint64(int64(k.ahead / time.Second)) //nolint:gosec // two's complement
+	seconds := binary.LittleEndian.AppendUint64(nil, ahead)
 	_, err := memory.WriteAt(seconds, k.at)
 	return err
 }
@@ -132,7 +136,8 @@ type clocks map[*process]*wallClock
 // withClocks starts the lighthouses again, one after another, with clocks that can jump.
 func (c *cluster) withClocks() clocks {
 	if runtime.GOARCH != "amd64" {
-		testmain.Skip(c.t, "the instructions that make a clock jump are those of amd64, this is ", runtime.GOARCH)
+		testmain.Skip(c.t, "the instructions that make a clock jump are those of amd64, this is ",
+			runtime.GOARCH)
 	}
 	of := clocks{}
 	for _, l := range c.all {
@@ -167,7 +172,8 @@ func (c *cluster) wallClockOf(l *process) time.Duration {
 	return time.Until(date).Round(time.Hour)
 }
 
-// The clocks of the lighthouses jump by an hour, forwards and backwards: of one that leads or follows, of all, and while they are away.
+// The clocks of the lighthouses jump by an hour, forwards and backwards: of one that leads or follows, of
+// all, and while they are away.
 func TestJumpsOfTheClockCostNoStep(t *testing.T) {
 	c := local(t)
 	clocks := c.withClocks()
@@ -178,7 +184,8 @@ func TestJumpsOfTheClockCostNoStep(t *testing.T) {
 		of []*process
 		by time.Duration
 	}{
-		{followers[:1], time.Hour}, {followers[1:], -time.Hour}, {[]*process{leader}, time.Hour}, {[]*process{leader}, -2 * time.Hour}, {c.all, time.Hour},
+		{followers[:1], time.Hour}, {followers[1:], -time.Hour}, {[]*process{leader}, time.Hour},
+		{[]*process{leader}, -2 * time.Hour}, {c.all, time.Hour},
 		{[]*process{leader}, 2 * time.Hour},
 	} {
 		for _, l := range jump.of {

@@ -40,7 +40,8 @@ func TestAKilledLeaderCostsNoStep(t *testing.T) {
 	c.check()
 }
 
-// The lighthouse is stopped, or killed and not restarted, for longer than the heartbeat timeout. The groups train on, and lose no step.
+// The lighthouse is stopped, or killed and not restarted, for longer than the heartbeat timeout. The groups
+// train on, and lose no step.
 func TestAJobTrainsOnWhileItsLighthouseIsAway(t *testing.T) {
 	c := start(t, free(t)[:1], t.TempDir(), "127.0.0.1", nil)
 	since, one := c.attempts(), c.all[0]
@@ -83,7 +84,8 @@ func TestAJobTrainsOnWhileLighthousesOfItsClusterAreStopped(t *testing.T) {
 	c.check()
 }
 
-// stepsFor makes steps for the time full with FULL, which is longer than a keepalive of gRPC, and else for six seconds.
+// stepsFor makes steps for the time full with FULL, which is longer than a keepalive of gRPC, and else for
+// six seconds.
 func (c *cluster) stepsFor(full time.Duration) {
 	c.t.Helper()
 	if !testmain.Full() {
@@ -94,7 +96,8 @@ func (c *cluster) stepsFor(full time.Duration) {
 	}
 }
 
-// The leader is stopped until another one leads. When it goes on, the groups' messages and those of the other lighthouses are there.
+// The leader is stopped until another one leads. When it goes on, the groups' messages and those of the other
+// lighthouses are there.
 func TestAStoppedLeaderThatGoesOnAnswersNobody(t *testing.T) {
 	c := local(t)
 	c.settled()
@@ -170,7 +173,8 @@ func TestARollingRestartCostsNoStep(t *testing.T) {
 	c.check()
 }
 
-// Unauthenticated connections, and those with the token that are no lighthouse of this cluster, change nothing.
+// Unauthenticated connections, and those with the token that are no lighthouse of this cluster, change
+// nothing.
 func TestStrangersOnThePortChangeNothing(t *testing.T) {
 	for name, token := range map[string]string{"without a token": "", "with a token": "secret"} {
 		t.Run(name, func(t *testing.T) {
@@ -207,7 +211,8 @@ func TestStrangersOnThePortChangeNothing(t *testing.T) {
 						if err != nil {
 							continue
 						}
-						_ = link.SetDeadline(time.Now().Add(5 * time.Second)) // fails if the lighthouse has ended the link
+						// fails if the lighthouse has ended the link
+						_ = link.SetDeadline(time.Now().Add(5 * time.Second))
 						_, _ = link.Write(handshake)
 						answer, err := io.ReadAll(link) // until the lighthouse ends the link
 						assert.NotErrorIs(t, err, os.ErrDeadlineExceeded)
@@ -221,7 +226,8 @@ func TestStrangersOnThePortChangeNothing(t *testing.T) {
 				}
 			}
 			c.steps(10)
-			// The leader may change without them on a busy machine. In virtual time it does not: TestStrangersOnTheLinksOfACluster.
+			// The leader may change without them on a busy machine. In virtual time it does not:
+			// TestStrangersOnTheLinksOfACluster.
 			after := c.status(leader)
 			for i, member := range after.Members {
 				assert.Equal(t, before.Members[i].Address, member.Address)

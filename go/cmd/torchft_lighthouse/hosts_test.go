@@ -24,8 +24,9 @@ import (
 // insideEnv is set in the process that runs a test in namespaces of its own.
 const insideEnv = "TEST_INSIDE_NAMESPACES"
 
-// onHosts runs a test in another process, in a network and a mount namespace of its own, where it may do anything. There each lighthouse
-// is on a host of its own, whose disk has 1 MiB, and the groups are on another one. It needs user namespaces, but not root.
+// onHosts runs a test in another process, in a network and a mount namespace of its own, where it may do
+// anything. There each lighthouse is on a host of its own, whose disk has 1 MiB, and the groups are on
+// another one. It needs user namespaces, but not root.
 func onHosts(t *testing.T, test func(t *testing.T, c *cluster, hosts *hosts)) {
 	if os.Getenv(insideEnv) != "" {
 		h := newHosts(t)
@@ -39,7 +40,8 @@ func onHosts(t *testing.T, test func(t *testing.T, c *cluster, hosts *hosts)) {
 		test(t, start(t, h.addresses, dir, "10.29.5.10", h.prefixes), h)
 		return
 	}
-	unshare := []string{"--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"}
+	unshare := []string{"--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child",
+		"--mount-proc"}
 	if out, err := exec.CommandContext(t.Context(), "unshare", append(unshare, "ip", "link", "add", "name", "test", "type", "bridge")...).CombinedOutput(); err != nil { //nolint:gosec // constants
 		testmain.Skip(t, "namespaces with a bridge cannot be made here: ", err, ": ", string(out))
 	}
@@ -57,8 +59,8 @@ func command(t *testing.T, words ...string) {
 	require.NoError(t, err, "%s: %s", words, out)
 }
 
-// hosts are the hosts of three lighthouses: network namespaces behind a bridge. A cut of the traffic between hosts closes no connection,
-// and sends no error: frames go to a network card that does not exist.
+// hosts are the hosts of three lighthouses: network namespaces behind a bridge. A cut of the traffic between
+// hosts closes no connection, and sends no error: frames go to a network card that does not exist.
 type hosts struct {
 	t         *testing.T
 	addresses []string
@@ -68,14 +70,16 @@ type hosts struct {
 func newHosts(t *testing.T) *hosts {
 	h := &hosts{t: t}
 	for _, words := range []string{
-		"link set lo up", "link add name groups type bridge", "address add 10.29.5.10/24 dev groups", "link set groups up",
+		"link set lo up", "link add name groups type bridge", "address add 10.29.5.10/24 dev groups",
+		"link set groups up",
 	} {
 		command(t, append([]string{"ip"}, strings.Fields(words)...)...)
 	}
 	own, err := os.Readlink("/proc/self/ns/net")
 	require.NoError(t, err)
 	for i := range 3 {
-		holder := exec.Command("unshare", "--net", "sleep", "1000") // the namespace lasts as long as a process is in it
+		// the namespace lasts as long as a process is in it
+		holder := exec.Command("unshare", "--net", "sleep", "1000")
 		require.NoError(t, holder.Start())
 		t.Cleanup(func() {
 			_ = holder.Process.Kill()
@@ -87,7 +91,8 @@ func newHosts(t *testing.T) *hosts {
 		}
 		h.prefixes = append(h.prefixes, []string{"nsenter", "--target", pid, "--net"})
 		h.addresses = append(h.addresses, "http://"+net.JoinHostPort(h.ip(i), "29510"))
-		command(t, "ip", "link", "add", link(i), "master", "groups", "type", "veth", "peer", "name", "eth0", "netns", pid)
+		command(t, "ip", "link", "add", link(i), "master", "groups", "type", "veth", "peer", "name", "eth0",
+			"netns", pid)
 		command(t, "ip", "link", "set", link(i), "up")
 		h.on(i, "link set lo up")
 		h.on(i, "link set eth0 address "+card(i))

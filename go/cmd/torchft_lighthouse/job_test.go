@@ -26,8 +26,8 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// job is the groups of a training job, in this process, and what they did. Their manager servers and clients are real, and use TCP.
-// Their collectives and heals are simulated.
+// job is the groups of a training job, in this process, and what they did. Their manager servers and clients
+// are real, and use TCP. Their collectives and heals are simulated.
 type job struct {
 	t              *testing.T
 	addresses      string
@@ -80,7 +80,8 @@ type group struct {
 }
 
 func newJob(t *testing.T, addresses, hostname string) *job {
-	j := &job{t: t, addresses: addresses, hostname: hostname, bind: hostname + ":0", began: time.Now(), comms: map[commKey]*comm{}, members: map[int64]string{}}
+	j := &job{t: t, addresses: addresses, hostname: hostname, bind: hostname + ":0", began: time.Now(),
+		comms: map[commKey]*comm{}, members: map[int64]string{}}
 	j.ctx, j.cancel = context.WithCancel(context.Background())
 	return j
 }
@@ -97,7 +98,8 @@ func (j *job) startGroup(slot int) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.lives++
-	g := &group{j: j, slot: slot, name: fmt.Sprintf("%d:%d", slot, j.lives), ended: make(chan struct{}), states: map[int64]string{0: ""}}
+	g := &group{j: j, slot: slot, name: fmt.Sprintf("%d:%d", slot, j.lives), ended: make(chan struct{}),
+		states: map[int64]string{0: ""}}
 	ctx, cancel := context.WithCancel(j.ctx)
 	g.cancel = cancel
 	j.groups[slot] = g
@@ -127,7 +129,8 @@ func (g *group) run(ctx context.Context) {
 	var err error
 	for g.server == nil {
 		g.server, err = fttest.NewManager(ctx, manager.ServerConfig{
-			ReplicaID: g.name, LighthouseAddr: g.j.addresses, Job: "job", Hostname: g.j.hostname, Bind: g.j.bind, StoreAddr: g.j.hostname + ":1",
+			ReplicaID: g.name, LighthouseAddr: g.j.addresses, Job: "job", Hostname: g.j.hostname,
+			Bind: g.j.bind, StoreAddr: g.j.hostname + ":1",
 			WorldSize: 1, HeartbeatInterval: 100 * time.Millisecond, ConnectTimeout: 10 * time.Second,
 			Security: auth.SecurityFromEnv(),
 			Logger:   slog.New(slog.NewTextHandler(io.Writer(&g.j.log), nil)),
@@ -137,7 +140,8 @@ func (g *group) run(ctx context.Context) {
 		}
 	}
 	defer g.server.Shutdown()
-	client, err := rankclient.Dial(ctx, g.server.Address(), 10*time.Second, rpc.Dialing{NoShortcut: true, Security: auth.SecurityFromEnv()})
+	client, err := rankclient.Dial(ctx, g.server.Address(), 10*time.Second,
+		rpc.Dialing{NoShortcut: true, Security: auth.SecurityFromEnv()})
 	if err != nil {
 		return
 	}
@@ -200,7 +204,8 @@ func (g *group) attempt(ctx context.Context, client *rankclient.Client) error {
 	g.stands = decision.Stands
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	r := record{group: g.name, step: g.step + 1, quorumID: res.QuorumID, members: res.ReplicaIDs, committed: committed}
+	r := record{group: g.name, step: g.step + 1, quorumID: res.QuorumID, members: res.ReplicaIDs,
+		committed: committed}
 	g.failures++
 	if committed {
 		g.failures, g.committed = 0, r.quorumID
@@ -239,7 +244,8 @@ func (j *job) learned(g *group, res recovery.Result, asked time.Duration) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.answers = append(j.answers, porcupine.Operation{
-		ClientId: g.slot, Input: nil, Call: int64(asked), Output: res.QuorumID, Return: int64(time.Since(j.began)),
+		ClientId: g.slot, Input: nil, Call: int64(asked), Output: res.QuorumID,
+		Return: int64(time.Since(j.began)),
 	})
 	members := strings.Join(res.ReplicaIDs, " ")
 	if known := j.members[res.QuorumID]; known != "" {
@@ -251,7 +257,8 @@ func (j *job) learned(g *group, res recovery.Result, asked time.Duration) {
 	}
 	for _, source := range j.groups {
 		if source.name == res.ReplicaIDs[res.Sources[0].ReplicaRank] {
-			g.step, g.states[res.MaxStep], g.committed = res.MaxStep, source.states[res.MaxStep], res.CommittedQuorumID
+			g.step, g.states[res.MaxStep], g.committed = res.MaxStep, source.states[res.MaxStep],
+				res.CommittedQuorumID
 		}
 	}
 }
@@ -358,14 +365,16 @@ func (j *job) attempts() int {
 	return len(j.records)
 }
 
-// noStepIsLost checks that since a number of attempts each one was committed, by all groups and in the same quorum.
+// noStepIsLost checks that since a number of attempts each one was committed, by all groups and in the same
+// quorum.
 func (j *job) noStepIsLost(since int) {
 	j.t.Helper()
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	assert.Zero(j.t, j.errors, "a call has failed\n%s", &j.log)
 	for _, r := range j.records[since:] {
-		if !assert.True(j.t, r.committed && len(r.members) == len(j.groups) && r.quorumID == j.records[since].quorumID, "%+v after %+v", r, j.records[since]) {
+		if !assert.True(j.t, r.committed && len(r.members) == len(j.groups) &&
+			r.quorumID == j.records[since].quorumID, "%+v after %+v", r, j.records[since]) {
 			return
 		}
 	}
@@ -373,9 +382,11 @@ func (j *job) noStepIsLost(since int) {
 
 // check checks the history of the job:
 //
-//   - A step has one history: all groups that committed it did so in the same quorum, after the same steps in the same quorums.
+//   - A step has one history: all groups that committed it did so in the same quorum, after the same steps in
+//     the same quorums.
 //   - The quorum ids that a group hears never go back.
-//   - The quorum ids that all groups hear are linearizable: an answer to a request that began after another answer does not have a smaller one.
+//   - The quorum ids that all groups hear are linearizable: an answer to a request that began after another
+//     answer does not have a smaller one.
 func (j *job) check() {
 	j.t.Helper()
 	j.mu.Lock()
@@ -395,7 +406,8 @@ func (j *job) check() {
 	}
 	result, _ := porcupine.CheckOperationsVerbose(rising, j.answers, time.Minute)
 	assert.Equal(j.t, porcupine.Ok, result)
-	j.t.Logf("%d steps, %d attempts, %d quorums, %d failed calls", len(first), len(j.records), len(j.members), j.errors)
+	j.t.Logf("%d steps, %d attempts, %d quorums, %d failed calls", len(first), len(j.records), len(j.members),
+		j.errors)
 }
 
 // rising is the quorum id that a job has reached.

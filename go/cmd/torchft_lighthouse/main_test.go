@@ -23,7 +23,8 @@ func TestMain(m *testing.M) {
 		return
 	}
 	// os/signal keeps one goroutine for the life of the process.
-	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("os/signal.signal_recv"), goleak.IgnoreTopFunction("os/signal.loop"))
+	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("os/signal.signal_recv"),
+		goleak.IgnoreTopFunction("os/signal.loop"))
 }
 
 func TestItServesUntilASignal(t *testing.T) {
@@ -59,7 +60,8 @@ func TestHelpAndErrors(t *testing.T) {
 	assert.Empty(t, stderr.String())
 
 	assert.Equal(t, 2, run(nil, &stdout, &stderr))
-	assert.Equal(t, "torchft_lighthouse: min_replicas is missing: give --min_replicas N with N of at least 1, see --help\n", stderr.String())
+	assert.Equal(t, "torchft_lighthouse: min_replicas is missing: give --min_replicas N with N of at least "+
+		"1, see --help\n", stderr.String())
 
 	lis, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

@@ -125,12 +125,14 @@ func free(t *testing.T) (list []string) {
 	return list
 }
 
-// start starts lighthouses at these addresses, and groups, and returns when all groups train together. The command of each
-// lighthouse begins with a prefix, if there are any; their state directories are in dir.
+// start starts lighthouses at these addresses, and groups, and returns when all groups train together. The
+// command of each lighthouse begins with a prefix, if there are any; their state directories are in dir.
 func start(t *testing.T, list []string, dir, hostname string, prefixes [][]string) *cluster {
-	c := &cluster{t: t, web: &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}}}
+	c := &cluster{t: t, web: &http.Client{Timeout: time.Second,
+		Transport: &http.Transport{DisableKeepAlives: true}}}
 	for i, address := range list {
-		l := &process{t: t, address: address, dir: filepath.Join(dir, fmt.Sprint(i)), launch: (*exec.Cmd).Start}
+		l := &process{t: t, address: address, dir: filepath.Join(dir, fmt.Sprint(i)),
+			launch: (*exec.Cmd).Start}
 		if prefixes != nil {
 			l.prefix = prefixes[i]
 		}
@@ -169,7 +171,8 @@ func (c *cluster) until(what string, condition func() bool) time.Duration {
 	return time.Since(began)
 }
 
-// leader waits until one of the lighthouses that answer leads, and returns it and the others, whether they answer or not.
+// leader waits until one of the lighthouses that answer leads, and returns it and the others, whether they
+// answer or not.
 func (c *cluster) leader() (leader *process, followers []*process) {
 	c.t.Helper()
 	c.until("one leads", func() bool {
@@ -189,7 +192,8 @@ func (c *cluster) leader() (leader *process, followers []*process) {
 	return leader, followers
 }
 
-// steps waits until all groups have committed more steps in a quorum of all of them, and returns how long that took.
+// steps waits until all groups have committed more steps in a quorum of all of them, and returns how long
+// that took.
 func (c *cluster) steps(more int) time.Duration {
 	c.t.Helper()
 	before := c.lowest()

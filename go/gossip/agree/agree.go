@@ -301,7 +301,8 @@ func (m *Machine) turn() bool {
 	next := m.candidate()
 	if next.Number == m.note.Joined {
 		if next.Digest() == m.note.Digest {
-			m.waits = fmt.Sprintf("waits for %s to join view %d", strings.Join(m.missing(next), ", "), next.Number)
+			m.waits = fmt.Sprintf("waits for %s to join view %d", strings.Join(m.missing(next), ", "),
+				next.Number)
 			return false
 		}
 		next.Number, next.digest = next.Number+1, "" // a member joins at most one view of each number
@@ -330,7 +331,8 @@ func (m *Machine) turn() bool {
 
 // candidate returns the view of all live members.
 func (m *Machine) candidate() *View {
-	next := &View{Number: max(m.note.Wants, m.formed.number()+1), Members: []Member{{m.cfg.Me, m.cfg.Address}}}
+	next := &View{Number: max(m.note.Wants, m.formed.number()+1),
+		Members: []Member{{m.cfg.Me, m.cfg.Address}}}
 	for id, peer := range m.alive {
 		next.Number = max(next.Number, peer.Wants)
 		next.Members = append(next.Members, Member{id, peer.Address})
@@ -345,7 +347,8 @@ func (m *Machine) objection(v *View) string {
 	if len(v.Members) < m.cfg.MinMembers {
 		return fmt.Sprintf("%d of %d members", len(v.Members), m.cfg.MinMembers)
 	}
-	if m.formed == nil && !slices.ContainsFunc(v.Members, func(q Member) bool { return m.alive[q.ID].Formed }) {
+	if m.formed == nil && !slices.ContainsFunc(v.Members,
+		func(q Member) bool { return m.alive[q.ID].Formed }) {
 		if why := m.founds(v); why != "" {
 			return why
 		}

@@ -419,7 +419,8 @@ func TestNumbersThatCouldOverflowAreIgnored(t *testing.T) {
 	for _, number := range []int64{math.MaxInt64, math.MaxInt64 - 1, -1} {
 		ended := make(chan *Machine, 1)
 		go func() {
-			m := New(Config{Me: ID{"a", 1}, Address: "store of a", At: "a", Seeds: [][]string{{"a"}}, MinMembers: 1})
+			m := New(Config{Me: ID{"a", 1}, Address: "store of a", At: "a", Seeds: [][]string{{"a"}},
+				MinMembers: 1})
 			m.Ask()
 			m.Learn(Known{Formed: &View{Number: number, Members: []Member{{ID: other}}}})
 			m.Learn(Known{Formed: &View{Number: 7}})
@@ -468,7 +469,8 @@ func TestAMemberThatWasAwayLearnsTheLastFormedView(t *testing.T) {
 		require.Equal(t, []string{"a", "b", "c", "d"}, j.in("d"))
 	}
 	j.ask("e")
-	require.Contains(t, j.machines["e"].Waits(), "1 of the 5 members of view 1 are here: a, b, c, d are missing")
+	require.Contains(t, j.machines["e"].Waits(),
+		"1 of the 5 members of view 1 are here: a, b, c, d are missing")
 	j.away = nil
 	j.ask(j.names()...)
 	require.Equal(t, j.names(), j.in("e"))
@@ -524,7 +526,8 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 	require.Equal(t, "a later incarnation of a has taken its place", j.machines["other a"].News().Ended)
 }
 
-// Whether a member may join the second view of a row after the first one: views of a to e, in the order of their starts.
+// Whether a member may join the second view of a row after the first one: views of a to e, in the order of
+// their starts.
 func TestAViewFollowsAnother(t *testing.T) {
 	view := func(number int64, names string) *View {
 		v := &View{Number: number}
@@ -611,7 +614,8 @@ func TestOnlyOnePartFollows(t *testing.T) {
 							one := follows(part(size, first), part(size, all), known(size, here)) == ""
 							two := follows(part(size, second), part(size, all), known(size, there)) == ""
 							if one && two {
-								t.Fatalf("%05b and %05b of %05b, left: %05b and %05b", first, second, all, here, there)
+								t.Fatalf("%05b and %05b of %05b, left: %05b and %05b", first, second, all,
+									here, there)
 							}
 						}
 					}

@@ -103,7 +103,8 @@ var mistakes = []struct {
 	},
 	{
 		"a member stays in the view that it has joined when its list changes",
-		[][2]string{{"if next.Digest() == m.note.Digest {", "if next.Digest() == m.note.Digest || !m.note.Left {"}},
+		[][2]string{{"if next.Digest() == m.note.Digest {",
+			"if next.Digest() == m.note.Digest || !m.note.Left {"}},
 		[]string{ruleTogether},
 	},
 }

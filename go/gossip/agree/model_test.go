@@ -14,7 +14,8 @@ import (
 
 var (
 	seedFlag   = flag.Uint64("agree.seed", 23, "of the random histories")
-	eventsFlag = flag.Int("agree.events", 0, "of all histories together; 0: 200,000, or 6,000,000 with FULL=1")
+	eventsFlag = flag.Int("agree.events", 0,
+		"of all histories together; 0: 200,000, or 6,000,000 with FULL=1")
 )
 
 // dated returns the seed of the histories: SEED of the environment, which make test-all sets to the date, or

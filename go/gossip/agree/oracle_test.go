@@ -115,7 +115,8 @@ func (w *world) remembers(p *process) {
 		if v.Number <= p.formed.number() {
 			return
 		}
-		if v.Has(p.id()) && !slices.ContainsFunc(p.joined, func(a *View) bool { return a.Digest() == v.Digest() }) {
+		if v.Has(p.id()) && !slices.ContainsFunc(p.joined,
+			func(a *View) bool { return a.Digest() == v.Digest() }) {
 			w.fails(ruleRemembered, "%v has forgotten %+v", p.id(), v)
 		}
 	}

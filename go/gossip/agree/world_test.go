@@ -161,7 +161,8 @@ func (w *world) change() {
 		for place := range part {
 			part[place] = w.IntN(3)
 		}
-	default: // a cut through the latest view: some of its members are with others that may know an earlier one
+	default:
+		// a cut through the latest view: some of its members are with others that may know an earlier one
 		if v := w.latest; v != nil {
 			for _, p := range w.running {
 				if v.Has(p.id()) && w.IntN(2) == 0 {
@@ -511,7 +512,8 @@ func (w *world) supervised() {
 // members of a view that any of them has joined since the last view of all processes.
 func (w *world) needed(p *process) bool {
 	for _, v := range w.views {
-		if v.Number >= w.together && len(v.Members) <= 2 && v.Has(p.id()) && older(p.id(), v.Members[0].ID) <= 0 &&
+		if v.Number >= w.together && len(v.Members) <= 2 && v.Has(p.id()) &&
+			older(p.id(), v.Members[0].ID) <= 0 &&
 			older(p.id(), v.Members[len(v.Members)-1].ID) <= 0 {
 			return true
 		}

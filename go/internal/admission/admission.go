@@ -1,5 +1,5 @@
-// Package admission limits the connections that have not been authorized yet, so that unauthorized clients cannot use up all
-// connections of a server.
+// Package admission limits the connections that have not been authorized yet, so that unauthorized clients
+// cannot use up all connections of a server.
 package admission
 
 import (
@@ -8,9 +8,9 @@ import (
 	"sync"
 )
 
-// Pending has room for a limited number of connections, and for a smaller number from each address. If one of these limits is
-// exceeded, the oldest connection of all, or from that address, is closed: a client of the job sends its first message at once, so
-// an old connection most likely does not belong to the job.
+// Pending has room for a limited number of connections, and for a smaller number from each address. If one of
+// these limits is exceeded, the oldest connection of all, or from that address, is closed: a client of the
+// job sends its first message at once, so an old connection most likely does not belong to the job.
 type Pending struct {
 	most, ofOne int
 
@@ -33,7 +33,8 @@ type Conn struct {
 	ofHost *list.Element
 }
 
-// Add adds a connection. A later call of Add calls cut to end this connection if there is no room then. cut must not block.
+// Add adds a connection. A later call of Add calls cut to end this connection if there is no room then. cut
+// must not block.
 func (p *Pending) Add(from net.Addr, cut func()) *Conn {
 	host := from.String()
 	if h, _, err := net.SplitHostPort(host); err == nil {
@@ -72,8 +73,8 @@ func (p *Pending) remove(c *Conn) {
 	c.all = nil
 }
 
-// Remove removes a connection that has been authorized or has ended. It reports whether the connection was there: it is not if it was
-// cut or removed before.
+// Remove removes a connection that has been authorized or has ended. It reports whether the connection was
+// there: it is not if it was cut or removed before.
 func (c *Conn) Remove() bool {
 	c.in.mu.Lock()
 	defer c.in.mu.Unlock()

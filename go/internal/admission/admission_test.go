@@ -12,7 +12,8 @@ func TestTheOldestGoesFirst(t *testing.T) {
 	var cut []int
 	conns := map[int]*Conn{}
 	enter := func(number int, host string) {
-		conns[number] = l.Add(&net.TCPAddr{IP: net.ParseIP(host), Port: number}, func() { cut = append(cut, number) })
+		conns[number] = l.Add(&net.TCPAddr{IP: net.ParseIP(host), Port: number},
+			func() { cut = append(cut, number) })
 	}
 	enter(1, "10.0.0.1")
 	enter(2, "10.0.0.2")

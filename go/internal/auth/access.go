@@ -32,11 +32,13 @@ func (e Ending) Refusal() string {
 	if e.Loopback || e.AllowRemote {
 		return ""
 	}
-	return "it comes from another host, and this server has no token to check its permission: start the whole job with " +
+	return "it comes from another host, and this server has no token to check its permission: start the " +
+		"whole job with " +
 		"a token_file (TORCHFT_TOKEN_FILE), or send the request from this host"
 }
 
-// CheckEnding refuses a call that must not end a process. With hasTokens, the call has a valid token: rpc.Gate refuses all others.
+// CheckEnding refuses a call that must not end a process. With hasTokens, the call has a valid token:
+// rpc.Gate refuses all others.
 func CheckEnding(ctx context.Context, hasTokens bool) error {
 	e := Ending{Token: TokenNone}
 	if hasTokens {
@@ -52,11 +54,13 @@ func CheckEnding(ctx context.Context, hasTokens bool) error {
 	return nil
 }
 
-// Forwarded reports whether a request came through a proxy, by its headers. Its sender may be on another host then.
+// Forwarded reports whether a request came through a proxy, by its headers. Its sender may be on another host
+// then.
 func Forwarded(values func(header string) []string) bool {
-	return slices.ContainsFunc([]string{"Forwarded", "X-Forwarded-For", "X-Real-Ip", "Via"}, func(header string) bool {
-		return strings.Join(values(header), "") != ""
-	})
+	return slices.ContainsFunc([]string{"Forwarded", "X-Forwarded-For", "X-Real-Ip", "Via"},
+		func(header string) bool {
+			return strings.Join(values(header), "") != ""
+		})
 }
 
 // IsLoopback reports whether host:port, or a host alone, is a loopback address.
@@ -65,8 +69,9 @@ func IsLoopback(address string) bool {
 	return err == nil && ip.Unmap().IsLoopback()
 }
 
-// IsOwnHost reports whether the Host header of a request names this server by an address, localhost, or one of its own names. It
-// prevents DNS rebinding: a page of evil.example, whose name was pointed to this host's address, sends "evil.example".
+// IsOwnHost reports whether the Host header of a request names this server by an address, localhost, or one
+// of its own names. It prevents DNS rebinding: a page of evil.example, whose name was pointed to this host's
+// address, sends "evil.example".
 func IsOwnHost(header string, names ...string) bool {
 	host := strings.ToLower(strings.TrimSuffix(HostOf(header), "."))
 	if _, err := netip.ParseAddr(host); err == nil {

@@ -11,16 +11,17 @@ import (
 const (
 	// statEvery is how long a value read from files is used before the files are checked for changes.
 	statEvery = time.Second
-	// diskTime is how long a call waits for such a check. A server also uses these values while it accepts connections: a disk that does
-	// not answer must not stop it.
+	// diskTime is how long a call waits for such a check. A server also uses these values while it accepts
+	// connections: a disk that does not answer must not stop it.
 	diskTime = 250 * time.Millisecond
 )
 
-// Watched is a value read from files. It is read again when they change, so that tokens and certificates can be renewed while a job
-// runs. While the files are invalid, the last valid value is used: a file that is being written must not break calls.
+// Watched is a value read from files. It is read again when they change, so that tokens and certificates can
+// be renewed while a job runs. While the files are invalid, the last valid value is used: a file that is
+// being written must not break calls.
 //
-// gRPC's certprovider/pemfile does this for certificates only, and its errors name no setting: tokens would need Watched
-// all the same.
+// gRPC's certprovider/pemfile does this for certificates only, and its errors name no setting: tokens would
+// need Watched all the same.
 type Watched[T any] struct {
 	log   *slog.Logger
 	paths []string
@@ -88,7 +89,8 @@ func (w *Watched[T]) check() {
 	value, err := w.read()
 	if err != nil {
 		if !w.failed {
-			w.log.Error("torchft: files changed and cannot be read; their last valid content stays in use", "error", err)
+			w.log.Error("torchft: files changed and cannot be read; their last valid content stays in use",
+				"error", err)
 		}
 		w.failed = true
 		return
@@ -125,6 +127,7 @@ func checkPermissions(log *slog.Logger, setting, path string) {
 		return
 	}
 	if _, before := warned.LoadOrStore(path, true); !before {
-		log.Warn("torchft: other users of this host can read a secret; chmod 600 it", "setting", setting, "file", path, "mode", info.Mode().Perm().String())
+		log.Warn("torchft: other users of this host can read a secret; chmod 600 it", "setting", setting,
+			"file", path, "mode", info.Mode().Perm().String())
 	}
 }

@@ -12,7 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A disk that does not answer must not stop a server: it accepts connections, and checks calls, with what it has read before.
+// A disk that does not answer must not stop a server: it accepts connections, and checks calls, with what it
+// has read before.
 func TestAHangingDiskDoesNotHoldUpCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		path := filepath.Join(t.TempDir(), "file")

@@ -9,20 +9,22 @@ import (
 	"os"
 )
 
-// Security names the files that protect a job's connections. While the name of a file is empty, its protection is off.
+// Security names the files that protect a job's connections. While the name of a file is empty, its
+// protection is off.
 type Security struct {
-	// TokenFile contains the job's tokens, one per line (Tokens). A server with this file refuses calls that contain none of its
-	// tokens.
+	// TokenFile contains the job's tokens, one per line (Tokens). A server with this file refuses calls that
+	// contain none of its tokens.
 	TokenFile string `json:"token_file"`
-	// TLSCert and TLSKey are the certificate and the key of this process, in PEM. With them a server uses TLS, and a client can
-	// present a certificate to a server that requires one.
+	// TLSCert and TLSKey are the certificate and the key of this process, in PEM. With them a server uses
+	// TLS, and a client can present a certificate to a server that requires one.
 	TLSCert string `json:"tls_cert"`
 	TLSKey  string `json:"tls_key"`
-	// TLSCA contains the authorities whose server certificates are trusted, in PEM; empty means the system's. If it is set, a
-	// client refuses addresses that begin with http://, since a plain connection proves nothing about the server.
+	// TLSCA contains the authorities whose server certificates are trusted, in PEM; empty means the system's.
+	// If it is set, a client refuses addresses that begin with http://, since a plain connection proves
+	// nothing about the server.
 	TLSCA string `json:"tls_ca"`
-	// TLSClientCA contains the authorities of client certificates, in PEM. A server with this file refuses clients that present
-	// no certificate of one of them.
+	// TLSClientCA contains the authorities of client certificates, in PEM. A server with this file refuses
+	// clients that present no certificate of one of them.
 	TLSClientCA string `json:"tls_client_ca"`
 }
 
@@ -60,7 +62,8 @@ func (s Security) ServesTLS() bool { return s.TLSCert != "" }
 // HasTokens reports whether a server with these settings requires a token.
 func (s Security) HasTokens() bool { return s.TokenFile != "" }
 
-// Protection is a Security with its files read. A nil Tokens or Server means that this protection is off; Client is never nil.
+// Protection is a Security with its files read. A nil Tokens or Server means that this protection is off;
+// Client is never nil.
 type Protection struct {
 	Tokens *Watched[Tokens]
 	Server *Watched[*tls.Config]
@@ -91,11 +94,14 @@ func (s Security) Open(log *slog.Logger) (p Protection, err error) {
 func (s Security) validateNames() error {
 	switch {
 	case s.TLSCert != "" && s.TLSKey == "":
-		return bad("tls_key", TLSKeyEnv, "", fmt.Sprintf("tls_cert is %q and needs the file of its key", s.TLSCert))
+		return bad("tls_key", TLSKeyEnv, "", fmt.Sprintf("tls_cert is %q and needs the file of its key",
+			s.TLSCert))
 	case s.TLSKey != "" && s.TLSCert == "":
-		return bad("tls_cert", TLSCertEnv, "", fmt.Sprintf("tls_key is %q and needs the file of its certificate", s.TLSKey))
+		return bad("tls_cert", TLSCertEnv, "", fmt.Sprintf("tls_key is %q and needs the file of its "+
+			"certificate", s.TLSKey))
 	case s.TLSClientCA != "" && s.TLSCert == "":
-		return bad("tls_cert", TLSCertEnv, "", fmt.Sprintf("tls_client_ca is %q, and a server that asks for certificates needs one itself", s.TLSClientCA))
+		return bad("tls_cert", TLSCertEnv, "", fmt.Sprintf("tls_client_ca is %q, and a server that asks "+
+			"for certificates needs one itself", s.TLSClientCA))
 	}
 	return nil
 }
@@ -110,7 +116,8 @@ func (Security) files(paths ...string) []string {
 	return named
 }
 
-// maxSecret bounds the size of a file in bytes: a bundle of all public authorities has a quarter of a megabyte.
+// maxSecret bounds the size of a file in bytes: a bundle of all public authorities has a quarter of a
+// megabyte.
 const maxSecret = 4 << 20
 
 func (s Security) readTokens() (Tokens, error) {
@@ -141,8 +148,9 @@ func readFile(path string) ([]byte, error) {
 	return content, nil
 }
 
-// serverTLS returns the TLS settings of the port that serves gRPC and HTTP. HTTP/1.1 is the first of NextProtos, so a client that
-// supports both protocols, such as a browser, uses HTTP/1.1: on this port, HTTP/2 is served only as gRPC.
+// serverTLS returns the TLS settings of the port that serves gRPC and HTTP. HTTP/1.1 is the first of
+// NextProtos, so a client that supports both protocols, such as a browser, uses HTTP/1.1: on this port,
+// HTTP/2 is served only as gRPC.
 func (s Security) serverTLS() (*tls.Config, error) {
 	cert, err := s.certificate()
 	if err != nil {
@@ -176,9 +184,13 @@ func (s Security) clientTLS() (*tls.Config, error) {
 		if err != nil {
 			return nil, err
 		}
-		// Without this function, Go would present the certificate only if the server names its authority. With it, Go always presents
-		// the certificate: if the server refuses it, the server's alert contains the reason, and not only that a certificate is required.
-		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
+		// Without this function, Go would present the certificate only if the server names its authority.
+		// With it, Go always presents the certificate: if the server refuses it, the server's alert contains
+		// the reason, and not only that a certificate is required.
+		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate,
+			error) {
+			return &cert, nil
+		}
 	}
 	return config, nil
 }
@@ -220,6 +232,6 @@ func (c Credentials) GetRequestMetadata(context.Context, ...string) (map[string]
 	return map[string]string{"authorization": Bearer(c.Tokens.Get()[0])}, nil
 }
 
-// RequireTransportSecurity returns false, so that tokens can be sent without TLS in networks that encrypt all traffic themselves,
-// which are common. If TLSCA is set, package rpc refuses plain connections in any case.
+// RequireTransportSecurity returns false, so that tokens can be sent without TLS in networks that encrypt all
+// traffic themselves, which are common. If TLSCA is set, package rpc refuses plain connections in any case.
 func (Credentials) RequireTransportSecurity() bool { return false }

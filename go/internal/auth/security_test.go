@@ -27,23 +27,32 @@ func TestFilesThatCannotBeUsed(t *testing.T) {
 	empty, junk := fttest.File(t, " \n\n"), fttest.File(t, "no pem")
 	missing := filepath.Join(t.TempDir(), "missing")
 	for wantError, security := range map[string]auth.Security{
-		`token_file (TORCHFT_TOKEN_FILE) is "` + missing + `": it cannot be read`:                        {TokenFile: missing},
-		`token_file (TORCHFT_TOKEN_FILE) is "` + empty + `": it is empty: it must hold a token`:          {TokenFile: empty},
-		`token_file (TORCHFT_TOKEN_FILE) is "` + junk + `": allowed are lines of printable ASCII`:        {TokenFile: junk},
-		`token_file (TORCHFT_TOKEN_FILE) is "/dev/zero": it must be a regular file`:                      {TokenFile: "/dev/zero"},
-		`tls_key (TORCHFT_TLS_KEY) is "": tls_cert is`:                                                   {TLSCert: cert},
-		`tls_cert (TORCHFT_TLS_CERT) is "": tls_key is`:                                                  {TLSKey: key},
-		`tls_cert (TORCHFT_TLS_CERT) is "": tls_client_ca is`:                                            {TLSClientCA: ca.File},
-		`tls_cert (TORCHFT_TLS_CERT) is "` + missing + `": it cannot be read`:                            {TLSCert: missing, TLSKey: key},
-		`tls_key (TORCHFT_TLS_KEY) is "` + missing + `": it cannot be read`:                              {TLSCert: cert, TLSKey: missing},
-		`tls_cert (TORCHFT_TLS_CERT) is "` + cert + `": it must be a certificate in PEM, and tls_key`:    {TLSCert: cert, TLSKey: otherKey},
-		`tls_client_ca (TORCHFT_TLS_CLIENT_CA) is "` + junk + `": it must hold at least one certificate`: {TLSCert: cert, TLSKey: key, TLSClientCA: junk},
-		`tls_ca (TORCHFT_TLS_CA) is "` + junk + `": it must hold at least one certificate`:               {TLSCA: junk},
+		`token_file (TORCHFT_TOKEN_FILE) is "` + missing +
+			`": it cannot be read`: {TokenFile: missing},
+		`token_file (TORCHFT_TOKEN_FILE) is "` + empty +
+			`": it is empty: it must hold a token`: {TokenFile: empty},
+		`token_file (TORCHFT_TOKEN_FILE) is "` + junk +
+			`": allowed are lines of printable ASCII`: {TokenFile: junk},
+		`token_file (TORCHFT_TOKEN_FILE) is "/dev/zero": it must be a regular file`: {TokenFile: "/dev/zero"},
+		`tls_key (TORCHFT_TLS_KEY) is "": tls_cert is`:                              {TLSCert: cert},
+		`tls_cert (TORCHFT_TLS_CERT) is "": tls_key is`:                             {TLSKey: key},
+		`tls_cert (TORCHFT_TLS_CERT) is "": tls_client_ca is`:                       {TLSClientCA: ca.File},
+		`tls_cert (TORCHFT_TLS_CERT) is "` + missing +
+			`": it cannot be read`: {TLSCert: missing, TLSKey: key},
+		`tls_key (TORCHFT_TLS_KEY) is "` + missing +
+			`": it cannot be read`: {TLSCert: cert, TLSKey: missing},
+		`tls_cert (TORCHFT_TLS_CERT) is "` + cert +
+			`": it must be a certificate in PEM, and tls_key`: {TLSCert: cert, TLSKey: otherKey},
+		`tls_client_ca (TORCHFT_TLS_CLIENT_CA) is "` + junk +
+			`": it must hold at least one certificate`: {TLSCert: cert, TLSKey: key, TLSClientCA: junk},
+		`tls_ca (TORCHFT_TLS_CA) is "` + junk +
+			`": it must hold at least one certificate`: {TLSCA: junk},
 	} {
 		assert.ErrorContains(t, security.Validate(), wantError)
 		_, err := rpc.NewGate(security, rpc.Limits{}, fttest.Quiet)
 		assert.ErrorContains(t, err, wantError)
-		_, err = rpc.Dial(t.Context(), rpc.Dialing{Security: security}, "lighthouse", "http://127.0.0.1:1", time.Second)
+		_, err = rpc.Dial(t.Context(), rpc.Dialing{Security: security}, "lighthouse", "http://127.0.0.1:1",
+			time.Second)
 		assert.Equal(t, codes.InvalidArgument, status.Code(err))
 	}
 }
@@ -53,7 +62,8 @@ func TestAReadableSecretIsWarnedAboutOnce(t *testing.T) {
 	require.NoError(t, os.Chmod(token, 0o644))
 	log := &fttest.Log{}
 	for range 2 {
-		_, err := rpc.NewGate(auth.Security{TokenFile: token}, rpc.Limits{}, slog.New(slog.NewTextHandler(log, nil)))
+		_, err := rpc.NewGate(auth.Security{TokenFile: token}, rpc.Limits{},
+			slog.New(slog.NewTextHandler(log, nil)))
 		require.NoError(t, err)
 	}
 	assert.Equal(t, 1, log.Count("chmod 600"))
@@ -112,8 +122,10 @@ func TestWhichRequestsMayEndAProcess(t *testing.T) {
 		assert.Equal(t, want, auth.IsLoopback(address), address)
 	}
 	for header, want := range map[string]bool{
-		"127.0.0.1:29510": true, "[::1]:1": true, "[fe80::1]": true, "10.1.2.3": true, "localhost:1": true, "LOCALHOST": true, "localhost.": true,
-		"lighthouse:1": true, "Lighthouse": true, "evil.example:29510": false, "lighthouse.evil.example": false, "": false, "10.1.2.3.example": false,
+		"127.0.0.1:29510": true, "[::1]:1": true, "[fe80::1]": true, "10.1.2.3": true, "localhost:1": true,
+		"LOCALHOST": true, "localhost.": true,
+		"lighthouse:1": true, "Lighthouse": true, "evil.example:29510": false,
+		"lighthouse.evil.example": false, "": false, "10.1.2.3.example": false,
 	} {
 		assert.Equal(t, want, auth.IsOwnHost(header, "lighthouse", ""), header)
 	}

@@ -1,5 +1,5 @@
-// Package auth decides which requests the servers of a job accept: it checks tokens, reads the files with tokens and certificates,
-// and decides which requests may end a process.
+// Package auth decides which requests the servers of a job accept: it checks tokens, reads the files with
+// tokens and certificates, and decides which requests may end a process.
 package auth
 
 import (
@@ -9,9 +9,9 @@ import (
 	"strings"
 )
 
-// Tokens are the secrets of a job, one per line of its token file. A process sends the first one, and accepts each of them. So a
-// token can be replaced while the job runs: add the new one as the last line on all hosts, move it to the top on all hosts, and
-// then remove the old one.
+// Tokens are the secrets of a job, one per line of its token file. A process sends the first one, and accepts
+// each of them. So a token can be replaced while the job runs: add the new one as the last line on all hosts,
+// move it to the top on all hosts, and then remove the old one.
 type Tokens []string
 
 // ParseTokens reads the content of a token file.
@@ -55,7 +55,8 @@ func (t Tokens) Check(authorization []string) TokenCheck {
 		return TokenMissing
 	}
 	given, ok := strings.CutPrefix(authorization[0], "Bearer ")
-	digest := sha256.Sum256([]byte(given)) // ConstantTimeCompare returns early if lengths differ; digests have one length
+	// ConstantTimeCompare returns early if lengths differ; digests have one length
+	digest := sha256.Sum256([]byte(given))
 	found := 0
 	for _, token := range t {
 		want := sha256.Sum256([]byte(token))
@@ -71,7 +72,8 @@ func (t Tokens) Check(authorization []string) TokenCheck {
 func (c TokenCheck) String() string {
 	switch c {
 	case TokenMissing:
-		return "this server wants the job's token: set TORCHFT_TOKEN_FILE to the same file content, or send `authorization: Bearer TOKEN`"
+		return "this server wants the job's token: set TORCHFT_TOKEN_FILE to the same file content, or " +
+			"send `authorization: Bearer TOKEN`"
 	case TokenWrong:
 		return "the token is not the job's: TORCHFT_TOKEN_FILE of both sides must hold the same"
 	default:

@@ -28,9 +28,11 @@ type Agreeing struct {
 	set     []func(*lighthouse.Config)
 }
 
-// NewAgreeing starts three lighthouses, and returns when one leads. They are shut down at the end of the test. set changes their settings.
+// NewAgreeing starts three lighthouses, and returns when one leads. They are shut down at the end of the
+// test. set changes their settings.
 func NewAgreeing(t *testing.T, minReplicas int, set ...func(*lighthouse.Config)) *Agreeing {
-	a := &Agreeing{Cluster: Cluster{T: t, Net: NewNetwork(), Log: &Log{}}, dirs: map[string]string{}, running: map[string]*lighthouse.Server{}, min: minReplicas, set: set}
+	a := &Agreeing{Cluster: Cluster{T: t, Net: NewNetwork(), Log: &Log{}}, dirs: map[string]string{},
+		running: map[string]*lighthouse.Server{}, min: minReplicas, set: set}
 	for _, host := range AgreeingHosts {
 		a.Start(host)
 	}

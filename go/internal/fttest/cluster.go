@@ -36,8 +36,8 @@ type Cluster struct {
 	Lighthouse *lighthouse.Server
 }
 
-// NewCluster starts a lighthouse with the defaults of the command, except for a join timeout of 10 s and the given changes. It is
-// shut down at the end of the test.
+// NewCluster starts a lighthouse with the defaults of the command, except for a join timeout of 10 s and the
+// given changes. It is shut down at the end of the test.
 func NewCluster(t *testing.T, minReplicas int, change ...func(*lighthouse.Config)) *Cluster {
 	c := &Cluster{T: t, Net: NewNetwork(), Log: &Log{}}
 	c.StartLighthouse(minReplicas, change...)
@@ -45,13 +45,16 @@ func NewCluster(t *testing.T, minReplicas int, change ...func(*lighthouse.Config
 	return c
 }
 
-// StartLighthouse starts a lighthouse at LighthouseAddr. The caller must have shut down the previous one, or killed its host.
+// StartLighthouse starts a lighthouse at LighthouseAddr. The caller must have shut down the previous one, or
+// killed its host.
 func (c *Cluster) StartLighthouse(minReplicas int, change ...func(*lighthouse.Config)) {
 	c.Lighthouse = c.LighthouseOn("lighthouse", minReplicas, change...)
 }
 
 // LighthouseOn starts a lighthouse on a host, at port 29510. The caller shuts it down.
-func (c *Cluster) LighthouseOn(host string, minReplicas int, change ...func(*lighthouse.Config)) *lighthouse.Server {
+func (c *Cluster) LighthouseOn(
+	host string, minReplicas int, change ...func(*lighthouse.Config),
+) *lighthouse.Server {
 	c.Net.Host(host).Revive()
 	cfg := lighthouse.DefaultConfig()
 	cfg.MinReplicas = minReplicas
@@ -67,7 +70,8 @@ func (c *Cluster) LighthouseOn(host string, minReplicas int, change ...func(*lig
 	return server
 }
 
-// NewManager joins the lighthouses of a configuration, unless it has a Membership, and starts the manager server.
+// NewManager joins the lighthouses of a configuration, unless it has a Membership, and starts the manager
+// server.
 func NewManager(ctx context.Context, cfg manager.ServerConfig) (*manager.Server, error) {
 	if cfg.Membership == nil {
 		joined, err := Join(ctx, cfg)
@@ -84,7 +88,8 @@ func Join(ctx context.Context, cfg manager.ServerConfig) (*lighthouses.Member, e
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	return lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout, rpc.Dialing{Network: cfg.Network, Security: cfg.Security, Job: cfg.Job})
+	return lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
+		rpc.Dialing{Network: cfg.Network, Security: cfg.Security, Job: cfg.Job})
 }
 
 // NoMembership has the methods of a Membership without effect, for a fake to override.
@@ -107,8 +112,8 @@ func (NoMembership) Leave(context.Context) error     { return nil }
 func (NoMembership) Finish()                         {}
 func (NoMembership) Close() error                    { return nil }
 
-// Group is one replica group: its server on the host with the group's name, and one client per rank, each on its own host
-// "name/rank".
+// Group is one replica group: its server on the host with the group's name, and one client per rank, each on
+// its own host "name/rank".
 type Group struct {
 	c      *Cluster
 	Server *manager.Server
@@ -155,7 +160,8 @@ func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manag
 // Dial returns another client of the group's server, on a host.
 func (g *Group) Dial(host string) *rankclient.Client {
 	g.c.Net.Host(host).Revive()
-	client, err := rankclient.Dial(context.Background(), g.Server.Address(), 10*time.Second, rpc.Dialing{Network: g.c.Net.Host(host), Security: g.security})
+	client, err := rankclient.Dial(context.Background(), g.Server.Address(), 10*time.Second,
+		rpc.Dialing{Network: g.c.Net.Host(host), Security: g.security})
 	require.NoError(g.c.T, err)
 	g.c.T.Cleanup(func() { _ = client.Close() })
 	return client
@@ -198,7 +204,9 @@ func (g *Group) QuorumWith(req rankclient.Request, timeout time.Duration) <-chan
 }
 
 // QuorumBelow is QuorumWith as a child of the span with this W3C trace context.
-func (g *Group) QuorumBelow(traceparent string, req rankclient.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
+func (g *Group) QuorumBelow(
+	traceparent string, req rankclient.Request, timeout time.Duration,
+) <-chan Answer[recovery.Result] {
 	req.CheckpointMetadata = fmt.Sprintf("http://%s/%d", net.JoinHostPort(g.name, "1"), req.GroupRank)
 	return Start(func() (recovery.Result, error) {
 		ctx, cancel := context.WithTimeout(tracing.Below(context.Background(), traceparent), timeout)

@@ -42,8 +42,8 @@ func (c *conn) SetReadDeadline(t time.Time) error { c.in.setDeadline(t); return 
 // SetWriteDeadline does nothing: a write never blocks.
 func (c *conn) SetWriteDeadline(time.Time) error { return nil }
 
-// pipe is one direction of a connection. Its buffer is unlimited. A reader waits until data or the end has arrived, or until its
-// deadline.
+// pipe is one direction of a connection. Its buffer is unlimited. A reader waits until data or the end has
+// arrived, or until its deadline.
 type pipe struct {
 	delay func() time.Duration // delay of the next write; nil: no delay
 
@@ -95,8 +95,8 @@ func (p *pipe) read(to []byte) (int, error) {
 	}
 }
 
-// arrived reports whether there is data or the end to read. If a chunk is still on its way, a timer wakes the reader when it
-// arrives.
+// arrived reports whether there is data or the end to read. If a chunk is still on its way, a timer wakes the
+// reader when it arrives.
 func (p *pipe) arrived() bool {
 	if len(p.chunks) == 0 || p.held > 0 {
 		return false
@@ -108,8 +108,9 @@ func (p *pipe) arrived() bool {
 	return wait <= 0
 }
 
-// write succeeds after the reader has closed its end, as if the data were still on its way: the writer learns of the end by reading.
-// With an error, gRPC would retry until its reader sees the end, and in a synctest bubble no time passes meanwhile.
+// write succeeds after the reader has closed its end, as if the data were still on its way: the writer learns
+// of the end by reading. With an error, gRPC would retry until its reader sees the end, and in a synctest
+// bubble no time passes meanwhile.
 func (p *pipe) write(from []byte) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -160,7 +161,8 @@ func (p *pipe) freeze() {
 	})
 }
 
-// reset ends a connection that the other host does not know any more: on a real network the writer would get a TCP reset.
+// reset ends a connection that the other host does not know any more: on a real network the writer would get
+// a TCP reset.
 func (p *pipe) reset() {
 	p.change(func() {
 		if p.held >= off {

@@ -11,8 +11,8 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// FuzzStream sends messages of any kind on streams of a method, and looks for internal errors in the server's log. A seed has the
-// messages of one stream; in the corpus each message is preceded by its length.
+// FuzzStream sends messages of any kind on streams of a method, and looks for internal errors in the server's
+// log. A seed has the messages of one stream; in the corpus each message is preceded by its length.
 func FuzzStream[M proto.Message](f *testing.F, conn *grpc.ClientConn, log *Log, method string, seeds [][]M) {
 	for _, messages := range seeds {
 		var all []byte

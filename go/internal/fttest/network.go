@@ -1,5 +1,5 @@
-// Package fttest runs the production lighthouses, manager servers and clients within one test. They are connected in memory, and run on
-// a fake clock if the test is in a bubble of testing/synctest.
+// Package fttest runs the production lighthouses, manager servers and clients within one test. They are
+// connected in memory, and run on a fake clock if the test is in a bubble of testing/synctest.
 package fttest
 
 import (
@@ -18,8 +18,8 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// Network connects hosts in memory. The string keys of its maps are names of hosts, except in listeners (addresses) and in paused (names
-// of machines, see machineOf).
+// Network connects hosts in memory. The string keys of its maps are names of hosts, except in listeners
+// (addresses) and in paused (names of machines, see machineOf).
 type Network struct {
 	mu        sync.Mutex
 	hosts     map[string]*Host
@@ -28,27 +28,33 @@ type Network struct {
 	conns     map[*conn]struct{} // both ends of each connection; an end is removed when it is closed
 	blocked   map[[2]string]bool // pairs of hosts between which a dial gets no answer
 	refused   map[[2]string]bool // pairs of hosts between which a dial is refused
-	nextPort  int                // the last port that was assigned to a listener on port 0; the next such listener gets the port after it
+	// the last port that was assigned to a listener on port 0; the next such listener gets the port after it
+	nextPort int
 
 	// The state that the methods in weather.go change: delays, cuts, pauses, and hosts without power.
 	pipes  map[*pipe]direction
 	cuts   map[direction]int
 	paused map[string]int
 	silent map[string]bool // hosts without power: a dial to them gets no answer, not even a refusal
-	healed chan struct{}   // closed and replaced when a cut ends or a silent host answers again: pending dials then check the network
+	// closed and replaced when a cut ends or a silent host answers again: pending dials then check the
+	// network
+	healed chan struct{}
 	delay  func(from, to string) time.Duration
 }
 
 // NewNetwork returns a network without hosts.
 func NewNetwork() *Network {
 	return &Network{
-		hosts: map[string]*Host{}, listeners: map[string]*listener{}, conns: map[*conn]struct{}{}, blocked: map[[2]string]bool{}, nextPort: 40000,
-		pipes: map[*pipe]direction{}, cuts: map[direction]int{}, paused: map[string]int{}, silent: map[string]bool{},
+		hosts: map[string]*Host{}, listeners: map[string]*listener{}, conns: map[*conn]struct{}{},
+		blocked: map[[2]string]bool{}, nextPort: 40000,
+		pipes: map[*pipe]direction{}, cuts: map[direction]int{}, paused: map[string]int{},
+		silent: map[string]bool{},
 		healed: make(chan struct{}),
 	}
 }
 
-// Host is an address in a Network, and stands for the processes that use it. Servers and clients use it as their rpc.Network.
+// Host is an address in a Network, and stands for the processes that use it. Servers and clients use it as
+// their rpc.Network.
 type Host struct {
 	net  *Network
 	name string
@@ -56,8 +62,8 @@ type Host struct {
 
 var _ rpc.Network = (*Host)(nil)
 
-// Host returns the host with a name, and creates it at the first call. Hosts whose names are equal up to the first dot are on one
-// machine (machineOf). A client on the host of its server connects over loopback.
+// Host returns the host with a name, and creates it at the first call. Hosts whose names are equal up to the
+// first dot are on one machine (machineOf). A client on the host of its server connects over loopback.
 func (n *Network) Host(name string) *Host {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -67,7 +73,8 @@ func (n *Network) Host(name string) *Host {
 	return n.hosts[name]
 }
 
-// Listen listens at the host's own name and the port of the address. The host in the address is ignored; port 0 means a free port.
+// Listen listens at the host's own name and the port of the address. The host in the address is ignored; port
+// 0 means a free port.
 func (h *Host) Listen(address string) (net.Listener, error) {
 	_, port, err := net.SplitHostPort(address)
 	if err != nil {
@@ -88,7 +95,8 @@ func (h *Host) Listen(address string) (net.Listener, error) {
 	return l, nil
 }
 
-// Serve starts a gRPC server that has the services that register adds to it: without any it answers pings of HTTP/2, and no call.
+// Serve starts a gRPC server that has the services that register adds to it: without any it answers pings of
+// HTTP/2, and no call.
 func (h *Host) Serve(t testing.TB, address string, register ...func(*grpc.Server)) (stop func()) {
 	t.Helper()
 	lis, err := h.Listen(address)
@@ -101,10 +109,10 @@ func (h *Host) Serve(t testing.TB, address string, register ...func(*grpc.Server
 	return server.Stop
 }
 
-// Dial connects to name:port of any host. The connection is refused if nothing listens there, if this host is killed, or during an
-// Interrupt. During a Sever between the machines of the two hosts, or while the other host is silent (Vanish), Dial waits, as for a
-// lost SYN, and continues afterwards. If the hosts were blocked (Block) when Dial was called, it waits until its deadline and fails,
-// even if Unblock is called before.
+// Dial connects to name:port of any host. The connection is refused if nothing listens there, if this host is
+// killed, or during an Interrupt. During a Sever between the machines of the two hosts, or while the other
+// host is silent (Vanish), Dial waits, as for a lost SYN, and continues afterwards. If the hosts were blocked
+// (Block) when Dial was called, it waits until its deadline and fails, even if Unblock is called before.
 func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	to, _, _ := net.SplitHostPort(address)
 	if h.net.isBlocked(h.name, to) {
@@ -137,9 +145,10 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return client, nil
 }
 
-// Kill simulates SIGKILL of all processes of the host: its connections break, on both ends, and its listeners close. Goroutines of these
-// processes still run in the test. They cannot connect until the Cluster starts a server or a client on the host (Revive). The host is
-// marked as killed first, so that it cannot dial while its connections are being closed.
+// Kill simulates SIGKILL of all processes of the host: its connections break, on both ends, and its listeners
+// close. Goroutines of these processes still run in the test. They cannot connect until the Cluster starts a
+// server or a client on the host (Revive). The host is marked as killed first, so that it cannot dial while
+// its connections are being closed.
 func (h *Host) Kill() {
 	h.net.mu.Lock()
 	if h.net.killed == nil {
@@ -168,8 +177,8 @@ func (h *Host) Cut() {
 	}
 }
 
-// Interrupt cuts two hosts from each other for a time: their connections break, and new ones are refused. Interruptions of the same
-// hosts must not overlap, since the end of the first one ends both.
+// Interrupt cuts two hosts from each other for a time: their connections break, and new ones are refused.
+// Interruptions of the same hosts must not overlap, since the end of the first one ends both.
 func (n *Network) Interrupt(a, b string, lasts time.Duration) {
 	n.mu.Lock()
 	if n.refused == nil {
@@ -221,8 +230,9 @@ func (n *Network) isBlocked(a, b string) bool {
 	return n.blocked[[2]string{a, b}]
 }
 
-// Freeze drops all data on the open connections of the host, in both directions. They stay open, so its peers have to notice the
-// silence, as after a power failure. Unlike after Vanish, new connections succeed, and a peer learns if the host closes a connection.
+// Freeze drops all data on the open connections of the host, in both directions. They stay open, so its peers
+// have to notice the silence, as after a power failure. Unlike after Vanish, new connections succeed, and a
+// peer learns if the host closes a connection.
 func (h *Host) Freeze() {
 	for _, c := range h.net.connsOf(h.name) {
 		c.in.freeze()
@@ -230,8 +240,8 @@ func (h *Host) Freeze() {
 	}
 }
 
-// Hold drops all data on the open connections between two hosts. New connections succeed, and if one side closes a connection, the
-// other side learns of the end.
+// Hold drops all data on the open connections between two hosts. New connections succeed, and if one side
+// closes a connection, the other side learns of the end.
 func (n *Network) Hold(a, b string) {
 	for _, c := range n.connsOf(a) {
 		if to, _, _ := net.SplitHostPort(c.remote.String()); to == b {

@@ -14,8 +14,8 @@ import (
 // Quiet returns a logger that discards everything.
 var Quiet = slog.New(slog.DiscardHandler)
 
-// SendGarbage sends to http://host:port, over real sockets, data like that of a port scanner or a broken client, and closes the
-// connection.
+// SendGarbage sends to http://host:port, over real sockets, data like that of a port scanner or a broken
+// client, and closes the connection.
 func SendGarbage(t testing.TB, address string) {
 	t.Helper()
 	for _, text := range []string{

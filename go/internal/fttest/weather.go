@@ -7,20 +7,21 @@ import (
 	"time"
 )
 
-// This file delays and holds connections without breaking them. TCP retransmits lost data: after a cut, or after a pause of a
-// machine, everything arrives late, unless one side has closed the connection meanwhile.
+// This file delays and holds connections without breaking them. TCP retransmits lost data: after a cut, or
+// after a pause of a machine, everything arrives late, unless one side has closed the connection meanwhile.
 
 // direction is the direction from one machine to another.
 type direction struct{ from, to string }
 
-// machineOf returns a host's machine: its name up to the first dot. So "a.1" and "a.2" are two processes on a.
+// machineOf returns a host's machine: its name up to the first dot. So "a.1" and "a.2" are two processes on
+// a.
 func machineOf(host string) string {
 	machine, _, _ := strings.Cut(host, ".")
 	return machine
 }
 
-// Delays sets the one-way delay between hosts for new connections. Connecting takes one delay in each direction. delay may be
-// called at any time, from many goroutines.
+// Delays sets the one-way delay between hosts for new connections. Connecting takes one delay in each
+// direction. delay may be called at any time, from many goroutines.
 func (n *Network) Delays(delay func(from, to string) time.Duration) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -44,8 +45,8 @@ func isBetween(from, to string) func(direction) bool {
 	return func(d direction) bool { return d == direction{from, to} }
 }
 
-// Pause stops a machine as seen from outside, until Resume was called as often: its kernel accepts connections, but nothing is read
-// or sent. Timers of its processes continue.
+// Pause stops a machine as seen from outside, until Resume was called as often: its kernel accepts
+// connections, but nothing is read or sent. Timers of its processes continue.
 func (n *Network) Pause(machine string) { n.hold(1, func() { n.paused[machine]++ }, isAt(machine)) }
 
 // Resume undoes one Pause.
@@ -71,10 +72,12 @@ func (n *Network) hold(by int, change func(), which func(direction) bool) {
 	}
 }
 
-// off is how often the pipes of a host without power are held: so often that no number of Heal and Resume releases them.
+// off is how often the pipes of a host without power are held: so often that no number of Heal and Resume
+// releases them.
 const off = 1 << 30
 
-// Vanish cuts the power of a host: it sends nothing any more, not even the end of a connection, and answers nothing until Refuse.
+// Vanish cuts the power of a host: it sends nothing any more, not even the end of a connection, and answers
+// nothing until Refuse.
 func (h *Host) Vanish() {
 	n := h.net
 	n.mu.Lock()
@@ -106,7 +109,8 @@ func (n *Network) answer(host string) {
 	}
 	delete(n.silent, host)
 	n.wakeDialers()
-	for c := range n.conns { // the restarted host does not know its earlier connections: it answers data on them with a reset
+	for c := range n.conns {
+		// the restarted host does not know its earlier connections: it answers data on them with a reset
 		if to, _, _ := net.SplitHostPort(c.remote.String()); to == host {
 			c.out.change(func() { c.out.unknown = true })
 		}
@@ -125,7 +129,8 @@ func (n *Network) Reset(a, b string) {
 	var conns []*conn
 	for c := range n.conns {
 		other, _, _ := net.SplitHostPort(c.remote.String())
-		if at, other := machineOf(c.host.name), machineOf(other); at == a && other == b || at == b && other == a {
+		if at, other := machineOf(c.host.name),
+			machineOf(other); at == a && other == b || at == b && other == a {
 			conns = append(conns, c)
 		}
 	}
@@ -135,7 +140,8 @@ func (n *Network) Reset(a, b string) {
 	}
 }
 
-// handshake returns when a connection can begin: neither host is silent, no direction is cut, and both delays have passed.
+// handshake returns when a connection can begin: neither host is silent, no direction is cut, and both delays
+// have passed.
 func (n *Network) handshake(ctx context.Context, from, to string) error {
 	d := direction{machineOf(from), machineOf(to)}
 	for {

@@ -1,5 +1,5 @@
-// Package local lets the ranks in the process of their group's manager server call it without a network. Group rank 0 is
-// one of them.
+// Package local lets the ranks in the process of their group's manager server call it without a network.
+// Group rank 0 is one of them.
 package local
 
 import (
@@ -21,11 +21,11 @@ type Calls interface {
 	Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error)
 	// Report sends a report, which is not answered. It does not block.
 	Report(report *torchftpb.RankRequest)
-	// Leave announces that the group has completed its last step, and waits until its peers no longer need its data. Each rank
-	// calls it.
+	// Leave announces that the group has completed its last step, and waits until its peers no longer need
+	// its data. Each rank calls it.
 	Leave(ctx context.Context) error
-	// Notices returns the channel of the notices that the server forwards from the lighthouse. It is nil if the server forwards
-	// none.
+	// Notices returns the channel of the notices that the server forwards from the lighthouse. It is nil if
+	// the server forwards none.
 	Notices() <-chan membership.Notice
 	Close() error
 }
@@ -49,9 +49,10 @@ func at(network rpc.Network, address string) place {
 	return place{cmp.Or(network, rpc.TCP), address}
 }
 
-// Register lets clients in this process call the server at an address directly, until unregister is called. connect returns
-// the Calls for one client. Of two servers at one place, the first stays: two servers can announce the same address if they
-// listen on different interfaces; the address is ambiguous in the network, too.
+// Register lets clients in this process call the server at an address directly, until unregister is called.
+// connect returns the Calls for one client. Of two servers at one place, the first stays: two servers can
+// announce the same address if they listen on different interfaces; the address is ambiguous in the network,
+// too.
 func Register(network rpc.Network, address string, connect func() Calls) (unregister func()) {
 	servers.LoadOrStore(at(network, address), &connect)
 	return func() { servers.CompareAndDelete(at(network, address), &connect) }

@@ -1,4 +1,5 @@
-// Package logging writes the log without blocking: if the reader of the log stops reading, the server must continue.
+// Package logging writes the log without blocking: if the reader of the log stops reading, the server must
+// continue.
 package logging
 
 import (
@@ -26,12 +27,13 @@ var dropped atomic.Int64
 // Metric counts the lines that this process could not write.
 func Metric() prometheus.Collector {
 	return prometheus.NewCounterFunc(prometheus.CounterOpts{
-		Name: "torchft_log_lines_dropped_total", Help: "Lines of the log that were dropped because the reader of the log did not keep up.",
+		Name: "torchft_log_lines_dropped_total", Help: "Lines of the log that were dropped because the " +
+			"reader of the log did not keep up.",
 	}, func() float64 { return float64(dropped.Load()) })
 }
 
-// Writer forwards lines to another writer that may block, such as a pipe without a reader. It queues up to mostBytes. Further lines
-// are dropped, and their number is logged once the other writer accepts lines again.
+// Writer forwards lines to another writer that may block, such as a pipe without a reader. It queues up to
+// mostBytes. Further lines are dropped, and their number is logged once the other writer accepts lines again.
 type Writer struct {
 	out io.Writer
 
@@ -53,8 +55,9 @@ func To(out io.Writer) *Writer {
 	}}
 }
 
-// File returns a writer to a file. If the file is a pipe whose reader has ended, Write returns an error. os.File.Write would end the
-// process by SIGPIPE if that pipe is standard output or standard error: also the user's training process, in which this code runs.
+// File returns a writer to a file. If the file is a pipe whose reader has ended, Write returns an error.
+// os.File.Write would end the process by SIGPIPE if that pipe is standard output or standard error: also the
+// user's training process, in which this code runs.
 func File(file *os.File) io.Writer { return pipe{file} }
 
 type pipe struct{ file *os.File }
@@ -66,7 +69,8 @@ func (p pipe) Write(b []byte) (n int, err error) {
 		var failed error
 		err = conn.Write(func(fd uintptr) bool {
 			wrote, failed = syscall.Write(int(fd), b[n:])
-			return !errors.Is(failed, syscall.EAGAIN) // then conn.Write waits for room and calls again, or fails if Go cannot poll the file
+			// then conn.Write waits for room and calls again, or fails if Go cannot poll the file
+			return !errors.Is(failed, syscall.EAGAIN)
 		})
 		n += max(0, wrote)
 		switch {
@@ -80,7 +84,8 @@ func (p pipe) Write(b []byte) (n int, err error) {
 	return n, err
 }
 
-// GRPC passes the errors of gRPC on. Its own logger writes them to os.Stderr, which may end the process: see File.
+// GRPC passes the errors of gRPC on. Its own logger writes them to os.Stderr, which may end the process: see
+// File.
 func GRPC(lines *Writer) { grpclog.SetLoggerV2(grpclog.NewLoggerV2(io.Discard, io.Discard, lines)) }
 
 // Write queues a line and returns at once.

@@ -20,7 +20,8 @@ type Address struct {
 // ParseAddress parses "http://host:port" or "https://host:port". Errors name the setting.
 func ParseAddress(setting, address string) (Address, error) {
 	bad := func(why string) error {
-		return fmt.Errorf("%s is %q: it must be http://host:port or https://host:port, but %s", setting, address, why)
+		return fmt.Errorf("%s is %q: it must be http://host:port or https://host:port, but %s", setting,
+			address, why)
 	}
 	u, err := url.Parse(address)
 	switch {
@@ -43,7 +44,8 @@ func ParseAddress(setting, address string) (Address, error) {
 	return Address{HostPort: u.Host, TLS: u.Scheme == "https"}, nil
 }
 
-// MaxLighthouses is how many lighthouses a list may have. It is more than a cluster has, so that a list may have old addresses, too.
+// MaxLighthouses is how many lighthouses a list may have. It is more than a cluster has, so that a list may
+// have old addresses, too.
 const MaxLighthouses = 16
 
 // ParseAddresses parses addresses separated by commas. Members try them in this order.
@@ -59,7 +61,8 @@ func ParseAddresses(setting, addresses string) (list []string, err error) {
 			tls = parsed.TLS
 		}
 		if parsed.TLS != tls {
-			return nil, fmt.Errorf("%s is %q: all addresses of a list must begin with http://, or all with https://", setting, addresses)
+			return nil, fmt.Errorf("%s is %q: all addresses of a list must begin with http://, or all with "+
+				"https://", setting, addresses)
 		}
 		if slices.Contains(list, address) {
 			return nil, fmt.Errorf("%s is %q: %s is in it twice", setting, addresses, address)
@@ -67,12 +70,14 @@ func ParseAddresses(setting, addresses string) (list []string, err error) {
 		list = append(list, address)
 	}
 	if len(list) > MaxLighthouses {
-		return nil, fmt.Errorf("%s has %d addresses: at most %d are allowed", setting, len(list), MaxLighthouses)
+		return nil, fmt.Errorf("%s has %d addresses: at most %d are allowed", setting, len(list),
+			MaxLighthouses)
 	}
 	return list, nil
 }
 
-// Announce returns the address under which others reach the server that listens at bound. It puts IPv6 addresses in brackets.
+// Announce returns the address under which others reach the server that listens at bound. It puts IPv6
+// addresses in brackets.
 func Announce(hostname string, bound net.Addr, security auth.Security) string {
 	_, port, err := net.SplitHostPort(bound.String())
 	if err != nil { // a network without ports
@@ -85,14 +90,16 @@ func Announce(hostname string, bound net.Addr, security auth.Security) string {
 	return scheme + net.JoinHostPort(strings.Trim(hostname, "[]"), port)
 }
 
-// ValidateBind returns an error unless bind is host:port. An empty host stands for all interfaces, port 0 for a free port.
+// ValidateBind returns an error unless bind is host:port. An empty host stands for all interfaces, port 0 for
+// a free port.
 func ValidateBind(setting, bind string) error {
 	_, port, err := net.SplitHostPort(bind)
 	if err == nil {
 		_, err = strconv.ParseUint(port, 10, 16)
 	}
 	if err != nil {
-		return fmt.Errorf(`%s is %q: it must be host:port with a port between 0 and 65535, such as "[::]:29510" or "0.0.0.0:0"`,
+		return fmt.Errorf("%s is %q: it must be host:port with a port between 0 and 65535, "+
+			`such as "[::]:29510" or "0.0.0.0:0"`,
 			setting, bind)
 	}
 	return nil
@@ -105,7 +112,8 @@ func ValidateHostname(setting, hostname string) error {
 		return nil
 	}
 	if hostname == "" || strings.ContainsAny(hostname, "/:?#@[] \t\r\n") {
-		return fmt.Errorf("%s is %q: it must be a host name or an IP address, without a port", setting, hostname)
+		return fmt.Errorf("%s is %q: it must be a host name or an IP address, without a port", setting,
+			hostname)
 	}
 	return nil
 }

@@ -11,8 +11,9 @@ import (
 	"github.com/torchft/torchft/go/internal/admission"
 )
 
-// Bounds for connections that are not known to belong to members. A member's connection counts here until its first call. The
-// bounds are large because all groups of a large job may reconnect at the same moment, from one address.
+// Bounds for connections that are not known to belong to members. A member's connection counts here until its
+// first call. The bounds are large because all groups of a large job may reconnect at the same moment, from
+// one address.
 const (
 	mostUnauthenticated  = 20_000
 	unauthenticatedOfOne = 10_000
@@ -27,11 +28,13 @@ const (
 	member                  // a gRPC call, with the token if the server has one
 )
 
-// admitting bounds the connections of a listener by kind. Each kind has its own limit, so that other connections never take the places
-// of members. Above the limit for members, a new connection is closed. Above the limits for connections without a request and for
-// HTTP connections, whose pages need no token, the oldest one is closed.
+// admitting bounds the connections of a listener by kind. Each kind has its own limit, so that other
+// connections never take the places of members. Above the limit for members, a new connection is closed.
+// Above the limits for connections without a request and for HTTP connections, whose pages need no token, the
+// oldest one is closed.
 //
-// netutil.LimitListener has one limit for all, and waits at it: idle connections of anybody would keep the members out.
+// netutil.LimitListener has one limit for all, and waits at it: idle connections of anybody would keep the
+// members out.
 type admitting struct {
 	net.Listener
 	most                     int
@@ -43,7 +46,8 @@ type admitting struct {
 func newAdmitting(lis net.Listener, most int, refused *refusals) *admitting {
 	return &admitting{
 		Listener: lis, most: most, refused: refused,
-		unauthenticated: admission.New(min(mostUnauthenticated, 2*most), min(unauthenticatedOfOne, most)), readers: admission.New(mostReaders, mostReaders),
+		unauthenticated: admission.New(min(mostUnauthenticated, 2*most), min(unauthenticatedOfOne, most)),
+		readers:         admission.New(mostReaders, mostReaders),
 	}
 }
 
@@ -79,8 +83,8 @@ type counted struct {
 	ended   bool
 }
 
-// address is the address of the other side with a reference to the connection, since handlers get only the address of their
-// connection.
+// address is the address of the other side with a reference to the connection, since handlers get only the
+// address of their connection.
 type address struct {
 	net.Addr
 	conn *counted
@@ -89,8 +93,8 @@ type address struct {
 // RemoteAddr returns an *address: TLS, gRPC and HTTP pass it on to their handlers unchanged.
 func (c *counted) RemoteAddr() net.Addr { return c.address }
 
-// show records the kind of the connection from an address. It returns false if the connection is closed: it was cut for others, or the
-// limit for members is reached.
+// show records the kind of the connection from an address. It returns false if the connection is closed: it
+// was cut for others, or the limit for members is reached.
 func show(from net.Addr, what shown) bool {
 	a, counts := from.(*address)
 	return !counts || a.conn.show(what)
@@ -126,8 +130,8 @@ func withAddress(ctx context.Context, conn net.Conn) context.Context {
 	return context.WithValue(ctx, addressKey{}, conn.RemoteAddr())
 }
 
-// AsMember counts the connection of an HTTP request as a member's, for routes whose callers send the token. It returns false if the
-// limit is reached.
+// AsMember counts the connection of an HTTP request as a member's, for routes whose callers send the token.
+// It returns false if the limit is reached.
 func AsMember(r *http.Request) bool {
 	from, ok := r.Context().Value(addressKey{}).(net.Addr)
 	return !ok || show(from, member)

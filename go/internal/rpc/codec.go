@@ -9,8 +9,8 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 )
 
-// Encoded is a message that has been encoded already. A quorum is encoded once, and the same bytes are sent to every waiter:
-// encoding it for each of n waiters would take O(n²) time and memory in each step.
+// Encoded is a message that has been encoded already. A quorum is encoded once, and the same bytes are sent
+// to every waiter: encoding it for each of n waiters would take O(n²) time and memory in each step.
 type Encoded []byte
 
 // Numbered is a message whose first field is a number, and whose other fields are encoded already.
@@ -24,8 +24,8 @@ type codec struct{ encoding.CodecV2 }
 
 func newCodec() encoding.CodecV2 { return codec{encoding.GetCodecV2(proto.Name)} }
 
-// Unmarshal recovers from panics of the decoder. The interceptors, which recover from all other panics, run only after gRPC has decoded
-// the request.
+// Unmarshal recovers from panics of the decoder. The interceptors, which recover from all other panics, run
+// only after gRPC has decoded the request.
 func (c codec) Unmarshal(data mem.BufferSlice, v any) (err error) {
 	defer Recovered(slog.Default(), "decoding", &err)
 	if encoded, ok := v.(*Encoded); ok {

@@ -11,8 +11,8 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// IsTimeout reports whether a call ended because its deadline had passed. Upstream servers answer an expired call with
-// CANCELLED, so that counts too.
+// IsTimeout reports whether a call ended because its deadline had passed. Upstream servers answer an expired
+// call with CANCELLED, so that counts too.
 func IsTimeout(err error) bool {
 	if err == nil {
 		return false
@@ -27,10 +27,11 @@ func IsTimeout(err error) bool {
 // IsUnavailable reports whether the peer was not reached, is shutting down, or went away during the call.
 func IsUnavailable(err error) bool { return status.Code(err) == codes.Unavailable }
 
-// Message returns the text of an error without gRPC's "rpc error: code = …", and without the code that CallError adds: an error
-// that quotes the message has its own code.
+// Message returns the text of an error without gRPC's "rpc error: code = …", and without the code that
+// CallError adds: an error that quotes the message has its own code.
 func Message(err error) string {
-	if call, ok := err.(*CallError); ok { //nolint:errorlint // a wrapping error has its own text, which must be kept
+	call, ok := err.(*CallError) //nolint:errorlint // a wrapping error has its own text, which must be kept
+	if ok {
 		return call.message()
 	}
 	if joined, ok := err.(interface{ Unwrap() []error }); ok {
@@ -46,7 +47,8 @@ func Message(err error) string {
 	return err.Error()
 }
 
-// plain removes what gRPC writes around the reason why a connection failed: `connection error: desc = "transport: Error while dialing: …"`.
+// plain removes what gRPC writes around the reason why a connection failed: `connection error: desc =
+// "transport: Error while dialing: …"`.
 func plain(message string) string {
 	quoted, is := strings.CutPrefix(message, "connection error: desc = ")
 	reason, err := strconv.Unquote(quoted)

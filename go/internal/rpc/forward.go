@@ -10,9 +10,11 @@ import (
 // forwardedKey is the metadata key of a call that a server has forwarded. Its value is not used.
 const forwardedKey = "torchft-forwarded"
 
-// Forward makes the call that a handler has received at another server, with the same metadata, deadline and request. The answer
-// stays encoded.
-func Forward(ctx context.Context, conn grpc.ClientConnInterface, method string, request any) (answer Encoded, err error) {
+// Forward makes the call that a handler has received at another server, with the same metadata, deadline and
+// request. The answer stays encoded.
+func Forward(
+	ctx context.Context, conn grpc.ClientConnInterface, method string, request any,
+) (answer Encoded, err error) {
 	md, _ := metadata.FromIncomingContext(ctx)
 	md = md.Copy()
 	for key := range md {
@@ -21,7 +23,8 @@ func Forward(ctx context.Context, conn grpc.ClientConnInterface, method string, 
 		}
 	}
 	md.Set(forwardedKey, "1")
-	err = conn.Invoke(metadata.NewOutgoingContext(ctx, md), method, request, &answer, grpc.ForceCodecV2(newCodec()))
+	err = conn.Invoke(metadata.NewOutgoingContext(ctx, md), method, request, &answer,
+		grpc.ForceCodecV2(newCodec()))
 	return answer, err
 }
 

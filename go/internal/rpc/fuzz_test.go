@@ -18,8 +18,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Bytes from other processes must be refused or understood, and never end the process. `go test` runs the seeds; `go test
-// ./internal/rpc -fuzz FuzzPort` continues with mutations of them.
+// Bytes from other processes must be refused or understood, and never end the process. `go test` runs the
+// seeds; `go test ./internal/rpc -fuzz FuzzPort` continues with mutations of them.
 
 // FuzzPort sends arbitrary bytes to the port that serves gRPC and HTTP.
 func FuzzPort(f *testing.F) {
@@ -28,7 +28,8 @@ func FuzzPort(f *testing.F) {
 	framer := http2.NewFramer(&frames, nil)
 	require.NoError(f, framer.WriteSettings())
 	f.Add(frames.Bytes())
-	require.NoError(f, framer.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: []byte{0x82, 0x87}, EndHeaders: true}))
+	require.NoError(f, framer.WriteHeaders(http2.HeadersFrameParam{StreamID: 1,
+		BlockFragment: []byte{0x82, 0x87}, EndHeaders: true}))
 	f.Add(frames.Bytes())
 	f.Add([]byte("GET /status HTTP/1.1\r\nHost: x\r\n\r\n"))
 	f.Add([]byte("POST /replica/%zz/kill HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n"))
@@ -51,7 +52,8 @@ func FuzzPort(f *testing.F) {
 		require.NoError(t, err)
 		_, err = conn.Write(sent)
 		require.NoError(t, err)
-		// This ends an incomplete request. Otherwise the server would wait for the rest until its deadline, with each input.
+		// This ends an incomplete request. Otherwise the server would wait for the rest until its deadline,
+		// with each input.
 		require.NoError(t, conn.(interface{ CloseWrite() error }).CloseWrite())
 		_ = conn.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
 		_, _ = io.Copy(io.Discard, conn)
@@ -63,7 +65,8 @@ func FuzzPort(f *testing.F) {
 }
 
 func FuzzAddress(f *testing.F) {
-	for _, address := range []string{"http://a:1", "https://[::1]:65535/", "a:1", "http://", "http://u@a:1", "http://a:1?x", "http://a:99999", "://", "http://[::1", "\x00"} {
+	for _, address := range []string{"http://a:1", "https://[::1]:65535/", "a:1", "http://", "http://u@a:1",
+		"http://a:1?x", "http://a:99999", "://", "http://[::1", "\x00"} {
 		f.Add(address)
 	}
 	f.Fuzz(func(t *testing.T, address string) {

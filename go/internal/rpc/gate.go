@@ -19,10 +19,11 @@ import (
 
 // Limits bound the load that clients can cause at a server. Zero is no limit.
 type Limits struct {
-	// MaxConnections bounds the open connections that have made an authorized call; a further one is closed. Other connections have
-	// separate limits (admitting).
+	// MaxConnections bounds the open connections that have made an authorized call; a further one is closed.
+	// Other connections have separate limits (admitting).
 	MaxConnections int
-	// MaxJoins bounds the calls from one address in a second for which IsJoin is true. A further one is refused, and the client retries it.
+	// MaxJoins bounds the calls from one address in a second for which IsJoin is true. A further one is
+	// refused, and the client retries it.
 	MaxJoins int
 	// IsJoin reports whether MaxJoins counts the calls of a method: those that join a job.
 	IsJoin func(method string) bool
@@ -42,7 +43,8 @@ func NewGate(security auth.Security, limits Limits, log *slog.Logger) (*Gate, er
 	if err != nil {
 		return nil, err
 	}
-	return &Gate{protection: p, limits: limits, joins: rate{most: limits.MaxJoins}, refused: refusals{logger: log}}, nil
+	return &Gate{protection: p, limits: limits, joins: rate{most: limits.MaxJoins},
+		refused: refusals{logger: log}}, nil
 }
 
 // CheckToken checks the authorization of a request over HTTP/1.1.
@@ -64,18 +66,20 @@ func (g *Gate) listen(lis net.Listener) net.Listener {
 	return lis
 }
 
-// option returns the server option that checks calls. It is a tap, which runs before the message of a call is read: so an
-// unauthorized call costs almost nothing.
+// option returns the server option that checks calls. It is a tap, which runs before the message of a call is
+// read: so an unauthorized call costs almost nothing.
 func (g *Gate) option() grpc.ServerOption { return grpc.InTapHandle(g.enter) }
 
 func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, err error) {
 	defer func() { // a tap runs on gRPC's goroutine of the connection, which does not recover from panics
 		if r := recover(); r != nil {
-			g.refused.logger.Error("torchft: internal error", "in", "the gate", "panic", r, "stack", string(debug.Stack()))
+			g.refused.logger.Error("torchft: internal error", "in", "the gate", "panic", r,
+				"stack", string(debug.Stack()))
 			err = status.Errorf(codes.Internal, "internal error: %v", r)
 		}
 	}()
-	if check := g.CheckToken(call.Header.Get("authorization")); check == auth.TokenMissing || check == auth.TokenWrong {
+	if check := g.CheckToken(call.Header.Get("authorization")); check == auth.TokenMissing ||
+		check == auth.TokenWrong {
 		g.refused.log("torchft: a call was refused", addressOf(ctx), check, "call", call.FullMethodName)
 		return ctx, status.Error(codes.Unauthenticated, check.String())
 	}
@@ -90,7 +94,8 @@ func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, er
 	return ctx, nil
 }
 
-// Join counts a call of ctx as one that joins a job. It returns an error if its address has made MaxJoins of them in this second.
+// Join counts a call of ctx as one that joins a job. It returns an error if its address has made MaxJoins of
+// them in this second.
 func (g *Gate) Join(ctx context.Context) error {
 	address := auth.HostOf(addressOf(ctx))
 	if g.limits.MaxJoins <= 0 || g.joins.allow(address, time.Now()) {
@@ -98,7 +103,8 @@ func (g *Gate) Join(ctx context.Context) error {
 	}
 	g.refused.log("torchft: a call was refused", address, "too many joins")
 	// Not RESOURCE_EXHAUSTED: clients retry UNAVAILABLE after a moment.
-	return status.Errorf(codes.Unavailable, "too many joins: %d in one second from %s (max_joins_per_second)", g.limits.MaxJoins, address)
+	return status.Errorf(codes.Unavailable, "too many joins: %d in one second from %s (max_joins_per_second)",
+		g.limits.MaxJoins, address)
 }
 
 func addressOf(ctx context.Context) string {

@@ -25,10 +25,12 @@ func ValidateJob(setting, job string) error {
 	ok := len(job) > 0 && len(job) <= maxJob && job[0] != '.' && job[0] != '-'
 	for i := range len(job) {
 		c := job[i]
-		ok = ok && (c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || c == '.' || c == '_' || c == '-')
+		ok = ok && (c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || c == '.' ||
+			c == '_' || c == '-')
 	}
 	if !ok {
-		return fmt.Errorf("%s is %q: it must be 1 to %d letters, digits, '.', '_' or '-', and begin with a letter, a digit or '_'", setting, job, maxJob)
+		return fmt.Errorf("%s is %q: it must be 1 to %d letters, digits, '.', '_' or '-', and begin with a "+
+			"letter, a digit or '_'", setting, job, maxJob)
 	}
 	return nil
 }
@@ -49,7 +51,8 @@ func JobOf(ctx context.Context) (string, error) {
 	case len(values) == 0:
 		return DefaultJob, nil
 	case len(values) > 1:
-		return "", status.Errorf(codes.InvalidArgument, "%s is given %d times: a call belongs to one job", jobKey, len(values))
+		return "", status.Errorf(codes.InvalidArgument, "%s is given %d times: a call belongs to one job",
+			jobKey, len(values))
 	}
 	if err := ValidateJob(jobKey, values[0]); err != nil {
 		return "", status.Error(codes.InvalidArgument, err.Error())

@@ -9,8 +9,8 @@ import (
 	"syscall"
 )
 
-// Network is the interface through which servers listen and clients connect. TCP is the real one; tests have an in-memory
-// implementation.
+// Network is the interface through which servers listen and clients connect. TCP is the real one; tests have
+// an in-memory implementation.
 type Network interface {
 	// Listen takes host:port; an empty or unspecified host means every interface, port 0 a free port.
 	Listen(address string) (net.Listener, error)
@@ -25,12 +25,14 @@ type tcp struct{}
 
 func (tcp) Listen(address string) (net.Listener, error) {
 	lis, err := net.Listen("tcp", address)
-	if host, port, splitErr := net.SplitHostPort(address); err != nil && splitErr == nil && host == "::" && noIPv6(err) {
+	if host, port, splitErr := net.SplitHostPort(address); err != nil && splitErr == nil && host == "::" &&
+		noIPv6(err) {
 		lis, err = net.Listen("tcp", net.JoinHostPort("0.0.0.0", port))
 	}
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
-		return nil, fmt.Errorf("bind is %q: the port is in use by another process; choose another one, or 0 for a free one: %w", address, err)
+		return nil, fmt.Errorf("bind is %q: the port is in use by another process; choose another one, or "+
+			"0 for a free one: %w", address, err)
 	case err != nil:
 		return nil, fmt.Errorf("bind is %q, which cannot be listened on: %w", address, err)
 	}
@@ -84,8 +86,9 @@ func IsThisHost(ctx context.Context, host string) bool {
 	})
 }
 
-// tcpListener and tcpConn end a socket with shutdown(2) before they close it. A forked child (a data loader's worker) holds copies
-// of the descriptors: without shutdown the port would stay in use, and peers would not notice the end, until that child ends.
+// tcpListener and tcpConn end a socket with shutdown(2) before they close it. A forked child (a data loader's
+// worker) holds copies of the descriptors: without shutdown the port would stay in use, and peers would not
+// notice the end, until that child ends.
 type tcpListener struct{ *net.TCPListener }
 
 func (l tcpListener) Accept() (net.Conn, error) {

@@ -14,8 +14,8 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// The core runs inside the user's Python process, where a panic must never end the training. So each goroutine that it starts
-// recovers from panics.
+// The core runs inside the user's Python process, where a panic must never end the training. So each
+// goroutine that it starts recovers from panics.
 
 // Go runs f on a goroutine of the wait group, and logs a panic of f.
 func Go(group *sync.WaitGroup, log *slog.Logger, name string, f func()) {
@@ -24,7 +24,8 @@ func Go(group *sync.WaitGroup, log *slog.Logger, name string, f func()) {
 		defer group.Done()
 		defer func() {
 			if r := recover(); r != nil {
-				log.Error("torchft: a background task stopped", "task", name, "panic", r, "stack", string(debug.Stack()))
+				log.Error("torchft: a background task stopped", "task", name, "panic", r,
+					"stack", string(debug.Stack()))
 			}
 		}()
 		f()
@@ -51,14 +52,16 @@ func Recovered(log *slog.Logger, what string, err *error) {
 }
 
 func recoverUnary(log *slog.Logger) grpc.UnaryServerInterceptor {
-	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
+	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo,
+		handler grpc.UnaryHandler) (resp any, err error) {
 		defer Recovered(log, info.FullMethod, &err)
 		return handler(ctx, req)
 	}
 }
 
 func recoverStream(log *slog.Logger) grpc.StreamServerInterceptor {
-	return func(srv any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) (err error) {
+	return func(srv any, stream grpc.ServerStream, info *grpc.StreamServerInfo,
+		handler grpc.StreamHandler) (err error) {
 		defer Recovered(log, info.FullMethod, &err)
 		return handler(srv, stream)
 	}
@@ -67,11 +70,13 @@ func recoverStream(log *slog.Logger) grpc.StreamServerInterceptor {
 func recoverHTTP(log *slog.Logger, h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		var err error
-		aborted := false // a reverse proxy ends so if its client or its server leaves; net/http closes the connection, without a line
+		// a reverse proxy ends so if its client or its server leaves; net/http closes the connection, without
+		// a line
+		aborted := false
 		func() {
 			defer Recovered(log, r.URL.Path, &err)
 			defer func() {
-				if p := recover(); p == http.ErrAbortHandler { //nolint:errorlint // the value itself, as net/http compares it
+				if p := recover(); p == http.ErrAbortHandler { //nolint:errorlint // as net/http compares it
 					aborted = true
 				} else if p != nil {
 					panic(p)

@@ -57,7 +57,8 @@ func TestParseAddress(t *testing.T) {
 		"http://h:1 http://": "it is not a URL",
 	} {
 		_, err := rpc.ParseAddress("lighthouse_addr", address)
-		assert.ErrorContains(t, err, fmt.Sprintf("lighthouse_addr is %q: it must be http://host:port or https://host:port", address))
+		assert.ErrorContains(t, err, fmt.Sprintf("lighthouse_addr is %q: it must be http://host:port or "+
+			"https://host:port", address))
 		assert.ErrorContains(t, err, why)
 	}
 }
@@ -115,7 +116,8 @@ func TestDialNamesAddressAndTime(t *testing.T) {
 		host := fttest.NewNetwork().Host("a")
 		start := time.Now()
 		_, err := rpc.Dial(t.Context(), rpc.Dialing{Network: host}, "lighthouse", "http://b:1", 2*time.Second)
-		assert.EqualError(t, err, "rpc error: code = Unavailable desc = could not connect to lighthouse at http://b:1: timed out after 2s: dial b:1: connection refused")
+		assert.EqualError(t, err, "rpc error: code = Unavailable desc = could not connect to lighthouse at "+
+			"http://b:1: timed out after 2s: dial b:1: connection refused")
 		assert.Equal(t, 2*time.Second, time.Since(start))
 		assert.False(t, rpc.IsTimeout(err))
 
@@ -147,8 +149,10 @@ func TestDialToAServerOfAnotherProtocol(t *testing.T) {
 				_ = conn.Close()
 			}
 		}()
-		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: network.Host("a")}, "manager", "http://b:1", time.Second)
-		assert.ErrorContains(t, err, "could not connect to manager at http://b:1: timed out after 1s: it accepts connections, but does not answer as a gRPC server")
+		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: network.Host("a")}, "manager", "http://b:1",
+			time.Second)
+		assert.ErrorContains(t, err, "could not connect to manager at http://b:1: timed out after 1s: it "+
+			"accepts connections, but does not answer as a gRPC server")
 	})
 }
 
@@ -159,8 +163,10 @@ func TestDialToAServerThatIsStopped(t *testing.T) {
 		require.NoError(t, err)
 		defer func() { require.NoError(t, lis.Close()) }()
 		timeout := 30 * time.Second // gRPC ends an attempt after 20 s
-		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: endsWithEOF{network.Host("a")}}, "lighthouse", "http://b:1", timeout)
-		assert.ErrorContains(t, err, "it accepts connections, but does not answer as a gRPC server: its process may be stopped")
+		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: endsWithEOF{network.Host("a")}}, "lighthouse",
+			"http://b:1", timeout)
+		assert.ErrorContains(t, err,
+			"it accepts connections, but does not answer as a gRPC server: its process may be stopped")
 	})
 }
 
@@ -171,17 +177,20 @@ func TestALongWaitForAServerIsLogged(t *testing.T) {
 		slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
 		defer slog.SetDefault(before)
 		host := fttest.NewNetwork().Host("a")
-		_, err := rpc.Dial(t.Context(), rpc.Dialing{Network: host}, "lighthouse", "http://b:1", 1900*time.Millisecond)
+		_, err := rpc.Dial(t.Context(), rpc.Dialing{Network: host}, "lighthouse", "http://b:1",
+			1900*time.Millisecond)
 		require.Error(t, err)
 		assert.Empty(t, log.String())
 		_, err = rpc.Dial(t.Context(), rpc.Dialing{Network: host}, "lighthouse", "http://b:1", time.Minute)
 		require.Error(t, err)
 		assert.Equal(t, 1, log.Count("\n"), log.String())
-		assert.Contains(t, log.String(), `level=WARN msg="torchft: waiting for the lighthouse" address=http://b:1 timeout=1m0s reason="dial b:1: connection refused"`)
+		assert.Contains(t, log.String(),
+			`level=WARN msg="torchft: waiting for the lighthouse" address=http://b:1 timeout=1m0s reason="dial b:1: connection refused"`)
 	})
 }
 
-// endsWithEOF is a network whose connections, as those of TCP, give EOF to a reader that waits when they are closed.
+// endsWithEOF is a network whose connections, as those of TCP, give EOF to a reader that waits when they are
+// closed.
 type endsWithEOF struct{ rpc.Network }
 
 func (e endsWithEOF) Dial(ctx context.Context, address string) (net.Conn, error) {
@@ -234,14 +243,18 @@ func TestGoSurvivesAPanic(t *testing.T) {
 }
 
 func TestTheErrorOfNestedCallsHasTheCodeOnce(t *testing.T) {
-	inner := rpc.Wrap("quorum", "lighthouse at http://l:1", status.Error(codes.DeadlineExceeded, "no quorum in time"))
-	assert.EqualError(t, inner, "quorum call to lighthouse at http://l:1 timed out: no quorum in time (DeadlineExceeded)")
+	inner := rpc.Wrap("quorum", "lighthouse at http://l:1", status.Error(codes.DeadlineExceeded, "no "+
+		"quorum in time"))
+	assert.EqualError(t, inner,
+		"quorum call to lighthouse at http://l:1 timed out: no quorum in time (DeadlineExceeded)")
 	outer := rpc.Wrap("quorum", "manager at http://m:1", wire.ToStatus(wire.FromError(inner)))
-	text := "quorum call to manager at http://m:1 timed out: quorum call to lighthouse at http://l:1 timed out: no quorum in time (DeadlineExceeded)"
+	text := "quorum call to manager at http://m:1 timed out: quorum call to lighthouse at http://l:1 timed " +
+		"out: no quorum in time (DeadlineExceeded)"
 	assert.EqualError(t, outer, text)
 	assert.Equal(t, codes.DeadlineExceeded, status.Code(outer))
 	assert.True(t, rpc.IsTimeout(outer))
-	assert.EqualError(t, rpc.Wrap("a", "b", rpc.Wrap("c", "d", errors.New("e"))), "a call to b failed: c call to d failed: e (Unknown)")
+	assert.EqualError(t, rpc.Wrap("a", "b", rpc.Wrap("c", "d", errors.New("e"))),
+		"a call to b failed: c call to d failed: e (Unknown)")
 }
 
 func TestMessageHasTheReasonOfAFailedConnection(t *testing.T) {

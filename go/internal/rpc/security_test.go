@@ -40,26 +40,32 @@ func serveSecurely(t *testing.T, security auth.Security, limits rpc.Limits) (por
 	require.NoError(t, err)
 	g := rpc.NewGRPC(gate, logger)
 	torchftpb.RegisterLighthouseServiceServer(g, heartbeats{})
-	s := rpc.Serve(lis, gate, g, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "page") }), logger)
+	s := rpc.Serve(lis, gate, g, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_,
+			_ = io.WriteString(w, "page")
+	}), logger)
 	t.Cleanup(s.Stop)
 	_, port, err = net.SplitHostPort(lis.Addr().String())
 	require.NoError(t, err)
 	return port, log
 }
 
-// beat connects and makes one call. After a timeout without an answer it tries again with a longer one: on a busy machine a
-// handshake may take a second.
+// beat connects and makes one call. After a timeout without an answer it tries again with a longer one: on a
+// busy machine a handshake may take a second.
 func beat(t *testing.T, security auth.Security, address string, id string) error {
 	t.Helper()
 	for timeout := time.Second; ; timeout *= 4 {
 		err := beatWithin(t, timeout, security, address, id)
-		if err == nil || !strings.Contains(err.Error(), "does not answer as a gRPC server") || timeout > 10*time.Second {
+		if err == nil || !strings.Contains(err.Error(), "does not answer as a gRPC server") ||
+			timeout > 10*time.Second {
 			return err
 		}
 	}
 }
 
-func beatWithin(t *testing.T, timeout time.Duration, security auth.Security, address string, id string) error {
+func beatWithin(
+	t *testing.T, timeout time.Duration, security auth.Security, address string, id string,
+) error {
 	t.Helper()
 	conn, err := rpc.Dial(t.Context(), rpc.Dialing{Security: security}, "lighthouse", address, timeout)
 	if err != nil {
@@ -68,7 +74,8 @@ func beatWithin(t *testing.T, timeout time.Duration, security auth.Security, add
 	defer func() { require.NoError(t, conn.Close()) }()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	_, err = torchftpb.NewLighthouseServiceClient(conn).Heartbeat(ctx, &torchftpb.LighthouseHeartbeatRequest{ReplicaId: id})
+	_, err = torchftpb.NewLighthouseServiceClient(conn).Heartbeat(ctx,
+		&torchftpb.LighthouseHeartbeatRequest{ReplicaId: id})
 	return err
 }
 
@@ -93,25 +100,51 @@ func TestWhichCallsAreAccepted(t *testing.T) {
 	}{
 		{name: "open", scheme: "http"},
 		{name: "a token that is not required", client: auth.Security{TokenFile: token}, scheme: "http"},
-		{name: "the token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: token}, scheme: "http"},
-		{name: "a token that is being replaced", server: auth.Security{TokenFile: both}, client: auth.Security{TokenFile: token}, scheme: "http"},
-		{name: "no token", server: auth.Security{TokenFile: token}, scheme: "http", want: codes.Unauthenticated, wantError: "wants the job's token: set TORCHFT_TOKEN_FILE"},
-		{name: "wrong token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: other}, scheme: "http", want: codes.Unauthenticated, wantError: "the token is not the job's"},
-		{name: "a later token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: both}, scheme: "http", want: codes.Unauthenticated, wantError: "the token is not the job's"},
+		{name: "the token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: token},
+			scheme: "http"},
+		{name: "a token that is being replaced", server: auth.Security{TokenFile: both},
+			client: auth.Security{TokenFile: token}, scheme: "http"},
+		{name: "no token", server: auth.Security{TokenFile: token}, scheme: "http",
+			want: codes.Unauthenticated, wantError: "wants the job's token: set TORCHFT_TOKEN_FILE"},
+		{name: "wrong token", server: auth.Security{TokenFile: token},
+			client: auth.Security{TokenFile: other}, scheme: "http", want: codes.Unauthenticated,
+			wantError: "the token is not the job's"},
+		{name: "a later token", server: auth.Security{TokenFile: token},
+			client: auth.Security{TokenFile: both}, scheme: "http", want: codes.Unauthenticated,
+			wantError: "the token is not the job's"},
 		{name: "tls", server: tls, client: auth.Security{TLSCA: ca.File}, scheme: "https"},
 		{name: "both certificates", server: mutual, client: withCA(mutual, ca.File), scheme: "https"},
 		{name: "everything", server: all, client: all, scheme: "https"},
-		{name: "everything but the token", server: all, client: withCA(mutual, ca.File), scheme: "https", want: codes.Unauthenticated, wantError: "wants the job's token"},
-		{name: "the server's authority is unknown", server: tls, client: auth.Security{TLSCA: otherCA.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate signed by unknown authority"},
-		{name: "the server's authority is unknown, and the client names no private one", server: tls, scheme: "https", want: codes.Unavailable, wantError: "certificate signed by unknown authority"},
-		{name: "the server's certificate has expired", server: auth.Security{TLSCert: expired, TLSKey: keyOfExpired}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate has expired"},
-		{name: "the server's certificate is another host's", server: auth.Security{TLSCert: elsewhere, TLSKey: keyOfElsewhere}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "127.0.0.1"},
-		{name: "no certificate", server: mutual, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate required"},
-		{name: "a certificate of another authority", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: ofOtherCA, TLSKey: keyOfOtherCA}, scheme: "https", want: codes.Unavailable, wantError: "tls: "},
-		{name: "an expired certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https", want: codes.Unavailable, wantError: "expired"},
-		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable, wantError: "does it speak TLS? If it does, its address must begin with https://"},
-		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "does it speak no TLS? Then its address must begin with http://"},
-		{name: "plain, although the client has tls_ca", client: auth.Security{TLSCA: ca.File}, scheme: "http", want: codes.InvalidArgument, wantError: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
+		{name: "everything but the token", server: all, client: withCA(mutual, ca.File), scheme: "https",
+			want: codes.Unauthenticated, wantError: "wants the job's token"},
+		{name: "the server's authority is unknown", server: tls, client: auth.Security{TLSCA: otherCA.File},
+			scheme: "https", want: codes.Unavailable, wantError: "certificate signed by unknown authority"},
+		{name: "the server's authority is unknown, and the client names no private one", server: tls,
+			scheme: "https", want: codes.Unavailable, wantError: "certificate signed by unknown authority"},
+		{name: "the server's certificate has expired",
+			server: auth.Security{TLSCert: expired, TLSKey: keyOfExpired},
+			client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable,
+			wantError: "certificate has expired"},
+		{name: "the server's certificate is another host's",
+			server: auth.Security{TLSCert: elsewhere, TLSKey: keyOfElsewhere},
+			client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable,
+			wantError: "127.0.0.1"},
+		{name: "no certificate", server: mutual, client: auth.Security{TLSCA: ca.File}, scheme: "https",
+			want: codes.Unavailable, wantError: "certificate required"},
+		{name: "a certificate of another authority", server: mutual,
+			client: auth.Security{TLSCA: ca.File, TLSCert: ofOtherCA, TLSKey: keyOfOtherCA}, scheme: "https",
+			want: codes.Unavailable, wantError: "tls: "},
+		{name: "an expired certificate", server: mutual,
+			client: auth.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https",
+			want: codes.Unavailable, wantError: "expired"},
+		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable,
+			wantError: "does it speak TLS? If it does, its address must begin with https://"},
+		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https",
+			want: codes.Unavailable, wantError: "does it speak no TLS? Then its address must begin with " +
+				"http://"},
+		{name: "plain, although the client has tls_ca", client: auth.Security{TLSCA: ca.File}, scheme: "http",
+			want:      codes.InvalidArgument,
+			wantError: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -136,7 +169,8 @@ func TestHTTPOverTLS(t *testing.T) {
 	// Like a browser, which could use HTTP/2: on this port HTTP/2 is used for gRPC only.
 	transport := &http.Transport{TLSClientConfig: fttest.Trusting(t, ca.File), ForceAttemptHTTP2: true}
 	defer transport.CloseIdleConnections()
-	resp, err := (&http.Client{Transport: transport, Timeout: 10 * time.Second}).Get("https://127.0.0.1:" + port + "/")
+	resp, err := (&http.Client{Transport: transport, Timeout: 10 * time.Second}).Get("https://127.0.0.1:" +
+		port + "/")
 	require.NoError(t, err)
 	body, err := io.ReadAll(resp.Body)
 	require.NoError(t, err)
@@ -146,7 +180,8 @@ func TestHTTPOverTLS(t *testing.T) {
 
 	plain := &http.Transport{}
 	defer plain.CloseIdleConnections()
-	resp, err = (&http.Client{Transport: plain, Timeout: 10 * time.Second}).Get("http://127.0.0.1:" + port + "/")
+	resp, err = (&http.Client{Transport: plain, Timeout: 10 * time.Second}).Get("http://127.0.0.1:" + port +
+		"/")
 	require.NoError(t, err)
 	body, err = io.ReadAll(resp.Body)
 	require.NoError(t, err)
@@ -174,7 +209,8 @@ func TestFilesAreReadAgain(t *testing.T) {
 	require.Equal(t, codes.Unauthenticated, status.Code(beat(t, client, address, "a")))
 
 	replace(t, token, "second\n")
-	require.Eventually(t, func() bool { return beat(t, client, address, "a") == nil }, time.Minute, 50*time.Millisecond)
+	require.Eventually(t, func() bool { return beat(t, client, address, "a") == nil }, time.Minute,
+		50*time.Millisecond)
 
 	expired, keyOfExpired := ca.IssueExpired("127.0.0.1")
 	replace(t, cert, read(t, expired))
@@ -199,7 +235,10 @@ func read(t *testing.T, path string) string {
 
 func TestJoinsOfOneAddress(t *testing.T) {
 	port, _ := serveSecurely(t, auth.Security{}, rpc.Limits{
-		MaxJoins: 1, IsJoin: func(method string) bool { return method == torchftpb.LighthouseService_Quorum_FullMethodName },
+		MaxJoins: 1,
+		IsJoin: func(method string) bool {
+			return method == torchftpb.LighthouseService_Quorum_FullMethodName
+		},
 	})
 	conn, err := rpc.Dial(t.Context(), rpc.Dialing{}, "lighthouse", "http://127.0.0.1:"+port, 20*time.Second)
 	require.NoError(t, err)
@@ -207,13 +246,15 @@ func TestJoinsOfOneAddress(t *testing.T) {
 	stub := torchftpb.NewLighthouseServiceClient(conn)
 	var mu sync.Mutex
 	got := map[codes.Code]int{}
-	require.Eventually(t, func() bool { // repeated, since the limit is per second, and a second may end between two calls
+	require.Eventually(t, func() bool {
+		// repeated, since the limit is per second, and a second may end between two calls
 		_, err := stub.Quorum(t.Context(), &torchftpb.LighthouseQuorumRequest{})
 		mu.Lock()
 		defer mu.Unlock()
 		got[status.Code(err)]++
 		if status.Code(err) == codes.Unavailable {
-			assert.ErrorContains(t, err, "too many joins: 1 in one second from 127.0.0.1 (max_joins_per_second)")
+			assert.ErrorContains(t, err,
+				"too many joins: 1 in one second from 127.0.0.1 (max_joins_per_second)")
 		}
 		return got[codes.Unavailable] > 0 && got[codes.Unimplemented] > 1
 	}, time.Minute, time.Millisecond, "refused, and then accepted again")
@@ -225,7 +266,8 @@ func TestJoinsOfOneAddress(t *testing.T) {
 func TestTheSameRefusalIsLoggedOnceAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log := &fttest.Log{}
-		gate, err := rpc.NewGate(auth.Security{}, rpc.Limits{MaxJoins: 1}, slog.New(slog.NewTextHandler(log, nil)))
+		gate, err := rpc.NewGate(auth.Security{}, rpc.Limits{MaxJoins: 1},
+			slog.New(slog.NewTextHandler(log, nil)))
 		require.NoError(t, err)
 		from := func(ip string) context.Context {
 			return peer.NewContext(t.Context(), &peer.Peer{Addr: &net.TCPAddr{IP: net.ParseIP(ip), Port: 1}})
@@ -252,18 +294,21 @@ func TestConnectionsAreLimited(t *testing.T) {
 	for range 2 {
 		conn, err := rpc.Dial(t.Context(), rpc.Dialing{}, "lighthouse", address, 5*time.Second)
 		require.NoError(t, err)
-		_, err = torchftpb.NewLighthouseServiceClient(conn).Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{})
+		_, err = torchftpb.NewLighthouseServiceClient(conn).Heartbeat(t.Context(),
+			&torchftpb.LighthouseHeartbeatRequest{})
 		require.NoError(t, err)
 		open = append(open, conn)
 	}
 	assert.Error(t, beatWithin(t, time.Second, auth.Security{}, address, "a"))
 	assert.Positive(t, log.Count("max_connections"))
 	require.NoError(t, open[0].Close())
-	require.Eventually(t, func() bool { return beat(t, auth.Security{}, address, "a") == nil }, time.Minute, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return beat(t, auth.Security{}, address, "a") == nil }, time.Minute,
+		10*time.Millisecond)
 	require.NoError(t, open[1].Close())
 }
 
-// The unauthorized connections are silent, use HTTP, do not complete the handshake, or lack a certificate or the token.
+// The unauthorized connections are silent, use HTTP, do not complete the handshake, or lack a certificate or
+// the token.
 func TestUnauthorizedConnectionsTakeNoPlaceOfAMember(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1")
@@ -272,27 +317,31 @@ func TestUnauthorizedConnectionsTakeNoPlaceOfAMember(t *testing.T) {
 	all := secured
 	all.TokenFile, all.TLSClientCA = token.TokenFile, ca.File
 	for name, tc := range map[string]struct{ members, others auth.Security }{
-		"open":                    {},
-		"token":                   {members: token},
-		"TLS":                     {members: secured},
-		"TLS and token":           {members: all, others: secured},
-		"TLS without certificate": {members: all, others: auth.Security{TokenFile: token.TokenFile, TLSCA: ca.File}},
+		"open":          {},
+		"token":         {members: token},
+		"TLS":           {members: secured},
+		"TLS and token": {members: all, others: secured},
+		"TLS without certificate": {members: all,
+			others: auth.Security{TokenFile: token.TokenFile, TLSCA: ca.File}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			security := tc.members
-			// One connection for the member, one for each beat, and two in case the server has not noticed the end of earlier ones.
+			// One connection for the member, one for each beat, and two in case the server has not noticed
+			// the end of earlier ones.
 			port, log := serveSecurely(t, security, rpc.Limits{MaxConnections: 4})
 			address := "http://127.0.0.1:" + port
 			if security.TLSCert != "" {
 				address = "https://127.0.0.1:" + port
 			}
 			dialed := &dials{Network: rpc.TCP}
-			member, err := rpc.Dial(t.Context(), rpc.Dialing{Security: security, Network: dialed}, "lighthouse", address, 10*time.Second)
+			member, err := rpc.Dial(t.Context(), rpc.Dialing{Security: security, Network: dialed},
+				"lighthouse", address, 10*time.Second)
 			require.NoError(t, err)
 			defer func() { require.NoError(t, member.Close()) }()
 			for i := range 15 {
-				_, err := torchftpb.NewLighthouseServiceClient(member).Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: "b"})
+				_, err := torchftpb.NewLighthouseServiceClient(member).Heartbeat(t.Context(),
+					&torchftpb.LighthouseHeartbeatRequest{ReplicaId: "b"})
 				require.NoError(t, err)
 				conn, err := net.Dial("tcp", "127.0.0.1:"+port)
 				require.NoError(t, err)
@@ -325,7 +374,8 @@ func (d *dials) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return d.Network.Dial(ctx, address)
 }
 
-// shakeHands makes a TLS handshake, in which the server may require a certificate, and sends nothing after it.
+// shakeHands makes a TLS handshake, in which the server may require a certificate, and sends nothing after
+// it.
 func shakeHands(t *testing.T, ca *fttest.CA, conn net.Conn) {
 	config := fttest.Trusting(t, ca.File)
 	config.ServerName = "127.0.0.1"

@@ -10,16 +10,17 @@ import (
 // mostPosted bounds the functions that a Sender queues.
 const mostPosted = 1024
 
-// Sender sends the messages of a stream, in the order of Post, so that no caller waits: gRPC's Send blocks while the
-// other side does not read, beyond the deadline of a call that sends. Its goroutine ends when the queue is empty.
+// Sender sends the messages of a stream, in the order of Post, so that no caller waits: gRPC's Send blocks
+// while the other side does not read, beyond the deadline of a call that sends. Its goroutine ends when the
+// queue is empty.
 type Sender struct {
 	backlog
 	// Pool, unless nil, has the goroutine.
 	Pool *Pool
 }
 
-// Post queues a function that sends one message. It does not block. It returns false if the queue is full: the other
-// side does not read.
+// Post queues a function that sends one message. It does not block. It returns false if the queue is full:
+// the other side does not read.
 func (s *Sender) Post(send func()) bool { return s.post(send, mostPosted) }
 
 // Flushed returns a channel that is closed when all functions queued so far have run.
@@ -57,9 +58,9 @@ func attempt(send func()) {
 // stuckTime is the longest time for which a stream that does not read delays the others of a Pool.
 const stuckTime = 25 * time.Millisecond
 
-// Pool has one goroutine for the messages of many streams: if all of them get one at the same moment, waking a goroutine
-// for each would cost much. While a stream does not read, its messages keep that goroutine, and another one sends those
-// of the other streams.
+// Pool has one goroutine for the messages of many streams: if all of them get one at the same moment, waking
+// a goroutine for each would cost much. While a stream does not read, its messages keep that goroutine, and
+// another one sends those of the other streams.
 type Pool struct{ backlog }
 
 func (p *Pool) run(sendAll func()) {

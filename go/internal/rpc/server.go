@@ -22,10 +22,12 @@ type Server struct {
 	stopping atomic.Bool
 }
 
-// NewGRPC returns a gRPC server with the limits of this package, whose calls have to pass a gate. Register services on it, then call
-// Serve.
+// NewGRPC returns a gRPC server with the limits of this package, whose calls have to pass a gate. Register
+// services on it, then call Serve.
 func NewGRPC(gate *Gate, log *slog.Logger, options ...grpc.ServerOption) *grpc.Server {
-	all := append(serverLimits(), grpc.ForceServerCodecV2(newCodec()), grpc.ChainUnaryInterceptor(recoverUnary(log)), grpc.ChainStreamInterceptor(recoverStream(log)), gate.option())
+	all := append(serverLimits(), grpc.ForceServerCodecV2(newCodec()),
+		grpc.ChainUnaryInterceptor(recoverUnary(log)), grpc.ChainStreamInterceptor(recoverStream(log)),
+		gate.option())
 	return grpc.NewServer(append(all, options...)...)
 }
 
@@ -59,8 +61,9 @@ func Serve(lis net.Listener, gate *Gate, g *grpc.Server, handler http.Handler, l
 	return s
 }
 
-// Stop closes the port, waits at most stopGrace for the calls to end, ends those that remain, and returns when no goroutine is left.
-// The caller must have answered the pending calls before; their answers are still sent.
+// Stop closes the port, waits at most stopGrace for the calls to end, ends those that remain, and returns
+// when no goroutine is left. The caller must have answered the pending calls before; their answers are still
+// sent.
 func (s *Server) Stop() {
 	s.stop.Do(func() {
 		s.stopping.Store(true)

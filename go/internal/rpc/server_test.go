@@ -26,7 +26,9 @@ type heartbeats struct {
 	torchftpb.UnimplementedLighthouseServiceServer
 }
 
-func (heartbeats) Heartbeat(_ context.Context, req *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+func (heartbeats) Heartbeat(
+	_ context.Context, req *torchftpb.LighthouseHeartbeatRequest,
+) (*torchftpb.LighthouseHeartbeatResponse, error) {
 	if req.GetReplicaId() == "panic" {
 		panic("boom")
 	}
@@ -40,7 +42,8 @@ func open(t *testing.T) *rpc.Gate {
 	return gate
 }
 
-// serve serves heartbeats and HTTP at "server:1". The HTTP handler writes the method of the request, and panics at /panic.
+// serve serves heartbeats and HTTP at "server:1". The HTTP handler writes the method of the request, and
+// panics at /panic.
 func serve(t *testing.T, network *fttest.Network) *rpc.Server {
 	lis, err := network.Host("server").Listen(":1")
 	require.NoError(t, err)
@@ -61,19 +64,24 @@ func TestOnePortServesGRPCAndHTTP(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := fttest.NewNetwork()
 		s := serve(t, network)
-		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: network.Host("client")}, "lighthouse", "http://server:1", time.Second)
+		conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: network.Host("client")}, "lighthouse",
+			"http://server:1", time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		stub := torchftpb.NewLighthouseServiceClient(conn)
 
-		transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+		transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn,
+			error) {
 			return network.Host("client").Dial(ctx, addr)
 		}}
 		defer transport.CloseIdleConnections()
 		web := &http.Client{Transport: transport}
 
-		for range 2 { // in each round, a handler of each protocol panics: in the second one, the server must still serve both
-			for _, method := range []string{"POST", "PUT", "PATCH", "GET"} { // the splitter must tell PO, PU and PA from HTTP/2's preface, PRI
+		for range 2 {
+			// in each round, a handler of each protocol panics: in the second one, the server must still
+			// serve both
+			for _, method := range []string{"POST", "PUT", "PATCH", "GET"} {
+				// the splitter must tell PO, PU and PA from HTTP/2's preface, PRI
 				req, err := http.NewRequest(method, "http://server:1/", nil)
 				require.NoError(t, err)
 				resp, err := web.Do(req)
@@ -109,7 +117,8 @@ func TestASilentConnectionIsClosedAndDelaysNoOther(t *testing.T) {
 				require.NoError(t, err)
 				_, err = io.WriteString(silent, sent)
 				require.NoError(t, err)
-				conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: network.Host("client")}, "lighthouse", "http://server:1", time.Second)
+				conn, err := rpc.Dial(t.Context(), rpc.Dialing{Network: network.Host("client")}, "lighthouse",
+					"http://server:1", time.Second)
 				require.NoError(t, err)
 				require.NoError(t, conn.Close())
 				start := time.Now()
@@ -121,8 +130,8 @@ func TestASilentConnectionIsClosedAndDelaysNoOther(t *testing.T) {
 	}
 }
 
-// Stop may be called before, while or after the goroutines that Serve starts begin to accept connections. In none of these cases is an
-// error logged: the end of the listener is expected.
+// Stop may be called before, while or after the goroutines that Serve starts begin to accept connections. In
+// none of these cases is an error logged: the end of the listener is expected.
 func TestAnImmediateStopLogsNothing(t *testing.T) {
 	for name, handler := range map[string]http.Handler{"grpc": nil, "grpc and http": http.NotFoundHandler()} {
 		t.Run(name, func(t *testing.T) {
@@ -146,7 +155,8 @@ func TestAListenerThatBreaksIsLogged(t *testing.T) {
 	logger := slog.New(slog.NewTextHandler(&log, nil))
 	s := rpc.Serve(lis, open(t), rpc.NewGRPC(open(t), logger), nil, logger)
 	defer s.Stop()
-	require.Eventually(t, func() bool { return log.Count("the server stopped listening") == 1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return log.Count("the server stopped listening") == 1 }, time.Minute,
+		time.Millisecond)
 }
 
 func TestStopClosesConnectionsThatHaveSentNothing(t *testing.T) {

@@ -10,8 +10,9 @@ import (
 // preface is the beginning of every HTTP/2 connection, and so of every gRPC connection.
 const preface = "PRI * HTTP/2.0"
 
-// splitter passes the connections of one port to the gRPC server or to the HTTP/1.1 server, depending on their first bytes. It
-// reads these on a separate goroutine for each connection, for at most sniffTimeout. So a silent connection delays no other one.
+// splitter passes the connections of one port to the gRPC server or to the HTTP/1.1 server, depending on
+// their first bytes. It reads these on a separate goroutine for each connection, for at most sniffTimeout. So
+// a silent connection delays no other one.
 type splitter struct {
 	lis        net.Listener
 	grpc, http *Queue
@@ -30,7 +31,8 @@ func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
 			if s.closed() {
 				return
 			}
-			// The process is out of descriptors, or the connection broke before it was accepted. Neither ends the server: it tries again.
+			// The process is out of descriptors, or the connection broke before it was accepted. Neither ends
+			// the server: it tries again.
 			failed++
 			if failed == 1 {
 				log.Warn("torchft: a connection was not accepted", "error", err)
@@ -53,7 +55,8 @@ func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
 }
 
 func (s *splitter) sniff(conn net.Conn) {
-	_ = conn.SetDeadline(time.Now().Add(sniffTimeout)) // for writes, too: with TLS, the first read makes the handshake
+	// for writes, too: with TLS, the first read makes the handshake
+	_ = conn.SetDeadline(time.Now().Add(sniffTimeout))
 	start, isGRPC, err := readPreface(conn)
 	_ = conn.SetDeadline(time.Time{})
 	s.sniffing.Delete(conn)

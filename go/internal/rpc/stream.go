@@ -31,8 +31,8 @@ func OpenStream[S any](
 	return stream, cancel, err
 }
 
-// Stream is a client's side of a stream, until its connection breaks. It sends requests Q, and receives messages M, some
-// of which answer a request with an A.
+// Stream is a client's side of a stream, until its connection breaks. It sends requests Q, and receives
+// messages M, some of which answer a request with an A.
 type Stream[Q, M, A any] struct {
 	Ended chan struct{} // closed when the stream has broken
 
@@ -51,15 +51,16 @@ type answered[A any] struct {
 	err    error
 }
 
-// NewStream returns a Stream over an open one, which cancel ends. The caller calls Receive on another goroutine.
+// NewStream returns a Stream over an open one, which cancel ends. The caller calls Receive on another
+// goroutine.
 func NewStream[Q, M, A any](wire grpc.BidiStreamingClient[Q, M], cancel context.CancelFunc) *Stream[Q, M, A] {
 	return &Stream[Q, M, A]{
 		wire: wire, cancel: cancel, Ended: make(chan struct{}), waiting: map[uint64]chan answered[A]{},
 	}
 }
 
-// Receive passes the messages of the server to handle until the stream breaks, or handle returns an error. An uncaught
-// panic would end the training.
+// Receive passes the messages of the server to handle until the stream breaks, or handle returns an error. An
+// uncaught panic would end the training.
 func (s *Stream[Q, M, A]) Receive(handle func(*M) error) {
 	defer s.cancel()
 	defer close(s.Ended)
@@ -107,17 +108,19 @@ func (s *Stream[Q, M, A]) End(why error) {
 // ErrUnread reports that a message was not queued.
 var ErrUnread = status.Error(codes.Unavailable, "the server does not read the messages of this client")
 
-// Post queues a message that is not answered, and does not block. It returns false if the server has not read the
-// earlier ones.
+// Post queues a message that is not answered, and does not block. It returns false if the server has not read
+// the earlier ones.
 func (s *Stream[Q, M, A]) Post(message *Q) bool {
-	return s.sender.Post(func() { _ = s.wire.Send(message) }) // fails only if the stream has broken: Err returns the error
+	// fails only if the stream has broken: Err returns the error
+	return s.sender.Post(func() { _ = s.wire.Send(message) })
 }
 
 // Flushed returns a channel that is closed when all messages queued so far have been sent.
 func (s *Stream[Q, M, A]) Flushed() <-chan struct{} { return s.sender.Flushed() }
 
-// Call sends a request with a number, and waits for Answer, until ctx ends or the stream breaks. request is called when
-// the earlier messages have been sent, unless ctx has ended by then. If it ends before the answer, withdraw is sent.
+// Call sends a request with a number, and waits for Answer, until ctx ends or the stream breaks. request is
+// called when the earlier messages have been sent, unless ctx has ended by then. If it ends before the
+// answer, withdraw is sent.
 func (s *Stream[Q, M, A]) Call(
 	ctx context.Context, number uint64, request func() *Q, withdraw *Q,
 ) (answer A, err error) {

@@ -35,8 +35,8 @@ func call(ctx context.Context, s *textStream, number uint64) (string, error) {
 	return s.Call(ctx, number, func() *text { return asText("ask") }, asText("withdraw"))
 }
 
-// A server that shuts down sends its last answers first. A decision to commit must reach its caller, although the end of
-// the stream follows at once.
+// A server that shuts down sends its last answers first. A decision to commit must reach its caller, although
+// the end of the stream follows at once.
 func TestAnAnswerCountsThatCameBeforeTheEnd(t *testing.T) {
 	for range 50 {
 		asked := make(chan struct{})
@@ -67,8 +67,8 @@ func TestAnAnswerCountsThatCameBeforeTheEnd(t *testing.T) {
 	}
 }
 
-// gRPC's Send blocks while a stopped process does not read. Each call still ends at its deadline, posts do not block, and
-// a request for whose answer nobody waits any more is not sent.
+// gRPC's Send blocks while a stopped process does not read. Each call still ends at its deadline, posts do
+// not block, and a request for whose answer nobody waits any more is not sent.
 func TestACallEndsInTimeAlthoughTheServerDoesNotRead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		released := make(chan struct{})
@@ -100,7 +100,8 @@ func TestACallEndsInTimeAlthoughTheServerDoesNotRead(t *testing.T) {
 
 // A panic of the handler ends the stream, not the process; so does the client itself, with its reason.
 func TestTheEndOfAStreamHasAReason(t *testing.T) {
-	s := NewStream[text, text, string](&wire{recv: func() (*text, error) { return asText(""), nil }}, func() {})
+	s := NewStream[text, text, string](&wire{recv: func() (*text, error) { return asText(""), nil }},
+		func() {})
 	require.NoError(t, s.Err())
 	s.Receive(func(*text) error { panic("boom") })
 	assert.True(t, s.Broken())

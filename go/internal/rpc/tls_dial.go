@@ -16,8 +16,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// handshakes are the credentials of a client. Each handshake uses the certificates that the files contain at that time. The
-// reason of a failed handshake is recorded, because gRPC does not report it.
+// handshakes are the credentials of a client. Each handshake uses the certificates that the files contain at
+// that time. The reason of a failed handshake is recorded, because gRPC does not report it.
 type handshakes struct {
 	config *auth.Watched[*tls.Config] // nil: no TLS
 	why    *atomic.Pointer[error]
@@ -30,7 +30,9 @@ func (h handshakes) credentials() credentials.TransportCredentials {
 	return credentials.NewTLS(h.config.Get())
 }
 
-func (h handshakes) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+func (h handshakes) ClientHandshake(
+	ctx context.Context, authority string, raw net.Conn,
+) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := h.credentials().ClientHandshake(ctx, authority, raw)
 	if err != nil {
 		h.note(err)
@@ -52,8 +54,8 @@ func (h handshakes) note(err error) {
 	if errors.Is(err, context.Canceled) || errors.Is(err, net.ErrClosed) {
 		return // no reason: this side ended the attempt
 	}
-	// Before a server closes a connection that it refuses, it sends an alert with the reason. If the alert is lost, the error
-	// contains no reason (mute): then the reason of an earlier attempt is kept.
+	// Before a server closes a connection that it refuses, it sends an alert with the reason. If the alert is
+	// lost, the error contains no reason (mute): then the reason of an earlier attempt is kept.
 	mute := errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 	if before := h.why.Load(); mute && before != nil {
 		if _, hasHint := errors.AsType[*hinted](*before); hasHint {
@@ -79,15 +81,17 @@ type hinted struct {
 
 func (h *hinted) Error() string { return h.error.Error() + h.hint }
 
-// beginning is a connection whose first read is inspected, since a refusal may arrive after ClientHandshake has succeeded: a
-// server that refuses the client's certificate sends an alert (in TLS 1.3, after the client's handshake), and a server that
-// requires TLS answers a client without it by an alert, or closes the connection.
+// beginning is a connection whose first read is inspected, since a refusal may arrive after ClientHandshake
+// has succeeded: a server that refuses the client's certificate sends an alert (in TLS 1.3, after the
+// client's handshake), and a server that requires TLS answers a client without it by an alert, or closes the
+// connection.
 type beginning struct {
 	net.Conn
 	h    handshakes
 	read bool // the first read is over; gRPC reads on one goroutine only, so there is no lock
 
-	// Of the attempt to connect. After its deadline gRPC closes the connection, and the error of a read says nothing about the server.
+	// Of the attempt to connect. After its deadline gRPC closes the connection, and the error of a read says
+	// nothing about the server.
 	attempt func() error
 }
 

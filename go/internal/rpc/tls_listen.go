@@ -13,8 +13,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// secureListener returns connections that perform the TLS handshake when they are first read: a client that delays its handshake must
-// not block Accept.
+// secureListener returns connections that perform the TLS handshake when they are first read: a client that
+// delays its handshake must not block Accept.
 type secureListener struct {
 	net.Listener
 	config  *auth.Watched[*tls.Config]
@@ -37,7 +37,7 @@ type secureConn struct {
 
 func (c *secureConn) Read(p []byte) (int, error) {
 	c.began.Do(func() {
-		if err := c.Handshake(); err != nil { //nolint:noctx // a Read has no context; the deadline of the connection bounds it
+		if err := c.Handshake(); err != nil { //nolint:noctx // the connection has a deadline
 			c.complain(err)
 		}
 	})
@@ -50,11 +50,13 @@ func (c *secureConn) complain(err error) {
 	}
 	plain, isPlain := errors.AsType[tls.RecordHeaderError](err)
 	if isPlain && plain.Conn != nil {
-		err = errors.New("the client does not speak TLS, which this server requires: the address must begin with https://")
+		err = errors.New("the client does not speak TLS, which this server requires: the address must " +
+			"begin with https://")
 		switch string(plain.RecordHeader[:]) {
 		case "GET /", "HEAD ", "POST ", "PUT /", "OPTIO":
 			// An error is ignored: the connection is closed next.
-			_, _ = io.WriteString(plain.Conn, "HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\nThis port speaks TLS: use https://\n")
+			_, _ = io.WriteString(plain.Conn, "HTTP/1.0 400 Bad Request\r\nContent-Type: "+
+				"text/plain\r\n\r\nThis port speaks TLS: use https://\n")
 		}
 	}
 	c.refused.log("torchft: a connection was refused", c.RemoteAddr().String(), err)
@@ -63,15 +65,16 @@ func (c *secureConn) complain(err error) {
 	}
 }
 
-// linger waits up to a second for the other side to close. If this side closed while unread data arrives, the kernel would send a
-// reset, and the client might not read the TLS alert with the reason of the refusal.
+// linger waits up to a second for the other side to close. If this side closed while unread data arrives, the
+// kernel would send a reset, and the client might not read the TLS alert with the reason of the refusal.
 func (c *secureConn) linger() {
 	raw := c.NetConn()
 	_ = raw.SetDeadline(time.Now().Add(time.Second))
 	_, _ = io.CopyN(io.Discard, raw, maxHeader)
 }
 
-// refusals logs at most one refusal a second, and one a minute of the same host with the same reason: refused clients retry.
+// refusals logs at most one refusal a second, and one a minute of the same host with the same reason: refused
+// clients retry.
 type refusals struct {
 	logger *slog.Logger
 

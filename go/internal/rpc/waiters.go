@@ -1,7 +1,7 @@
 package rpc
 
-// Waiters has the calls that wait for an answer, by the id that the machine uses for them. It is not safe for concurrent use: the
-// server's own lock guards it.
+// Waiters has the calls that wait for an answer, by the id that the machine uses for them. It is not safe for
+// concurrent use: the server's own lock guards it.
 type Waiters[ID ~uint64, A any] struct {
 	next ID
 	open map[ID]func(A)

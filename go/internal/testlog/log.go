@@ -1,5 +1,5 @@
-// Package testlog keeps the log of servers for tests. It imports no package of this module, so that tests inside of any package can
-// use it; internal/fttest imports the servers.
+// Package testlog keeps the log of servers for tests. It imports no package of this module, so that tests
+// inside of any package can use it; internal/fttest imports the servers.
 package testlog
 
 import (
@@ -7,7 +7,8 @@ import (
 	"sync"
 )
 
-// Log is a writer that keeps its text. Goroutines that a test does not wait for may write while the test reads.
+// Log is a writer that keeps its text. Goroutines that a test does not wait for may write while the test
+// reads.
 type Log struct {
 	mu   sync.Mutex
 	text strings.Builder
@@ -30,7 +31,8 @@ func (l *Log) Count(text string) int {
 	return n
 }
 
-// Drain returns the lines logged since the last call, and removes them: a fuzz target reads them after each input.
+// Drain returns the lines logged since the last call, and removes them: a fuzz target reads them after each
+// input.
 func (l *Log) Drain() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -13,7 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Sources are Go files that the compiler takes instead of those on the disk, or beside them, by absolute path.
+// Sources are Go files that the compiler takes instead of those on the disk, or beside them, by absolute
+// path.
 type Sources map[string]string
 
 // Read adds a file from the disk, unless it is there already.
@@ -26,15 +27,17 @@ func (s Sources) Read(t *testing.T, path string) {
 	}
 }
 
-// Plant plants a mistake: it replaces a text that the file has once. In the new text, $ is a condition that holds in a process with the
-// argument -mistake=NAME. The file is relative to the parent of the working folder.
+// Plant plants a mistake: it replaces a text that the file has once. In the new text, $ is a condition that
+// holds in a process with the argument -mistake=NAME. The file is relative to the parent of the working
+// folder.
 func (s Sources) Plant(t *testing.T, name, file, old, text string) {
 	t.Helper()
 	path, err := filepath.Abs(filepath.Join("..", file))
 	require.NoError(t, err)
 	s.Read(t, path)
 	require.Equal(t, 1, strings.Count(s[path], old), "%s has the text of %q once", file, name)
-	s[path] = strings.Replace(s[path], old, strings.ReplaceAll(text, "$", fmt.Sprintf("planted(%q)", name)), 1)
+	s[path] = strings.Replace(s[path], old, strings.ReplaceAll(text, "$", fmt.Sprintf("planted(%q)", name)),
+		1)
 }
 
 // planted has the condition that Plant writes.
@@ -65,7 +68,8 @@ func (s Sources) Compile(t *testing.T, flags ...string) (binary string) {
 	all := Sources{}
 	for path, source := range s {
 		all[path] = source
-		all[filepath.Join(filepath.Dir(path), "planted.go")] = fmt.Sprintf(planted, packageClause.FindString(source))
+		all[filepath.Join(filepath.Dir(path), "planted.go")] = fmt.Sprintf(planted,
+			packageClause.FindString(source))
 	}
 	binary = filepath.Join(t.TempDir(), "mistakes.test")
 	out, err := goTest(t, all, append([]string{"-c", "-o", binary}, flags...)...)
@@ -73,19 +77,21 @@ func (s Sources) Compile(t *testing.T, flags ...string) (binary string) {
 	return binary
 }
 
-// RunWith runs one test of the package in the working folder, compiled with this source instead of a file, and requires that the
-// test passes. The file is relative to that folder.
+// RunWith runs one test of the package in the working folder, compiled with this source instead of a file,
+// and requires that the test passes. The file is relative to that folder.
 func RunWith(t *testing.T, file, source, test string, flags ...string) {
 	t.Helper()
 	path, err := filepath.Abs(file)
 	require.NoError(t, err)
-	out, err := goTest(t, Sources{path: source}, append([]string{"-count=1", "-run=^" + test + "$", "-v"}, flags...)...)
+	out, err := goTest(t, Sources{path: source},
+		append([]string{"-count=1", "-run=^" + test + "$", "-v"}, flags...)...)
 	t.Logf("%s", out)
 	require.NoError(t, err)
 	require.Contains(t, string(out), "--- PASS: "+test)
 }
 
-// goTest runs go test for the package in the working folder. The environment variable GO names the go command; default: go.
+// goTest runs go test for the package in the working folder. The environment variable GO names the go
+// command; default: go.
 func goTest(t *testing.T, sources Sources, flags ...string) (out []byte, err error) {
 	t.Helper()
 	folder, overlay := t.TempDir(), map[string]string{}
@@ -102,5 +108,6 @@ func goTest(t *testing.T, sources Sources, flags ...string) (out []byte, err err
 		command = "go"
 	}
 	arguments := append([]string{"test", "-trimpath", "-vet=off", "-overlay=" + list, "."}, flags...)
-	return exec.CommandContext(t.Context(), command, arguments...).CombinedOutput() //nolint:gosec // the compiler and this test
+	compile := exec.CommandContext(t.Context(), command, arguments...) //nolint:gosec // the compiler
+	return compile.CombinedOutput()
 }

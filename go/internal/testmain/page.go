@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// Row returns the list that a page of docs has for a file: the second cell of the row that begins with the file, split at a
-// separator. Tests compare it with the code, so that the page stays correct.
+// Row returns the list that a page of docs has for a file: the second cell of the row that begins with the
+// file, split at a separator. Tests compare it with the code, so that the page stays correct.
 func Row(t testing.TB, page, file, separator string) []string {
 	t.Helper()
 	for _, line := range lines(t, page) {
@@ -20,7 +20,8 @@ func Row(t testing.TB, page, file, separator string) []string {
 	return nil
 }
 
-// Table returns the first and the second cell of each row, in those tables of a page whose first column has this name.
+// Table returns the first and the second cell of each row, in those tables of a page whose first column has
+// this name.
 func Table(t testing.TB, page, name string) (rows [][2]string) {
 	t.Helper()
 	in := false

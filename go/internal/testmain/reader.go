@@ -9,8 +9,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// WithoutReader runs a function in another process, whose standard error is a pipe without a reader, and requires that this process does
-// not end by it. The process runs the calling test again, so the test must do nothing else. env has further variables, NAME=VALUE each.
+// WithoutReader runs a function in another process, whose standard error is a pipe without a reader, and
+// requires that this process does not end by it. The process runs the calling test again, so the test must do
+// nothing else. env has further variables, NAME=VALUE each.
 func WithoutReader(t *testing.T, run func(), env ...string) {
 	t.Helper()
 	const child = "TEST_WITHOUT_READER"

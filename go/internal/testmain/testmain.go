@@ -15,14 +15,14 @@ import (
 
 // Run is the body of TestMain for a package with synctest bubbles.
 //
-// With the race detector the tests share one processor. In a synctest bubble all timers use one race context, and Go 1.26 runs a
-// timer on the thread of the goroutine that polls its channel: two threads at once corrupt the context, and the detector crashes
-// (TestTimersOfABubbleDoNotCrashTheRaceDetector). The detector finds races by the happens-before relation, so it needs no second
-// processor.
+// With the race detector the tests share one processor. In a synctest bubble all timers use one race context,
+// and Go 1.26 runs a timer on the thread of the goroutine that polls its channel: two threads at once corrupt
+// the context, and the detector crashes (TestTimersOfABubbleDoNotCrashTheRaceDetector). The detector finds
+// races by the happens-before relation, so it needs no second processor.
 func Run(m *testing.M, options ...goleak.Option) {
-	// Go reuses the result of a test while the files that the test has read are the same, but compares only files of this module.
-	// Some tests read docs/, outside of the module. So `make test` puts the checksum of docs/ into this variable: Go also compares the
-	// variables that a test has read.
+	// Go reuses the result of a test while the files that the test has read are the same, but compares only
+	// files of this module. Some tests read docs/, outside of the module. So `make test` puts the checksum of
+	// docs/ into this variable: Go also compares the variables that a test has read.
 	_ = os.Getenv("DOCS_SUM")
 	if raceEnabled {
 		runtime.GOMAXPROCS(1)
@@ -58,8 +58,8 @@ func fuzzing() bool {
 	return false
 }
 
-// Skip skips a test because the host lacks something that it needs. `go test` does not report skips. Under CI=true, where
-// everything that can be installed is installed, a skip is a failure, as in tests/policy.py.
+// Skip skips a test because the host lacks something that it needs. `go test` does not report skips. Under
+// CI=true, where everything that can be installed is installed, a skip is a failure, as in tests/policy.py.
 func Skip(t testing.TB, why ...any) {
 	t.Helper()
 	if slices.Contains([]string{"1", "true"}, os.Getenv("CI")) {

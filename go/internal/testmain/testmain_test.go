@@ -43,7 +43,8 @@ func (r *recorded) Fatal(why ...any) { panic("failed: " + fmt.Sprint(why...)) }
 func TestASkipFailsUnderCI(t *testing.T) {
 	for ci, want := range map[string]string{
 		"": "skipped: one processor", "0": "skipped: one processor",
-		"1": "failed: skipped under CI=true: one processor", "true": "failed: skipped under CI=true: one processor",
+		"1":    "failed: skipped under CI=true: one processor",
+		"true": "failed: skipped under CI=true: one processor",
 	} {
 		t.Setenv("CI", ci)
 		one := &recorded{TB: t}

@@ -1,4 +1,5 @@
-// Package tracing makes OpenTelemetry spans for work that is part of a traced step: the parent span comes from the rank.
+// Package tracing makes OpenTelemetry spans for work that is part of a traced step: the parent span comes
+// from the rank.
 //
 // It is off, and costs one comparison, unless the standard OTEL variables of this process turn it on.
 package tracing
@@ -38,7 +39,8 @@ var (
 	w3c      propagation.TraceContext
 )
 
-// Setup reads the environment, once in a process. If a variable is invalid, that is logged, and tracing stays off.
+// Setup reads the environment, once in a process. If a variable is invalid, that is logged, and tracing stays
+// off.
 func Setup(log *slog.Logger) {
 	setup.Do(func() {
 		kinds, err := Exporters(os.Getenv)
@@ -116,7 +118,8 @@ func Flush() {
 // Span is a piece of work at a step. It is nil if the work is not traced; methods of a nil Span do nothing.
 type Span struct{ span trace.Span }
 
-// Continue begins a child of the span with the trace context parent. It returns nil if tracing is off, or parent is invalid.
+// Continue begins a child of the span with the trace context parent. It returns nil if tracing is off, or
+// parent is invalid.
 func Continue(parent, name string, step int64, attributes ...attribute.KeyValue) *Span {
 	if parent == "" {
 		return nil
@@ -164,8 +167,9 @@ func (s *Span) End(err error) {
 
 type contextKey struct{}
 
-// Below makes the spans of calls with the returned context children of the span with this trace context; an empty one changes nothing.
-// Calls whose message has a field for the trace context get it from ParentOf; all others carry it in gRPC's metadata.
+// Below makes the spans of calls with the returned context children of the span with this trace context; an
+// empty one changes nothing. Calls whose message has a field for the trace context get it from ParentOf; all
+// others carry it in gRPC's metadata.
 func Below(ctx context.Context, parent string) context.Context {
 	if parent == "" {
 		return ctx

@@ -25,12 +25,15 @@ func TestTheEnvironmentDecides(t *testing.T) {
 	}{
 		{nil, nil, ""},
 		{map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []string{"otlp"}, ""},
-		{map[string]string{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, []string{"otlp"}, ""},
+		{map[string]string{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, []string{"otlp"},
+			""},
 		{map[string]string{"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://c:4318/v1/logs"}, nil, ""},
 		{map[string]string{"OTEL_TRACES_EXPORTER": "otlp, console"}, []string{"otlp", "console"}, ""},
-		{map[string]string{"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, nil, ""},
+		{map[string]string{"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"},
+			nil, ""},
 		{map[string]string{"OTEL_SDK_DISABLED": "True", "OTEL_TRACES_EXPORTER": "otlp"}, nil, ""},
-		{map[string]string{"OTEL_TRACES_EXPORTER": "zipkin"}, nil, `OTEL_TRACES_EXPORTER is "zipkin": allowed are none, or otlp and console`},
+		{map[string]string{"OTEL_TRACES_EXPORTER": "zipkin"}, nil,
+			`OTEL_TRACES_EXPORTER is "zipkin": allowed are none, or otlp and console`},
 	} {
 		kinds, err := Exporters(func(name string) string { return tc.env[name] })
 		assert.Equal(t, tc.want, kinds, tc.env)
@@ -67,7 +70,8 @@ func TestAReaderThatHasEndedEndsNoProcess(t *testing.T) {
 func TestASpanIsAChildOfItsParent(t *testing.T) {
 	spans := tracetest.NewInMemoryExporter()
 	defer Use(sdktrace.NewSimpleSpanProcessor(spans))()
-	for _, invalid := range []string{"", "x", "00-00000000000000000000000000000000-b7ad6b7169203331-01", parent[:54]} {
+	for _, invalid := range []string{"", "x", "00-00000000000000000000000000000000-b7ad6b7169203331-01",
+		parent[:54]} {
 		assert.Nil(t, Continue(invalid, "x", 1), invalid)
 	}
 	outer := Continue(parent, "outer", 7)

@@ -1,5 +1,6 @@
-// Package transcript runs tests written as text: each command is followed by the machine's actions, indented. Lines that begin
-// with # are comments. After a change of behaviour run go test ./PACKAGE -update, and review the difference.
+// Package transcript runs tests written as text: each command is followed by the machine's actions, indented.
+// Lines that begin with # are comments. After a change of behaviour run go test ./PACKAGE -update, and review
+// the difference.
 package transcript
 
 import (
@@ -17,8 +18,8 @@ import (
 
 var update = flag.Bool("update", false, "write what the machine does into the transcripts")
 
-// Test runs each file of testdata. For each file, begin returns a function that runs a command, given as words, and returns the
-// resulting actions, one per line.
+// Test runs each file of testdata. For each file, begin returns a function that runs a command, given as
+// words, and returns the resulting actions, one per line.
 func Test(t *testing.T, begin func(t *testing.T) func(words []string) []string) {
 	paths, err := filepath.Glob("testdata/*.txt")
 	require.NoError(t, err)

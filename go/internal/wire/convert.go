@@ -1,5 +1,5 @@
-// Package wire converts between the messages of package torchftpb and the types of the machines and servers: members, quorums,
-// requests, results, failures. The two directions of a conversion are in the same file.
+// Package wire converts between the messages of package torchftpb and the types of the machines and servers:
+// members, quorums, requests, results, failures. The two directions of a conversion are in the same file.
 package wire
 
 import (
@@ -68,7 +68,8 @@ func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
 	for _, h := range m.GetReconfigureHandles() {
 		handles += len(h)
 	}
-	return status.Errorf(codes.InvalidArgument, "the request of member %s has %d bytes, %d of them its data and %d its reconfigure handles: a lighthouse accepts at most %d bytes",
+	return status.Errorf(codes.InvalidArgument, "the request of member %s has %d bytes, %d of them its "+
+		"data and %d its reconfigure handles: a lighthouse accepts at most %d bytes",
 		m.GetReplicaId(), n, len(m.GetData()), handles, rpc.MaxRequest)
 }
 
@@ -101,12 +102,14 @@ type state interface {
 
 // StateFromProto returns the state in a message.
 func StateFromProto(p state) quorum.State {
-	return quorum.State{Step: p.GetStep(), CommittedQuorumID: p.GetCommittedQuorumId(), CommitFailures: p.GetCommitFailures()}
+	return quorum.State{Step: p.GetStep(), CommittedQuorumID: p.GetCommittedQuorumId(),
+		CommitFailures: p.GetCommitFailures()}
 }
 
 // AskToProto returns a request that contains the state; the caller sets its other fields.
 func AskToProto(s quorum.State) *torchftpb.Ask {
-	return &torchftpb.Ask{Step: s.Step, CommittedQuorumId: s.CommittedQuorumID, CommitFailures: s.CommitFailures}
+	return &torchftpb.Ask{Step: s.Step, CommittedQuorumId: s.CommittedQuorumID,
+		CommitFailures: s.CommitFailures}
 }
 
 // RequestToProto returns the wire form of a rank's request.
@@ -199,7 +202,8 @@ func ResultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 		HelpDstReplicaRank:    p.GetHelpDstReplicaRanks(),
 	}
 	if p.RecoverSrcReplicaRank != nil {
-		r.Sources = []recovery.Source{{ReplicaRank: p.GetRecoverSrcReplicaRank(), ManagerAddress: p.GetRecoverSrcManagerAddress()}}
+		r.Sources = []recovery.Source{{ReplicaRank: p.GetRecoverSrcReplicaRank(),
+			ManagerAddress: p.GetRecoverSrcManagerAddress()}}
 	}
 	return r
 }

@@ -75,7 +75,8 @@ func sent[M proto.Message](t *testing.T, message, into M) M {
 func TestAQuorumArrivesAsItIs(t *testing.T) {
 	member := full[quorum.Member](t)
 	member.Unknown = []byte{0xc2, 0x0c, 0x00}
-	want := &quorum.Quorum{ID: 9, Members: []quorum.Member{member, {ReplicaID: "q"}}, Created: time.Unix(7, 8).UTC()}
+	want := &quorum.Quorum{ID: 9, Members: []quorum.Member{member, {ReplicaID: "q"}},
+		Created: time.Unix(7, 8).UTC()}
 	assert.Equal(t, want, wire.QuorumFromProto(sent(t, wire.QuorumToProto(want), &torchftpb.Quorum{})))
 }
 
@@ -83,7 +84,8 @@ func TestStatesArriveAsTheyAre(t *testing.T) {
 	state := full[quorum.State](t)
 	assert.Equal(t, state, wire.StateFromProto(sent(t, wire.AskToProto(state), &torchftpb.Ask{})))
 	list := []quorum.Member{{ReplicaID: "a"}, {ReplicaID: "b"}, {ReplicaID: "c"}}
-	want := &quorum.Quorum{ID: 9, Members: append([]quorum.Member(nil), list...), Created: time.Unix(7, 8).UTC()}
+	want := &quorum.Quorum{ID: 9, Members: append([]quorum.Member(nil), list...),
+		Created: time.Unix(7, 8).UTC()}
 	common := state
 	common.Step++
 	want.Members[0].SetState(common)
@@ -99,12 +101,14 @@ func TestStatesArriveAsTheyAre(t *testing.T) {
 
 func TestARequestArrivesAsItIs(t *testing.T) {
 	want := full[round.Request](t)
-	assert.Equal(t, want, wire.RequestFromProto(sent(t, wire.RequestToProto(want), &torchftpb.ManagerQuorumRequest{})))
+	assert.Equal(t, want, wire.RequestFromProto(sent(t, wire.RequestToProto(want),
+		&torchftpb.ManagerQuorumRequest{})))
 }
 
 func TestAResultArrivesAsItIs(t *testing.T) {
 	want := full[recovery.Result](t)
-	assert.Equal(t, want, wire.ResultFromProto(sent(t, wire.ResultToProto(want), &torchftpb.ManagerQuorumResponse{})))
+	assert.Equal(t, want, wire.ResultFromProto(sent(t, wire.ResultToProto(want),
+		&torchftpb.ManagerQuorumResponse{})))
 }
 
 func TestTheLeaderIsADetailOfTheError(t *testing.T) {

@@ -15,8 +15,9 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// A quorum reaches a member in one message: with the list of its members, or, if the stream's last delivery had the same list, with their
-// states only. The states are usually the same for all members, so the most frequent one is sent once.
+// A quorum reaches a member in one message: with the list of its members, or, if the stream's last delivery
+// had the same list, with their states only. The states are usually the same for all members, so the most
+// frequent one is sent once.
 
 // packFrom is the size in bytes of the smallest quorum that is compressed.
 const packFrom = 1 << 10
@@ -33,10 +34,12 @@ func WholeToProto(q *quorum.Quorum, list uint64) (*torchftpb.Delivery, error) {
 			return nil, err
 		}
 		if len(packed) < len(plain) {
-			return &torchftpb.Delivery{List: list, Stands: q.Stands, Form: &torchftpb.Delivery_Packed{Packed: packed}}, nil
+			return &torchftpb.Delivery{List: list, Stands: q.Stands,
+				Form: &torchftpb.Delivery_Packed{Packed: packed}}, nil
 		}
 	}
-	return &torchftpb.Delivery{List: list, Stands: q.Stands, Form: &torchftpb.Delivery_Whole{Whole: plain}}, nil
+	return &torchftpb.Delivery{List: list, Stands: q.Stands, Form: &torchftpb.Delivery_Whole{Whole: plain}},
+		nil
 }
 
 // StatesToProto returns the wire form of a quorum for a stream whose last delivery had the same list.
@@ -49,7 +52,8 @@ func StatesToProto(q *quorum.Quorum, list uint64) *torchftpb.Delivery {
 	for i := range q.Members {
 		if state := q.Members[i].State(); state != common {
 			p.Others = append(p.Others, &torchftpb.PlacedState{
-				Place: uint32(i), Step: state.Step, CommittedQuorumId: state.CommittedQuorumID, CommitFailures: state.CommitFailures,
+				Place: uint32(i), Step: state.Step, CommittedQuorumId: state.CommittedQuorumID,
+				CommitFailures: state.CommitFailures,
 			})
 		}
 	}
@@ -75,8 +79,8 @@ type Delivered struct {
 	list   uint64
 }
 
-// Next decodes the next delivery. After an error the member opens a new stream, on which it receives the whole quorum: with a wrong list two
-// groups could compute their replica ranks from different lists.
+// Next decodes the next delivery. After an error the member opens a new stream, on which it receives the
+// whole quorum: with a wrong list two groups could compute their replica ranks from different lists.
 func (d *Delivered) Next(p *torchftpb.Delivery) error {
 	var q *quorum.Quorum
 	var err error
@@ -90,7 +94,8 @@ func (d *Delivered) Next(p *torchftpb.Delivery) error {
 		}
 	case *torchftpb.Delivery_States:
 		if d.Quorum == nil || d.list != p.GetList() {
-			return fmt.Errorf("the quorum refers to list %d of members, and the last one on this stream was list %d", p.GetList(), d.list)
+			return fmt.Errorf("the quorum refers to list %d of members, and the last one on this stream "+
+				"was list %d", p.GetList(), d.list)
 		}
 		q, err = statesFromProto(form.States, d.Quorum.Members)
 	default:
@@ -109,9 +114,11 @@ func wholeFromProto(plain []byte) (*quorum.Quorum, error) {
 		return nil, fmt.Errorf("decode a quorum: %w", err)
 	}
 	q := QuorumFromProto(&p)
-	for i := 1; i < len(q.Members); i++ { // a member's replica rank is its index, so all groups must have the same order
+	for i := 1; i < len(q.Members); i++ {
+		// a member's replica rank is its index, so all groups must have the same order
 		if q.Members[i-1].ReplicaID >= q.Members[i].ReplicaID {
-			return nil, fmt.Errorf("members %q and %q of quorum %d are not in order", q.Members[i-1].ReplicaID, q.Members[i].ReplicaID, q.ID)
+			return nil, fmt.Errorf("members %q and %q of quorum %d are not in order",
+				q.Members[i-1].ReplicaID, q.Members[i].ReplicaID, q.ID)
 		}
 	}
 	return q, nil
@@ -145,7 +152,8 @@ func pack(plain []byte) ([]byte, error) {
 	return packed.Bytes(), err
 }
 
-// unpack is the inverse of pack. It bounds the unpacked size: a small message can unpack to one that exceeds the memory.
+// unpack is the inverse of pack. It bounds the unpacked size: a small message can unpack to one that exceeds
+// the memory.
 func unpack(packed []byte) ([]byte, error) {
 	plain, err := io.ReadAll(io.LimitReader(flate.NewReader(bytes.NewReader(packed)), rpc.MaxMessage+1))
 	if err != nil {

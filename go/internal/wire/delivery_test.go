@@ -21,8 +21,10 @@ func manyMembers(n int) []quorum.Member {
 	members := make([]quorum.Member, n)
 	for i := range members {
 		members[i] = quorum.Member{
-			ReplicaID: fmt.Sprintf("group-%05d", i), Address: fmt.Sprintf("http://node-%d:1", i), WorldSize: 2, Step: 7,
-			Data: "{}", Handles: []string{"h0", "h1"}, Layouts: []string{"l"}, Unknown: []byte{0xf8, 0x07, 0x01},
+			ReplicaID: fmt.Sprintf("group-%05d", i), Address: fmt.Sprintf("http://node-%d:1", i),
+			WorldSize: 2, Step: 7,
+			Data: "{}", Handles: []string{"h0", "h1"}, Layouts: []string{"l"},
+			Unknown: []byte{0xf8, 0x07, 0x01},
 		}
 	}
 	return members
@@ -121,8 +123,8 @@ func TestAWrongDelivery(t *testing.T) {
 	require.ErrorContains(t, none.Next(states(0, 0)), "list 0", "no list was sent on this stream")
 }
 
-// FuzzDelivery sends a member two arbitrary deliveries: each is a quorum in order, or an error. `go test` runs the seeds;
-// `go test ./internal/wire -fuzz FuzzDelivery` continues with mutations of them.
+// FuzzDelivery sends a member two arbitrary deliveries: each is a quorum in order, or an error. `go test`
+// runs the seeds; `go test ./internal/wire -fuzz FuzzDelivery` continues with mutations of them.
 func FuzzDelivery(f *testing.F) {
 	for _, n := range []int{1, 30} {
 		q := quorumOf(manyMembers(n))

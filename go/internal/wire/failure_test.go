@@ -20,8 +20,10 @@ func TestMain(m *testing.M) { testmain.NoGoroutineIsLeft(m) }
 
 func TestCodes(t *testing.T) {
 	for kind, code := range map[round.Kind]codes.Code{
-		round.KindInvalid: codes.InvalidArgument, round.KindTimeout: codes.DeadlineExceeded, round.KindAborted: codes.Aborted,
-		round.KindUnavailable: codes.Unavailable, round.KindInternal: codes.Internal, round.Kind(99): codes.Internal,
+		round.KindInvalid: codes.InvalidArgument, round.KindTimeout: codes.DeadlineExceeded,
+		round.KindAborted:     codes.Aborted,
+		round.KindUnavailable: codes.Unavailable, round.KindInternal: codes.Internal,
+		round.Kind(99): codes.Internal,
 	} {
 		err := wire.ToStatus(round.Failure{Kind: kind, Reason: "why"})
 		assert.Equal(t, code, status.Code(err))
@@ -32,7 +34,8 @@ func TestCodes(t *testing.T) {
 	}
 	for _, err := range []error{
 		context.DeadlineExceeded, context.Canceled, fmt.Errorf("x: %w", context.DeadlineExceeded),
-		status.Error(codes.Canceled, "Timeout expired"), rpc.Wrap("quorum", "x", status.Error(codes.DeadlineExceeded, "")),
+		status.Error(codes.Canceled, "Timeout expired"),
+		rpc.Wrap("quorum", "x", status.Error(codes.DeadlineExceeded, "")),
 	} {
 		assert.True(t, rpc.IsTimeout(err), "%v", err)
 		assert.Equal(t, round.KindTimeout, wire.FromError(err).Kind)

@@ -13,24 +13,28 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Bytes from another process must be decoded, or refused with an error, without a panic. `go test` runs the seeds;
-// `go test ./internal/wire -fuzz FuzzMessages` continues with mutations of them.
+// Bytes from another process must be decoded, or refused with an error, without a panic. `go test` runs the
+// seeds; `go test ./internal/wire -fuzz FuzzMessages` continues with mutations of them.
 
-// FuzzMessages decodes the input as each kind of message that other processes send. Where lighthouses, managers and ranks convert the
-// content, so does this.
+// FuzzMessages decodes the input as each kind of message that other processes send. Where lighthouses,
+// managers and ranks convert the content, so does this.
 func FuzzMessages(f *testing.F) {
-	member := &torchftpb.QuorumMember{ReplicaId: "a", Address: "http://a:1", ReconfigureHandles: []string{"h"}, Step: -1}
+	member := &torchftpb.QuorumMember{ReplicaId: "a", Address: "http://a:1",
+		ReconfigureHandles: []string{"h"}, Step: -1}
 	for _, m := range []proto.Message{
 		&torchftpb.LighthouseQuorumRequest{Requester: member, KnownQuorumId: 1 << 62},
 		&torchftpb.ManagerQuorumRequest{GroupRank: -1, CheckpointMetadata: "x"},
-		&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{Member: member, TimeoutUs: -1}}},
+		&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{Member: member,
+			TimeoutUs: -1}}},
 		&torchftpb.RankRequest{Call: 1, Request: &torchftpb.RankRequest_Cancel{Cancel: true}},
 		&torchftpb.Quorum{Participants: []*torchftpb.QuorumMember{member}},
 		&torchftpb.RankRequest{
-			Call: 1, TimeoutUs: -1 << 63, Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: -1}},
+			Call: 1, TimeoutUs: -1 << 63,
+			Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: -1}},
 		},
 		&torchftpb.RankResponse{
-			Call: 1, Response: &torchftpb.RankResponse_Quorum{Quorum: &torchftpb.ManagerQuorumResponse{Heal: true}},
+			Call:     1,
+			Response: &torchftpb.RankResponse_Quorum{Quorum: &torchftpb.ManagerQuorumResponse{Heal: true}},
 		},
 		&torchftpb.MemberFailed{QuorumId: -1, ReplicaId: "a"},
 	} {
@@ -41,9 +45,12 @@ func FuzzMessages(f *testing.F) {
 	codec := encoding.GetCodecV2(grpcproto.Name)
 	f.Fuzz(func(t *testing.T, encoded []byte) {
 		for _, m := range []proto.Message{
-			&torchftpb.LighthouseQuorumRequest{}, &torchftpb.LighthouseHeartbeatRequest{}, &torchftpb.ManagerQuorumRequest{},
-			&torchftpb.ShouldCommitRequest{}, &torchftpb.CheckpointMetadataRequest{}, &torchftpb.KillRequest{},
-			&torchftpb.MemberMessage{}, &torchftpb.LighthouseMessage{}, &torchftpb.RankRequest{}, &torchftpb.RankResponse{},
+			&torchftpb.LighthouseQuorumRequest{}, &torchftpb.LighthouseHeartbeatRequest{},
+			&torchftpb.ManagerQuorumRequest{},
+			&torchftpb.ShouldCommitRequest{}, &torchftpb.CheckpointMetadataRequest{},
+			&torchftpb.KillRequest{},
+			&torchftpb.MemberMessage{}, &torchftpb.LighthouseMessage{}, &torchftpb.RankRequest{},
+			&torchftpb.RankResponse{},
 			&torchftpb.LighthouseQuorumResponse{}, &torchftpb.ManagerQuorumResponse{},
 			&torchftpb.MemberFailed{},
 		} {
@@ -54,7 +61,8 @@ func FuzzMessages(f *testing.F) {
 			case *torchftpb.LighthouseQuorumRequest:
 				back := wire.MemberToProto(wire.MemberFromProto(m.GetRequester()))
 				if m.GetRequester() != nil {
-					require.True(t, proto.Equal(m.GetRequester(), back), "a conversion to Member and back loses no field")
+					require.True(t, proto.Equal(m.GetRequester(), back),
+						"a conversion to Member and back loses no field")
 				}
 			case *torchftpb.LighthouseQuorumResponse:
 				_ = wire.QuorumFromProto(m.GetQuorum())

@@ -7,17 +7,19 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// NotLeader returns the error with which a lighthouse of a cluster that does not lead answers a member's stream. leader is the address
-// of the lighthouse that leads, empty if none is known.
+// NotLeader returns the error with which a lighthouse of a cluster that does not lead answers a member's
+// stream. leader is the address of the lighthouse that leads, empty if none is known.
 func NotLeader(leader, why string) error {
 	s := status.New(codes.Unavailable, why)
-	if detailed, err := s.WithDetails(&torchftpb.NotLeader{Leader: leader}); err == nil { // it fails only for an address that is no UTF-8
+	if detailed, err := s.WithDetails(&torchftpb.NotLeader{Leader: leader}); err == nil {
+		// it fails only for an address that is no UTF-8
 		s = detailed
 	}
 	return s.Err()
 }
 
-// LeaderOf is the inverse of NotLeader: it returns the address of the leader. It is empty for all other errors.
+// LeaderOf is the inverse of NotLeader: it returns the address of the leader. It is empty for all other
+// errors.
 func LeaderOf(err error) string {
 	for _, detail := range status.Convert(err).Details() {
 		if d, ok := detail.(*torchftpb.NotLeader); ok {

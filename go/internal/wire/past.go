@@ -8,11 +8,13 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// largestPast is the size in bytes of the largest record of a quorum that a member shows. It leaves room for the other fields of a request.
+// largestPast is the size in bytes of the largest record of a quorum that a member shows. It leaves room for
+// the other fields of a request.
 const largestPast = rpc.MaxRequest * 3 / 4
 
-// PastToProto returns the wire form of the quorum that a member received last. If it is too large for a request, with more than some 10,000
-// members with 8 handles each, it contains only what a lighthouse needs to continue after the quorum, and not what it needs to redeliver it.
+// PastToProto returns the wire form of the quorum that a member received last. If it is too large for a
+// request, with more than some 10,000 members with 8 handles each, it contains only what a lighthouse needs
+// to continue after the quorum, and not what it needs to redeliver it.
 func PastToProto(q *quorum.Quorum) (*torchftpb.PastQuorum, error) {
 	packed, err := packQuorum(q)
 	if err == nil && len(packed) > largestPast {

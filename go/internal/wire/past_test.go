@@ -19,7 +19,9 @@ func TestAQuorumIsShownAsItIs(t *testing.T) {
 		for i := range q.Members {
 			q.Members[i].Handles = nil
 			for range 8 {
-				q.Members[i].Handles = append(q.Members[i].Handles, fmt.Sprintf(`{"id": "%016x%016x", "store": "node-%d:29500"}`, random.Uint64(), random.Uint64(), i))
+				q.Members[i].Handles = append(q.Members[i].Handles,
+					fmt.Sprintf(`{"id": "%016x%016x", "store": "node-%d:29500"}`, random.Uint64(),
+						random.Uint64(), i))
 			}
 		}
 		p, err := PastToProto(q)

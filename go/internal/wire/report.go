@@ -10,7 +10,8 @@ func NoticeToRank(n membership.Notice) *torchftpb.RankResponse {
 	switch n.Kind {
 	case membership.Stalled:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberStalled{
-			MemberStalled: &torchftpb.MemberStalled{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID, Reason: n.Reason},
+			MemberStalled: &torchftpb.MemberStalled{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID,
+				Reason: n.Reason},
 		}}
 	case membership.Regressed:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Regressed{
@@ -20,7 +21,8 @@ func NoticeToRank(n membership.Notice) *torchftpb.RankResponse {
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ProgressAsked{ProgressAsked: true}}
 	default:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberFailed{
-			MemberFailed: &torchftpb.MemberFailed{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID, Reason: n.Reason, Step: n.Step},
+			MemberFailed: &torchftpb.MemberFailed{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID,
+				Reason: n.Reason, Step: n.Step},
 		}}
 	}
 }
@@ -31,13 +33,16 @@ func NoticeFromRank(resp *torchftpb.RankResponse) (membership.Notice, bool) {
 	case *torchftpb.RankResponse_MemberFailed:
 		f := r.MemberFailed
 		return membership.Notice{
-			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(), Step: f.GetStep(),
+			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(),
+			Reason: f.GetReason(), Step: f.GetStep(),
 		}, true
 	case *torchftpb.RankResponse_MemberStalled:
 		f := r.MemberStalled
-		return membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
+		return membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(),
+			ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
 	case *torchftpb.RankResponse_Regressed:
-		return membership.Notice{Kind: membership.Regressed, QuorumID: r.Regressed.GetQuorumId(), Reason: r.Regressed.GetReason()}, true
+		return membership.Notice{Kind: membership.Regressed, QuorumID: r.Regressed.GetQuorumId(),
+			Reason: r.Regressed.GetReason()}, true
 	case *torchftpb.RankResponse_ProgressAsked:
 		return membership.Notice{Kind: membership.ProgressAsked}, true
 	}

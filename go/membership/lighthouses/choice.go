@@ -23,8 +23,9 @@ func (c *choice) arrived(at string) { c.at, c.silent = at, false }
 // unanswered records that a lighthouse has not answered in time.
 func (c *choice) unanswered(address string) { c.silent = c.silent || address == c.at }
 
-// round returns the lighthouses to ask, each once: the one that served last, and then the others in the order of the list. One that has
-// not answered comes last, since each attempt to reach it may take all of attemptTimeout.
+// round returns the lighthouses to ask, each once: the one that served last, and then the others in the order
+// of the list. One that has not answered comes last, since each attempt to reach it may take all of
+// attemptTimeout.
 func (c choice) round() candidates {
 	others := c.list
 	if i := slices.Index(c.list, c.at); i >= 0 {
@@ -52,9 +53,10 @@ func (c *candidates) next() (address string, more bool) {
 	return address, true
 }
 
-// leads puts the lighthouse that another one has named as the leader before the others, unless it was tried in this round: the name may
-// be out of date. It may be missing in the list, which can have one name for all lighthouses of a cluster. But its address must use TLS
-// if those of the list do, and the number of attempts is bounded.
+// leads puts the lighthouse that another one has named as the leader before the others, unless it was tried
+// in this round: the name may be out of date. It may be missing in the list, which can have one name for all
+// lighthouses of a cluster. But its address must use TLS if those of the list do, and the number of attempts
+// is bounded.
 func (c *candidates) leads(leader string) {
 	if leader == "" || slices.Contains(c.tried, leader) || len(c.tried) >= rpc.MaxLighthouses {
 		return
@@ -69,7 +71,8 @@ func (c *candidates) leads(leader string) {
 // attempts has the errors of lighthouses that were tried one after the other.
 type attempts []error
 
-// err joins the errors. If one of them is a refusal, its code is used: it is more specific than that of a failed connection.
+// err joins the errors. If one of them is a refusal, its code is used: it is more specific than that of a
+// failed connection.
 func (a attempts) err() error {
 	code := codes.Unavailable
 	var texts []string

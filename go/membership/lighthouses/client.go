@@ -17,7 +17,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Client makes unary calls to a lighthouse, ours or an upstream one. It reconnects when its connection breaks.
+// Client makes unary calls to a lighthouse, ours or an upstream one. It reconnects when its connection
+// breaks.
 type Client struct {
 	addr string
 	peer string
@@ -26,13 +27,14 @@ type Client struct {
 	stub torchftpb.LighthouseServiceClient
 	of   int // length of the lighthouse list of the member that uses the client; 0 if none does
 
-	// number is the number of the latest request: the lighthouse refuses requests with smaller ones, which were delayed. It starts
-	// at the clock's nanoseconds, so that the requests of a later client with the same replica_id have larger numbers.
+	// number is the number of the latest request: the lighthouse refuses requests with smaller ones, which
+	// were delayed. It starts at the clock's nanoseconds, so that the requests of a later client with the
+	// same replica_id have larger numbers.
 	number atomic.Uint64
 }
 
-// Dial connects to the lighthouse at addr, and retries until connectTimeout is over. If addr is a list, separated by commas, it connects
-// to the first lighthouse that it reaches.
+// Dial connects to the lighthouse at addr, and retries until connectTimeout is over. If addr is a list,
+// separated by commas, it connects to the first lighthouse that it reaches.
 func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing) (*Client, error) {
 	list, err := rpc.ParseAddresses("lighthouse address", addr)
 	if err != nil {
@@ -57,7 +59,8 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with r
 		case ctx.Err() != nil, invalid && tried == 0: // a setting is wrong, so that no attempt can succeed
 			return nil, err
 		case time.Now().After(end):
-			return nil, status.Errorf(codes.Unavailable, "could not connect to a lighthouse at %s: timed out after %s: %s",
+			return nil, status.Errorf(codes.Unavailable,
+				"could not connect to a lighthouse at %s: timed out after %s: %s",
 				addr, connectTimeout, rpc.Message(err))
 		case invalid: // the first attempt has read all files, so one of them is being replaced
 			select {
@@ -69,7 +72,9 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with r
 }
 
 // dialOne connects to a lighthouse.
-func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing) (*Client, error) {
+func dialOne(
+	ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing,
+) (*Client, error) {
 	return newClient(addr, with, func() (*grpc.ClientConn, error) {
 		return rpc.Dial(ctx, with, "lighthouse", addr, connectTimeout)
 	})
@@ -107,9 +112,11 @@ func (c *Client) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 	return c.quorum(ctx, m, knownQuorumID, nil)
 }
 
-// quorum is Quorum. Unless last is nil, it also sends last, the member's last quorum, from which a restarted lighthouse
-// restores its state.
-func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum) (*quorum.Quorum, error) {
+// quorum is Quorum. Unless last is nil, it also sends last, the member's last quorum, from which a restarted
+// lighthouse restores its state.
+func (c *Client) quorum(
+	ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum,
+) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	req := &torchftpb.LighthouseQuorumRequest{
@@ -121,7 +128,8 @@ func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 	if last != nil {
 		past, err := wire.PastToProto(last)
 		if err != nil {
-			return nil, rpc.Wrap("quorum", c.peer, status.Errorf(codes.Internal, "encode quorum %d: %s", last.ID, err))
+			return nil, rpc.Wrap("quorum", c.peer,
+				status.Errorf(codes.Internal, "encode quorum %d: %s", last.ID, err))
 		}
 		req.KnownQuorum = past
 	}
@@ -142,7 +150,8 @@ func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 func (c *Client) Heartbeat(ctx context.Context, replicaID string) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	_, err := c.stub.Heartbeat(rpc.WithJob(ctx, c.job), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: replicaID})
+	_, err := c.stub.Heartbeat(rpc.WithJob(ctx, c.job),
+		&torchftpb.LighthouseHeartbeatRequest{ReplicaId: replicaID})
 	return rpc.Wrap("heartbeat", c.peer, err)
 }
 

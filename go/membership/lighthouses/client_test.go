@@ -21,7 +21,8 @@ import (
 	"github.com/torchft/torchft/go/internal/testlog"
 )
 
-// With a setting that is not allowed each attempt fails at once: repeating them until the timeout would only use a processor.
+// With a setting that is not allowed each attempt fails at once: repeating them until the timeout would only
+// use a processor.
 func TestABadSettingIsNotTriedAgain(t *testing.T) {
 	const timeout = 50 * time.Millisecond
 	for _, addresses := range []string{"http://a:1", "http://a:1,http://b:1"} {
@@ -48,16 +49,18 @@ func TestALongWaitForAListIsLogged(t *testing.T) {
 		before := slog.Default()
 		slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
 		defer slog.SetDefault(before)
-		_, err := Dial(t.Context(), "http://a:1,http://b:1", time.Minute, rpc.Dialing{Network: refusing{dialed: func() {}}})
+		_, err := Dial(t.Context(), "http://a:1,http://b:1", time.Minute,
+			rpc.Dialing{Network: refusing{dialed: func() {}}})
 		require.Error(t, err)
 		assert.Equal(t, 1, log.Count("\n"), log.String())
-		assert.Contains(t, log.String(), `msg="torchft: waiting for the lighthouse" address=http://a:1,http://b:1 timeout=1m0s`)
+		assert.Contains(t, log.String(),
+			`msg="torchft: waiting for the lighthouse" address=http://a:1,http://b:1 timeout=1m0s`)
 		assert.Contains(t, log.String(), "connection refused")
 	})
 }
 
-// A file that was valid at the start may be unreadable for a moment, while it is replaced. That must not end a group that waits for its
-// lighthouses.
+// A file that was valid at the start may be unreadable for a moment, while it is replaced. That must not end
+// a group that waits for its lighthouses.
 func TestAFileThatIsBeingReplacedIsReadAgain(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "token")
 	require.NoError(t, os.WriteFile(path, []byte("secret"), 0o600))
@@ -72,6 +75,7 @@ func TestAFileThatIsBeingReplacedIsReadAgain(t *testing.T) {
 
 		l := &Member{list: []string{"http://a:1", "http://b:1"}, with: with, clients: map[string]*Client{}}
 		_, err = l.reach("http://b:1")
-		assert.Equal(t, codes.Unavailable, status.Code(err), "the manager server asks again after this code only")
+		assert.Equal(t, codes.Unavailable, status.Code(err),
+			"the manager server asks again after this code only")
 	})
 }

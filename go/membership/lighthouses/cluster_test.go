@@ -25,8 +25,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// cluster has scripted lighthouses on the hosts a, b and c. One of them leads, as the test says: it answers each request with a quorum of
-// the member alone.
+// cluster has scripted lighthouses on the hosts a, b and c. One of them leads, as the test says: it answers
+// each request with a quorum of the member alone.
 type cluster struct {
 	t   *testing.T
 	net *fttest.Network
@@ -89,9 +89,10 @@ func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
 	if !leads {
 		return wire.NotLeader(leader, "this lighthouse does not lead")
 	}
-	if err := stream.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{
-		AliveIntervalUs: 333_333, Term: term, AnswersAlive: true,
-	}}}); err != nil {
+	welcome := &torchftpb.Welcome{AliveIntervalUs: 333_333, Term: term, AnswersAlive: true}
+	if err := stream.Send(&torchftpb.LighthouseMessage{
+		Message: &torchftpb.LighthouseMessage_Welcome{Welcome: welcome},
+	}); err != nil {
 		return err
 	}
 	var member quorum.Member
@@ -109,14 +110,20 @@ func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
 		var answers []*torchftpb.LighthouseMessage
 		switch m := message.GetMessage().(type) {
 		case *torchftpb.MemberMessage_Alive:
-			answers = append(answers, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Alive{Alive: true}})
+			answers = append(answers, &torchftpb.LighthouseMessage{
+				Message: &torchftpb.LighthouseMessage_Alive{Alive: true},
+			})
 		case *torchftpb.MemberMessage_Leaving:
 			c.mu.Lock()
 			c.left++
 			c.mu.Unlock()
-			answers = append(answers, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}})
+			answers = append(answers, &torchftpb.LighthouseMessage{
+				Message: &torchftpb.LighthouseMessage_Released{Released: true},
+			})
 		case *torchftpb.MemberMessage_ShuttingDown:
-			answers = append(answers, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}})
+			answers = append(answers, &torchftpb.LighthouseMessage{
+				Message: &torchftpb.LighthouseMessage_Released{Released: true},
+			})
 		case *torchftpb.MemberMessage_Ask:
 			if m.Ask.GetMember() != nil {
 				member = wire.MemberFromProto(m.Ask.GetMember())
@@ -157,7 +164,8 @@ func (c *cluster) join(addresses string) *member { return c.joinOver(c.net.Host(
 
 func (c *cluster) joinOver(network rpc.Network, addresses string) *member {
 	c.t.Helper()
-	joined, err := lighthouses.Join(c.t.Context(), addresses, "m", 10*time.Second, rpc.Dialing{Network: network})
+	joined, err := lighthouses.Join(c.t.Context(), addresses, "m", 10*time.Second,
+		rpc.Dialing{Network: network})
 	require.NoError(c.t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
@@ -212,7 +220,8 @@ func TestAMemberGoesToTheLeaderThatALighthouseNames(t *testing.T) {
 	}
 }
 
-// The next leader is elected 0.8 s after the last one has failed, or later. A killed leader may cost 1.5 s, all others 3 s.
+// The next leader is elected 0.8 s after the last one has failed, or later. A killed leader may cost 1.5 s,
+// all others 3 s.
 func TestHowLongAMemberIsWithoutALeader(t *testing.T) {
 	const elected = 800 * time.Millisecond
 	for name, test := range map[string]struct {
@@ -220,13 +229,23 @@ func TestHowLongAMemberIsWithoutALeader(t *testing.T) {
 		elected time.Duration
 		most    time.Duration
 	}{
-		"killed":                             {func(c *cluster) { c.net.Host("a").Kill() }, elected, 1100 * time.Millisecond},
-		"deposed":                            {func(*cluster) {}, elected, 0}, // it still serves its streams: nothing is missing
-		"stopped":                            {func(c *cluster) { c.net.Pause("a") }, elected, 1600 * time.Millisecond},
-		"vanished":                           {func(c *cluster) { c.net.Host("a").Vanish() }, elected, 1600 * time.Millisecond},
-		"cut off":                            {func(c *cluster) { c.net.Sever("a", "m"); c.net.Sever("m", "a") }, elected, 1600 * time.Millisecond},
-		"cut off in one direction":           {func(c *cluster) { c.net.Sever("a", "m") }, elected, 1600 * time.Millisecond},
-		"stopped, and its connections reset": {func(c *cluster) { c.net.Pause("a"); c.net.Reset("a", "m") }, 1100 * time.Millisecond, 3 * time.Second},
+		"killed": {func(c *cluster) { c.net.Host("a").Kill() }, elected,
+			1100 * time.Millisecond},
+		// it still serves its streams: nothing is missing
+		"deposed": {func(*cluster) {}, elected, 0},
+		"stopped": {func(c *cluster) { c.net.Pause("a") }, elected,
+			1600 * time.Millisecond},
+		"vanished": {func(c *cluster) { c.net.Host("a").Vanish() }, elected,
+			1600 * time.Millisecond},
+		"cut off": {func(c *cluster) {
+			c.net.Sever("a", "m")
+			c.net.Sever("m",
+				"a")
+		}, elected, 1600 * time.Millisecond},
+		"cut off in one direction": {func(c *cluster) { c.net.Sever("a", "m") }, elected,
+			1600 * time.Millisecond},
+		"stopped, and its connections reset": {func(c *cluster) { c.net.Pause("a"); c.net.Reset("a", "m") },
+			1100 * time.Millisecond, 3 * time.Second},
 	} {
 
 		t.Run(name, func(t *testing.T) {
@@ -252,7 +271,8 @@ func TestHowLongAMemberIsWithoutALeader(t *testing.T) {
 	}
 }
 
-// balanced is a network in which one name stands for all lighthouses: each connection to it goes to the present one.
+// balanced is a network in which one name stands for all lighthouses: each connection to it goes to the
+// present one.
 type balanced struct {
 	rpc.Network
 	to *atomic.Value
@@ -265,7 +285,8 @@ func (b balanced) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return b.Network.Dial(ctx, address)
 }
 
-// The leader behind the only name of a list stops. The member connects again, and the name stands for another lighthouse by then.
+// The leader behind the only name of a list stops. The member connects again, and the name stands for another
+// lighthouse by then.
 func TestTheLeaderBehindANameIsLeftIfItStops(t *testing.T) {
 	for _, next := range []string{"b:1", "c:1"} {
 		synctest.Test(t, func(t *testing.T) {
@@ -284,7 +305,8 @@ func TestTheLeaderBehindANameIsLeftIfItStops(t *testing.T) {
 	}
 }
 
-// A leader that was stopped does not know yet that another one leads. The members that have seen the next term do not stay with it.
+// A leader that was stopped does not know yet that another one leads. The members that have seen the next
+// term do not stay with it.
 func TestAMemberLeavesAFormerLeader(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newCluster(t, "a")
@@ -314,7 +336,8 @@ func TestAMemberLeavesAFormerLeader(t *testing.T) {
 	})
 }
 
-// A member finds the next leader even if it does not ask for a quorum: the lighthouse would count it as failed.
+// A member finds the next leader even if it does not ask for a quorum: the lighthouse would count it as
+// failed.
 func TestAMemberReturnsInTheMiddleOfAStep(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newCluster(t, "a")
@@ -344,7 +367,8 @@ func TestAMemberGoesWhereAFormerLeaderSendsIt(t *testing.T) {
 	})
 }
 
-// A device on the way has forgotten a connection. Nothing arrives on it any more, and TCP notices that only after minutes.
+// A device on the way has forgotten a connection. Nothing arrives on it any more, and TCP notices that only
+// after minutes.
 func TestASilentConnectionIsReplaced(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newCluster(t, "a")
@@ -372,7 +396,10 @@ func TestAMemberThatSendsMuchStaysAtItsLighthouse(t *testing.T) {
 		m.quorum()
 		c.visits()
 		for range 100 {
-			m.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Healing{Healing: &torchftpb.HealProgress{Received: 1, Total: 2}}})
+			m.Report(&torchftpb.MemberMessage{
+				Message: &torchftpb.MemberMessage_Healing{Healing: &torchftpb.HealProgress{Received: 1,
+					Total: 2}},
+			})
 			time.Sleep(100 * time.Millisecond)
 		}
 		assert.Empty(t, c.visits())
@@ -393,7 +420,8 @@ func TestAnEarlierQuorumIsNotUsed(t *testing.T) {
 		c.mu.Unlock()
 		_, err := m.Quorum(t.Context(), quorum.Member{ReplicaID: "m", Address: "http://m:2"}, 0)
 		assert.Equal(t, codes.Unavailable, status.Code(err))
-		assert.ErrorContains(t, err, fmt.Sprintf("the lighthouse has sent quorum %d, and this member was in quorum %d, which is later", before-7, before))
+		assert.ErrorContains(t, err, fmt.Sprintf("the lighthouse has sent quorum %d, and this member was "+
+			"in quorum %d, which is later", before-7, before))
 	})
 }
 
@@ -406,9 +434,11 @@ func TestWithoutALeaderTheErrorNamesAllLighthouses(t *testing.T) {
 		c.visits()
 		_, err := m.Quorum(t.Context(), quorum.Member{ReplicaID: "m"}, 0)
 		assert.Equal(t, codes.Unavailable, status.Code(err))
-		assert.ErrorContains(t, err, "attend call to lighthouse at http://a:1 failed: this lighthouse does not lead")
+		assert.ErrorContains(t, err,
+			"attend call to lighthouse at http://a:1 failed: this lighthouse does not lead")
 		assert.ErrorContains(t, err, "attend call to lighthouse at http://b:1 failed: ")
-		assert.ErrorContains(t, err, "attend call to lighthouse at http://c:1 failed: this lighthouse does not lead")
+		assert.ErrorContains(t, err,
+			"attend call to lighthouse at http://c:1 failed: this lighthouse does not lead")
 	})
 }
 
@@ -435,11 +465,16 @@ type unary struct {
 	id int64 // of all of its quorums
 }
 
-func (u unary) Quorum(_ context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
-	return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{QuorumId: u.id, Participants: []*torchftpb.QuorumMember{req.GetRequester()}}}, nil
+func (u unary) Quorum(
+	_ context.Context, req *torchftpb.LighthouseQuorumRequest,
+) (*torchftpb.LighthouseQuorumResponse, error) {
+	return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{QuorumId: u.id,
+		Participants: []*torchftpb.QuorumMember{req.GetRequester()}}}, nil
 }
 
-func (unary) Heartbeat(context.Context, *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+func (unary) Heartbeat(
+	context.Context, *torchftpb.LighthouseHeartbeatRequest,
+) (*torchftpb.LighthouseHeartbeatResponse, error) {
 	return &torchftpb.LighthouseHeartbeatResponse{}, nil
 }
 
@@ -447,7 +482,8 @@ func (unary) Heartbeat(context.Context, *torchftpb.LighthouseHeartbeatRequest) (
 func TestAMemberOfAnUpstreamLighthouseMovesToACluster(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newCluster(t, "c")
-		stop := c.net.Host("old").Serve(t, ":1", func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, unary{id: 1}) })
+		stop := c.net.Host("old").Serve(t, ":1",
+			func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, unary{id: 1}) })
 		m := c.join("http://old:1," + abc)
 		assert.EqualValues(t, 1, m.quorum())
 		assert.EqualValues(t, 1, m.quorum())
@@ -484,7 +520,8 @@ func TestAMemberKnowsTheTermOfAQuorumThatItGotByACall(t *testing.T) {
 			}
 			time.Sleep(250 * time.Millisecond)
 		}
-		assert.ErrorContains(t, err, "the lighthouse has term 1, and this member has seen term 5: another lighthouse leads")
+		assert.ErrorContains(t, err,
+			"the lighthouse has term 1, and this member has seen term 5: another lighthouse leads")
 		c.mu.Lock()
 		c.term = term
 		c.mu.Unlock()

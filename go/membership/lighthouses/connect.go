@@ -20,8 +20,8 @@ const (
 	openTimeout = 10 * time.Second
 )
 
-// connect returns the open stream, or asks the lighthouses one after the other until one opens a stream. If the lighthouse has no streams,
-// the error is UNIMPLEMENTED.
+// connect returns the open stream, or asks the lighthouses one after the other until one opens a stream. If
+// the lighthouse has no streams, the error is UNIMPLEMENTED.
 func (m *Member) connect(ctx context.Context) (*memberStream, *Client, error) {
 	select {
 	case m.opening <- struct{}{}:
@@ -65,7 +65,8 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, error) {
 			err = rpc.Wrap("attend", client.peer, err)
 		}
 		failures = append(failures, err)
-		if ctx.Err() != nil || status.Code(err) == codes.FailedPrecondition { // the lighthouse refuses the list: all others may do so, too
+		if ctx.Err() != nil || status.Code(err) == codes.FailedPrecondition {
+			// the lighthouse refuses the list: all others may do so, too
 			break
 		}
 		if time.Since(began) >= attemptTimeout {
@@ -104,7 +105,8 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 	if m.unary[address] {
 		return nil, client, status.Error(codes.Unimplemented, "the lighthouse does not support streams")
 	}
-	attend, cancel, err := rpc.OpenStream(ctx, rpc.WithJob(m.ctx, client.job), torchftpb.NewMemberServiceClient(client.conn).Attend)
+	attend, cancel, err := rpc.OpenStream(ctx, rpc.WithJob(m.ctx, client.job),
+		torchftpb.NewMemberServiceClient(client.conn).Attend)
 	switch {
 	case err == nil:
 	case ctx.Err() != nil:
@@ -118,10 +120,12 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 	if id := m.standsIn.Load(); id != 0 {
 		stands = &torchftpb.Step{QuorumId: id, Step: m.step.Load()}
 	}
-	stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
-		ReplicaId: m.replicaID, Lighthouses: uint32(len(m.list)), Term: m.seenTerm(),
-		KnownQuorumId: known.QuorumID, KnownStep: known.Step, Stands: stands,
-	}}})
+	stream.Post(&torchftpb.MemberMessage{
+		Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
+			ReplicaId: m.replicaID, Lighthouses: uint32(len(m.list)), Term: m.seenTerm(),
+			KnownQuorumId: known.QuorumID, KnownStep: known.Step, Stands: stands,
+		}},
+	})
 	go stream.Receive(stream.take)
 	if err := stream.begun(ctx); err != nil {
 		return nil, client, err
@@ -141,7 +145,8 @@ func (m *Member) reach(address string) (*Client, error) {
 	}
 	c, err := dialLater(address, m.with)
 	if err != nil {
-		// The settings were valid when the first lighthouse was reached, so a file is being replaced: another attempt may succeed.
+		// The settings were valid when the first lighthouse was reached, so a file is being replaced: another
+		// attempt may succeed.
 		return nil, status.Error(codes.Unavailable, rpc.Message(err))
 	}
 	c.of = len(m.list)
@@ -149,8 +154,8 @@ func (m *Member) reach(address string) (*Client, error) {
 	return c, nil
 }
 
-// drop closes the connection to a lighthouse that does not answer: the next attempt opens a new one. On the old one, TCP may wait for
-// minutes before it sends anything again.
+// drop closes the connection to a lighthouse that does not answer: the next attempt opens a new one. On the
+// old one, TCP may wait for minutes before it sends anything again.
 func (m *Member) drop(address string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -1,5 +1,5 @@
-// Package lighthouses is the client of a job's lighthouses. A replica group is a member at one of them: at the only one, or at the leader of
-// a cluster, which it looks for among the addresses of its list.
+// Package lighthouses is the client of a job's lighthouses. A replica group is a member at one of them: at
+// the only one, or at the leader of a cluster, which it looks for among the addresses of its list.
 package lighthouses
 
 import (
@@ -18,14 +18,14 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Member is the membership of a replica group at a lighthouse: over one stream, which carries only changes, or by a call for each
-// quorum and each heartbeat if the lighthouse has no such streams (upstream's).
+// Member is the membership of a replica group at a lighthouse: over one stream, which carries only changes,
+// or by a call for each quorum and each heartbeat if the lighthouse has no such streams (upstream's).
 //
 // Invariants, which keep a member from acting upon the answers of a former leader:
 //
 //  1. It asks one lighthouse at a time: a new stream begins after the last one has ended.
-//  2. It leaves a lighthouse whose term is smaller than one that it has seen, and a quorum with a smaller id than that of its own ends the
-//     stream.
+//  2. It leaves a lighthouse whose term is smaller than one that it has seen, and a quorum with a smaller id
+//     than that of its own ends the stream.
 type Member struct {
 	list      []string // the addresses in TORCHFT_LIGHTHOUSE
 	with      rpc.Dialing
@@ -36,29 +36,36 @@ type Member struct {
 	notices   <-chan membership.Notice
 	stream    atomic.Pointer[memberStream] // nil before the first; opening guards changes
 
-	last atomic.Pointer[quorum.Quorum] // the last quorum of the member: a restarted lighthouse restores its state from it
-	term atomic.Int64                  // the highest term that a lighthouse has sent
-	// clustered: the last lighthouse was one of a cluster. Another one may answer when it does not, also if the list has one name for all.
+	// the last quorum of the member: a restarted lighthouse restores its state from it
+	last atomic.Pointer[quorum.Quorum]
+	term atomic.Int64 // the highest term that a lighthouse has sent
+	// clustered: the last lighthouse was one of a cluster. Another one may answer when it does not, also if
+	// the list has one name for all.
 	clustered atomic.Bool
 	standsIn  atomic.Int64 // the quorum that stands for the group, 0 if none
 	step      atomic.Int64 // the step that it is in, while a quorum stands
 	ends      atomic.Bool  // Close was called: no lighthouse is asked any more
 	finished  atomic.Bool  // the training is complete
 
-	opening chan struct{} // a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
+	// a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
+	opening chan struct{}
 	choice  choice
 	unary   map[string]bool // which lighthouses have no streams, by address
 
-	mu      sync.Mutex
-	clients map[string]*Client // of the lighthouses that have been asked, by address; also of leaders that are not in the list
+	mu sync.Mutex
+	// of the lighthouses that have been asked, by address; also of leaders that are not in the list
+	clients map[string]*Client
 	closed  bool
 }
 
 var _ membership.Membership = (*Member)(nil)
 
-// Join makes a replica group a member at the lighthouse that serves its job. It returns when a lighthouse of the list is reached, which need
-// not be that one, and an error if that lighthouse is in no cluster and the list has others. Close ends the membership.
-func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, with rpc.Dialing) (*Member, error) {
+// Join makes a replica group a member at the lighthouse that serves its job. It returns when a lighthouse of
+// the list is reached, which need not be that one, and an error if that lighthouse is in no cluster and the
+// list has others. Close ends the membership.
+func Join(
+	ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, with rpc.Dialing,
+) (*Member, error) {
 	first, err := Dial(ctx, addresses, connectTimeout, with)
 	if err != nil {
 		return nil, err
@@ -66,22 +73,26 @@ func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 	list, _ := rpc.ParseAddresses("lighthouse address", addresses) // Dial has returned its error
 	first.of = len(list)
 	m := &Member{
-		list: list, with: with, clients: map[string]*Client{first.addr: first}, replicaID: replicaID, opening: make(chan struct{}, 1),
-		choice: choice{list: list, at: first.addr}, unary: map[string]bool{},
+		list: list, with: with, clients: map[string]*Client{first.addr: first}, replicaID: replicaID,
+		opening: make(chan struct{}, 1),
+		choice:  choice{list: list, at: first.addr}, unary: map[string]bool{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.notices, _ = m.broadcast.Listen()
 	if len(list) > 1 {
 		opening, cancel := context.WithTimeout(ctx, attemptTimeout)
 		defer cancel()
-		if _, _, err := m.connect(opening); status.Code(err) == codes.FailedPrecondition { // other errors may pass
+		if _, _, err := m.connect(opening); status.Code(err) == codes.FailedPrecondition {
+			// other errors may pass
 			return nil, errors.Join(err, m.Close())
 		}
 	}
 	return m, nil
 }
 
-func (m *Member) Quorum(ctx context.Context, member quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
+func (m *Member) Quorum(
+	ctx context.Context, member quorum.Member, knownQuorumID int64,
+) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	knownQuorumID = max(knownQuorumID, m.known())
@@ -93,8 +104,9 @@ func (m *Member) Quorum(ctx context.Context, member quorum.Member, knownQuorumID
 	if status.Code(err) == codes.Unimplemented {
 		q, err := client.Quorum(ctx, member, knownQuorumID)
 		if last := m.last.Load(); last != nil && status.Code(err) == codes.InvalidArgument {
-			// The id of the known quorum is ahead of the lighthouse's clock. The lighthouse accepts such an id only with the list
-			// of that quorum's members; on a stream it would have asked for the list (Recall).
+			// The id of the known quorum is ahead of the lighthouse's clock. The lighthouse accepts such an
+			// id only with the list of that quorum's members; on a stream it would have asked for the list
+			// (Recall).
 			q, err = client.quorum(ctx, member, knownQuorumID, last)
 		}
 		m.mayBeAnother(ctx, client, err)
@@ -134,7 +146,8 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 		cancel()
 		if err == nil {
 			err = stream.attend(ctx, reached)
-			if until = time.Now(); !stream.answers { // otherwise the next attempt asks the other lighthouses, too
+			if until = time.Now(); !stream.answers {
+				// otherwise the next attempt asks the other lighthouses, too
 				until = until.Add(reconnectTime)
 			}
 		}
@@ -157,8 +170,9 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 	}
 }
 
-// reconnectTime is how long Attend reopens the broken stream of the only lighthouse without backoff. Then it returns the error, and the caller's backoff
-// applies. It is longer than the default grace, 200 ms, for which a lighthouse waits for a member to come back.
+// reconnectTime is how long Attend reopens the broken stream of the only lighthouse without backoff. Then it
+// returns the error, and the caller's backoff applies. It is longer than the default grace, 200 ms, for which
+// a lighthouse waits for a member to come back.
 const reconnectTime = 300 * time.Millisecond
 
 // beat makes a heartbeat call at each interval, until the member moves to another lighthouse.
@@ -197,9 +211,9 @@ func (m *Member) Trains(quorumID, step int64) {
 	m.step.Store(step)
 }
 
-// Report sends a message that is not answered. It is dropped while there is no stream, or the lighthouse does not read. Dropping it is
-// safe: the lighthouse has seen the disconnect itself, or the silence, and the manager server reports an incomplete group again at the
-// next stream (lighthouseReached).
+// Report sends a message that is not answered. It is dropped while there is no stream, or the lighthouse does
+// not read. Dropping it is safe: the lighthouse has seen the disconnect itself, or the silence, and the
+// manager server reports an incomplete group again at the next stream (lighthouseReached).
 func (m *Member) Report(message *torchftpb.MemberMessage) {
 	if stream := m.stream.Load(); stream != nil {
 		stream.Post(message)
@@ -220,7 +234,8 @@ func (m *Member) Close() error {
 	return err
 }
 
-// announceEnd announces to the lighthouse that the group ends. Without it the end of the stream would count as a failure.
+// announceEnd announces to the lighthouse that the group ends. Without it the end of the stream would count
+// as a failure.
 func (m *Member) announceEnd() {
 	stream := m.stream.Load()
 	if stream == nil || stream.Broken() || !stream.greeted() {
@@ -242,8 +257,8 @@ func (m *Member) announceEnd() {
 	}
 }
 
-// locked runs do while no stream is being opened, so that do may change the choice and the stream. It does nothing if a stream is being
-// opened until ctx ends.
+// locked runs do while no stream is being opened, so that do may change the choice and the stream. It does
+// nothing if a stream is being opened until ctx ends.
 func (m *Member) locked(ctx context.Context, do func()) {
 	select {
 	case m.opening <- struct{}{}: // also if ctx has ended
@@ -258,17 +273,21 @@ func (m *Member) locked(ctx context.Context, do func()) {
 	do()
 }
 
-// mayBeAnother handles the error of a unary call. After an outage, the lighthouse may be a newer version: a stream is tried again.
+// mayBeAnother handles the error of a unary call. After an outage, the lighthouse may be a newer version: a
+// stream is tried again.
 func (m *Member) mayBeAnother(ctx context.Context, client *Client, err error) {
 	if rpc.IsUnavailable(err) {
 		m.locked(ctx, func() { delete(m.unary, client.addr) })
 	}
 }
 
-// learnTerm returns an error if a lighthouse has a smaller term than one that the member has seen: it leads no longer.
+// learnTerm returns an error if a lighthouse has a smaller term than one that the member has seen: it leads
+// no longer.
 func (m *Member) learnTerm(term int64) error {
 	if seen := m.seenTerm(); term < seen {
-		return status.Errorf(codes.Unavailable, "the lighthouse has term %d, and this member has seen term %d: another lighthouse leads", term, seen)
+		return status.Errorf(codes.Unavailable,
+			"the lighthouse has term %d, and this member has seen term %d: another lighthouse leads", term,
+			seen)
 	}
 	m.term.Store(term)
 	return nil
@@ -280,11 +299,14 @@ func (m *Member) seenTerm() int64 { return max(m.term.Load(), quorum.TermOf(m.kn
 // Finish makes Close report that the training is complete.
 func (m *Member) Finish() { m.finished.Store(true) }
 
-// Leave announces that the group has completed its last step, and returns when no peer needs its data of that step any more.
+// Leave announces that the group has completed its last step, and returns when no peer needs its data of that
+// step any more.
 func (m *Member) Leave(ctx context.Context) error {
 	for failed := 1; ; failed++ {
 		err := m.leaveOnce(ctx)
-		if !rpc.IsUnavailable(err) { // UNAVAILABLE is retried: if the lighthouse never gets this message, it counts the end of the group as a failure
+		if !rpc.IsUnavailable(err) {
+			// UNAVAILABLE is retried: if the lighthouse never gets this message, it counts the end of the
+			// group as a failure
 			return err
 		}
 		if !rpc.Pause(ctx, failed) {
@@ -297,12 +319,14 @@ func (m *Member) Leave(ctx context.Context) error {
 func (m *Member) leaveOnce(ctx context.Context) error {
 	stream, client, err := m.connect(ctx)
 	if status.Code(err) == codes.Unimplemented {
-		return nil // an upstream lighthouse does not know this message: it removes the group when its heartbeats end
+		// an upstream lighthouse does not know this message: it removes the group when its heartbeats end
+		return nil
 	}
 	if err != nil {
 		return err
 	}
-	if !stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}, Step: m.step.Load()}) {
+	if !stream.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true},
+		Step: m.step.Load()}) {
 		return rpc.Wrap("leave", client.peer, rpc.ErrUnread)
 	}
 	select {

@@ -20,7 +20,8 @@ import (
 var (
 	errMoved  = status.Error(codes.Unavailable, "the member has moved to another lighthouse")
 	errMute   = status.Error(codes.Unavailable, "the lighthouse does not answer")
-	errSilent = status.Errorf(codes.Unavailable, "the lighthouse has not answered %d heartbeats in a row", mostUnanswered)
+	errSilent = status.Errorf(codes.Unavailable, "the lighthouse has not answered %d heartbeats in a row",
+		mostUnanswered)
 )
 
 // memberStream is a stream with a lighthouse, until its connection breaks.
@@ -33,18 +34,24 @@ type memberStream struct {
 
 	welcomed chan struct{} // closed by the lighthouse's first answer
 	interval time.Duration // the longest time between two messages of the member, valid once welcomed
-	answers  bool          // the lighthouse answers heartbeats, and is left if it does not; valid once welcomed
+	// the lighthouse answers heartbeats, and is left if it does not; valid once welcomed
+	answers  bool
 	heard    atomic.Int64  // number of messages from the lighthouse
 	free     chan struct{} // closed when the group has left and its peers no longer need its data
 	released sync.Once     // closes free
-	replaced bool          // the reason was looked at, in the first attempt to open another stream; Member.opening guards it
+	// the reason was looked at, in the first attempt to open another stream; Member.opening guards it
+	replaced bool
 
-	lastSent *quorum.Member // the last record of this group that was sent; nil: none on this stream. Only the sender uses it
+	// the last record of this group that was sent; nil: none on this stream. Only the sender uses it
+	lastSent *quorum.Member
 }
 
-func newMemberStream(m *Member, of *Client, attend torchftpb.MemberService_AttendClient, cancel context.CancelFunc) *memberStream {
+func newMemberStream(
+	m *Member, of *Client, attend torchftpb.MemberService_AttendClient, cancel context.CancelFunc,
+) *memberStream {
 	return &memberStream{
-		Stream: rpc.NewStream[torchftpb.MemberMessage, torchftpb.LighthouseMessage, *quorum.Quorum](attend, cancel),
+		Stream: rpc.NewStream[torchftpb.MemberMessage, torchftpb.LighthouseMessage, *quorum.Quorum](attend,
+			cancel),
 		member: m, client: of, welcomed: make(chan struct{}), free: make(chan struct{}),
 	}
 }
@@ -99,27 +106,34 @@ func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
 		}
 	case *torchftpb.LighthouseMessage_Delivery:
 		if err := s.last.Next(m.Delivery); err != nil {
-			return status.Error(codes.Unavailable, err.Error()) // the next stream begins with the whole quorum
+			// the next stream begins with the whole quorum
+			return status.Error(codes.Unavailable, err.Error())
 		}
 		q := s.last.Quorum
 		if known := s.member.known(); q.ID < known {
-			return status.Errorf(codes.Unavailable, "the lighthouse has sent quorum %d, and this member was in quorum %d, which is later", q.ID, known)
+			return status.Errorf(codes.Unavailable,
+				"the lighthouse has sent quorum %d, and this member was in quorum %d, which is later", q.ID,
+				known)
 		}
 		s.member.last.Store(q)
 		s.Answer(message.GetNumber(), q, nil)
 	case *torchftpb.LighthouseMessage_Failure:
-		s.Answer(message.GetNumber(), nil, status.Error(codes.Code(m.Failure.GetCode()), m.Failure.GetMessage()))
+		s.Answer(message.GetNumber(), nil, status.Error(codes.Code(m.Failure.GetCode()),
+			m.Failure.GetMessage()))
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
 		s.member.broadcast.Notify(membership.Notice{
-			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),
-			Step: f.GetStep(),
+			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(),
+			Reason: f.GetReason(),
+			Step:   f.GetStep(),
 		})
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled
-		s.member.broadcast.Notify(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+		s.member.broadcast.Notify(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(),
+			ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
 	case *torchftpb.LighthouseMessage_Regressed:
-		s.member.broadcast.Notify(membership.Notice{Kind: membership.Regressed, QuorumID: m.Regressed.GetQuorumId(), Reason: m.Regressed.GetReason()})
+		s.member.broadcast.Notify(membership.Notice{Kind: membership.Regressed,
+			QuorumID: m.Regressed.GetQuorumId(), Reason: m.Regressed.GetReason()})
 	case *torchftpb.LighthouseMessage_ProgressAsked:
 		s.member.broadcast.Notify(membership.Notice{Kind: membership.ProgressAsked})
 	case *torchftpb.LighthouseMessage_Drain:
@@ -127,7 +141,8 @@ func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
 	case *torchftpb.LighthouseMessage_Call:
 		s.member.broadcast.Notify(membership.Notice{Kind: membership.Called, QuorumID: m.Call})
 	case *torchftpb.LighthouseMessage_Round:
-		s.member.broadcast.Notify(membership.Notice{Kind: membership.RoundKnown, QuorumID: m.Round.GetQuorumId(), Step: m.Round.GetStep()})
+		s.member.broadcast.Notify(membership.Notice{Kind: membership.RoundKnown,
+			QuorumID: m.Round.GetQuorumId(), Step: m.Round.GetStep()})
 	case *torchftpb.LighthouseMessage_Released:
 		s.released.Do(func() { close(s.free) })
 	case *torchftpb.LighthouseMessage_Probe:
@@ -138,7 +153,9 @@ func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
 	return nil
 }
 
-func (s *memberStream) ask(ctx context.Context, number uint64, member quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
+func (s *memberStream) ask(
+	ctx context.Context, number uint64, member quorum.Member, knownQuorumID int64,
+) (*quorum.Quorum, error) {
 	deadline, _ := ctx.Deadline()
 	ask := wire.AskToProto(member.State())
 	ask.Number, ask.KnownQuorumId, ask.Traceparent = number, knownQuorumID, tracing.ParentOf(ctx)
@@ -155,10 +172,13 @@ func (s *memberStream) ask(ctx context.Context, number uint64, member quorum.Mem
 		s.lastSent = &member
 		return message
 	}
-	return s.Call(ctx, number, request, &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: number}})
+	return s.Call(ctx, number, request, &torchftpb.MemberMessage{
+		Message: &torchftpb.MemberMessage_Withdraw{Withdraw: number},
+	})
 }
 
-// attend calls reached after the welcome, and then sends a heartbeat in each interval until the stream breaks or ctx ends.
+// attend calls reached after the welcome, and then sends a heartbeat in each interval until the stream breaks
+// or ctx ends.
 func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	select {
 	case <-s.welcomed:
@@ -177,7 +197,9 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 				s.End(errSilent)
 				return s.Err()
 			}
-			s.Post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load()})
+			s.Post(&torchftpb.MemberMessage{
+				Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load(),
+			})
 		case <-s.Ended:
 			return s.Err()
 		case <-ctx.Done():
@@ -189,14 +211,16 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 // mostUnanswered is how many heartbeats in a row one of several lighthouses may leave unanswered.
 const mostUnanswered = 3
 
-// hearing counts the intervals in which a lighthouse has sent nothing. It counts intervals, and does not look at a clock: after a pause of
-// this process or of its host, one interval has passed, and messages that arrived meanwhile are read in the next one.
+// hearing counts the intervals in which a lighthouse has sent nothing. It counts intervals, and does not look
+// at a clock: after a pause of this process or of its host, one interval has passed, and messages that
+// arrived meanwhile are read in the next one.
 type hearing struct {
 	heard int64 // number of messages at the last tick
 	mute  int   // intervals since the last message
 }
 
-// tick ends an interval; heard is the number of messages so far. It reports whether the lighthouse counts as silent.
+// tick ends an interval; heard is the number of messages so far. It reports whether the lighthouse counts as
+// silent.
 func (h *hearing) tick(heard int64) (silent bool) {
 	if h.mute++; heard != h.heard {
 		h.heard, h.mute = heard, 0

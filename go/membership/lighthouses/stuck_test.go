@@ -37,15 +37,18 @@ func stuckStream() (*Member, *memberStream, stuck) {
 	return m, stream, wire
 }
 
-// The lighthouse ignores a report of an incomplete group that arrives before the group's request is answered, and counts the group as
-// failed if the report arrives after the answer. So an earlier report must not arrive after a later request.
+// The lighthouse ignores a report of an incomplete group that arrives before the group's request is answered,
+// and counts the group as failed if the report arrives after the answer. So an earlier report must not arrive
+// after a later request.
 func TestReportsAndRequestsAreSentInTheirOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m, stream, wire := stuckStream()
 		close(wire.released)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		m.Report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "rank 1 is disconnected"}})
+		m.Report(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "rank 1 is disconnected"},
+		})
 		_, err := stream.ask(ctx, 1, quorum.Member{ReplicaID: "a"}, 0)
 		require.Equal(t, codes.DeadlineExceeded, status.Code(err))
 		synctest.Wait()
@@ -56,7 +59,8 @@ func TestReportsAndRequestsAreSentInTheirOrder(t *testing.T) {
 	})
 }
 
-// A quorum that has arrived is passed on at once, even if the member opens its next stream at that moment, which may take seconds.
+// A quorum that has arrived is passed on at once, even if the member opens its next stream at that moment,
+// which may take seconds.
 func TestAQuorumDoesNotWaitForTheNextStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m, stream, wire := stuckStream()
@@ -82,7 +86,8 @@ func TestAQuorumDoesNotWaitForTheNextStream(t *testing.T) {
 	})
 }
 
-// After Leave the lighthouse has released the member already. The end, with Finished, is announced nevertheless before the connection closes.
+// After Leave the lighthouse has released the member already. The end, with Finished, is announced
+// nevertheless before the connection closes.
 func TestTheEndIsAnnouncedAfterALeave(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m, stream, wire := stuckStream()

@@ -9,8 +9,8 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// Class determines which Python exception an error becomes. It is passed as a prefix of the message, because gopy passes only the
-// text; csrc/errors.c removes it.
+// Class determines which Python exception an error becomes. It is passed as a prefix of the message, because
+// gopy passes only the text; csrc/errors.c removes it.
 type Class string
 
 const (
@@ -46,7 +46,8 @@ func CallFailed(err error) error {
 	return err
 }
 
-// Guard is deferred by all functions that Python calls: a panic becomes an error, and every error has a class.
+// Guard is deferred by all functions that Python calls: a panic becomes an error, and every error has a
+// class.
 func Guard(err *error) {
 	if p := recover(); p != nil {
 		*err = panicked(p)

@@ -1,7 +1,7 @@
 // Package ops holds the objects that Python has handles to: servers, clients, and operations in progress.
 //
-// Only integers cross the language boundary. A handle is never reused, so a stale handle is an error and can never refer to
-// another object.
+// Only integers cross the language boundary. A handle is never reused, so a stale handle is an error and can
+// never refer to another object.
 package ops
 
 import (
@@ -39,8 +39,8 @@ func Get[T any](handle int64) (T, error) {
 	return t, nil
 }
 
-// Remove removes a handle and returns its object, nil if it was removed already: of two callers that release the same handle, one
-// gets the object.
+// Remove removes a handle and returns its object, nil if it was removed already: of two callers that release
+// the same handle, one gets the object.
 func Remove(handle int64) any {
 	table.Lock()
 	defer table.Unlock()

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// op is one call in progress. Python starts it, waits for it outside of Go, where it can check for signals, and takes the result or
-// cancels the call.
+// op is one call in progress. Python starts it, waits for it outside of Go, where it can check for signals,
+// and takes the result or cancels the call.
 type op struct {
 	cancel context.CancelFunc
 	done   chan struct{}
@@ -20,8 +20,8 @@ type op struct {
 	notify func() // called once, under mu, when the operation ends
 }
 
-// Start runs work on its own goroutine and returns the handle of the operation. A result that is not taken is closed if it has a
-// Close, so that a cancelled constructor leaves nothing behind.
+// Start runs work on its own goroutine and returns the handle of the operation. A result that is not taken is
+// closed if it has a Close, so that a cancelled constructor leaves nothing behind.
 func Start(timeout time.Duration, work func(context.Context) (any, error)) int64 {
 	o := &op{done: make(chan struct{})}
 	handle := Put(o)
@@ -30,7 +30,9 @@ func Start(timeout time.Duration, work func(context.Context) (any, error)) int64
 }
 
 // Run runs work on a goroutine of its own, and passes its result, or its panic as an error, to end.
-func Run(timeout time.Duration, work func(context.Context) (any, error), end func(value any, err error)) context.CancelFunc {
+func Run(
+	timeout time.Duration, work func(context.Context) (any, error), end func(value any, err error),
+) context.CancelFunc {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	go func() {
 		defer cancel()
@@ -45,7 +47,8 @@ func Run(timeout time.Duration, work func(context.Context) (any, error), end fun
 func (o *op) end(value any, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.err = err; err == nil { // otherwise the value may be a typed nil, which Close would treat as an object
+	if o.err = err; err == nil {
+		// otherwise the value may be a typed nil, which Close would treat as an object
 		o.value = value
 	}
 	close(o.done)
@@ -54,8 +57,8 @@ func (o *op) end(value any, err error) {
 	}
 }
 
-// watch reports whether the operation has ended. If not, notify will be called when it ends, unless it is replaced by another
-// notify before.
+// watch reports whether the operation has ended. If not, notify will be called when it ends, unless it is
+// replaced by another notify before.
 func (o *op) watch(notify func()) (ended bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -68,9 +71,9 @@ func (o *op) watch(notify func()) (ended bool) {
 	}
 }
 
-// Take removes the handle of an operation that has ended, and returns its result; an error has a class. If the operation is still
-// running, done is false, and notify will be called when it ends. Take never waits: if a Python thread waited inside of Go, that
-// would cost two more thread switches.
+// Take removes the handle of an operation that has ended, and returns its result; an error has a class. If
+// the operation is still running, done is false, and notify will be called when it ends. Take never waits: if
+// a Python thread waited inside of Go, that would cost two more thread switches.
 func Take(handle int64, notify func()) (value any, done bool, err error) {
 	o, err := Get[*op](handle)
 	if err != nil {

@@ -12,7 +12,8 @@ continue meanwhile. Each new rank heals from the rank of another group that has 
 
 Two ways to average over the groups, --replicate:
 mesh    a DeviceMesh of two dimensions, one of which torchft manages (`ft_init_device_mesh`);
-hook    a mesh of this group alone, and a hook that FSDP2 calls with each reduced gradient (`set_all_reduce_hook`).
+hook    a mesh of this group alone, and a hook that FSDP2 calls with each reduced gradient
+        (`set_all_reduce_hook`).
 """
 
 from __future__ import annotations

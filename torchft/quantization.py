@@ -7,12 +7,12 @@ two is exact, so every device computes the same codes, with Triton and without.
 
 Formats, chosen by TORCHFT_QUANTIZATION_FORMAT, the same in all groups of a job:
 
-========  =====================================  ===============================================================
-format    codes                                  \\|decoded - value\\| of finite values, L the block's largest
-========  =====================================  ===============================================================
-``fp8``   float8 e4m3, the default               at most max(\\|value\\| / 16, L / 2**17, 2**-110)
-``int8``  integers from -127 to 127              at most max(L / 127, 2**-101)
-========  =====================================  ===============================================================
+========  ==================================  ==========================================================
+format    codes                               \\|decoded - value\\| of finite values, L the block's largest
+========  ==================================  ==========================================================
+``fp8``   float8 e4m3, the default            at most max(\\|value\\| / 16, L / 2**17, 2**-110)
+``int8``  integers from -127 to 127           at most max(L / 127, 2**-101)
+========  ==================================  ==========================================================
 
 Codes of fp8 are computed in integer arithmetic, so devices without fp8 can do it. Both formats have a code for NaN,
 which also encodes infinities: a value that is not finite always decodes to NaN. The other elements of its block keep

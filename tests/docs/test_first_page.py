@@ -4,7 +4,7 @@ References are of these kinds:
 
     tests/process/test_x.py::test_name    a test of pytest
     go/manager::TestName                  a test of a Go package
-    bench recovery                        a part of docs/benchmarks.json; the sentence's figures are in its table
+    bench recovery                        a part of docs/benchmarks.json, whose table has the figures
     docs/gpu.md                           a page with the details, where no test is possible
 """
 

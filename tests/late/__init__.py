@@ -19,19 +19,20 @@ When work runs:
     late.hold(stream), late.release(stream) stop a stream, and continue it; without a stream: all, including new ones
     late.held(stream)                       both, as a context manager
     late.step(stream, n)                    a held stream runs n further tasks
-    late.delays(seed, lo_us, hi_us)         each task waits for a random time from the seed; delays(0, 0, 0) ends that
-    late.lazy(us)                           tasks run when a host waits for them, or after this time; lazy(0) ends that
+    late.delays(seed, lo_us, hi_us)         each task waits for a random time from the seed; all 0 ends that
+    late.lazy(us)                           tasks run when a host waits for them, or after this time; 0: not
     late.enqueue(function, stream)          calls a Python function in the order of a stream
-    late.host_timeout_ms(ms)                a host that waits longer (for a held stream) gets an error; default: 60 s
-    late.contexts()                         the devices of which this process has a context, and the stack that made it
-    late.fill(index, True)                  that device has no memory left but for what the allocator keeps, until
-                                            fill(index, False)
+    late.host_timeout_ms(ms)                a host that waits longer gets an error; default: 60 s
+    late.contexts()                         the devices with a context of this process, and the stack that
+                                            made it
+    late.fill(index, True)                  that device has no memory left but for what the allocator keeps,
+                                            until fill(index, False)
     late.room_for_communicators(index, n, ms)
                                             that device has memory for n more communicators; -1: for any number. The
                                             abort of one takes this time, and frees its memory
-    late.algorithms()                       the algorithms, "tree" or "ring", for which a launch has connected a
-                                            communicator since the last call, and the stack that launched
-    late.stats()                            counters; operators that ran synchronously, as their shapes depend on data
+    late.algorithms()                       the algorithms, "tree" or "ring", for which a launch has connected
+                                            a communicator since the last call, and the stack that launched
+    late.stats()                            counters; operators that ran synchronously, for their shapes
 
 Streams and events are `torch.Stream("late")` and `torch.Event`, or those of `torch.accelerator`; `torch.late`
 corresponds to `torch.cuda`. The environment variable LATE_DEVICES (default and limit: 8), read when the device is
@@ -53,9 +54,9 @@ The backend reads NCCL's environment variables. An operation returns its work at
 are visible in `get_error` and `is_completed` only, and to the watchdog. `asyncOp=False` returns None. A kernel whose
 peer has ended hangs until an abort, which leaves finite garbage in its outputs, different on each rank.
 
-    ProcessGroupLate(implementation="nccl2")                  # over the second form, which revokes and reconfigures
+    ProcessGroupLate(implementation="nccl2")                # the second form, which revokes and reconfigures
     tests.late.group.native_group(store)                      # the second form in a group of PyTorch's
-    tests.late.isolated.ProcessGroupBabyLate                  # ProcessGroupBabyNCCL, with torchft's code for CUDA
+    tests.late.isolated.ProcessGroupBabyLate                # ProcessGroupBabyNCCL, with code for CUDA
     tests/late/job.py                                         # a replica group as a process, to be killed
 """
 

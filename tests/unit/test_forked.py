@@ -30,8 +30,8 @@ def replica(number):
     store = host_store(MINUTE)[0]
     group = ProcessGroupGloo(timeout=MINUTE)
     manager = Manager(
-        group, lambda state: None, lambda: {}, 2, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
-        lighthouse_addr=lighthouse.address(), replica_id=f"group_{number}", timeout=MINUTE,
+        group, lambda state: None, lambda: {}, 2, rank=0, world_size=1, store_addr="127.0.0.1",
+        store_port=store.port, lighthouse_addr=lighthouse.address(), replica_id=f"group_{number}", timeout=MINUTE,
     )
     stores.append(store), groups.append(group), managers.append(manager)
     manager.start_quorum()

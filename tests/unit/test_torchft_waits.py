@@ -164,7 +164,7 @@ def test_ctrl_c_ends_a_process_that_waits(cluster: Cluster) -> None:
         import signal, sys
         from datetime import timedelta
         from torchft.coordination import LighthouseClient
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
         client = LighthouseClient(sys.argv[1], timedelta(seconds=60))
         print("connected", flush=True)
         client.quorum("child", timedelta(seconds=60))

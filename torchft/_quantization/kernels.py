@@ -70,7 +70,8 @@ def _writing(fmt: Format, **more: Any) -> dict[str, Any]:
 @triton.jit
 def _quantize(
     values_ptr, codes_ptr, scales_ptr, numel, chunk, codes_at, scales_at, slice_bytes,
-    FP8: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, BLOCK: tl.constexpr,
+    FP8: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     slice = tl.program_id(1).to(tl.int64)
@@ -104,7 +105,8 @@ def _dequantize(
 def _reduce(
     output_ptr, codes_ptr, scales_ptr, chunk, codes_at, scales_at, slice_bytes, slices, divisor, rank,
     TO_CODES: tl.constexpr,
-    FP8: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, BLOCK: tl.constexpr,
+    FP8: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -120,8 +122,8 @@ def _reduce(
     total = tl.div_rn(total, tl.zeros_like(total) + divisor)
     if TO_CODES:
         _store_block(
-            total, codes_ptr, scales_ptr, first + rank, block, offsets, inside, codes_at, scales_at, slice_bytes,
-            FP8, EXPONENT, MANTISSA, MIN_EXPONENT,
+            total, codes_ptr, scales_ptr, first + rank, block, offsets, inside, codes_at, scales_at,
+            slice_bytes, FP8, EXPONENT, MANTISSA, MIN_EXPONENT,
         )  # fmt: skip
     else:
         tl.store(output_ptr + offsets, total.to(output_ptr.dtype.element_ty), mask=inside)

@@ -2,7 +2,7 @@
 
     ["spec", mesh, [placement, ...], [shape, strides, dtype] or null, [[tensor dim, [mesh dim, ...]], ...] or null]
     mesh       [device type, nested ranks, [name, ...] or null, groups, [name, ...] or null]
-    groups     names of the process groups by dimension, or null; in PyTorch 2.7 their [tag, [rank, ...], name]
+    groups     names of the process groups by dimension, or null; in PyTorch 2.7 [tag, [rank, ...], name]
     placement  ["S", dim], ["SS", dim, split factor], ["R"], ["+", reduction]
 
 A submesh (``mesh["tp"]``) is described by its root mesh and the names of its dimensions (the last item of a mesh),

@@ -11,7 +11,7 @@ allowed types and the user's.
 | `["i", hex]`, `["c", real, imaginary]`, `["b", base64]` | an int of more than 64 bits, complex, bytes |
 | `["dtype", name]`, `["device", name]` | dtype and device of PyTorch |
 | `["T", region, dtype, offset, shape, strides, flags]` | a tensor; flags: 1 requires grad, 2 is a Parameter |
-| `["D", local tensor, spec, flags]` | a DTensor; spec: see `_dtensor.py`, or a `P` if that module cannot describe it |
+| `["D", local tensor, spec, flags]` | a DTensor; spec: see `_dtensor.py`, or a `P` if it cannot describe it |
 | `["n", dtype, shape, base64 or region]`, `["ns", dtype, base64]` | array and scalar of numpy |
 | `["P", base64, [region, ...], type]` | a pickle, with its storages as regions |
 """

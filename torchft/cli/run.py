@@ -25,13 +25,13 @@ from torchft.launch.output import tail
 from torchft.launch.progress import StatusLines
 
 _ABOUT = """\
-Starts a lighthouse, or several that agree, and replica groups of a script, each a separate torchrun; restarts groups
-that fail, and lighthouses if there are several; shows one line for each group, and ends when all groups have finished.
-Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup ignores it) ends all processes of the job: scripts that call
-Manager.draining() end their step first, within TORCHFT_GRACE_S (25 s).
+Starts a lighthouse, or several that agree, and replica groups of a script, each a separate torchrun; restarts
+groups that fail, and lighthouses if there are several; shows one line for each group, and ends when all groups
+have finished. Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup ignores it) ends all processes of the
+job: scripts that call Manager.draining() end their step first, within TORCHFT_GRACE_S (25 s).
 
-The environment of the script has REPLICA_GROUP_ID, NUM_REPLICA_GROUPS (the largest number, MAX), and torchrun's
-variables.
+The environment of the script has REPLICA_GROUP_ID, NUM_REPLICA_GROUPS (the largest number, MAX), and
+torchrun's variables.
 
   torchft run --replicas 2 --kill-every 30s train_ddp.py --steps 5000
   torchft run --lighthouses 3 --replicas 2 train.py

@@ -11,7 +11,7 @@ One attempt at a step::
         loss.backward()
         total.add(counted=unit.weight != 0)
     for buffer in total.buffers:
-        ...                                 # SUM over the ranks of the group, then over the participating groups
+        ...                                 # SUM over the ranks of the group, then over the groups
     if not total.read(units_of_the_batch):  # equal on all ranks
         ...                                 # repeat from begin(): the next attempt has scales that fit
     optimizer.step()

@@ -149,8 +149,8 @@ class Group:
         )  # fmt: skip
         settings, layout = MagicMock(timeout=None), MagicMock()
         self.connection = Connection(
-            self.network, self.name, settings, layout, may_wait=lambda: self.may_wait, failures=self.failures,
-            errors=self.errors, logger=MagicMock(),
+            self.network, self.name, settings, layout, may_wait=lambda: self.may_wait,
+            failures=self.failures, errors=self.errors, logger=MagicMock(),
         )  # type: ignore[arg-type]  # fmt: skip
 
     def ask(self) -> str:

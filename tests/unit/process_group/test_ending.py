@@ -32,7 +32,7 @@ def pair(name):
 pairs = {name: pair(name) for name in ("waits", "calls back", "is destroyed")}
 opts = AllreduceOptions()
 opts.timeout = SOON
-works = {name: group.allreduce([torch.ones(1)], opts) for name, (group, _) in pairs.items()}  # the peers take no part
+works = {name: group.allreduce([torch.ones(1)], opts) for name, (group, _) in pairs.items()}
 works["calls back"].get_future().add_done_callback(lambda _: None)
 doomed = [pairs["is destroyed"].pop(0)]
 del works["is destroyed"]

@@ -369,7 +369,7 @@ def refused(
         # On a busy machine the notice that another group is there may arrive after all steps of this job.
         assert rank.manager is not None
         rank.manager.wait_quorum()
-        alone = rank.pg.size() == 1 and rank.manager.errored() is None
+        alone = rank.manager.errored() is None and rank.pg.size() == 1  # an aborted group has no size
         return "left out" if alone and not job.lost else None
 
     job.events[0, 0, 2] = await_it

@@ -495,8 +495,6 @@ class Manager(Stateful, Stepping):
                     (COMPARES, self._replicas.announces(averages=local_sgd)),
                     (CONNECTIONS, connections),
                 ],
-                # the groups do not wait for a heal in pieces
-                awaits_heals=self._along is None or self._why_not_along() is not None,
             ),
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
             committed_quorum_id=self._committed_quorum_id,
@@ -564,7 +562,8 @@ class Manager(Stateful, Stepping):
             self._incidents.ended("reconfigure")
         if self._connection.apart:
             step.failed(StillHealing("this group waits for its connection with the others, which train on"))
-            self._recovery.stop_joining()
+            with self._heal_wait.following(plan):  # it is ready at once
+                self._recovery.stop_joining()
             return
         step.peers = self._connection.members or plan.replica_ids
         step.connected()

@@ -317,17 +317,16 @@ class Peers:
                 "sparse: pass sparse=False to their layers, or use ProcessGroupGloo"
             )
 
-    def handle(self, announces: Iterable[tuple[str, str]] = (), awaits_heals: bool = False) -> str:
+    def handle(self, announces: Iterable[tuple[str, str]] = ()) -> str:
         """The reconfigure handle by which peers connect with this rank.
 
         Args:
             announces: what the handle announces (_agreement.py), beside what depends on the process group.
-            awaits_heals: whether this rank waits for groups that heal, if its process group allows that.
         """
         own = (
             (AVERAGES, "1" if _attribute(self.pg, _OfGroup, "_averages") else ""),
             (CALLS, "1" if self.ours else ""),
-            (HEALS, "1" if awaits_heals and (self.ours or self._native) else ""),
+            (HEALS, "1" if self.ours or self._native else ""),
         )
         return announce(self.pg.get_reconfigure_handle(), (*announces, *own), self._native)
 

@@ -1,10 +1,13 @@
 """Lets the groups of a quorum wait for those of them that heal, as long as their heals make progress.
 
-A group that heals reduces only after its heal. The others would wait for it in a collective, whose timeout is that of
-a peer that hangs: a heal that takes longer was given up, and began anew in the next step. So in a quorum in which
-groups may heal, all ranks wait before their first reduction (or their vote) until every group is ready. Each rank adds
-its progress to a counter in the store of the first group's reconfigure handle; native handles name none, so their
+A group that heals at once reduces only after its heal. The others would wait for it in a collective, whose timeout is
+that of a peer that hangs: a heal that takes longer was given up, and began anew in the next step. So in a quorum in
+which groups may heal, all ranks wait before their first reduction (or their vote) until every group is ready. Each rank
+adds its progress to a counter in the store of the first group's reconfigure handle; native handles name none, so their
 groups take the rendezvous store of the quorum. A rank gives up when that counter has not moved for the timeout.
+
+A group that heals in passing is ready as soon as it has its quorum, like those that do not heal. The others then wait
+only until they have read that, in each step of such a heal: so the client of the store is kept from step to step.
 
 A vote has a timeout, too, and the ranks of a group heal from different ranks. So a rank begins only when all ranks of
 its group may: they count the same in the store of their group.
@@ -32,8 +35,10 @@ if TYPE_CHECKING:
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
 _CONNECT_TIMEOUT = timedelta(seconds=2)
-# The first and the longest pause between two looks at a counter.
+# The shortest and the longest pause between two looks at a counter. Between them it is a part of the time for which the
+# counter has not moved, so that a look that comes late adds only that part to a wait.
 _PAUSE_SEC = 0.001, 0.05
+_PAUSE_PART = 0.05
 # Seconds between two looks for a failure of a peer.
 _LOOK_SEC = 0.01
 # A counter has the number of those that are ready above this, and below it the number of reports of progress.
@@ -78,12 +83,24 @@ class Counter:
 
 
 class _Wait:
-    """The wait of one rank in one step. A thread counts, because a store may not answer."""
+    """The wait of one rank in one step. A thread counts, because a store may not answer.
+
+    Args:
+        address: of the store of the column, which is this rank and its counterparts.
+        clients: clients of stores by address, which no wait uses now.
+        column: makes the counter of the column.
+        group: makes the counter of the group; None: it has one rank.
+    """
 
     def __init__(
-        self, address: str, column: Callable[[Store], Counter], group: Optional[Callable[[], Counter]]
+        self,
+        address: str,
+        clients: dict[str, Store],
+        column: Callable[[Store], Counter],
+        group: Optional[Callable[[], Counter]],
     ) -> None:
         self._address = address
+        self._clients = clients
         self._column = column
         self._group = group
         self.received = 0  # bytes of this rank's heal
@@ -93,10 +110,15 @@ class _Wait:
         self.attempt.start()
 
     def _count(self) -> None:
+        client = self._clients.pop(self._address, None) or create_store_client(self._address, _CONNECT_TIMEOUT)
+        self._count_with(client)
+        self._clients[self._address] = client  # not after an error
+
+    def _count_with(self, client: Store) -> None:
         attempt, told = running(), 0
-        column = self._column(create_store_client(self._address, _CONNECT_TIMEOUT))
+        column = self._column(client)
         group = None if self._group is None else self._group()
-        pause, longest = _PAUSE_SEC
+        shortest, longest = _PAUSE_SEC
         while attempt is not None and attempt.abandoned is None:
             received, ready = self.received, self.ready  # read once: other threads set them
             moved, told = column.count(received > told, ready), max(told, received)
@@ -105,9 +127,8 @@ class _Wait:
             if (group or column).all_ready:
                 return
             if moved:
-                self.moved_at, pause = time.monotonic(), _PAUSE_SEC[0]
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+                self.moved_at = time.monotonic()
+            time.sleep(min(longest, shortest + _PAUSE_PART * (time.monotonic() - self.moved_at)))
 
 
 class HealWait:
@@ -145,18 +166,21 @@ class HealWait:
         self._logger = logger
         self.waiting = False
         self._key = ""  # of the latest counters
+        self._clients: dict[str, Store] = {}
         self._now: Optional[_Wait] = None
 
     @property
     def waited_for(self) -> bool:
-        """Whether the other groups wait for this one in this step, if it heals."""
+        """Whether the other groups wait for this one in this step, if it heals at once."""
         return self._now is not None
 
     @contextmanager
     def following(self, plan: Plan) -> Iterator[None]:
-        """Surrounds the heal of a step, or what a group does that does not heal: this rank is ready at the end."""
+        """Surrounds what a rank does before it is ready for the reductions of a step: a heal at once, for example."""
         self.end()
         store = self._counters(plan) if plan.awaits_heals else ""
+        for other in [address for address in self._clients if address != store]:
+            self._clients.pop(other, None)
         if not store:
             yield
             return
@@ -166,7 +190,7 @@ class HealWait:
             own = f"torchft/{self._name}/"
             members, old = self._group_world_size, own + old if old else ""
             group = partial(Counter, self._store, own + self._key, members, old)
-        self._now = now = _Wait(store, column, group)
+        self._now = now = _Wait(store, self._clients, column, group)
         try:
             yield
         finally:

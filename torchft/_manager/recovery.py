@@ -366,8 +366,8 @@ class Recovery:
         """Loads the fetched state, on the training thread. False if there is none.
 
         Raises:
-            StillHealing: this group trains along, and another rank of it has not received its state.
-            RuntimeError: another rank of this group has not received its state.
+            StillHealing: another rank of this group has not received its state, and groups heal in passing.
+            RuntimeError: another rank of this group has not received its state, and groups heal at once.
             Exception: the user's function failed; the weights are then of no step.
         """
         state, before = self.pending, self._before
@@ -376,7 +376,8 @@ class Recovery:
             return False
         self.pending = None
         if not self._all_received():
-            error = StillHealing if self.joining else RuntimeError
+            # Groups that heal in passing keep their connections: another rank may still wait for its own.
+            error = RuntimeError if self.along is None else StillHealing
             raise error("another rank of this group has not received its state")
         try:
             with self.phases.measure("load"):

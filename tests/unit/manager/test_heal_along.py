@@ -102,16 +102,14 @@ def test_the_manager_prepares_before_its_first_request(fixture: Fixture) -> None
     assert calls == ["prepare", "begin", "begin"]
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_the_groups_wait_for_a_heal_unless_it_may_be_in_pieces(
-    fixture: Fixture, monkeypatch: pytest.MonkeyPatch, in_pieces: bool
-) -> None:
-    manager = fixture.manager(heal_along=True)
-    monkeypatch.setattr(manager, "_why_not_along", lambda: None if in_pieces else "LocalSGD")
+@pytest.mark.parametrize("heal", ["at_once", "in_passing", "auto"])
+def test_the_groups_wait_for_those_that_heal_in_every_mode(fixture: Fixture, heal: str) -> None:
+    """A heal in passing may become one at once, so that each group has to know that the others wait."""
+    manager = fixture.manager(heal=heal)
     manager.start_quorum()
     manager.wait_quorum()
     handle = fixture.client._quorum.call_args.kwargs["reconfigure_handle"]
-    assert bool(announced(handle, HEALS)) is not in_pieces
+    assert announced(handle, HEALS)
 
 
 @pytest.mark.parametrize("reason", ["no OptimizerWrapper", "its step fails"])

@@ -19,7 +19,7 @@ from torchft._manager import heal_wait
 from torchft._manager.heal_wait import Counter, HealWait
 from torchft._manager.plan import Plan
 from torchft._manager.state import Place
-from torchft.process_group.reconfigure import Handle
+from torchft.process_group.reconfigure import Handle, create_store_client
 
 LONG, SHORT = timedelta(seconds=60), timedelta(milliseconds=200)
 
@@ -192,6 +192,37 @@ def test_without_heals_there_is_no_wait_and_no_thread(stack: ExitStack) -> None:
     wait.received(5)
     wait.wait()
     assert threading.active_count() == before
+
+
+def test_the_client_of_the_store_is_kept_from_step_to_step(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that heals in passing does so in many steps, and the others wait for no connection in each of them."""
+    connected: list[str] = []
+
+    def connect(address: str, timeout: timedelta) -> Any:
+        connected.append(address)
+        return create_store_client(address, timeout)
+
+    monkeypatch.setattr(heal_wait, "create_store_client", connect)
+    job = make(stack)
+
+    def step(number: int) -> None:
+        for wait in job.waits.values():
+            with wait.following(job.plan(0, step=number)):
+                pass
+        for wait in job.waits.values():
+            wait.wait()
+
+    for number in range(3):
+        step(number)
+    assert len(connected) == 2
+    before = job.columns[0]
+    job.columns[0] = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    step(3)
+    assert len(connected) == 4 and before.port != job.columns[0].port
+    for wait in job.waits.values():
+        with wait.following(job.plan(0, awaits_heals=False)):
+            pass
+        assert wait._clients == {}
 
 
 def test_a_store_that_has_ended_delays_no_step(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_the_backend_averages(handles: str, participants: int, expected: bool) -
     [
         ("aaa", {}, True),
         ("nnn", {}, True),
-        ("aab", {}, False),  # an upstream group, or one with heal_along
+        ("aab", {}, False),  # an upstream group
         ("", {}, False),
         ("aaa", {"max_world_size": 3, "max_replica_rank": 1, "heal": False}, False),
         ("aaa", {"max_world_size": 3, "max_replica_rank": 1, "heal": False, "max_step": 0}, True),  # init_sync

@@ -170,6 +170,9 @@ def test_a_group_without_handles_cannot_be_in_a_job_with_a_loader(new_here: bool
         check_layouts(the_plan, LOADER, new_here=new_here, read=lambda *_: None)
     assert error.value.must_end is new_here
     check_layouts(the_plan, OURS, new_here=new_here, read=lambda *_: None)
+    old_lighthouse = replace(the_plan, without_handles=["group0", "group1"])  # it passes no handles on
+    with pytest.raises(LayoutDiffers, match="'none' in group1"):
+        check_layouts(old_lighthouse, LOADER, new_here=new_here, read=lambda *_: None)
 
 
 def test_differences_between_loaders_are_named() -> None:

@@ -186,7 +186,8 @@ def check_layouts(plan: Plan, ours: Optional[Sequence[str]], *, new_here: bool, 
     """
     mine, names, handles = dict(announcement(ours)), plan.replica_ids, plan.handles
     if not handles and plan.replica_world_size > 1:
-        names = plan.without_handles or names
+        others = [name for name in names if name != names[plan.replica_rank]]
+        names = [name for name in others if name in plan.without_handles] or others
         handles = [""] * len(names)
     peers = [texts_of(handle) for handle in handles]
     found = {rank: key for rank, peer in enumerate(peers) if (key := differing(mine, peer, LOADER, LAYOUT))}

@@ -13,7 +13,7 @@ from torchft.process_group.isolated import cuda
 
 
 def run(connection: Connection) -> None:
-    """Runs commands until it receives None: ("note", bytes, file or None), or ("double", seconds, mark, refs)."""
+    """Runs commands until it receives None: ("note", record, file or None), or ("double", seconds, mark, refs)."""
     torch.cuda.set_device(0)
     end = cuda.worker()
     connection.send("up")
@@ -22,12 +22,12 @@ def run(connection: Connection) -> None:
         connection.send(_HANDLERS[kind](end, *rest))
 
 
-def _note(end: Any, note: bytes, file: Optional[str]) -> int:
+def _note(end: Any, note: Any, file: Optional[str]) -> int:
     end.notified(note, None if file is None else os.open(file, os.O_RDWR))
     return len(end._imports)
 
 
-def _double(end: Any, seconds: float, mark: bytes, refs: list[bytes]) -> bytes:
+def _double(end: Any, seconds: float, mark: Any, refs: list[Any]) -> Any:
     """Reads and writes the tensors, as a collective does, behind `seconds` of other work on the device."""
     end.follow(mark)
     tensors = [end.borrow(ref) for ref in refs]

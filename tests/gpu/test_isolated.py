@@ -53,7 +53,7 @@ def kill(group: Any) -> None:
     """Sends SIGKILL to the worker, as the kernel does when memory runs out, and waits until it has ended."""
     before = set(_children())
     worker = group._worker
-    worker._server.kill(worker._number)
+    worker.channel.kill()
     wait_until(lambda: worker.channel.broken is not None)
     wait_until(lambda: not before <= set(_children()) or not _children(), 30)
 
@@ -129,7 +129,7 @@ def test_a_kill_in_the_middle_is_an_error_and_leaves_the_device_usable(group: An
     busy(BUSY_S)
     work = group.allreduce([tensor], ReduceOp.SUM)
     worker = group._worker
-    worker._server.kill(worker._number)
+    worker.channel.kill()
     began = time.monotonic()
     with suppress(RuntimeError):  # if the end is known already
         work.wait()

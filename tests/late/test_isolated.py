@@ -327,8 +327,7 @@ def stuck(late, hanging: ProcessGroupBabyLate) -> ProcessGroupBabyLate:
 
 def kill(group: ProcessGroupBabyLate) -> None:
     """As the kernel does when memory runs out."""
-    worker = group._worker
-    worker._server.kill(worker._number)
+    group._worker.channel.kill()
 
 
 @pytest.mark.parametrize("how", ["wait", "future"])

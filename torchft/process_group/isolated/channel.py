@@ -11,12 +11,15 @@ import itertools
 import logging
 import os
 import queue
+import select
+import signal
+import socket
 import threading
 import time
 import weakref
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -24,9 +27,7 @@ from torchft.futures import _TIMEOUT_MANAGER
 from torchft.process_group._errors import copied
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.devices import Devices, MakeSharing
-from torchft.process_group.isolated.operation import WorkerFailed, _FutureMetadata, _OpMetadata, release, timed_out
-from torchft.process_group.isolated.sharing import Registration
-from torchft.process_group.isolated.wire import Wire
+from torchft.process_group.isolated.operation import WorkerFailed, _FutureMetadata, _OpMetadata, timed_out
 from torchft.utils import DeviceThread, poll, use_device
 
 # A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. A healthy
@@ -37,6 +38,13 @@ _UNRESPONSIVE_SEC = 5.0
 # If the worker seems to have ended: the longest wait until the reader has read the worker's last message.
 _LAST_WORDS_SEC = 1.0
 
+# How long an abort waits for the end of the worker, which takes some ten milliseconds.
+_STOP_SEC = 0.08
+
+# A killed worker that has not ended after this time hangs in a driver; the memory that it shares then stays allocated
+# forever.
+_REAP_SEC = 30.0
+
 _logger: logging.Logger = logging.getLogger(__name__)
 
 
@@ -46,32 +54,30 @@ class Channel:
     Args:
         name: name of the group, for errors.
         sharings: makes the sharing of each device.
-        on_broken: called once, with no lock held, when the worker can no longer be used.
-        on_end: called by the reader after that; it waits for the end of the process, and returns whether it has ended.
 
     Attributes:
-        wire: socket and pipe between trainer and worker; `wire.theirs` are the worker's ends.
+        theirs: the worker's end of the socket; the trainer closes it when the worker has its copy.
         devices: the memory and events that trainer and worker share.
         asks: whether the worker's backend may fail after the worker has answered that an operation is queued.
     """
 
     asks = False
 
-    def __init__(
-        self, name: str, sharings: MakeSharing, on_broken: Callable[[], None], on_end: Callable[[], bool]
-    ) -> None:
+    def __init__(self, name: str, sharings: MakeSharing) -> None:
         self._name = name
-        self._on_broken = on_broken
-        self._on_end = on_end
-        self.wire = Wire()
+        self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ready = select.poll()
+        self._ready.register(self._socket, select.POLLIN)
+        # The worker's process: readable when it has ended. Its first message carries this.
+        self._process: Optional[int] = None
         self.devices = Devices(
             sharings,
-            lambda device, note, descriptor: self._send(
-                _UNRESPONSIVE_SEC, protocol.NOTIFY, device, note, descriptor=descriptor
-            ),
+            lambda device, note, descriptor: self._send(_UNRESPONSIVE_SEC, (protocol.NOTE, device, note), descriptor),
         )
         # Guards the attributes below. Reentrant: a garbage collection may call `close` on a thread that holds it.
         self._lock = threading.RLock()
+        # Held while a thread uses the socket, so that the reader does not close it in the meantime.
+        self._send_lock = threading.RLock()
         self._ids = itertools.count(1)
         self._ops: dict[int, _OpMetadata] = {}
         self._broken: Optional[Exception] = None
@@ -86,49 +92,61 @@ class Channel:
 
     # Sending
 
-    def start(
-        self,
-        kind: int,
-        body: Sequence[bytes],
-        registrations: list[tuple[int, Registration]],
-        result: Any,
-        timeout_sec: float,
-        stream: Optional[torch.Stream] = None,
-    ) -> _OpMetadata:
-        """Sends an operation.
+    def start(self, op: _OpMetadata) -> None:
+        """Sends an operation on tensors.
 
         Raises:
             Exception: why the worker cannot be used.
         """
-        op = _OpMetadata(next(self._ids), registrations, result, timeout_sec, stream)
-        if self._broken is not None:
-            # Checked also without the lock, which in a forked child may be held for ever by a thread of the parent.
-            release(op)
-            raise self._error()
-        if kind == protocol.RUN:
-            body = (self.devices.marks(registrations), *body)
-        if stream is not None:
-            self._device = stream.device_index
-        if self.devices.queued:
-            self.devices.release_reached()
-        with self._lock:
-            broken = self._broken is not None
-            if not broken:
-                self._ops[op.op_id] = op
-        if broken:
-            release(op)
-            raise self._error()
-        self._send(timeout_sec, kind, op.op_id, *body)
+        if self._broken is None:  # else devices may be closed
+            if op.stream is not None:
+                self._device = op.stream.device_index
+            if self.devices.queued:
+                self.devices.release_reached()
+            marks = self.devices.marks(op)
+            self._number(op)
+            self._send(op.timeout_sec, (protocol.RUN, op.op_id, marks, op.call))
+            return
+        op.release()
+        raise self._error()
+
+    def ask(self, kind: str, timeout: float, *rest: Any) -> _OpMetadata:
+        """Sends a request that has an answer, but no tensors.
+
+        Raises:
+            Exception: why the worker cannot be used.
+        """
+        op = _OpMetadata(timeout)
+        self._number(op)
+        self._send(timeout, (kind, op.op_id, *rest))
         return op
 
-    def notify(self, kind: int, rest: bytes = b"") -> None:
-        """Sends a message that has no answer."""
-        self._send(_UNRESPONSIVE_SEC, kind, 0, rest)
+    def _number(self, op: _OpMetadata) -> None:
+        # In a forked child the lock may be held for ever by a thread of the parent.
+        if self._broken is None:
+            with self._lock:
+                if self._broken is None:
+                    op.op_id = next(self._ids)
+                    self._ops[op.op_id] = op
+                    return
+        op.release()
+        raise self._error()
 
-    def _send(self, timeout: float, kind: int, operation: int, *parts: bytes, descriptor: Optional[int] = None) -> None:
+    def notify(self, kind: str, *rest: Any) -> None:
+        """Sends a message that has no answer."""
+        self._send(_UNRESPONSIVE_SEC, (kind, *rest))
+
+    def _send(self, timeout: float, request: tuple[Any, ...], descriptor: Optional[int] = None) -> None:
+        """Sends a request; waits up to `timeout` seconds if the worker stalls: a healthy worker always reads."""
         if self._broken is None:
             try:
-                self.wire.send(max(timeout, _UNRESPONSIVE_SEC), kind, operation, *parts, descriptor=descriptor)
+                with self._send_lock:
+                    protocol.send(
+                        self._socket,
+                        request,
+                        () if descriptor is None else (descriptor,),
+                        max(timeout, _UNRESPONSIVE_SEC),
+                    )
                 return
             except TimeoutError:
                 error: Exception = RuntimeError(
@@ -140,33 +158,57 @@ class Channel:
             self.close(error)
         raise self._error()
 
-    def wait(self, op: _OpMetadata, timeout: Optional[float]) -> bool:
-        """Waits until an operation has ended; False if that takes longer than `timeout` seconds."""
-        if not op.done:
-            op.ended.wait(timeout)
-        return op.done
-
     # The reader
 
     def _read(self) -> None:
         while self._broken is None:
             try:
-                for answer in self.wire.read(_PING_EVERY_SEC):
-                    self._handle(answer)
+                if self._ready.poll(1000 * _PING_EVERY_SEC):
+                    self._handle(*self._receive())
                 self._look_after()
             except EOFError:
                 self.close(self._worker_failed())
             except Exception as e:
                 self.close(RuntimeError(f"{self._name}: the answers of the worker could not be read: {e!r}"))
         try:
-            ended = self._on_end()
+            ended = self._has_ended()
             use_device(self._device)
             if ended:  # else it may still write into the shared memory
                 self.devices.close()
             else:
                 self.devices.free_streams()
         finally:
-            self.wire.close()
+            with self._send_lock, self._lock:
+                process, self._process = self._process, None
+                if process is not None:
+                    os.close(process)
+                self._socket.close()
+
+    def _receive(self) -> tuple[int, Any, Any]:
+        answer, descriptors = protocol.receive(self._socket)
+        if descriptors:
+            (self._process,) = descriptors
+        return answer
+
+    def _has_ended(self) -> bool:
+        """Waits for the end of a worker that was killed; False if it does not end."""
+        self._hang_up()
+        with contextlib.suppress(EOFError, OSError):  # its first message may not have been read
+            while self._process is None and self._ready.poll(0):
+                self._receive()
+        if self._process is None:  # it has not begun: it ends when it finds the socket closed
+            return True
+        self.kill()
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(1000 * _REAP_SEC))
+
+    def kill(self) -> None:
+        """Kills the worker's process. The reader notices that."""
+        with self._lock:
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def _look_after(self) -> None:
         """Pings the worker while an operation is late, and ends a worker that does not answer."""
@@ -180,28 +222,27 @@ class Channel:
             self._pinged_at = None
         elif self._pinged_at is None:
             self._pinged_at = now
-            with contextlib.suppress(OSError):  # it has ended: the next `read` says so
-                self.wire.send(_UNRESPONSIVE_SEC, protocol.PING, 0)
+            with contextlib.suppress(OSError), self._send_lock:  # if it has ended, the next answer says so
+                protocol.send(self._socket, (protocol.PING,), timeout=_UNRESPONSIVE_SEC)
         elif now >= self._pinged_at + _UNRESPONSIVE_SEC:
             self.close(RuntimeError(f"{self._name}: the worker does not respond; it is ended"))
 
-    def _handle(self, answer: protocol.Answer) -> None:
-        if answer.kind == protocol.PONG:
+    def _handle(self, number: int, marks: Any, error: Any) -> None:
+        if number == 0:
             self._pinged_at = None
-        if answer.kind == protocol.FATAL:
-            self.close(protocol.decode_error(answer.rest))
+            if error is not None:
+                self.close(protocol.decode_error(error))
             return
         # Either the reader here or `close` removes an operation, and the one that removes it ends it.
         with self._lock:
-            op = self._ops.pop(answer.operation, None)
+            op = self._ops.pop(number, None)
         if op is None:
             return
         try:
-            if answer.kind == protocol.FAILED:
-                op.error = protocol.decode_error(answer.rest)
+            if error is not None:
+                op.error = protocol.decode_error(error)
                 return
-            if answer.rest:
-                op.marks = protocol.read_marks(answer.rest)[0]
+            op.marks = marks
             for _, registration in op.registrations:
                 registration.fetch()
         except Exception as e:
@@ -215,14 +256,13 @@ class Channel:
             if op.marks:
                 self.devices.hold(op)
             else:
-                release(op)
+                op.release()
         except Exception as e:
             op.error = op.error or e
         finally:
             with self._lock:
-                op.done = True
+                op.end()
                 has_future = op.future is not None
-            op.ended.set()
             if has_future:
                 self._futures.put(op)
 
@@ -312,8 +352,8 @@ class Channel:
         """
         if not self.asks:
             return
-        op = self.start(protocol.CHECK, (), [], None, _UNRESPONSIVE_SEC)
-        if not self.wait(op, timeout):
+        op = self.ask(protocol.CHECK, _UNRESPONSIVE_SEC)
+        if not op.wait(timeout):
             raise TimeoutError(f"{self._name}: timed out: the worker did not say in {timeout} s whether it has failed")
         if op.error is not None:
             raise copied(op.error)
@@ -386,27 +426,39 @@ class Channel:
             self._broken = error
             ops, self._ops = self._ops, {}
         with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
-            rest.callback(self._on_broken)
-            rest.callback(self.wire.hang_up)
+            rest.callback(self._stop)
+            rest.callback(self._hang_up)
+            rest.callback(self.kill)
             rest.callback(self._futures.close)
             for op in reversed(ops.values()):
                 rest.callback(self._fail, op)
             rest.callback(self.devices.abandon)
             rest.callback(self._failed.set)
 
-    def join(self, timeout: float) -> None:
-        """Waits until the worker has ended and its memory is released, `timeout` seconds at most."""
-        if threading.current_thread() is not self._reader:
-            self._reader.join(timeout)
+    def _hang_up(self) -> None:
+        """Further sends fail, and a worker that has only begun ends."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _stop(self) -> None:
+        # An abort returns only after the worker has ended, since until then the worker may write into shared memory.
+        # With a device that can take long, and the memory is kept until then.
+        if not self.devices.any and threading.current_thread() is not self._reader:
+            self._reader.join(_STOP_SEC)
 
     def _forget(self) -> None:
-        """In a forked child: the operations and the wire belong to the parent."""
+        """In a forked child: the operations and the worker belong to the parent."""
         if self._broken is None:
             self._broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
             # Without the lock, which may be held for ever; the child has no other thread.
             for op in self._ops.values():
-                op.error, op.done = self._error(), True
-        self.wire.forget()
+                op.error = self._error()
+                op.end()
+        # If the child kept the descriptors open, the worker would not see the end of the trainer.
+        for descriptor in (self._socket.detach(), self.theirs.detach(), self._process):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self._process = None
 
 
 class _Futures:
@@ -483,7 +535,6 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    # If a child kept the descriptors open, the workers would not see the end of the trainer.
     for channel in list(_channels):
         channel._forget()
     _channels.clear()

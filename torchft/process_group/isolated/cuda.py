@@ -23,7 +23,6 @@ import contextlib
 import itertools
 import os
 import queue
-import struct
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -32,26 +31,18 @@ from typing import Any, Optional
 import torch
 
 from torchft.process_group.isolated import driver
-from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing
+from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing, dtype_name
 from torchft.process_group.isolated.values import Awaited, Page, Pages, Written
 from torchft.utils import DeviceThread, use_device
 
 _DEVICE = "cuda"
 
-# A dtype is encoded as its index in this list, which is the same at both ends because both run the same PyTorch.
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+# Notes to the worker: the device to work on, perhaps with the file of a page of values; the exports to drop.
+_USE, _DROP = "use", "drop"
 
-# export, device, dtype, dimensions; offset in the storage; the storage's size and its offset in the allocation
-_REF = struct.Struct("<QHBBqQQ")
-# event, number of its recordings, number of notes read from the other end; then the event's handle. Or slot, value,
-# number of notes
-_MARK = struct.Struct("<IQQ")
-_ID = struct.Struct("<Q")
-
-# Notes to the worker, by their first byte: the device to work on, perhaps with the file of a page of values; storages
-# to drop.
-_USE, _DROP = b"U", b"D"
+# A mark. Event, number of its recordings, number of notes read from the other end, the event's handle; or slot, value,
+# number of notes, b"".
+_Mark = tuple[int, int, int, bytes]
 
 # The number of streams that a worker's operations use in turn; PyTorch's pool has as many.
 _STREAMS = 32
@@ -226,13 +217,13 @@ class _Marks:
         # Events of the other end, by number, with the highest count of recordings seen.
         self._opened: dict[int, tuple[torch.cuda.Event, int]] = {}
 
-    def mark(self, device: torch.device, notes: int) -> bytes:
+    def mark(self, device: torch.device, notes: int) -> _Mark:
         with self._lock:
             number, event, handle, times = self._next(device)
             event.record(torch.cuda.current_stream(device))
             times += 1
             self._recorded.append((number, event, handle, times))
-        return _MARK.pack(number, times, notes) + handle
+        return number, times, notes, handle
 
     def _next(self, device: torch.device) -> tuple[int, torch.cuda.Event, bytes, int]:
         # Only an event that the device has passed is reused: its earlier recordings are then complete.
@@ -243,15 +234,15 @@ class _Marks:
             self._count += 1
             return self._count, event, event.ipc_handle(), 0
 
-    def event(self, mark: bytes, device: torch.device) -> Optional[torch.cuda.Event]:
+    def event(self, mark: _Mark, device: torch.device) -> Optional[torch.cuda.Event]:
         """The other end's event of a mark; None if the device is known to have passed it."""
-        number, times, _ = _MARK.unpack_from(mark)
+        number, times, _, handle = mark
         with self._lock:
             known = self._opened.get(number)
             event: torch.cuda.Event
             if known is None:
                 # pyrefly: ignore [bad-assignment]  # it gives an object of the class it is called on
-                event = torch.cuda.Event.from_ipc_handle(device, mark[_MARK.size :])
+                event = torch.cuda.Event.from_ipc_handle(device, handle)
             else:
                 event, seen = known
                 if times < seen:
@@ -273,7 +264,7 @@ class _Registration:
 
     __slots__ = ("_all", "_tensor", "ref")
 
-    def __init__(self, tensor: torch.Tensor, ref: bytes, all_: set[_Registration]) -> None:
+    def __init__(self, tensor: torch.Tensor, ref: Any, all_: set[_Registration]) -> None:
         self._tensor: Optional[torch.Tensor] = tensor
         self.ref = ref
         # The trainer's end refers to the registration too: if a worker was killed, its kernels may still run, so the
@@ -333,7 +324,7 @@ class TrainerEnd:
         if closed:
             _unhold([export], self)
             raise RuntimeError("the worker of this group has ended")
-        return _Registration(tensor, _encode(tensor, export), self._registrations)
+        return _Registration(tensor, _ref(tensor, export), self._registrations)
 
     def _use(self, device: torch.device) -> None:
         """Tells the worker its device, and the page of values for it."""
@@ -341,7 +332,7 @@ class TrainerEnd:
         with torch.cuda.device(device):  # the driver's calls make it the thread's current device
             page = pages.take(torch.cuda.current_stream(device))
         try:
-            self._send(_USE + _ID.pack(device.index or 0), None if page is None else page[1])
+            self._send((_USE, device.index or 0), None if page is None else page[1])
         except BaseException:
             if page is not None:  # `close` may have been called already
                 pages.give_back(page)
@@ -357,9 +348,9 @@ class TrainerEnd:
             freed.append(self._freed_exports.popleft())
         if freed:
             self._announced[self._notes + 1] = freed
-            self._send(_DROP + b"".join(_ID.pack(export.id) for export in freed))
+            self._send((_DROP, *[export.id for export in freed]))
 
-    def _send(self, note: bytes, descriptor: Optional[int] = None) -> None:
+    def _send(self, note: tuple[Any, ...], descriptor: Optional[int] = None) -> None:
         self._notes += 1
         self._notify(note, descriptor)
 
@@ -374,11 +365,11 @@ class TrainerEnd:
         if freed:
             _unhold(freed, self)
 
-    def mark(self) -> bytes:
+    def mark(self) -> _Mark:
         return self._marks.mark(self._current(), 0)
 
-    def follow(self, mark: bytes) -> bool:
-        slot, value, notes = _MARK.unpack_from(mark)
+    def follow(self, mark: _Mark) -> bool:
+        slot, value, notes, _ = mark
         self._dropped(notes)
         if _is_event(mark):
             return False
@@ -388,8 +379,8 @@ class TrainerEnd:
             self._awaited.follow(torch.cuda.current_stream(device), slot, value)
         return True
 
-    def reached(self, mark: bytes) -> bool:
-        slot, value, notes = _MARK.unpack_from(mark)
+    def reached(self, mark: _Mark) -> bool:
+        slot, value, notes, _ = mark
         self._dropped(notes)
         if self._awaited is not None and not _is_event(mark):
             return self._awaited.reached(slot, value)
@@ -436,8 +427,9 @@ class WorkerEnd:
         self._notes = 0
         self._lock = threading.Lock()
 
-    def borrow(self, ref: bytes) -> torch.Tensor:
-        export, device, dtype, shape, stride, offset, size, at, handle = _decode(ref)
+    def borrow(self, ref: tuple[Any, ...]) -> torch.Tensor:
+        export, index, dtype, shape, stride, offset, size, at, handle = ref
+        device, dtype = torch.device(_DEVICE, index), getattr(torch, dtype)
         if not handle:
             return torch.empty(0, dtype=dtype, device=device).as_strided(shape, stride)
         with self._lock:
@@ -450,9 +442,9 @@ class WorkerEnd:
                 self._imports[export] = storage
         return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
 
-    def notified(self, note: bytes, descriptor: Optional[int]) -> None:
+    def notified(self, note: tuple[Any, ...], descriptor: Optional[int]) -> None:
         """Reads a note. Storages to drop are unmapped; the trainer names them after all their operations have ended."""
-        kind, numbers = note[:1], [number for (number,) in _ID.iter_unpack(note[1:])]
+        kind, *numbers = note
         if kind == _USE:
             torch.cuda.set_device(numbers[0])
             self._device = torch.device(_DEVICE, numbers[0])
@@ -479,14 +471,15 @@ class WorkerEnd:
         finally:
             os.close(descriptor)
 
-    def mark(self) -> bytes:
+    def mark(self) -> _Mark:
         with self._lock:
             notes = self._notes
         if self._written is not None:
-            return _MARK.pack(*self._written.mark(torch.cuda.current_stream(self._device)), notes)
+            slot, value = self._written.mark(torch.cuda.current_stream(self._device))
+            return slot, value, notes, b""
         return self._marks.mark(self._device, notes)
 
-    def follow(self, mark: bytes) -> None:
+    def follow(self, mark: _Mark) -> None:
         """Begins an operation: makes the next stream the current one, and makes it wait for the trainer's mark."""
         if not self._streams:
             self._streams = [torch.cuda.Stream(self._device) for _ in range(_STREAMS)]
@@ -497,13 +490,13 @@ class WorkerEnd:
         if event is not None:
             event.wait(stream)
 
-    def reached(self, mark: bytes) -> bool:
+    def reached(self, mark: _Mark) -> bool:
         event = self._marks.event(mark, self._device)
         return event is None or event.query()
 
 
-def _is_event(mark: bytes) -> bool:
-    return len(mark) > _MARK.size
+def _is_event(mark: _Mark) -> bool:
+    return mark[3] != b""
 
 
 def trainer(notify: Notify) -> Sharing:
@@ -523,7 +516,7 @@ def prepare(device: torch.device) -> None:
     torch.empty(1, device=device)
 
 
-# A tensor as bytes
+# A tensor as a record
 
 
 def _check(tensor: torch.Tensor) -> torch.device:
@@ -538,35 +531,15 @@ def _check(tensor: torch.Tensor) -> torch.device:
     return device
 
 
-def _encode(tensor: torch.Tensor, export: _Export) -> bytes:
-    shape, stride = tensor.shape, tensor.stride()
-    head = _REF.pack(
+def _ref(tensor: torch.Tensor, export: _Export) -> tuple[Any, ...]:
+    return (
         export.id,
         tensor.device.index or 0,
-        _CODES[tensor.dtype],
-        len(shape),
+        dtype_name(tensor.dtype),
+        (*tensor.shape,),
+        tensor.stride(),
         tensor.storage_offset(),
         export.size,
         export.offset,
-    )
-    return head + struct.pack(f"<{2 * len(shape)}q", *shape, *stride) + export.handle
-
-
-def _decode(
-    ref: bytes,
-) -> tuple[int, torch.device, torch.dtype, tuple[int, ...], tuple[int, ...], int, int, int, bytes]:
-    export, device, dtype, dimensions, offset, size, at = _REF.unpack_from(ref)
-    layout = struct.Struct(f"<{2 * dimensions}q")
-    numbers = layout.unpack_from(ref, _REF.size)
-    handle = ref[_REF.size + layout.size :]
-    return (
-        export,
-        torch.device(_DEVICE, device),
-        _DTYPES[dtype],
-        numbers[:dimensions],
-        numbers[dimensions:],
-        offset,
-        size,
-        at,
-        handle,
+        export.handle,
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
-from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.operation import _OpMetadata, release
-from torchft.process_group.isolated.sharing import Registration, Sharing, is_plain
+from torchft.process_group.isolated.operation import _OpMetadata
+from torchft.process_group.isolated.sharing import Sharing, is_plain
 
 # Makes the trainer's end for a device type, from the type's number and a function that sends notes to the worker.
-MakeSharing = Callable[[int, Callable[[bytes, Optional[int]], None]], Sharing]
+MakeSharing = Callable[[int, Callable[[Any, Optional[int]], None]], Sharing]
 
 
 class Devices:
@@ -21,7 +20,7 @@ class Devices:
         notify: sends a note to the worker's end for a device, perhaps with a descriptor.
     """
 
-    def __init__(self, make: MakeSharing, notify: Callable[[int, bytes, Optional[int]], None]) -> None:
+    def __init__(self, make: MakeSharing, notify: Callable[[int, Any, Optional[int]], None]) -> None:
         self._make = make
         self._notify = notify
         # Reentrant: the garbage collector may close a channel on a thread that holds it.
@@ -40,7 +39,7 @@ class Devices:
                 sharing = self._sharings.get(device)
                 if sharing is None:
 
-                    def notify(note: bytes, descriptor: Optional[int]) -> None:
+                    def notify(note: Any, descriptor: Optional[int]) -> None:
                         self._notify(device, note, descriptor)
 
                     sharing = self._sharings[device] = self._make(device, notify)
@@ -49,12 +48,12 @@ class Devices:
 
     # Order
 
-    def marks(self, registrations: list[tuple[int, Registration]]) -> bytes:
-        """Marks behind the work queued so far on the devices of these registrations, for the worker to wait for."""
+    def marks(self, op: _OpMetadata) -> tuple[tuple[int, Any], ...]:
+        """Marks behind the work queued so far on the devices of an operation, for the worker to wait for."""
         if not self._marking:
-            return protocol.NO_MARKS
-        marks = [(device, self._sharings[device].mark()) for device in {device for device, _ in registrations}]
-        return protocol.marks([item for item in marks if item[1]])
+            return ()
+        marks = [(device, self._sharings[device].mark()) for device in {device for device, _ in op.registrations}]
+        return tuple([item for item in marks if item[1] is not None])
 
     def follow(self, op: _OpMetadata) -> bool:
         """Makes the current stream wait for the operation on the worker's device; False if only the host can: see
@@ -86,7 +85,7 @@ class Devices:
                     if op not in self._queued:  # another thread has released or abandoned it
                         continue
                     self._queued.remove(op)
-                release(op)
+                op.release()
 
     def abandon(self) -> None:
         """After a failure of the worker: registrations keep their memory until `close`."""

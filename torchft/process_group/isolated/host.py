@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import struct
 import threading
 from typing import Any, Optional
 
@@ -18,17 +17,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchft.process_group.isolated._native import copy
-from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing
+from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing, dtype_name
 
-# note: map or unmap, region, bytes
-_NOTE = struct.Struct("<BQQ")
-_MAP, _UNMAP = 0, 1
-
-# ref: region, offset in bytes, dtype, dimensions; then sizes, then strides unless contiguous
-_REF = struct.Struct("<QQBBB")
-
-_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_MAP, _UNMAP = "map", "unmap"  # notes: with the region, and its size in bytes
 
 # Slots are powers of two of at least this many bytes; small ones are cut from regions of _REGION bytes.
 _SMALLEST = 1 << 10
@@ -76,16 +67,13 @@ def share(tensor: torch.Tensor) -> bool:
 class _Slot:
     """A piece of memory for one registration at a time."""
 
-    __slots__ = ("address", "kind", "memory", "offset", "ref", "region")
+    __slots__ = ("address", "memory", "offset", "region")
 
     def __init__(self, region: int, offset: int, memory: torch.Tensor) -> None:
         self.region = region
         self.offset = offset
         self.memory = memory
         self.address = memory.data_ptr()
-        # Description of the previous tensor here: the next one most likely has the same.
-        self.kind: Optional[tuple[Any, ...]] = None
-        self.ref = b""
 
 
 class _Staged:
@@ -96,15 +84,13 @@ class _Staged:
         size: size of the copy in bytes, which begins with the tensor's first element.
     """
 
-    __slots__ = ("_free", "_size", "_slot", "_tensor", "_write", "ref")
-
-    def __init__(self, tensor: torch.Tensor, size: int, write: bool, slot: _Slot, free: list[_Slot]) -> None:
+    def __init__(self, ref: Any, tensor: torch.Tensor, size: int, write: bool, slot: _Slot, free: list[_Slot]) -> None:
+        self.ref = ref
         self._tensor = tensor
         self._size = size
         self._write = write
         self._slot = slot
         self._free = free
-        self.ref = slot.ref
 
     def fetch(self) -> None:
         if self._write:
@@ -117,10 +103,8 @@ class _Staged:
 class _Converted(_Staged):
     """A registration of a copy whose layout differs from the tensor's memory."""
 
-    __slots__ = ("_view",)
-
-    def __init__(self, tensor: torch.Tensor, read: bool, write: bool, slot: _Slot, free: list[_Slot]) -> None:
-        super().__init__(tensor, tensor.nbytes, write, slot, free)
+    def __init__(self, ref: Any, tensor: torch.Tensor, read: bool, write: bool, slot: _Slot, free: list[_Slot]) -> None:
+        super().__init__(ref, tensor, tensor.nbytes, write, slot, free)
         self._view = slot.memory[: self._size].view(tensor.dtype).view(tensor.shape)
         if read:
             with torch.no_grad():
@@ -135,9 +119,7 @@ class _Converted(_Staged):
 class _Shared:
     """A registration of the tensor's own shared memory."""
 
-    __slots__ = ("ref",)
-
-    def __init__(self, ref: bytes) -> None:
+    def __init__(self, ref: Any) -> None:
         self.ref = ref
 
     def fetch(self) -> None:
@@ -153,8 +135,8 @@ class _Host:
     # See `sharing.is_plain`.
     plain = True
 
-    def mark(self) -> bytes:
-        return b""
+    def mark(self) -> None:
+        return None
 
 
 class _Trainer(_Host):
@@ -178,15 +160,12 @@ class _Trainer(_Host):
             if region is not None:
                 return _Shared(_ref(region, int(tensor.storage_offset()) * tensor.element_size(), tensor, True))
         slot, free = self._take(size)
+        ref = _ref(slot.region, slot.offset, tensor, contiguous)
         try:
-            kind = (tensor.dtype, tensor.shape) if contiguous else None
-            if kind is None or slot.kind != kind:
-                slot.ref = _ref(slot.region, slot.offset, tensor, contiguous)
-                slot.kind = kind
             if type(tensor) not in _PLAIN or tensor.is_conj() or tensor.is_neg():
                 if not contiguous:
                     tensor, read = tensor.detach().as_strided((_span(tensor),), (1,)), True
-                return _Converted(tensor, read, write, slot, free)
+                return _Converted(ref, tensor, read, write, slot, free)
             # A tensor that is not contiguous is copied with the gaps between its elements, also if the operation only
             # writes: `fetch` copies the gaps back. So Gloo gets the layout of the caller's memory.
             if read or not contiguous:
@@ -194,7 +173,7 @@ class _Trainer(_Host):
         except BaseException:
             free.append(slot)
             raise
-        return _Staged(tensor, size, write, slot, free)
+        return _Staged(ref, tensor, size, write, slot, free)
 
     def _take(self, size: int) -> tuple[_Slot, list[_Slot]]:
         size = max(_SMALLEST, 1 << max(0, size - 1).bit_length())
@@ -217,7 +196,7 @@ class _Trainer(_Host):
         try:
             os.ftruncate(descriptor, total)
             memory = _map(descriptor, total)
-            self._notify(_NOTE.pack(_MAP, region, total), descriptor)
+            self._notify((_MAP, region, total), descriptor)
         finally:
             os.close(descriptor)
         return [_Slot(region, at, memory[at : at + size]) for at in range(0, total, size)]
@@ -238,9 +217,9 @@ class _Trainer(_Host):
             if len(self._storages) >= self._sweep_at:
                 self._sweep()
             region = next(self._regions)
-            self._notify(_NOTE.pack(_MAP, region, os.fstat(descriptor).st_size), descriptor)
+            self._notify((_MAP, region, os.fstat(descriptor).st_size), descriptor)
             if known is not None:
-                self._notify(_NOTE.pack(_UNMAP, known[1], 0), None)
+                self._notify((_UNMAP, known[1], 0), None)
             self._storages[key] = (StorageWeakRef(storage), region)
             return region
 
@@ -248,13 +227,13 @@ class _Trainer(_Host):
         for key, (storage, region) in list(self._storages.items()):
             if storage.expired():
                 del self._storages[key]
-                self._notify(_NOTE.pack(_UNMAP, region, 0), None)
+                self._notify((_UNMAP, region, 0), None)
         self._sweep_at = max(_SWEEP_AT, 2 * len(self._storages))
 
-    def follow(self, mark: bytes) -> bool:
+    def follow(self, mark: Any) -> bool:
         return True
 
-    def reached(self, mark: bytes) -> bool:
+    def reached(self, mark: Any) -> bool:
         return True
 
     def free_streams(self) -> None:
@@ -270,8 +249,8 @@ class _Worker(_Host):
     def __init__(self) -> None:
         self._regions: dict[int, torch.Tensor] = {}
 
-    def notified(self, note: bytes, descriptor: Optional[int]) -> None:
-        action, region, size = _NOTE.unpack(note)
+    def notified(self, note: Any, descriptor: Optional[int]) -> None:
+        action, region, size = note
         if action == _UNMAP:
             self._regions.pop(region, None)
             return
@@ -281,19 +260,18 @@ class _Worker(_Host):
         finally:
             os.close(descriptor)
 
-    def follow(self, mark: bytes) -> None:
+    def follow(self, mark: Any) -> None:
         pass
 
-    def borrow(self, ref: bytes) -> torch.Tensor:
-        region, offset, dtype_number, contiguous, dimensions = _REF.unpack_from(ref)
-        dtype = _DTYPES[dtype_number]
-        numbers = struct.unpack_from(f"<{dimensions * (1 if contiguous else 2)}q", ref, _REF.size)
+    def borrow(self, ref: Any) -> torch.Tensor:
+        region, offset, dtype, shape, stride = ref
         # Slices and views of the region, so that PyTorch checks that the tensor lies within it.
+        dtype = getattr(torch, dtype)
         memory = self._regions[region][offset:]
         rest = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        if contiguous:
-            return rest[: torch.Size(numbers).numel()].view(numbers)
-        return rest.as_strided(numbers[:dimensions], numbers[dimensions:])
+        if stride is None:
+            return rest[: torch.Size(shape).numel()].view(shape)
+        return rest.as_strided(shape, stride)
 
 
 def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:
@@ -325,7 +303,7 @@ def _span(tensor: torch.Tensor) -> int:
     return min(max(reach, tensor.numel()), left)
 
 
-def _ref(region: int, offset: int, tensor: torch.Tensor, contiguous: bool) -> bytes:
-    numbers = (*tensor.shape,) if contiguous else (*tensor.shape, *tensor.stride())
-    head = _REF.pack(region, offset, _DTYPE_NUMBERS[tensor.dtype], contiguous, tensor.dim())
-    return head + struct.pack(f"<{len(numbers)}q", *numbers)
+def _ref(region: int, offset: int, tensor: torch.Tensor, contiguous: bool) -> tuple[Any, ...]:
+    """Region, offset in bytes, dtype, sizes, and strides unless contiguous."""
+    stride = None if contiguous else tensor.stride()
+    return region, offset, dtype_name(tensor.dtype), (*tensor.shape,), stride

@@ -1,4 +1,4 @@
-"""The trainer's record of an operation in the worker: the threads that wait for it, and its result."""
+"""The trainer's record of an operation in the worker: its tensors, its request, and its result."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Generator, Optional, Sequence
+from datetime import timedelta
+from typing import Any, Callable, Generator, Optional, Sequence
 
 import torch
 
+from torchft.process_group._timeout import given_timeout
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.sharing import Registration
-from torchft.utils import get_stream_context
+from torchft.process_group.isolated.sharing import Registration, Sharing
+from torchft.utils import get_stream_context, refuse_capture
 
 
 class WorkerFailed(RuntimeError):
@@ -34,42 +36,58 @@ class _FutureMetadata:
 
 
 class _OpMetadata:
-    """An operation that the trainer sent to the worker.
+    """An operation for the worker, before and after it was sent.
 
     Args:
-        op_id: number of the operation.
-        registrations: (device, registration) of every tensor.
-        result: value of the operation's future: the caller's tensors.
         timeout_sec: seconds without an answer after which the worker is checked.
-        stream: the current stream at the call.
     """
 
-    def __init__(
-        self,
-        op_id: int,
-        registrations: list[tuple[int, Registration]],
-        result: Any,
-        timeout_sec: float,
-        stream: Optional[torch.Stream] = None,
-    ) -> None:
-        self.op_id = op_id
-        self.registrations = registrations
-        self.result = result
+    def __init__(self, timeout_sec: float) -> None:
+        # Number of the operation in its channel.
+        self.op_id = 0
         self.timeout_sec = timeout_sec
-        self.stream = stream
+        # Device and registration of every tensor.
+        self.registrations: list[tuple[int, Registration]] = []
+        # The operation's record, see `protocol.encode_call`.
+        self.call: tuple[Any, ...] = ()
+        # Value of the operation's future: the caller's tensors.
+        self.result: list[torch.Tensor] = []
+        # The current stream at the call; None if there are only CPU tensors.
+        self.stream: Optional[torch.Stream] = None
         self.started = time.monotonic()
         self.done = False
-        self.ended = threading.Event()  # set after `done`
+        # Held until the operation has ended: cheaper than an event.
+        self._running = threading.Lock()
+        self._running.acquire()
         self.error: Optional[Exception] = None
-        # Events on the worker's device that follow the operation; assigned when the worker has answered.
-        self.marks: Sequence[protocol.Item] = ()
+        # Device and mark of the events on the worker's device that follow the operation; set when it has answered.
+        self.marks: Sequence[tuple[int, Any]] = ()
         self.future: Optional[_FutureMetadata] = None
         # Ends the worker if a stream waits too long for the operation.
         self.timer: Any = None
 
+    def end(self) -> None:
+        """Ends all waits."""
+        self.done = True
+        self._running.release()
+
+    def wait(self, timeout: Optional[float]) -> bool:
+        """Waits until the operation has ended; False if that takes longer than `timeout` seconds."""
+        left = threading.TIMEOUT_MAX if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+        if not self.done and self._running.acquire(timeout=left):
+            self._running.release()
+        return self.done
+
     def end_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+
+    def release(self) -> None:
+        """Ends the sharing of the operation's tensors with the worker, which has finished it."""
+        self.end_timer()
+        registrations, self.registrations = self.registrations, []
+        for _, registration in registrations:
+            registration.release()
 
     @contextlib.contextmanager
     def set_stream(self) -> Generator[None, None, None]:
@@ -78,12 +96,68 @@ class _OpMetadata:
             yield
 
 
-def release(op: _OpMetadata) -> None:
-    """Ends the sharing of the operation's tensors with the worker, which has finished it."""
-    op.end_timer()
-    registrations, op.registrations = op.registrations, []
-    for _, registration in registrations:
-        registration.release()
+def operation(
+    sharing: Callable[[int], Sharing],
+    group: str,
+    name: str,
+    arguments: Sequence[Any],
+    access: Optional[str],
+    timeout: timedelta,
+) -> _OpMetadata:
+    """Makes an operation and registers its tensors.
+
+    Args:
+        sharing: the trainer's end for a device, which registers tensors.
+        group: name of the group, for errors.
+        name: name of the operation, see `protocol.OPERATIONS`.
+        arguments: the arguments of PyTorch's method of that name.
+        access: which tensors the operation reads and writes, if that differs from `protocol.OPERATIONS`.
+        timeout: the group's timeout.
+
+    Raises:
+        Exception: the operation cannot be sent; no tensor is registered then.
+    """
+    # The last argument is options, or for send and recv a number.
+    own = getattr(arguments[-1], "timeout", timedelta(0))
+    op = _OpMetadata((own if own > timedelta(0) else given_timeout() or timeout).total_seconds())
+
+    def register(tensor: torch.Tensor, usual: str) -> tuple[int, Any]:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{tensor!r} is no tensor")
+        kind = tensor.device.type
+        if kind not in protocol.DEVICES:
+            raise RuntimeError(f"a tensor on {tensor.device} is not supported")
+        device = protocol.DEVICES.index(kind)
+        access_of = access or usual
+        registration = sharing(device).register(tensor, "r" in access_of, "w" in access_of)
+        op.registrations.append((device, registration))
+        return device, registration.ref
+
+    try:
+        try:
+            op.call = protocol.encode_call(name, arguments, register)
+        except Exception as e:
+            # so that the error names the group and the operation
+            kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
+            raise kind(f"{group}: {name}: {e}") from e
+        on_device = any(device for device, _ in op.registrations)
+        if on_device:
+            refuse_capture(f"{group}: {name}")
+    except Exception:
+        op.release()
+        raise
+    if op.registrations:
+        op.result = _flat(arguments[0])
+    if on_device:
+        op.stream = torch.accelerator.current_stream()
+    return op
+
+
+def _flat(outputs: Any) -> list[torch.Tensor]:
+    """The value of an operation's future, the same as with Gloo: its outputs, one after another."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    return [tensor for item in outputs for tensor in (item if isinstance(item, (list, tuple)) else (item,))]
 
 
 def timed_out(seconds: Optional[float]) -> Exception:

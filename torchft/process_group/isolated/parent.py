@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import sys
@@ -33,10 +32,9 @@ from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.call import encoded_reduction, made_call, reduction
 from torchft.process_group.isolated.channel import Channel
-from torchft.process_group.isolated.operation import _OpMetadata
-from torchft.process_group.isolated.sharing import Sharing
+from torchft.process_group.isolated.operation import _OpMetadata, operation
+from torchft.process_group.isolated.sharing import Notify, Sharing
 from torchft.process_group.isolated.standby import Worker, Workers, WorkerTimedOut, started
 from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
 
@@ -129,7 +127,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._end(RuntimeError(f"{self._name} was given new peers"))
         self._aborted = self._shut_down = None
         timeout = min(self._timeout, self._reconfigure_timeout or self._timeout).total_seconds()
-        message = {
+        settings = {
             "store_addr": store_addr,
             "rank": rank,
             "world_size": world_size,
@@ -142,12 +140,13 @@ class ProcessGroupBaby(ProcessGroup):
         try:
             worker = started(self._take)
             worker.channel.asks = self._queues
-            request = json.dumps(message).encode()
             # The next worker is forked while this one connects.
             prepare = self._workers.prepare
             began = time.monotonic()
             try:
-                worker.ask(protocol.CONFIGURE, request, timeout + _GRACE_SEC, "connect with its peers", prepare)
+                worker.ask(
+                    protocol.CONFIGURE, timeout + _GRACE_SEC, "connect with its peers", settings, meanwhile=prepare
+                )
             except Exception as e:
                 # The worker's own deadline for connecting precedes this one. When it passes, the worker reports an
                 # error of the store or the backend.
@@ -222,7 +221,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._timeout = timeout
         worker = self._worker
         if worker is not None and worker.channel.broken is None:
-            worker.channel.notify(protocol.SET_TIMEOUT, protocol.seconds(timeout.total_seconds()))
+            worker.channel.notify(protocol.SET_TIMEOUT, timeout.total_seconds())
 
     def _peers_now(self) -> object:
         return self._worker or self
@@ -296,9 +295,15 @@ class ProcessGroupBaby(ProcessGroup):
         checker = self._checker  # read once: an abort on another thread clears it
         if checker is not None:
             checker.check(name, arguments, arguments[-1])
-        call = made_call(channel.devices, self._name, name, arguments, access, self._timeout)
-        op = channel.start(protocol.RUN, call.parts, call.registrations, call.result, call.seconds, call.stream)
-        return self._work(channel, op, call.stream)
+        op = operation(channel.devices.sharing, self._name, name, arguments, access, self._timeout)
+        channel.start(op)
+        # `_BabyWork` looks it up by its number.
+        self._starting[op.op_id] = channel, op
+        try:
+            # Read from the package: a replacement put there must take effect.
+            return sys.modules["torchft.process_group"]._BabyWork(self, op.op_id, op.stream)
+        finally:
+            del self._starting[op.op_id]
 
     def _connected(self) -> Worker:
         """The worker that is connected with peers.
@@ -311,15 +316,6 @@ class ProcessGroupBaby(ProcessGroup):
             error = self._shut_down or self._aborted
             raise copied(error) if error else AssertionError("process group not initialized")
         return worker
-
-    def _work(self, channel: Channel, op: _OpMetadata, stream: Optional[torch.Stream]) -> Work:
-        """Returns the work of an operation that was sent."""
-        self._starting[op.op_id] = channel, op
-        try:
-            # Read from the package: a replacement put there must take effect.
-            return sys.modules["torchft.process_group"]._BabyWork(self, op.op_id, stream)
-        finally:
-            del self._starting[op.op_id]
 
     def allgather(
         self,
@@ -339,16 +335,14 @@ class ProcessGroupBaby(ProcessGroup):
         return self._start("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
 
     def allreduce(self, tensors: List[torch.Tensor], opts: Union[dist.AllreduceOptions, dist.ReduceOp]) -> Work:
-        as_options = encoded_reduction if self._checker is None else reduction
-        return self._start("allreduce", tensors, as_options(opts, AllreduceOptions))
+        return self._start("allreduce", tensors, _reduction(opts, AllreduceOptions))
 
     def allreduce_coalesced(
         self,
         tensors: List[torch.Tensor],
         opts: Union[dist.AllreduceCoalescedOptions, dist.ReduceOp],
     ) -> Work:
-        as_options = encoded_reduction if self._checker is None else reduction
-        return self._start("allreduce_coalesced", tensors, as_options(opts, AllreduceCoalescedOptions))
+        return self._start("allreduce_coalesced", tensors, _reduction(opts, AllreduceCoalescedOptions))
 
     def alltoall_base(
         self,
@@ -411,11 +405,21 @@ for _operation in protocol.OPERATIONS:
         setattr(ProcessGroupBaby, _operation, _delegate(_operation))
 
 
+def _reduction(opts: Any, kind: type) -> Any:
+    """Options whose only field is the reduction, given other options or a reduction."""
+    if type(opts) is kind:
+        return opts
+    made: Any = kind()
+    made.reduceOp = getattr(opts, "reduceOp", opts)
+    made.timeout = getattr(opts, "timeout", made.timeout)
+    return made
+
+
 def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]:
     """Returns a launcher of workers for groups of a class."""
     sharing = group._sharing
 
-    def make_sharing(device: int, notify: Callable[[bytes, Optional[int]], None]) -> Sharing:
+    def make_sharing(device: int, notify: Notify) -> Sharing:
         return importlib.import_module(sharing[protocol.DEVICES[device]]).trainer(notify)
 
     def make() -> Worker:
@@ -423,14 +427,14 @@ def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]
             raise ValueError(
                 f"{group.__qualname__} is defined in __main__, which a worker does not import: put it into a module"
             )
-        message = {
+        settings = {
             "group": f"{group.__module__}:{group.__qualname__}",
             "path": sys.path,
-            "pytorch": torch.__version__,
+            "pytorch": str(torch.__version__),
             "sharing": sharing,
             "prepare": _current_device() if context else None,
         }
-        return Worker(message, group._name, make_sharing)
+        return Worker(settings, group._name, make_sharing)
 
     return make
 

@@ -1,43 +1,42 @@
-"""The binary messages between an isolated group and its worker.
+"""The messages between an isolated group, its worker, and the process that forks workers.
 
-Requests go to the worker through a socket that keeps messages apart, answers return through a pipe. Neither contains
-tensors or pickles: a tensor is the ref of a registration (see `sharing`), options are their fields. An operation
-without its number and marks (`body`) has the same bytes each time it is repeated, so the worker decodes it once.
+A message is one record: a tuple of numbers, texts, bytes and tuples, encoded by `marshal`. Both ends run the same
+interpreter, and unlike with pickle, decoding runs no code. A SOCK_SEQPACKET socket keeps the messages apart and
+carries file descriptors. A record never contains tensors: a tensor is the ref of a registration (see `sharing`).
 
-    request  kind u8, operation u64, rest
-    answer   kind u8, operation u64, length of the rest u32, rest
-    body     code of the operation u8, then arguments, each a tag u8 and a value in the tag's format
+    request  (RUN, operation, marks, call)       marks: (device, mark) of each device; call: see `encode_call`
+             (CONFIGURE, operation, settings)    the arguments of `configure`, and the environment
+             (CHECK, operation)                  fails with the error of the worker's backend
+             (NOTE, device, note)                perhaps with a file descriptor: see `sharing.Notify`
+             (SET_TIMEOUT, seconds)
+             (PING,)
+    answer   (operation, marks, error)           error: None, or the name of the exception's class, and its text
+
+Answers without an operation have the number 0: with an error, the worker ends; else it answers a ping. The worker's
+first message carries a descriptor of its process.
 """
 
 from __future__ import annotations
 
+import array
+import marshal
 import operator
-import struct
+import os
+import select
+import socket
+import time
 from datetime import timedelta
-from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterable, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
-# Kinds of requests
-CONFIGURE = 1  # JSON with the arguments of `configure`, and the environment; answered like an operation
-RUN = 2  # marks, then a body
-NOTIFY = 3  # device, note; perhaps with a file descriptor: see `sharing.Notify`
-SET_TIMEOUT = 4  # seconds, f64
-PING = 5
-CHECK = 6  # answered like an operation: fails with the error of the worker's backend
-
-# Kinds of answers
-DONE = 1  # marks
-FAILED = 2  # name of the exception's class, a line feed, its text
-FATAL = 3  # the same; the worker ends
-PONG = 4
+RUN, CONFIGURE, CHECK, NOTE, SET_TIMEOUT, PING = "run", "configure", "check", "note", "set timeout", "ping"
 
 # The methods of PyTorch's group that a worker may call, with their arguments: "r" is read by the operation, "w"
-# written. A request contains the index in this table. The last integer of send and recv is their timeout in
-# milliseconds, 0 for the group's.
+# written. The last integer of send and recv is their timeout in milliseconds, 0 for the group's.
 _OUT, _IN, _OUT_LISTS, _IN_LISTS = ("tensors", "w"), ("tensors", "r"), ("lists", "w"), ("lists", "r")
 _BOTH, _OUT_ONE, _IN_ONE = ("tensors", "rw"), ("tensor", "w"), ("tensor", "r")
 OPERATIONS: dict[str, tuple[Any, ...]] = {
@@ -63,358 +62,195 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
     "_reduce_scatter_base": (_OUT_ONE, _IN_ONE, c10d.ReduceScatterOptions),
     "reduce_scatter_single": (_OUT_ONE, _IN_ONE, c10d.ReduceScatterOptions),
 }
-_NAMES = tuple(OPERATIONS)
-_CODES = {name: bytes((code,)) for code, name in enumerate(_NAMES)}
 
-_REQUEST = struct.Struct("<BQ")
-_ANSWER = struct.Struct("<BQI")
-_ITEM = struct.Struct("<BH")  # device, length
-_COUNT = struct.Struct("<BH")  # tag, count
-_INT = struct.Struct("<Bq")
-_F64 = struct.Struct("<d")
-
-# Answers are written by several threads. A write of up to this size (PIPE_BUF) is never interleaved with another.
-_ATOMIC = 4096
-
-# Tags of arguments
-_TENSOR, _TENSORS, _LISTS, _INTEGER, _INTEGERS, _OPTIONS = range(6)
-_ONE_TENSOR = bytes((_TENSOR,))
-
-# The devices whose tensors can be registered, as numbers in a ref. Tests add their own.
+# The devices whose tensors can be registered, as numbers in a record. Tests add their own.
 DEVICES = ("cpu", "cuda", "xpu")
 
-# (device, ref or mark)
-Item = tuple[int, bytes]
+# A longer message is sent as the descriptor of memory: it does not fit into a socket.
+_LONG = 1 << 15
+_MEMORY = b"in memory"
+_SEND_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+_RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_ANCILLARY = socket.CMSG_SPACE(2 * 4)  # two descriptors
+
+_LONGEST_TEXT = 10_000
 
 
-class Request(NamedTuple):
-    kind: int
-    operation: int
-    rest: bytes
+def send(to: socket.socket, record: Any, descriptors: Sequence[int] = (), timeout: Optional[float] = None) -> None:
+    """Sends a record. Waits only if the other end does not read, `timeout` seconds at most.
+
+    Raises:
+        TimeoutError: the other end does not read.
+        OSError: the other end is closed.
+    """
+    data = marshal.dumps(record)
+    if len(data) > _LONG:
+        memory = os.memfd_create("torchft-message", os.MFD_CLOEXEC)
+        try:
+            os.truncate(memory, len(data))
+            os.pwrite(memory, data, 0)
+            _send(to, _MEMORY, (memory, *descriptors), timeout)
+        finally:
+            os.close(memory)
+    else:
+        _send(to, data, descriptors, timeout)
 
 
-class Answer(NamedTuple):
-    kind: int
-    operation: int
-    rest: bytes
+def _send(to: socket.socket, data: bytes, descriptors: Sequence[int], timeout: Optional[float]) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    deadline = None
+    while True:
+        try:
+            to.sendmsg([data], rights, _SEND_FLAGS)
+            return
+        except BlockingIOError:
+            now = time.monotonic()
+            deadline = now + (3600.0 if timeout is None else timeout) if deadline is None else deadline
+            poll = select.poll()
+            poll.register(to, select.POLLOUT)
+            if not poll.poll(1000 * max(0.0, deadline - now)):
+                raise TimeoutError(f"a message to process timed out: it was not read within {timeout} s") from None
 
 
-def request(kind: int, operation: int = 0, rest: bytes = b"") -> bytes:
-    return _REQUEST.pack(kind, operation) + rest
+def receive(source: socket.socket) -> tuple[Any, list[int]]:
+    """Waits for the next record. Returns it and the descriptors that came with it, which the caller closes.
 
-
-def read_request(data: bytes) -> Request:
-    kind, operation = _REQUEST.unpack_from(data)
-    return Request(kind, operation, data[_REQUEST.size :])
-
-
-def answer(kind: int, operation: int = 0, rest: bytes = b"") -> bytes:
-    """Encodes one answer, truncated to the size that is written in one piece."""
-    rest = rest[: _ATOMIC - _ANSWER.size]
-    return _ANSWER.pack(kind, operation, len(rest)) + rest
-
-
-def read_answers(data: bytes) -> tuple[list[Answer], bytes]:
-    """Returns the complete answers in `data`, and the remaining bytes."""
-    answers = []
-    at = 0
-    if len(data) == _ANSWER.size:
-        # The most frequent case: a single answer, of an operation that has succeeded.
-        kind, operation, length = _ANSWER.unpack(data)
-        return ([Answer(kind, operation, b"")], b"") if not length else ([], data)
-    while len(data) - at >= _ANSWER.size:
-        kind, operation, length = _ANSWER.unpack_from(data, at)
-        end = at + _ANSWER.size + length
-        if end > len(data):
+    Raises:
+        EOFError: the other end is closed.
+    """
+    while True:
+        try:
+            data, ancillary, _, _ = source.recvmsg(_LONG, _ANCILLARY, _RECEIVE_FLAGS)
             break
-        answers.append(Answer(kind, operation, data[at + _ANSWER.size : end]))
-        at = end
-    return answers, data[at:]
+        except ConnectionResetError:  # reported once if the other end has left messages unread; its own may follow
+            pass
+    descriptors = list(_descriptors(ancillary)) if ancillary else []
+    if not data:
+        raise EOFError
+    if data == _MEMORY:
+        memory = descriptors.pop(0)
+        try:
+            data = os.pread(memory, os.fstat(memory).st_size, 0)
+        finally:
+            os.close(memory)
+    return marshal.loads(data), descriptors
 
 
-def seconds(value: float) -> bytes:
-    return _F64.pack(value)
-
-
-def read_seconds(data: bytes) -> float:
-    return _F64.unpack(data)[0]
-
-
-# Marks
-
-
-NO_MARKS = b"\0"
-
-
-def marks(items: Sequence[Item]) -> bytes:
-    if not items:
-        return NO_MARKS
-    return bytes((len(items),)) + b"".join(map(_item, items))
-
-
-def read_marks(data: bytes) -> tuple[list[Item], bytes]:
-    """Decodes the marks at the beginning of `data`. Returns them and the remaining bytes."""
-    at = 1
-    items = []
-    for _ in range(data[0]):
-        item, at = _read_item(data, at)
-        items.append(item)
-    return items, data[at:]
-
-
-def _item(item: Item) -> bytes:
-    return _ITEM.pack(item[0], len(item[1])) + item[1]
-
-
-def _read_item(data: bytes, at: int) -> tuple[Item, int]:
-    device, length = _ITEM.unpack_from(data, at)
-    at += _ITEM.size
-    return (device, data[at : at + length]), at + length
+def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> Iterable[int]:
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            yield from array.array("i", data[: len(data) // 4 * 4])
 
 
 # Operations
 
 
-def code(name: str) -> bytes:
-    """The beginning of an operation's body. The arguments follow, in the order of PyTorch's method."""
-    return _CODES[name]
+def encode_call(name: str, arguments: Sequence[Any], register: Callable[[torch.Tensor, str], Any]) -> tuple[Any, ...]:
+    """An operation as a record: its name, then its arguments as `OPERATIONS` defines them.
+
+    Args:
+        register: turns a tensor and its access, such as "rw", into a record.
+    """
+    return name, *(_encoded(kind, argument, register) for kind, argument in zip(OPERATIONS[name], arguments))
 
 
-def tensor(item: Item) -> bytes:
-    return _ONE_TENSOR + _item(item)
+def _encoded(kind: Any, argument: Any, register: Callable[[torch.Tensor, str], Any]) -> Any:
+    if type(kind) is not tuple:
+        if kind == "integer":
+            return operator.index(argument)
+        if kind == "integers":
+            return tuple(map(operator.index, argument))
+        return encode_options(kind() if argument is None else argument)
+    form, access = kind
+    if form == "tensor":
+        return register(argument, access)
+    if form == "tensors":
+        return tuple([register(tensor, access) for tensor in argument])
+    return tuple([tuple([register(tensor, access) for tensor in tensors]) for tensors in argument])
 
 
-def tensors(items: Sequence[Item]) -> bytes:
-    return _COUNT.pack(_TENSORS, len(items)) + b"".join([_ITEM.pack(device, len(ref)) + ref for device, ref in items])
+def decode_call(record: tuple[Any, ...], borrow: Callable[[Any], torch.Tensor]) -> tuple[str, list[Any]]:
+    """The name and the arguments of an operation.
+
+    Args:
+        borrow: turns what `register` returned into a tensor.
+    """
+    name, *arguments = record
+    return name, [_decoded(kind, argument, borrow) for kind, argument in zip(OPERATIONS[name], arguments)]
 
 
-def lists(several: Sequence[Sequence[Item]]) -> bytes:
-    return _COUNT.pack(_LISTS, len(several)) + b"".join(map(tensors, several))
+def _decoded(kind: Any, argument: Any, borrow: Callable[[Any], torch.Tensor]) -> Any:
+    if type(kind) is not tuple:
+        if kind == "integer":
+            return argument
+        return list(argument) if kind == "integers" else decode_options(argument)
+    form, _ = kind
+    if form == "tensor":
+        return borrow(argument)
+    if form == "tensors":
+        return [borrow(item) for item in argument]
+    return [[borrow(item) for item in items] for items in argument]
 
 
-def integer(value: int) -> bytes:
-    return _INT.pack(_INTEGER, value)
+# Options. The fields of a class depend on the version of PyTorch, which is the same at both ends.
+
+_FIELDS = ("reduceOp", "timeout", "rootRank", "rootTensor", "asyncOp", "device_ids", "device")
+_CLASSES = {kind.__name__: kind for kinds in OPERATIONS.values() for kind in kinds if isinstance(kind, type)}
+_FIELDS_OF = {kind: [name for name in _FIELDS if hasattr(kind, name)] for kind in _CLASSES.values()}
 
 
-def integers(values: Sequence[int]) -> bytes:
-    return _COUNT.pack(_INTEGERS, len(values)) + struct.pack(f"<{len(values)}q", *values)
-
-
-def options(opts: Any) -> tuple[bytes, float]:
-    """Encodes options. Returns also the timeout that they contain, in seconds; negative if there is none."""
-    rest = _SIMPLE.get(type(opts))
-    if rest is None:
-        return _options(opts)
-    # Converted to an int, because Python compares enumerations of C++ slowly.
-    reduction = int(opts.reduceOp.op)
-    key = type(opts), reduction, rest(opts)
-    known = _known.get(key)
-    if known is None:
-        known = _options(opts)
-        # The key does not contain a factor.
-        if reduction in _WITHOUT_FACTOR and len(_known) < _REMEMBERED:
-            _known[key] = known
-    return known
-
-
-def _options(opts: Any) -> tuple[bytes, float]:
-    encoded = encode_options(opts)
-    return _COUNT.pack(_OPTIONS, len(encoded)) + encoded, opts.timeout.total_seconds()
-
-
-def read_body(data: bytes, borrow: Callable[[int, bytes], torch.Tensor]) -> tuple[str, list[Any]]:
-    """Decodes the name and arguments of an operation; `borrow` turns (device, ref) into a tensor."""
-
-    def some(count: int) -> list[torch.Tensor]:
-        nonlocal at
-        out = []
-        for _ in range(count):
-            item, at = _read_item(data, at)
-            out.append(borrow(*item))
-        return out
-
-    def arguments() -> Iterator[Any]:
-        nonlocal at
-        while at < len(data):
-            tag = data[at]
-            if tag == _TENSOR:
-                at += 1
-                yield some(1)[0]
-                continue
-            if tag == _INTEGER:
-                yield _INT.unpack_from(data, at)[1]
-                at += _INT.size
-                continue
-            count = _COUNT.unpack_from(data, at)[1]
-            at += _COUNT.size
-            if tag == _TENSORS:
-                yield some(count)
-            elif tag == _LISTS:
-                several = []
-                for _ in range(count):
-                    length = _COUNT.unpack_from(data, at)[1]
-                    at += _COUNT.size
-                    several.append(some(length))
-                yield several
-            elif tag == _INTEGERS:
-                yield list(struct.unpack_from(f"<{count}q", data, at))
-                at += 8 * count
-            elif tag == _OPTIONS:
-                yield decode_options(data[at : at + count])
-                at += count
-            else:
-                raise ValueError(f"unknown tag {tag} of an argument")
-
-    at = 1
-    return _NAMES[data[0]], list(arguments())
-
-
-# Options
-
-_OPTIONS_CLASSES: tuple[type, ...] = (
-    c10d.AllgatherOptions,
-    c10d.AllreduceOptions,
-    c10d.AllreduceCoalescedOptions,
-    c10d.AllToAllOptions,
-    c10d.BarrierOptions,
-    c10d.BroadcastOptions,
-    c10d.GatherOptions,
-    c10d.ReduceOptions,
-    c10d.ReduceScatterOptions,
-    c10d.ScatterOptions,
-)
-
-
-_REDUCTION = struct.Struct("<BBd")
-
-# The encodings of reductions without a factor: nearly all have none.
-_REDUCTIONS = {
-    kind: _REDUCTION.pack(kind.value, False, 0.0)
-    for name, kind in ReduceOp.RedOpType.__members__.items()
-    if name != "PREMUL_SUM"
-}
-
-
-def _write_reduction(op: Any) -> bytes:
-    known = _REDUCTIONS.get(op.op)
-    if known is not None:
-        return known
-    kind, factor = op.__getstate__()
-    if isinstance(factor, torch.Tensor):
-        raise ValueError("a reduction with a tensor as its factor is not supported in an isolated group: give a number")
-    return _REDUCTION.pack(kind.value, factor is not None, factor or 0.0)
-
-
-def _read_reduction(data: bytes, at: int) -> tuple[Any, int]:
-    kind, has_factor, factor = _REDUCTION.unpack_from(data, at)
-    op = dist._make_nccl_premul_sum(factor) if has_factor else ReduceOp(ReduceOp.RedOpType(kind))
-    return op, at + _REDUCTION.size
-
-
-def _write_integers(values: Sequence[int]) -> bytes:
-    return struct.pack(f"<B{len(values)}q", len(values), *values)
-
-
-def _read_integers(data: bytes, at: int) -> tuple[list[int], int]:
-    return list(struct.unpack_from(f"<{data[at]}q", data, at + 1)), at + 1 + 8 * data[at]
-
-
-def _write_duration(value: timedelta) -> bytes:
-    return _F64.pack(value.total_seconds())
-
-
-def _read_duration(data: bytes, at: int) -> tuple[timedelta, int]:
-    return timedelta(seconds=_F64.unpack_from(data, at)[0]), at + 8
-
-
-def _write_integer(value: int) -> bytes:
-    return struct.pack("<q", value)
-
-
-def _read_integer(data: bytes, at: int) -> tuple[int, int]:
-    return struct.unpack_from("<q", data, at)[0], at + 8
-
-
-def _write_flag(value: bool) -> bytes:
-    return bytes((value,))
-
-
-def _read_flag(data: bytes, at: int) -> tuple[bool, int]:
-    return bool(data[at]), at + 1
-
-
-def _write_device(value: Optional[torch.device]) -> bytes:
-    text = "" if value is None else str(value)
-    return bytes((len(text),)) + text.encode()
-
-
-def _read_device(data: bytes, at: int) -> tuple[Optional[torch.device], int]:
-    end = at + 1 + data[at]
-    text = data[at + 1 : end].decode()
-    return (torch.device(text) if text else None), end
-
-
-_Field = tuple[str, Callable[[Any], bytes], Callable[[bytes, int], tuple[Any, int]]]
-
-_FIELDS: tuple[_Field, ...] = (
-    ("reduceOp", _write_reduction, _read_reduction),
-    ("timeout", _write_duration, _read_duration),
-    ("rootRank", _write_integer, _read_integer),
-    ("rootTensor", _write_integer, _read_integer),
-    ("asyncOp", _write_flag, _read_flag),
-    ("device_ids", _write_integers, _read_integers),
-    ("device", _write_device, _read_device),
-)
-
-# The fields of a class depend on the version of PyTorch, which is the same at both ends.
-_FIELDS_OF: dict[type, tuple[int, tuple[_Field, ...]]] = {
-    kind: (number, tuple(field for field in _FIELDS if hasattr(kind, field[0])))
-    for number, kind in enumerate(_OPTIONS_CLASSES)
-}
-
-
-# Each operation has new options, which mostly repeat earlier ones, so those that can be compared quickly
-# are encoded once.
-_REMEMBERED = 512
-_WITHOUT_FACTOR = {kind.value for kind in _REDUCTIONS}
-_known: dict[tuple[type, int, Any], tuple[bytes, float]] = {}
-_QUICK = {"timeout", "rootRank", "rootTensor", "asyncOp"}
-_SIMPLE: dict[type, Callable[[Any], Any]] = {
-    kind: operator.attrgetter(*(name for name, _, _ in fields[1:]))
-    for kind, (_, fields) in _FIELDS_OF.items()
-    if fields[0][0] == "reduceOp" and _QUICK.issuperset(name for name, _, _ in fields[1:])
-}
-
-
-def encode_options(opts: Any) -> bytes:
-    """PyTorch's options as bytes.
+def encode_options(opts: Any) -> tuple[Any, ...]:
+    """PyTorch's options as a record: the name of their class, then their fields.
 
     Raises:
         TypeError: `opts` is no object of PyTorch's options.
     """
-    known = _FIELDS_OF.get(type(opts))
-    if known is None:
+    fields = _FIELDS_OF.get(type(opts))
+    if fields is None:
         raise TypeError(f"{type(opts).__name__}: options of torch.distributed are needed")
-    number, fields = known
-    return bytes((number,)) + b"".join([write(getattr(opts, name)) for name, write, _ in fields])
+    return type(opts).__name__, *[_encoded_field(name, getattr(opts, name)) for name in fields]
 
 
-def decode_options(data: bytes) -> Any:
-    kind = _OPTIONS_CLASSES[data[0]]
-    opts = kind()
-    at = 1
-    for name, _, read in _FIELDS_OF[kind][1]:
-        value, at = read(data, at)
+def _encoded_field(name: str, value: Any) -> Any:
+    if name == "timeout":
+        return value.total_seconds()
+    if name == "reduceOp":
+        kind, factor = value.__getstate__()
+        if isinstance(factor, torch.Tensor):
+            raise ValueError(
+                "a reduction with a tensor as its factor is not supported in an isolated group: give a number"
+            )
+        return int(kind), factor
+    if name == "device":
+        return None if value is None else str(value)
+    return tuple(value) if name == "device_ids" else value
+
+
+def decode_options(record: tuple[Any, ...]) -> Any:
+    kind = _CLASSES[record[0]]
+    opts: Any = kind()
+    for name, value in zip(_FIELDS_OF[kind], record[1:]):
         # None is the default of `device`, but cannot be set in all versions.
         if value is not None:
-            setattr(opts, name, value)
+            setattr(opts, name, _decoded_field(name, value))
     return opts
+
+
+def _decoded_field(name: str, value: Any) -> Any:
+    if name == "timeout":
+        return timedelta(seconds=value)
+    if name == "reduceOp":
+        kind, factor = value
+        return ReduceOp(ReduceOp.RedOpType(kind)) if factor is None else dist._make_nccl_premul_sum(factor)
+    if name == "device":
+        return torch.device(value)
+    return list(value) if name == "device_ids" else value
 
 
 class _PickleSafeOptions:
     """PyTorch's options as an object that can be pickled; the options themselves cannot."""
 
-    def __init__(self, encoded: bytes) -> None:
+    def __init__(self, encoded: tuple[Any, ...]) -> None:
         self._encoded = encoded
 
     @classmethod
@@ -447,14 +283,16 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def encode_error(error: BaseException) -> bytes:
-    # The text begins with the error and ends with its place in the code; the end is truncated.
-    return f"{type(error).__name__}\n{error}".encode(errors="replace")
+def encode_error(error: BaseException) -> tuple[str, str]:
+    # The text begins with the error and ends with its place in the code; the end is truncated. Characters that cannot
+    # be encoded are replaced.
+    text = str(error)[:_LONGEST_TEXT].encode(errors="replace").decode()
+    return type(error).__name__, text
 
 
-def decode_error(data: bytes) -> Exception:
+def decode_error(record: tuple[str, str]) -> Exception:
     """Returns the worker's error, of the same class if that is one of Python's or torch.distributed's."""
-    name, _, text = data.decode(errors="replace").partition("\n")
+    name, text = record
     kind = _ERRORS.get(name) or getattr(dist, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         kind, text = RuntimeError, text if name == "RuntimeError" else f"{name}: {text}"

@@ -25,20 +25,20 @@ overwritten.
 
 from __future__ import annotations
 
-from typing import Callable, Optional, Protocol
+from typing import Any, Callable, Optional, Protocol
 
 import torch
 
 # Sends a note from the trainer's end of this device type to the worker's end, in order with the operations, optionally
 # with a file descriptor, which the caller still has to close. The worker's end gets the note by `notified`.
-Notify = Callable[[bytes, Optional[int]], None]
+Notify = Callable[[Any, Optional[int]], None]
 
 
 class Registration(Protocol):
     """A tensor of the trainer that the worker may use."""
 
-    # The argument of the worker's `borrow`. Small and complete: it is sent with every operation.
-    ref: bytes
+    # The argument of the worker's `borrow`, a record (see `protocol`): small and complete, as each operation has it.
+    ref: Any
 
     def fetch(self) -> None:
         """Trainer: copies the results into the caller's tensor, if its memory is not shared."""
@@ -50,10 +50,10 @@ class Registration(Protocol):
 class End(Protocol):
     """The common part of both ends: the order of the work that the two processes queue for one device type.
 
-    A mark is small, and b"" where there is nothing to wait for: then neither `follow` nor `reached` is called.
+    A mark is a small record; None where there is nothing to wait for: then neither `follow` nor `reached` is called.
     """
 
-    def mark(self) -> bytes:
+    def mark(self) -> Any:
         """Returns a mark behind the work queued on the current stream so far, for the other end."""
         ...
 
@@ -71,13 +71,13 @@ class Sharing(End, Protocol):
         """
         ...
 
-    def follow(self, mark: bytes) -> bool:
+    def follow(self, mark: Any) -> bool:
         """Makes the current stream wait for the worker's mark, until `free_streams` at the latest; the host continues.
         False if this device's streams cannot do that: a stream must not wait for an event of a process that is killed.
         """
         ...
 
-    def reached(self, mark: bytes) -> bool:
+    def reached(self, mark: Any) -> bool:
         """Whether the device has passed the worker's mark."""
         ...
 
@@ -91,14 +91,14 @@ class Sharing(End, Protocol):
 class Borrowing(End, Protocol):
     """The worker's end. It is used by the threads that start and end operations, and ends with the worker."""
 
-    def follow(self, mark: bytes) -> None:
+    def follow(self, mark: Any) -> None:
         """Begins an operation, whose stream waits for the trainer's mark."""
 
-    def borrow(self, ref: bytes) -> torch.Tensor:
+    def borrow(self, ref: Any) -> torch.Tensor:
         """Returns the tensor of a registration, given its ref. A storage is imported once and kept."""
         ...
 
-    def notified(self, note: bytes, descriptor: Optional[int]) -> None:
+    def notified(self, note: Any, descriptor: Optional[int]) -> None:
         """Called with a note of the trainer's end. Closes the descriptor that came with it."""
 
 
@@ -106,3 +106,8 @@ def is_plain(end: End) -> bool:
     """Whether both ends share plain memory: there are no marks, and `borrow` gives the same for the same ref until
     the next note. Then operations are done when they have finished, and are decoded once."""
     return getattr(end, "plain", False)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name by which `torch` has a dtype, for a record."""
+    return str(dtype).removeprefix("torch.")

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from torchft.process_group._errors import copied
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.devices import MakeSharing
-from torchft.process_group.isolated.messages import send
 from torchft.process_group.isolated.operation import WorkerFailed
 
 # Long, because the server imports PyTorch before it forks the first worker.
@@ -41,12 +39,8 @@ _LINGER = timedelta(seconds=10)
 # How long a server may take to end, usually a few milliseconds, before it is killed.
 _END_SEC = 1.0
 
-# A killed worker that has not ended after this time hangs in a driver; the memory that it shares then stays allocated
-# forever.
-_REAP_SEC = 30.0
-
-# How long an abort waits for the end of the worker, which takes some ten milliseconds.
-_STOP_SEC = 0.08
+# How long a killed server may take to end, on a very busy machine.
+_KILL_SEC = 30.0
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -62,8 +56,10 @@ class Server:
     """The fork server. Its constructor does not wait for it; requests are queued until it is up."""
 
     def __init__(self) -> None:
-        if sys.platform != "linux":
-            raise RuntimeError(f"isolated groups need Linux, not {sys.platform}")
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except (AttributeError, OSError) as e:
+            raise RuntimeError("isolated groups need Linux 5.3 or newer, and a Python that was built for it") from e
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The server ends when this socket is closed. PR_SET_PDEATHSIG would end it with the thread that started it.
         with theirs:
@@ -72,7 +68,6 @@ class Server:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
-        self._numbers = itertools.count()
         # RLock, here and below: a garbage collection may end a group on a thread that holds the lock.
         self._lock = threading.RLock()
 
@@ -83,41 +78,16 @@ class Server:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def spawn(self, message: dict[str, Any], requests: int, answers: int) -> tuple[int, int]:
+    def spawn(self, settings: dict[str, Any], channel: int) -> None:
         """Asks for a worker.
 
-        Returns:
-            The worker's number, for `kill`, and a descriptor that reaches end of file when the worker has ended.
+        Args:
+            settings: see `worker.main`.
+            channel: descriptor of the worker's end of its channel.
         """
-        number = next(self._numbers)
-        ended, theirs = os.pipe()
-        try:
-            self._send({"spawn": number, **message}, (requests, answers, theirs))
-        except BaseException:
-            os.close(ended)
-            raise
-        finally:
-            os.close(theirs)
-        return number, ended
-
-    def kill(self, number: int) -> None:
-        # If the server has ended, so have its workers.
-        with contextlib.suppress(OSError):
-            self._send({"kill": number}, ())
-
-    def _send(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
-        data = json.dumps(message).encode()
         with self._lock:
-            while True:
-                try:
-                    send(self._control, data, descriptors)
-                    return
-                except BlockingIOError:
-                    # The server is still starting, and the socket's buffer is full of requests.
-                    poll = select.poll()
-                    poll.register(self._control, select.POLLOUT)
-                    if not poll.poll(60_000):
-                        raise OSError("the server of isolated workers does not respond") from None
+            # The server is still starting if the socket's buffer is full of requests.
+            protocol.send(self._control, settings, (channel,), _START_SEC)
 
     def close(self) -> None:
         """Ends the server and all its workers."""
@@ -129,7 +99,7 @@ class Server:
         # For example, the server is still importing PyTorch.
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SEC)
+            self._process.wait(_KILL_SEC)
 
     def forget(self) -> None:
         """In a forked child: the server belongs to the parent."""
@@ -156,7 +126,7 @@ class _Servers:
             if self._end is not None:
                 self._end.cancel()
                 self._end = None
-            self._alive()
+            self.get()
 
     def release(self) -> None:
         with self._lock:
@@ -168,7 +138,12 @@ class _Servers:
 
     def get(self) -> Server:
         with self._lock:
-            return self._alive()
+            if self._server is not None and not self._server.alive():
+                self._server.close()
+                self._server = None
+            if self._server is None:
+                self._server = Server()
+            return self._server
 
     def retire(self, server: Server) -> None:
         """Takes no more workers from a server. It is not ended yet, because its workers may be in use."""
@@ -177,36 +152,24 @@ class _Servers:
                 self._server = None
                 self._retired.append(server)
 
-    def _alive(self) -> Server:
-        if self._server is not None and not self._server.alive():
-            self._server.close()
-            self._server = None
-        if self._server is None:
-            self._server = Server()
-        return self._server
-
     def _expire(self) -> None:
+        if not self._users:
+            self.close()
+
+    def _taken(self) -> list[Server]:
         with self._lock:
-            servers = [] if self._users else self._all()
-        for server in servers:
-            server.close()
+            taken = [*self._retired, *([] if self._server is None else [self._server])]
+            self._server, self._retired = None, []
+        return taken
 
     def close(self) -> None:
         """Ends the server now."""
-        with self._lock:
-            servers = self._all()
-        for server in servers:
+        for server in self._taken():
             server.close()
 
-    def _all(self) -> list[Server]:
-        servers, self._retired = self._retired, []
-        if self._server is not None:
-            servers.append(self._server)
-            self._server = None
-        return servers
-
     def forget(self) -> None:
-        for server in self._all():
+        self._lock = threading.RLock()  # a thread of the parent may hold the lock
+        for server in self._taken():
             server.forget()
         self._reset()
 
@@ -220,28 +183,21 @@ class Worker:
     """One worker's process.
 
     Args:
-        message: settings of the worker; see `worker.main`.
+        settings: settings of the worker; see `worker.main`.
         name: name of the group, for errors.
         sharings: see `Channel`.
     """
 
-    def __init__(
-        self,
-        message: dict[str, Any],
-        name: str,
-        sharings: MakeSharing,
-    ) -> None:
+    def __init__(self, settings: dict[str, Any], name: str, sharings: MakeSharing) -> None:
         self._name = name
-        self._number, self._ended = -1, -1
-        self.channel = channel = Channel(name, sharings, self._broken, self._poll_end)
-        requests, answers = channel.wire.theirs
+        self.channel = channel = Channel(name, sharings)
         try:
             try:
-                self._spawn(message, requests.fileno(), answers)
+                self._spawn(settings)
             except ConnectionError:
                 # The server was killed a moment ago, and `alive` is True until the kernel has ended it.
                 servers.retire(self._server)
-                self._spawn(message, requests.fileno(), answers)
+                self._spawn(settings)
         except OSError as e:
             # For example, the fork server has ended at this moment.
             channel.close(WorkerFailed(f"{name}: the worker could not be started: {e}"))
@@ -249,21 +205,21 @@ class Worker:
             channel.close(RuntimeError(f"{name}: the worker could not be started: {e}"))
             raise
         finally:
-            requests.close()
-            os.close(answers)
+            channel.theirs.close()
 
-    def _spawn(self, message: dict[str, Any], requests: int, answers: int) -> None:
+    def _spawn(self, settings: dict[str, Any]) -> None:
         self._server = servers.get()
-        self._number, self._ended = self._server.spawn(message, requests, answers)
+        self._server.spawn(settings, self.channel.theirs.fileno())
 
     def ask(
-        self, kind: int, rest: bytes, timeout: float, what: str, meanwhile: Callable[[], None] = lambda: None
+        self, kind: str, timeout: float, what: str, *rest: Any, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
         """Sends a request and waits for its answer.
 
         Args:
             timeout: in seconds.
             what: the requested action, for the error.
+            rest: the rest of the request.
             meanwhile: called after the request was sent.
 
         Raises:
@@ -271,9 +227,9 @@ class Worker:
             WorkerTimedOut: the worker did not answer in time.
             Exception: the worker's own error.
         """
-        op = self.channel.start(kind, (rest,), [], None, timeout)
+        op = self.channel.ask(kind, timeout, *rest)
         meanwhile()
-        if not self.channel.wait(op, timeout):
+        if not op.wait(timeout):
             raise WorkerTimedOut(f"{self._name}: the worker timed out after {timeout:g} seconds: it did not {what}")
         if op.error is not None:
             raise copied(op.error)
@@ -281,25 +237,6 @@ class Worker:
     def blame_server(self) -> None:
         """Makes the next worker come from a new server, because this server may have stalled."""
         servers.retire(self._server)
-
-    def _broken(self) -> None:
-        if self._number < 0:
-            return
-        self._server.kill(self._number)
-        # An abort returns only after the worker has ended, since until then the worker may write into shared memory.
-        # With a device that can take long, and the memory is kept until then.
-        if not self.channel.devices.any:
-            self.channel.join(_STOP_SEC)
-
-    def _poll_end(self) -> bool:
-        """Waits for the end of a worker that was killed; False if it does not end."""
-        if self._number < 0:
-            return True
-        poll = select.poll()
-        poll.register(self._ended, select.POLLIN)
-        ended = bool(poll.poll(1000 * _REAP_SEC))
-        os.close(self._ended)
-        return ended
 
     def end(self, error: Exception) -> None:
         """Kills the worker. Threads that wait for it get `error`. Does not wait for the end of the process."""
@@ -384,7 +321,7 @@ def started(get: Callable[[], Worker]) -> Worker:
     for attempt in itertools.count(1):
         worker = get()
         try:
-            worker.ask(protocol.PING, b"", max(0.0, deadline - time.monotonic()), "start")
+            worker.ask(protocol.CHECK, max(0.0, deadline - time.monotonic()), "start")
             return worker
         except WorkerFailed:
             if attempt == _ATTEMPTS:

@@ -43,7 +43,7 @@ class _BabyWork(Work):
         seconds, began = None, 0.0
         if timeout is not None and timeout > timedelta(0):
             seconds, began = timeout.total_seconds(), time.monotonic()
-        if not op.done and not self._channel.wait(op, seconds):
+        if not op.wait(seconds):
             raise timed_out(seconds)
         if op.error is not None:
             raise copied(op.error)

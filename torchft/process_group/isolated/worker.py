@@ -7,13 +7,13 @@ that no other thread has to wake up. The worker gets the name of its group's cla
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import queue
 import socket
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any, Callable, Sequence
 
@@ -25,8 +25,7 @@ from torchft.process_group._gloo.connections import GlooConnections
 from torchft.process_group._gloo.operations import _LOOK_SEC, Operations
 from torchft.process_group._gloo.scheduling import calm_loops
 from torchft.process_group.base import BaseProcessGroup
-from torchft.process_group.isolated import _native, protocol
-from torchft.process_group.isolated.messages import unpack
+from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.sharing import Borrowing, is_plain
 from torchft.process_group.native import native_error
 from torchft.process_group.reconfigure import meeting_store
@@ -43,42 +42,52 @@ _OF_BACKENDS = ("allgather", "allreduce", "allreduce_coalesced", "broadcast", "r
 _Call = tuple[str, Callable[..., Work], list[Any], bool, timedelta | None]
 
 
-def main(requests: int, answers: int, message: dict[str, Any]) -> None:
+def main(channel: socket.socket, settings: dict[str, Any]) -> None:
     """Serves one trainer until the trainer closes its end.
 
     Args:
-        requests: descriptor of the socket to read from.
-        answers: descriptor of the pipe to write to.
-        message: `group` is the class as "module:name", `path` is sys.path, `pytorch` the trainer's version, `sharing`
+        channel: this end of the channel.
+        settings: `group` is the class as "module:name", `path` is sys.path, `pytorch` the trainer's version, `sharing`
             the module for each device, `prepare` the index of the device whose context is to be made at once, or None.
     """
-    worker = Worker(socket.socket(fileno=requests), answers)
+    worker = Worker(channel)
+    process = os.pidfd_open(os.getpid())
+    worker.answer(0, descriptors=(process,))  # first: the trainer kills this process by the descriptor
+    os.close(process)
     try:
-        worker.load(**message)
+        worker.load(**settings)
         worker.serve()
     except Exception as e:
-        worker.answer(protocol.FATAL, 0, protocol.encode_error(e))
+        worker.answer(0, error=e)
         raise
 
 
 class Worker:
-    def __init__(self, requests: socket.socket, answers: int) -> None:
-        self._requests = requests
-        self._answers = answers
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
         self._group: Any = None
         self._pg: Any = None
         self._modules: dict[str, str] = {}
         self._index = 0
         self._sharings: dict[int, Borrowing] = {}
-        self._calls: dict[bytes, _Call] = {}
+        # Decoded operations, by their records.
+        self._calls: dict[tuple[Any, ...], _Call] = {}
         self._waiters = _Waiters()
         # The names of operations without an answer so far.
         self._in_flight: dict[int, str] = {}
 
-    def answer(self, kind: int, operation: int = 0, rest: bytes = b"") -> None:
+    def answer(
+        self,
+        operation: int,
+        marks: tuple[tuple[int, Any], ...] = (),
+        error: BaseException | None = None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Sends an answer, see `protocol`."""
+        encoded = None if error is None else protocol.encode_error(error)
         try:
-            os.write(self._answers, protocol.answer(kind, operation, rest))
-        except BrokenPipeError:
+            protocol.send(self._channel, (operation, marks, encoded), descriptors)
+        except ConnectionError:
             # The trainer has closed its end of the socket.
             os._exit(0)
 
@@ -87,7 +96,7 @@ class Worker:
     ) -> None:
         import sys
 
-        # Two versions number dtypes differently, so the result would be wrong without an error.
+        # Two versions have different options and handles of memory, so the result could be wrong without an error.
         if pytorch != torch.__version__:
             raise RuntimeError(
                 f"the worker has imported PyTorch {torch.__version__} from {torch.__path__[0]}, and the trainer has "
@@ -124,40 +133,35 @@ class Worker:
         return self._sharings[device]
 
     def serve(self) -> None:
-        requests = self._requests.fileno()
         while True:
-            kind, operation, rest, descriptors = _native.receive(requests)
-            if rest is None:
+            try:
+                (kind, *rest), descriptors = protocol.receive(self._channel)
+            except EOFError:
                 return
-            if kind == 0:
-                data, descriptors = unpack(rest, descriptors)
-                kind, operation, rest = protocol.read_request(data)
             if kind == protocol.RUN:
                 try:
-                    self._run(operation, rest)
+                    self._run(*rest)
                 except Exception as e:
-                    self.answer(protocol.FAILED, operation, protocol.encode_error(e))
-            elif kind == protocol.NOTIFY:
+                    self.answer(rest[0], error=e)
+            elif kind == protocol.NOTE:
+                device, note = rest
                 self._calls.clear()
-                self._sharing(operation).notified(rest, descriptors[0] if descriptors else None)
+                self._sharing(device).notified(note, descriptors[0] if descriptors else None)
             elif kind == protocol.PING:
-                self.answer(protocol.PONG, operation)
+                self.answer(0)
             elif kind == protocol.CHECK:
-                error = None if self._pg is None else native_error(self._pg)
-                if error is None:
-                    self.answer(protocol.DONE, operation)
-                else:
-                    self.answer(protocol.FAILED, operation, protocol.encode_error(error))
+                self.answer(rest[0], error=None if self._pg is None else native_error(self._pg))
             elif kind == protocol.SET_TIMEOUT:
                 if self._pg is not None:
-                    _set_timeout(self._pg, timedelta(seconds=protocol.read_seconds(rest)))
+                    _set_timeout(self._pg, timedelta(seconds=rest[0]))
             elif kind == protocol.CONFIGURE:
+                operation, settings = rest
                 try:
-                    self._configure(**json.loads(rest))
+                    self._configure(**settings)
                 except Exception as e:
-                    self.answer(protocol.FAILED, operation, protocol.encode_error(e))
+                    self.answer(operation, error=e)
                 else:
-                    self.answer(protocol.DONE, operation)
+                    self.answer(operation)
 
     def _configure(
         self,
@@ -199,23 +203,22 @@ class Worker:
             time.sleep(_LOOK_SEC)
             names = list(self._in_flight.values())
             if names and (error := operations.over(not set(names).issubset(POINT_TO_POINT))) is not None:
-                self.answer(protocol.FATAL, 0, protocol.encode_error(error))
+                self.answer(0, error=error)
                 return
 
     def _watch_backend(self, pg: BaseProcessGroup) -> None:
         """Reports an error of the backend and ends this process, since the device may never reach the next event."""
         while (error := native_error(pg)) is None:
             time.sleep(_LOOK_SEC)
-        self.answer(protocol.FATAL, 0, protocol.encode_error(error))
+        self.answer(0, error=error)
         os._exit(1)
 
     # Operations
 
-    def _run(self, operation: int, data: bytes) -> None:
-        marks, body = ((), data[1:]) if data[0] == 0 else protocol.read_marks(data)
-        call = self._calls.get(body)
+    def _run(self, operation: int, marks: tuple[tuple[int, Any], ...], record: tuple[Any, ...]) -> None:
+        call = self._calls.get(record)
         if call is None:
-            call = self._decode(body)
+            call = self._decode(record)
         name, function, arguments, plain, _ = call
         for device, mark in marks:
             self._sharing(device).follow(mark)
@@ -223,30 +226,38 @@ class Worker:
             work = function(*arguments)
         except RuntimeError as e:
             raise self._explained(call, e) from e
-        if plain:
-            self._answer_when_finished(operation, work, call)
-        elif self._group._queues:
+        devices = [device for device, _ in marks]
+        if self._group._queues:
             if work is not None:  # None if NCCL queued it on the current stream itself (`asyncOp=False`)
                 # The current stream waits, not this thread.
                 work.wait()
-            self.answer(protocol.DONE, operation, self._marks([d for d, _ in marks]))
+            self.answer(operation, self._marks(devices))
+            return
+        self._in_flight[operation] = name
+        try:
+            # The works of Gloo's send and recv have no future.
+            future = work.get_future() if plain else None
+        except RuntimeError:
+            future = None
+        if future is None:
+            self._waiters.run(lambda: self._end(operation, call, partial(self._wait, work, call), devices))
         else:
-            self._in_flight[operation] = name
-            self._waiters.run(lambda: self._wait(operation, work, call, [d for d, _ in marks]))
+            future.add_done_callback(lambda done: self._end(operation, call, done.value, ()))
 
     def _explained(self, call: _Call, error: Exception) -> Exception:
         return explained(self._group._name, call[0], tuple(call[2]), error)
 
-    def _decode(self, body: bytes) -> _Call:
+    def _decode(self, record: tuple[Any, ...]) -> _Call:
         plain = True
 
-        def borrow(device: int, ref: bytes) -> torch.Tensor:
+        def borrow(item: tuple[int, Any]) -> torch.Tensor:
             nonlocal plain
+            device, ref = item
             sharing = self._sharing(device)
             plain = plain and is_plain(sharing)
             return sharing.borrow(ref)
 
-        name, arguments = protocol.read_body(body, borrow)
+        name, arguments = protocol.decode_call(record, borrow)
         plain = plain and not self._group._queues
         timeout = None
         if name in ("send", "recv") and (milliseconds := arguments.pop()):
@@ -255,7 +266,7 @@ class Worker:
         if plain and timeout is None:  # a timeout differs from call to call, so such an operation is not cached
             if len(self._calls) >= _REMEMBERED:
                 self._calls.clear()
-            self._calls[body] = call
+            self._calls[record] = call
         return call
 
     def _function(self, name: str, arguments: list[Any], plain: bool) -> Callable[..., Work]:
@@ -264,33 +275,24 @@ class Worker:
             return getattr(self._pg._get_backend(torch.device("cpu")), name)
         return getattr(self._pg, name)
 
-    def _answer_when_finished(self, operation: int, work: Work, call: _Call) -> None:
-        self._in_flight[operation] = call[0]
+    @staticmethod
+    def _wait(work: Work, call: _Call) -> None:
+        timeout = call[4]
+        work.wait() if timeout is None else work.wait(timeout)
+
+    def _end(self, operation: int, call: _Call, wait: Callable[[], object], devices: Sequence[int]) -> None:
+        """Answers when an operation has ended; `wait` raises its error."""
         try:
-            future = work.get_future()
-        except RuntimeError:
-            # The works of Gloo's send and recv have no future.
-            self._waiters.run(lambda: self._wait(operation, work, call, ()))
-            return
-
-        def failed(operation: int, error: Exception) -> None:
-            self.answer(protocol.FAILED, operation, protocol.encode_error(self._explained(call, error)))
-
-        _native.answer_when_done(future, self._answers, operation, self._in_flight, failed)
-
-    def _wait(self, operation: int, work: Work, call: _Call, devices: Sequence[int]) -> None:
-        try:
-            timeout = call[4]
-            work.wait() if timeout is None else work.wait(timeout)
+            wait()
             marks = self._marks(devices)
         except Exception as e:
-            self.answer(protocol.FAILED, operation, protocol.encode_error(self._explained(call, e)))
+            self.answer(operation, error=self._explained(call, e))
         else:
-            self.answer(protocol.DONE, operation, marks)
+            self.answer(operation, marks)
         del self._in_flight[operation]
 
-    def _marks(self, devices: Sequence[int]) -> bytes:
-        return protocol.marks([(device, self._sharings[device].mark()) for device in devices]) if devices else b""
+    def _marks(self, devices: Sequence[int]) -> tuple[tuple[int, Any], ...]:
+        return tuple([(device, self._sharings[device].mark()) for device in devices])
 
 
 class _Waiters:

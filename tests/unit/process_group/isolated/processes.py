@@ -12,6 +12,7 @@ from typing import Callable
 
 import pytest
 
+from torchft.process_group import ProcessGroupBaby
 from torchft.process_group.isolated import standby
 
 
@@ -61,6 +62,12 @@ def processes() -> str:
         if isinstance(group, standby.Workers):
             lines.append(f"{group._used=} {group._next=} {group._given=}")
     return "\n".join(lines)
+
+
+def standing_by(group: ProcessGroupBaby) -> bool:
+    """Whether the group's next worker has started, and the trainer has its descriptor."""
+    worker = group._workers._next
+    return worker is not None and worker.channel._process is not None
 
 
 def ready_worker() -> int:

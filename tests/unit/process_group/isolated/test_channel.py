@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from datetime import timedelta
 from typing import Any, Iterator
@@ -24,20 +23,20 @@ def no_sharing(*_: Any) -> Any:
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:
-    channel = Channel("test", no_sharing, lambda: None, lambda: True)
+    channel = Channel("test", no_sharing)
     yield channel
     channel.close(RuntimeError("the test is over"))
-    channel.wire.theirs[0].close()
+    channel.theirs.close()
 
 
 def end_worker(channel: Channel) -> None:
     """Its end is noticed by the reader."""
-    os.close(channel.wire.theirs[1])
+    channel.theirs.close()
 
 
 def test_a_future_whose_operation_ends_while_the_worker_fails(channel: Channel) -> None:
     """The answer was read just before the failure. The thread for futures ends because it has nothing left to do."""
-    op = channel.start(protocol.PING, (), [], ["the result"], 60.0)
+    op = channel.ask(protocol.CHECK, 60.0)
     future = channel.get_future(op, [], None)
     read = channel._ops.pop(op.op_id)
     channel.close(RuntimeError("aborted"))
@@ -45,31 +44,31 @@ def test_a_future_whose_operation_ends_while_the_worker_fails(channel: Channel) 
     assert thread is not None
     wait_until(lambda: not thread.is_alive())
     channel._end(read)
-    assert future_wait(future, AGES) == ["the result"]
+    assert future_wait(future, AGES) == []
     end_worker(channel)
 
 
 def test_nothing_is_left_of_a_channel_that_has_ended(channel: Channel) -> None:
-    channel.get_future(channel.start(protocol.PING, (), [], None, 60.0), [], None)
+    channel.get_future(channel.ask(protocol.CHECK, 60.0), [], None)
     end_worker(channel)
-    channel.join(AGES.total_seconds())
+    channel._reader.join(AGES.total_seconds())
     threads = (channel._reader, channel._futures._thread)
     wait_until(lambda: not any(thread is not None and thread.is_alive() for thread in threads))
-    assert channel.wire.closed and isinstance(channel.broken, WorkerFailed)
+    assert channel._socket.fileno() == -1 and isinstance(channel.broken, WorkerFailed)
 
 
 def test_a_callback_may_wait_for_another_operation(channel: Channel) -> None:
-    first, second = (channel.start(protocol.PING, (), [], ["the result"], 60.0) for _ in range(2))
-    future = channel.get_future(first, [], None).then(lambda _: channel.wait(second, AGES.total_seconds()))
-    os.write(channel.wire.theirs[1], protocol.answer(protocol.DONE, first.op_id))
-    assert channel.wait(first, AGES.total_seconds()) and not second.done
-    os.write(channel.wire.theirs[1], protocol.answer(protocol.DONE, second.op_id))
+    first, second = (channel.ask(protocol.CHECK, 60.0) for _ in range(2))
+    future = channel.get_future(first, [], None).then(lambda _: second.wait(AGES.total_seconds()))
+    protocol.send(channel.theirs, (first.op_id, (), None))
+    assert first.wait(AGES.total_seconds()) and not second.done
+    protocol.send(channel.theirs, (second.op_id, (), None))
     assert future_wait(future, AGES) is True
     end_worker(channel)
 
 
 def test_a_future_ends_with_the_channel(channel: Channel) -> None:
-    futures = [channel.get_future(channel.start(protocol.PING, (), [], None, 60.0), [], None) for _ in range(3)]
+    futures = [channel.get_future(channel.ask(protocol.CHECK, 60.0), [], None) for _ in range(3)]
     channel.close(RuntimeError("aborted"))
     for future in futures:
         with pytest.raises(RuntimeError, match="aborted"):
@@ -79,7 +78,7 @@ def test_a_future_ends_with_the_channel(channel: Channel) -> None:
 
 def test_a_drain_does_not_end_while_another_thread_looks_at_the_queued_operations(channel: Channel) -> None:
     """`errored` of one thread and an operation of another may do so at the same time."""
-    op = channel.start(protocol.PING, (), [], None, 60.0)
+    op = channel.ask(protocol.CHECK, 60.0)
     op.marks = ((1, b"mark"),)
     channel.devices.hold(op)
     drained: list[bool] = []
@@ -111,8 +110,8 @@ class NeverReached:
 
 def test_the_wait_for_the_device_ends_with_the_worker(channel: Channel) -> None:
     channel.devices._sharings[1] = NeverReached()  # type: ignore[assignment]
-    op = channel.start(protocol.PING, (), [], None, 60.0)
-    channel._handle(protocol.Answer(protocol.DONE, op.op_id, protocol.marks([(1, b"mark")])))
+    op = channel.ask(protocol.CHECK, 60.0)
+    channel._handle(op.op_id, ((1, b"mark"),), None)
     assert not channel.drain(0.0)
     end_worker(channel)
     assert channel.drain(AGES.total_seconds() / 10)
@@ -138,8 +137,8 @@ class Streams:
 def queued(channel: Channel, streams: Streams, timeout_sec: float = 60.0) -> _OpMetadata:
     """An operation that the worker has queued on its device."""
     channel.devices._sharings[1] = streams  # type: ignore[assignment]
-    op = channel.start(protocol.PING, (), [], None, timeout_sec)
-    channel._handle(protocol.Answer(protocol.DONE, op.op_id, protocol.marks([(1, b"mark")])))
+    op = channel.ask(protocol.CHECK, timeout_sec)
+    channel._handle(op.op_id, ((1, b"mark"),), None)
     return op
 
 
@@ -178,17 +177,16 @@ def test_the_host_waits_until_the_deadline_where_a_stream_cannot(channel: Channe
 
 
 def test_the_last_words_of_a_worker_that_has_ended_are_read(channel: Channel) -> None:
-    answers = channel.wire.theirs[1]
-    os.write(answers, protocol.answer(protocol.FATAL, 0, protocol.encode_error(RuntimeError("COMM_ERROR"))))
-    os.close(answers)
+    protocol.send(channel.theirs, (0, (), protocol.encode_error(RuntimeError("COMM_ERROR"))))
+    end_worker(channel)
     wait_until(lambda: channel.broken is not None)
     assert "COMM_ERROR" in str(channel.broken)
 
 
 def test_an_operation_in_flight_ends_in_a_forked_child(channel: Channel) -> None:
-    op = channel.start(protocol.PING, (), [], None, 60.0)
+    op = channel.ask(protocol.CHECK, 60.0)
     channel._forget()  # a fork calls this in the child
-    assert channel.wait(op, 0.0)
+    assert op.wait(0.0)
     assert "a forked process cannot use its parent's group" in str(op.error)
     end_worker(channel)
 
@@ -209,9 +207,10 @@ class Broken:
 
 
 def test_an_operation_ends_when_its_memory_cannot_be_released(channel: Channel) -> None:
-    op = channel.start(protocol.PING, (), [(0, Broken(release=OSError("no device")))], None, 60.0)
-    channel._handle(protocol.Answer(protocol.DONE, op.op_id, b""))
-    assert channel.wait(op, 0.0)
+    op = channel.ask(protocol.CHECK, 60.0)
+    op.registrations = [(0, Broken(release=OSError("no device")))]
+    channel._handle(op.op_id, (), None)
+    assert op.wait(0.0)
     assert "no device" in str(op.error)
     end_worker(channel)
 
@@ -220,7 +219,7 @@ def test_an_operation_ends_when_its_memory_cannot_be_released(channel: Channel) 
 def test_all_operations_end_with_the_channel_even_if_one_raises(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    first, second = (channel.start(protocol.PING, (), [], None, 60.0) for _ in range(2))
+    first, second = (channel.ask(protocol.CHECK, 60.0) for _ in range(2))
     end = channel._end
 
     def fail(op: _OpMetadata) -> None:
@@ -231,6 +230,6 @@ def test_all_operations_end_with_the_channel_even_if_one_raises(
     monkeypatch.setattr(channel, "_end", fail)
     with pytest.raises(type(error)):
         channel.close(RuntimeError("aborted"))
-    assert channel.wait(first, 0.0) and channel.wait(second, 0.0)
+    assert first.wait(0.0) and second.wait(0.0)
     assert "aborted" in str(second.error)
     end_worker(channel)

@@ -156,12 +156,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     cuda._exports.clear()
 
 
-def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, list[bytes]]:
+def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, list[Any]]:
     """Returns the trainer's end, the worker's end, and the notes between them, which the test delivers."""
-    notes: list[bytes] = []
+    notes: list[Any] = []
 
-    def notify(note: bytes, descriptor: Optional[int]) -> None:
-        if note[:1] == cuda._DROP:
+    def notify(note: Any, descriptor: Optional[int]) -> None:
+        if note[0] == cuda._DROP:
             notes.append(note)
         else:
             worker.notified(note, None if descriptor is None else os.dup(descriptor))
@@ -218,7 +218,7 @@ def test_memory_is_identified_by_its_storage_not_by_its_address(fake: Cuda) -> N
         while notes:
             worker.notified(notes.pop(0), None)
         assert worker.borrow(registration.ref)[0].item() == value
-        refs.append(cuda._decode(registration.ref)[0])
+        refs.append(registration.ref[0])
         registration.release()
     assert len(set(refs)) == 20 and len(fake.shared) == 20
     assert len(worker._imports) == 1
@@ -349,7 +349,7 @@ def test_a_forked_child_does_not_change_the_counters(fake: Cuda) -> None:
 
 
 def test_a_worker_that_has_failed_may_be_noticed_while_exporting(fake: Cuda) -> None:
-    def notify(note: bytes, descriptor: Optional[int]) -> None:
+    def notify(note: Any, descriptor: Optional[int]) -> None:
         trainer.close()
         raise RuntimeError("the worker process has ended")
 

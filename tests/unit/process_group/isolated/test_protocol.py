@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import marshal
+import os
 import pickle
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchft.process_group import _PickleSafeOptions
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.messages import receive, send
 
 
 def fields(opts: Any) -> dict[str, Any]:
@@ -27,7 +30,7 @@ def fields(opts: Any) -> dict[str, Any]:
 
 def options() -> list[Any]:
     made: list[Any] = []
-    for kind in protocol._OPTIONS_CLASSES:
+    for kind in protocol._FIELDS_OF:
         opts: Any = kind()
         opts.timeout = timedelta(milliseconds=1234)
         for name, value in {"rootRank": 3, "rootTensor": 1, "asyncOp": False, "device_ids": [2, 5]}.items():
@@ -57,83 +60,31 @@ def test_a_factor_arrives() -> None:
         protocol.encode_options(opts)
 
 
-def sent(opts: Any) -> Any:
-    encoded, seconds = protocol.options(opts)
-    assert seconds == opts.timeout.total_seconds()
-    return fields(protocol.read_body(protocol.code("barrier") + encoded, lambda *_: torch.zeros(0))[1][0])
-
-
-@pytest.mark.parametrize("kind", [c10d.AllreduceOptions, c10d.AllreduceCoalescedOptions, c10d.ReduceOptions])
-def test_options_that_are_encoded_once_are_distinguished(kind: Any) -> None:
-    given = []
-    for name in ("reduceOp", "timeout", "asyncOp", "rootRank", "rootTensor"):
-        opts = kind()
-        if hasattr(opts, name):
-            values = {"reduceOp": ReduceOp.MAX, "timeout": timedelta(seconds=7), "asyncOp": not getattr(opts, name)}
-            setattr(opts, name, values.get(name, 3))
-            given += [opts, kind()]
-    for opts in given + given:
-        assert sent(opts) == fields(opts)
-
-
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL, the only backend with PREMUL_SUM")
-def test_factors_are_distinguished() -> None:
-    opts = c10d.AllreduceOptions()
-    for factor in (0.25, 0.5):
-        opts.reduceOp = dist._make_nccl_premul_sum(factor)
-        assert sent(opts) == fields(opts)
-
-
 def test_invalid_options_are_named() -> None:
     with pytest.raises(TypeError, match=r"dict: options of torch\.distributed are needed"):
         protocol.encode_options({})
 
 
-def test_arguments_arrive_unchanged() -> None:
-    body = b"".join(
-        [
-            protocol.code("alltoall_base"),
-            protocol.tensor((0, b"one")),
-            protocol.tensors([(1, b""), (0, b"x" * 300)]),
-            protocol.lists([[(0, b"a")], [], [(2, b"b"), (0, b"c")]]),
-            protocol.integer(-7),
-            protocol.integers([]),
-            protocol.integers([1 << 40, -1]),
-            protocol.options(c10d.AllToAllOptions())[0],
-        ]
-    )
-    name, arguments = protocol.read_body(body, lambda device, ref: (device, ref))  # type: ignore[arg-type, return-value]
-    assert name == "alltoall_base"
-    assert arguments[:-1] == [
-        (0, b"one"),
-        [(1, b""), (0, b"x" * 300)],
-        [[(0, b"a")], [], [(2, b"b"), (0, b"c")]],
-        -7,
-        [],
-        [1 << 40, -1],
+@pytest.mark.parametrize("name", protocol.OPERATIONS)
+def test_calls_arrive_unchanged(name: str) -> None:
+    """Each operation, with an argument of each kind that it has."""
+    examples = {"tensor": "a", "tensors": ["a", "b"], "lists": [["a"], [], ["b", "c"]]}
+    simple: dict[Any, Any] = {"integer": -7, "integers": [1 << 40, -1]}
+    kinds = protocol.OPERATIONS[name]
+    given = [
+        examples[kind[0]] if type(kind) is tuple else simple[kind] if type(kind) is str else kind() for kind in kinds
     ]
-    assert isinstance(arguments[-1], c10d.AllToAllOptions)
+    made = protocol.encode_call(name, given, lambda tensor, access: (len(access), tensor))
+    assert hash(made) == hash(marshal.loads(marshal.dumps(made))), "the worker finds it again by its hash"
+    back, arguments = protocol.decode_call(marshal.loads(marshal.dumps(made)), lambda item: item[1])
+    assert back == name
+    for kind, argument, expected in zip(kinds, arguments, given):
+        assert (fields(argument) == fields(expected)) if isinstance(kind, type) else argument == expected
 
 
-def test_marks_precede_the_body() -> None:
-    for items in ([], [(1, b"mark")], [(0, b""), (2, b"m" * 100)]):
-        assert protocol.read_marks(protocol.marks(items) + b"body") == (items, b"body")
-
-
-def test_answers_are_separated_wherever_the_pipe_cuts_them() -> None:
-    sent = [protocol.Answer(kind, 1 << 40 | kind, b"x" * (7 * kind)) for kind in range(5)]
-    data = b"".join(protocol.answer(*answer) for answer in sent)
-    for size in (1, 5, 13, 14, len(data)):
-        got: list[protocol.Answer] = []
-        rest = b""
-        for at in range(0, len(data), size):
-            answers, rest = protocol.read_answers(rest + data[at : at + size])
-            got += answers
-        assert (got, rest) == (sent, b"")
-
-
-def test_an_answer_is_written_in_one_piece() -> None:
-    assert len(protocol.answer(protocol.FAILED, 1, b"x" * 10_000)) == 4096
+def test_missing_options_are_the_default() -> None:
+    made = protocol.encode_call("barrier", [None], lambda *_: None)
+    assert fields(protocol.decode_call(made, lambda item: item)[1][0]) == fields(c10d.BarrierOptions())
 
 
 @pytest.mark.parametrize(
@@ -153,11 +104,51 @@ def test_errors_keep_a_class_that_both_ends_know(error: Any, kind: type, text: s
     assert type(decoded) is kind and str(decoded).startswith(text)
 
 
-def test_long_messages_are_sent_too() -> None:
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with left, right:
-        for data in (b"x", b"\xff" * 2, b"y" * 1_000_000):
-            send(left, data)
-            assert receive(right) == (data, [])
-        left.close()
-        assert receive(right) == (b"", [])
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        yield ours, theirs
+
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+def test_records_and_descriptors_arrive(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("hello")
+    for data in (b"x", b"\xff" * 2, b"y" * 1_000_000):
+        for descriptors in (0, 1):
+            with open(tmp_path / "file") as file:
+                protocol.send(pair[0], ("run", 7, data), [file.fileno()] * descriptors)
+            record, got = protocol.receive(pair[1])
+            assert record == ("run", 7, data) and len(got) == descriptors
+            for descriptor in got:
+                assert not os.get_inheritable(descriptor)
+                assert os.pread(descriptor, 5, 0) == b"hello"
+                os.close(descriptor)
+
+
+def test_the_end_of_the_other_side(pair: Pair) -> None:
+    """Its last message arrives even if it has left some unread."""
+    protocol.send(pair[0], "unread")
+    protocol.send(pair[1], "last words")
+    pair[1].close()
+    assert protocol.receive(pair[0]) == ("last words", [])
+    with pytest.raises(EOFError):
+        protocol.receive(pair[0])
+    with pytest.raises(BrokenPipeError):
+        protocol.send(pair[0], "too late")
+
+
+def test_messages_that_are_not_read_time_out(pair: Pair) -> None:
+    def fill() -> None:
+        for _ in range(100_000):
+            protocol.send(pair[0], bytes(1 << 10), timeout=0.05)
+
+    with pytest.raises(TimeoutError, match="timed out"):
+        fill()
+
+
+def test_the_text_of_an_error_is_bounded() -> None:
+    assert len(str(protocol.decode_error(protocol.encode_error(ValueError("x" * 100_000))))) == 10_000
+    assert str(protocol.decode_error(protocol.encode_error(ValueError("\udcff")))) == "?"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
@@ -12,7 +11,9 @@ import torch
 from torch import nn
 from torch.distributed import ReduceOp, TCPStore
 
+from tests.unit.process_group.isolated.processes import standing_by
 from tests.unit.process_group.ranks import TIMEOUT, meeting
+from tests.unit.waiting import wait_until
 from torchft.ddp import DistributedDataParallel
 from torchft.process_group import (
     ErrorSwallowingProcessGroupWrapper,
@@ -139,16 +140,14 @@ def test_buckets_are_not_copied(group: ProcessGroupBabyGloo, view: bool, static:
 
 
 def test_shared_buckets_are_freed(group: ProcessGroupBabyGloo) -> None:
+    wait_until(lambda: standing_by(group))
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         buffer = torch.ones(100_000)
         assert group.share_buffer(buffer)
         del buffer
     # Descriptors that other tests dropped may be closed in the meantime.
-    deadline = time.monotonic() + 60
-    while len(os.listdir("/proc/self/fd")) > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_buckets_over_a_plain_group_stay_private() -> None:

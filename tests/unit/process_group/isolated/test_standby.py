@@ -21,6 +21,7 @@ from tests.unit.process_group.isolated.processes import (
     children,
     ready_worker,
     server,
+    standing_by,
     stop,
     wait_until,
     workers,
@@ -42,7 +43,7 @@ def test_reconfigurations_leak_nothing(store: TCPStore) -> None:
 
     def leftovers() -> tuple[int, int, int, int]:
         # The latest standby may not have started yet, and the previous worker may not have ended yet.
-        wait_until(lambda: len(children(server())) == 2 and "Z" not in children(server()).values(), "two workers")
+        wait_until(lambda: len(children(server())) == 2 and standing_by(group), "two workers")
         gc.collect()
         maps = Path("/proc/self/maps").read_text()
         return (
@@ -173,14 +174,14 @@ def test_a_server_that_ends_during_a_request_is_replaced(
     for pid in workers():
         stop(pid)
     asked = threading.Event()
-    start = channel_module.Channel.start
+    ask = channel_module.Channel.ask
 
     def notify(channel: Any, *args: Any) -> Any:
-        op = start(channel, *args)
+        op = ask(channel, *args)
         asked.set()
         return op
 
-    monkeypatch.setattr(channel_module.Channel, "start", notify)
+    monkeypatch.setattr(channel_module.Channel, "ask", notify)
 
     def kill() -> None:
         assert asked.wait(20)
@@ -276,7 +277,7 @@ def test_a_group_that_is_collected_while_its_thread_holds_the_locks(store: TCPSt
     group.itself = group
 
     def collect() -> None:
-        with standby.servers._lock, shared._lock, channel._lock, channel.wire._send_lock:
+        with standby.servers._lock, shared._lock, channel._send_lock, channel._lock:
             gc.collect()
 
     thread = threading.Thread(target=collect, daemon=True)
@@ -322,12 +323,10 @@ def test_the_error_of_a_worker_that_cannot_be_forked_names_the_cause(monkeypatch
     monkeypatch.setattr(os, "fork", fork)
     # The real server, with a replaced fork.
     forking = object.__new__(server_module._Server)
-    forking._error, forking._workers = "", {}
-    channel = channel_module.Channel("a group", lambda *_: None, lambda: None, lambda: True)  # type: ignore[arg-type,return-value]
-    (requests, answers), (end, ended) = channel.wire.theirs, os.pipe()
-    with open(end, "rb", buffering=0) as reading:
-        forking._spawn({"spawn": 1}, requests.detach(), answers, ended)
-        assert reading.read() == b"" and not forking._workers
+    forking._error = None
+    channel = channel_module.Channel("a group", lambda *_: None)  # type: ignore[arg-type,return-value]
+    with channel.theirs:
+        forking._spawn({}, channel.theirs)
     wait_until(lambda: channel.broken is not None, "the reader has the error")
     assert "the worker could not be forked: [Errno 12] Cannot allocate memory" in str(channel.broken)
 
@@ -348,7 +347,7 @@ def test_the_end_of_a_worker_is_noticed_while_nothing_reads_its_answers(store: T
     group.configure(meeting(store), "replica", 0, 1)
     worker = group._worker
     assert worker is not None
-    worker._server.kill(worker._number)
+    worker.channel.kill()
     wait_until(lambda: worker.channel.broken is not None, "the end is noticed")
     assert "the worker process has ended" in str(group.errored())
     group.shutdown()
@@ -361,12 +360,11 @@ def test_streams_are_freed_from_a_worker_that_does_not_end(store: TCPStore, monk
     worker = group._worker
     assert worker is not None
     done: list[str] = []
-    monkeypatch.setattr(worker.channel, "_on_end", lambda: False)
+    monkeypatch.setattr(worker.channel, "_has_ended", lambda: False)
     monkeypatch.setattr(worker.channel.devices, "free_streams", lambda: done.append("streams"))
     monkeypatch.setattr(worker.channel.devices, "close", lambda: done.append("memory"))
     group.abort()
     wait_until(lambda: bool(done), "the streams are freed")
-    os.close(worker._ended)
     assert done == ["streams"], "the worker may still write to the memory"
     group.shutdown()
 

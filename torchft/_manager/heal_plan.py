@@ -1,19 +1,22 @@
 """Decides whether a group takes over a state at once or in passing, so that a job loses the least time. Pure code.
 
 At once, all groups wait for the transfer, apart from what passes before the first reduction of the step. In passing,
-none waits, but the group that heals is missing for longer: pieces are requested in a part of the time only. The loss is
-counted in seconds of groups that do not train.
+none waits, but the group that heals is missing for longer: pieces are requested in a part of the time only, which costs
+the others at most :data:`COST` of it. The loss is counted in seconds of groups that do not train.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
 from typing import NamedTuple, Optional
 
+from torchft._manager.pace import COST
+
 # Steps from the last piece to the first step that counts: the pieces are compared, and the rest is fetched.
 _LAST_STEPS = 2
-# Steps that are measured before the choice.
-_STEPS = 3
+# Steps that are measured at a settled pace, one of them without requests, and those before the first figures.
+_STEPS, _FIRST_STEPS = 9, 3
 
 
 class Mode(Enum):
@@ -35,7 +38,7 @@ class Figures(NamedTuple):
         step_sec: seconds of a step.
         overlap_sec: seconds of a step before its first reduction, in which no group waits.
         groups: number of groups that would wait.
-        timeout_sec: limit for a transfer of the whole state.
+        timeout_sec: limit for a transfer of the whole state; inf: only for one without progress.
     """
 
     nbytes: float
@@ -56,7 +59,7 @@ class Figures(NamedTuple):
     @property
     def lost_in_passing(self) -> float:
         """The further loss if the heal goes on in passing."""
-        return self.left / self.pace + _LAST_STEPS * self.step_sec
+        return self.left / self.pace * (1 + self.groups * COST) + _LAST_STEPS * self.step_sec
 
     @property
     def mode(self) -> Mode:
@@ -66,11 +69,11 @@ class Figures(NamedTuple):
 
 
 class Measured:
-    """Measures a heal in passing, until there are figures. Times are in seconds, of any monotonic clock."""
+    """Measures a heal in passing. Times are in seconds, of any monotonic clock."""
 
     def __init__(self) -> None:
-        self._began: Optional[float] = None
-        self._steps = -1
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_STEPS + 1)  # time and bytes at the latest quorums
+        self._settled = self._chosen = False
         self._nbytes = self._elements = 0
         self._seconds = 0.0
 
@@ -87,24 +90,30 @@ class Measured:
         self._seconds += seconds
 
     def quorum(
-        self, now: float, elements: int, overlap_sec: float, groups: int, timeout_sec: float
+        self, now: float, elements: int, overlap_sec: float, groups: int, timeout_sec: float, settled: bool
     ) -> Optional[Figures]:
-        """Called at each quorum. Returns the figures once, after some steps in which a piece has arrived.
+        """Called at each quorum. Returns figures after some steps, and none once they were measured at a settled pace.
+
+        Before the pace has settled, the figures have the best one that is possible, so that a heal which would lose
+        less at once even then does not go on.
 
         Args:
             now: the time.
             elements: number of elements of all parameters.
             overlap_sec, groups, timeout_sec: see :class:`Figures`.
+            settled: whether the pace is adapted to what requests cost (pace.py).
         """
-        self._steps += 1
-        if self._began is None:
-            self._began = now
-        if self._steps != _STEPS:
+        if settled and not self._settled:
+            self._settled = True
+            self._marks.clear()
+        self._marks.append((now, self._nbytes))
+        began, before = self._marks[0]
+        steps, seconds, arrived = len(self._marks) - 1, now - began, self._nbytes - before
+        needed = _STEPS if settled else _FIRST_STEPS
+        if self._chosen or steps < needed or seconds <= 0 or not arrived or self._seconds <= 0:
             return None
-        if not self._elements or self._seconds <= 0 or now <= self._began:
-            self._steps -= 1  # none has arrived yet
-            return None
-        nbytes, seconds = self._nbytes * elements / self._elements, now - self._began
+        self._chosen = settled
+        nbytes, rate = self._nbytes * elements / self._elements, self._nbytes / self._seconds
         left = max(0.0, nbytes - self._nbytes)
-        rate, pace = self._nbytes / self._seconds, self._nbytes / seconds
-        return Figures(nbytes, left, rate, pace, seconds / _STEPS, overlap_sec, groups, timeout_sec)
+        pace = arrived / seconds if settled else rate
+        return Figures(nbytes, left, rate, pace, seconds / steps, overlap_sec, groups, timeout_sec)

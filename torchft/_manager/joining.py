@@ -14,6 +14,7 @@ time: its results are not used during a heal.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -139,13 +140,16 @@ class Target:
             self._cond.notify_all()
 
     def why_at_once(self) -> Optional[str]:
-        """Called after each quorum. Returns once why this heal should end, and the whole state be transferred at once;
+        """Called after each quorum. Returns why this heal should end, and the whole state be transferred at once;
         None: it should not, or that is not known.
         """
         with self._soon():
             assert self._plan is not None
             elements, groups = sum(self._parameters.sizes()), self._plan.num_up_to_date
-            figures = self._measured.quorum(time.monotonic(), elements, self.pace.overlap, groups, self._timeout)
+            limit = math.inf if self._plan.awaits_heals else self._timeout
+            figures = self._measured.quorum(
+                time.monotonic(), elements, self.pace.overlap, groups, limit, self.pace.share.settled
+            )
         if figures is None or figures.mode is Mode.IN_PASSING:
             return None
         return (

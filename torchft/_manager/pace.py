@@ -50,6 +50,11 @@ class Share:
         self._left = _FIRST  # steps until the next quiet one; below 0: how often it was repeated
         self._costs = False  # whether requests have cost too much
 
+    @property
+    def settled(self) -> bool:
+        """Whether the share has been adapted: it does not double any more."""
+        return self._costs or self.value == 1.0
+
     def step(self, seconds: float, undisturbed: bool = True) -> None:
         """Called at the end of a step; sets the share of the next one.
 

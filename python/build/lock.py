@@ -19,7 +19,7 @@ LOCK = Path(__file__).with_name("constraints.txt")
 EXTRAS = ("generate", "lint", "lock", "ray", "test", "train", "plot", "docs", "wheel")
 OLDEST_PYTHON = "3.10"
 HEADER = """\
-# The versions of what make installs, but PyTorch: written by `make lock`, and used as constraints by pip and uv.
+# The versions of what make installs, but PyTorch: written by `make lock`, and constraints of pip and uv.
 """
 NO_TORCH = 'torch ; python_version < "3"'
 

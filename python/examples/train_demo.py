@@ -63,12 +63,12 @@ class Watch:
     |---|---|
     | `start` | `step` that it starts from, `pid` |
     | `trained` | `step`, `quorum`, `epoch`, `batch`, `indices` of the images that count |
-    | `commit`, `lost` | `step` after it, `quorum`, `epoch`, `batch`, `participants`, `healing`, `loss`, `recovery` |
+    | `commit`, `lost` | `step` after it, `quorum`, `epoch`, `batch`, `participants`, `loss`; and see below |
     | `end` | `step`, `accuracy`, `sha256` of the weights |
 
-    `recovery` has the duration of each phase of a heal in seconds. `trained` is written before the backward pass of the
-    last unit, in which the gradients are reduced. So the samples of a rank that is killed later in the step are known;
-    they count if the others committed that step in that quorum.
+    `commit` and `lost` also have `healing`, and `recovery`: the duration of each phase of a heal in seconds. `trained`
+    is written before the backward pass of the last unit, in which the gradients are reduced. So the samples of a rank
+    that is killed later in the step are known; they count if the others committed that step in that quorum.
     """
 
     def __init__(self, events: Events, steps: int, groups: int) -> None:

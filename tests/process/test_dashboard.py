@@ -290,7 +290,9 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     try:
         browser.execute_script("""
-            const head = { quorum_id: 1, groups: 1000, healthy: 1000, waiting: 0, min_replicas: 1, reason: "" };
+            const head = {
+              quorum_id: 1, groups: 1000, healthy: 1000, waiting: 0, min_replicas: 1, reason: "",
+            };
             const rows = Array.from({ length: 1000 }, (_, i) => ({
               id: `train_${String(i).padStart(4, "0")}:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11`,
               state: i == 999 ? "failed" : "training", since: 0, step: 123456789, ranks: 8,
@@ -317,18 +319,22 @@ def test_the_throughput_has_numbers_and_times(browser: Any, lighthouse: Lighthou
     page = Page(browser, lighthouse.address())
     wait(lambda: page.text("link") == "live", "the page is live")
     shown = browser.execute_script("""
-        const head = { quorum_id: 1, groups: 2, healthy: 2, waiting: 1, min_replicas: 1, reason: "", step_us: 50000 };
+        const head = {
+          quorum_id: 1, groups: 2, healthy: 2, waiting: 1, min_replicas: 1, reason: "", step_us: 50000,
+        };
         const began = new Date(2026, 4, 1, 12).getTime();
         // A group with a checkpoint joins after five minutes.
         const points = Array.from({ length: 11 }, (_, i) => ({
           at: began + 60000 * i, step: 1200 * i + (i > 5 ? 1e6 : 0), groups: 2, trained: 1200 * i,
         }));
-        const joined = { id: 1e6, kind: "quorum", time: new Date(began).toISOString(), members: 2, joined: ["a"] };
+        const time = new Date(began).toISOString();
+        const joined = { id: 1e6, kind: "quorum", time, members: 2, joined: ["a"] };
         takeWhole({ rows: [], events: [joined], last: 1e6, points, head });
         drawSummary();
         drawChart();
         drawEvents();
-        const texts = (axis) => [...document.querySelectorAll(`#labels .${axis}`)].map((label) => label.innerText);
+        const labels = (axis) => [...document.querySelectorAll(`#labels .${axis}`)];
+        const texts = (axis) => labels(axis).map((label) => label.innerText);
         const inside = [...document.querySelectorAll("#labels span")].every((label) => {
           const { left, right } = label.getBoundingClientRect();
           return left >= 0 && right <= innerWidth;
@@ -463,7 +469,8 @@ def test_a_page_that_is_open_for_a_day_keeps_only_data_that_it_shows(
           const minute = Math.floor(second / 60);
           const removed = second % 60 ? undefined : [`group:${minute - 1}`];
           const point = { at: 1000 * second, step: second, groups: 2, trained: second };
-          takeChange({ head: { ...head, step: second }, rows: [{ ...row, id: `group:${minute}` }], removed, point });
+          const rows = [{ ...row, id: `group:${minute}` }];
+          takeChange({ head: { ...head, step: second }, rows, removed, point });
           const failed = { id: 1e6 + minute, kind: "failed", time: "2026-01-02T03:04:05Z", left: ["a"] };
           if (!(second % 60)) keepEvent(failed);
         }
@@ -479,7 +486,8 @@ def test_events_of_another_day_show_their_date(browser: Any, lighthouse: Lightho
     page = Page(browser, lighthouse.address())
     wait(lambda: page.text("link") == "live", "the page is live")
     old, now = browser.execute_script("""
-        const event = (id, time) => keepEvent({ id, kind: "failed", time: new Date(time).toISOString(), left: ["a"] });
+        const text = (time) => new Date(time).toISOString();
+        const event = (id, time) => keepEvent({ id, kind: "failed", time: text(time), left: ["a"] });
         event(1e6, Date.now() - 40 * 86400e3);
         event(1e6 + 1, Date.now());
         drawEvents();

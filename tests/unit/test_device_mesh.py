@@ -112,7 +112,8 @@ group.configure(store, f"replica_{replica}", replica, 2)
 torch.manual_seed(0)
 model = nn.Linear(3, 2)
 mesh = ft_init_device_mesh(
-    device_type="cpu", mesh_shape=(2, 1), mesh_dim_names=("replicate", "shard"), replicate_dim=0, manager=Manager(group)
+    device_type="cpu", mesh_shape=(2, 1), mesh_dim_names=("replicate", "shard"), replicate_dim=0,
+    manager=Manager(group)
 )
 fully_shard(model, mesh=mesh)
 model(torch.full((1, 3), float(replica + 1))).sum().backward()

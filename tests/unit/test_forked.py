@@ -31,7 +31,8 @@ def replica(number):
     group = ProcessGroupGloo(timeout=MINUTE)
     manager = Manager(
         group, lambda state: None, lambda: {}, 2, rank=0, world_size=1, store_addr="127.0.0.1",
-        store_port=store.port, lighthouse_addr=lighthouse.address(), replica_id=f"group_{number}", timeout=MINUTE,
+        store_port=store.port, lighthouse_addr=lighthouse.address(), replica_id=f"group_{number}",
+        timeout=MINUTE,
     )
     stores.append(store), groups.append(group), managers.append(manager)
     manager.start_quorum()

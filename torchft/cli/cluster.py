@@ -16,8 +16,8 @@ from torchft.cli.output import printable
 _CHANGE_SEC = 15.0  # a new member takes over the log before it counts
 
 _ABOUT = """\
-Shows the lighthouses of a cluster, or changes its members. To replace a host, remove its lighthouse, start the
-new one with the list of its cluster, in which its own address takes the place of the old one, and add it.
+Shows the lighthouses of a cluster, or changes its members. To replace a host, remove its lighthouse, start
+the new one with the list of its cluster, in which its own address takes the place of the old one, and add it.
 
   torchft cluster
   torchft cluster remove http://c:29510

@@ -26,9 +26,9 @@ from torchft.launch.progress import StatusLines
 
 _ABOUT = """\
 Starts a lighthouse, or several that agree, and replica groups of a script, each a separate torchrun; restarts
-groups that fail, and lighthouses if there are several; shows one line for each group, and ends when all groups
-have finished. Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup ignores it) ends all processes of the
-job: scripts that call Manager.draining() end their step first, within TORCHFT_GRACE_S (25 s).
+groups that fail, and lighthouses if there are several; shows one line for each group, and ends when all
+groups have finished. Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup ignores it) ends all
+processes of the job: scripts that call Manager.draining() end their step first, in TORCHFT_GRACE_S (25 s).
 
 The environment of the script has REPLICA_GROUP_ID, NUM_REPLICA_GROUPS (the largest number, MAX), and
 torchrun's variables.

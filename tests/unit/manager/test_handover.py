@@ -143,9 +143,9 @@ class Group:
         self.network = Network(self.name)
         self.errors = MagicMock()
         self.failures = Failures(
-            True, MagicMock(), current_step=MagicMock(), abort=MagicMock(), report=MagicMock(), fetching=MagicMock(),
-            transferring=MagicMock(), awaiting_heal=MagicMock(), user_function=MagicMock(), enter_thread=MagicMock(),
-            logger=MagicMock(),
+            True, MagicMock(), current_step=MagicMock(), abort=MagicMock(), report=MagicMock(),
+            fetching=MagicMock(), transferring=MagicMock(), awaiting_heal=MagicMock(),
+            user_function=MagicMock(), enter_thread=MagicMock(), logger=MagicMock(),
         )  # fmt: skip
         settings, layout = MagicMock(timeout=None), MagicMock()
         self.connection = Connection(
@@ -297,8 +297,9 @@ class History:
 def _plan(quorum_id: int, rank: int, names: list[str], handles: list[str], step: int, up_to_date: int) -> Plan:
     fields: dict[str, Any] = dict.fromkeys(Plan.__dataclass_fields__)
     fields.update(
-        quorum_id=quorum_id, replica_rank=rank, replica_world_size=len(names), replica_ids=names, handles=handles,
-        max_step=step, num_up_to_date=up_to_date, participants=up_to_date, recover_dst=[], help_dst=[],
+        quorum_id=quorum_id, replica_rank=rank, replica_world_size=len(names), replica_ids=names,
+        handles=handles, max_step=step, num_up_to_date=up_to_date,
+        participants=up_to_date, recover_dst=[], help_dst=[],
     )  # fmt: skip
     return Plan(**fields)
 

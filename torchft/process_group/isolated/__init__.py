@@ -1,13 +1,14 @@
 """Isolated groups: the actual group, Gloo or NCCL, runs in a worker, a process that can be killed.
 
     parent     the process group in the trainer; `groups`: one class per backend; `work`: the result of a call
-    channel    the trainer's end of one worker: operations in flight, the thread that reads the answers, and futures;
-               `operation`: one in flight; `devices`: shared memory and events
+    channel    the trainer's end of one worker: operations in flight, the thread that reads the answers, and
+               futures; `operation`: one in flight; `devices`: shared memory and events
     standby    hands out workers and keeps a spare one; `server`: the process that forks them
     worker     runs the operations
     protocol   the messages between trainer, server and worker
     sharing    the interface to a device type; `host`, `cuda`: its implementations
-    values     memory by which the trainer's stream follows the worker's; `driver`: the calls that write it and wait
+    values     memory by which the trainer's stream follows the worker's; `driver`: the calls that write it,
+               and wait
 
 When an operation is *done*, that is when its `wait` returns and its future has a value:
 
@@ -25,7 +26,11 @@ from torchft import _libraries
 
 _libraries.load("torchft.process_group.isolated._native")  # first: here its error is clear
 
-from torchft.process_group.isolated.groups import ProcessGroupBabyGloo, ProcessGroupBabyNCCL, ProcessGroupBabyXCCL  # noqa: E402
+from torchft.process_group.isolated.groups import (  # noqa: E402
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
+)
 from torchft.process_group.isolated.operation import _FutureMetadata, _OpMetadata  # noqa: E402
 from torchft.process_group.isolated.parent import ProcessGroupBaby  # noqa: E402
 from torchft.process_group.isolated.protocol import _PickleSafeOptions  # noqa: E402

@@ -6,16 +6,16 @@ worker's. Each device type has a module with these functions:
 
     def trainer(notify: Notify) -> Sharing: ...   # the trainer's end, one for each worker
     def worker() -> Borrowing: ...            # the worker's end
-    def prepare(device) -> None: ...          # optional; worker: makes the device current and creates its context
+    def prepare(device) -> None: ...          # optional; worker: makes the device current, with a context
     def share(tensor) -> bool: ...            # optional; trainer: see `ProcessGroup.share_buffer`
 
 `ProcessGroupBaby._sharing` names the module for each `tensor.device.type`. The course of an operation:
 
-    trainer   register(tensor) for each tensor; mark(); the operation is sent with the refs of the registrations and
-              the mark
+    trainer   register(tensor) for each tensor; mark(); the operation is sent with the refs of the
+              registrations and the mark
     worker    follow(mark); borrow(ref) for each tensor; the collective; mark(), sent with the answer
-    trainer   a waiting thread: fetch() of every registration, follow(mark) on its own current stream, or if that is
-              False a poll of reached(mark); release() of every registration as soon as reached(mark)
+    trainer   a waiting thread: fetch() of every registration, follow(mark) on its own current stream, or if
+              that is False a poll of reached(mark); release() of every registration as soon as reached(mark)
 
 If the operation fails, fetch is left out. If the worker fails, only free_streams() and close() follow, after the worker
 has been reaped: a device may write for a process until that process has ended. Until then, registrations that were not

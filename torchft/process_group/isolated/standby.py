@@ -1,6 +1,7 @@
 """The trainer's side of the fork server: one server per trainer process, and standby workers.
 
-Server    the server process: started with the first group, shared by all groups, ended some seconds after the last one
+Server    the server process: started with the first group, shared by all groups, ended some seconds after the
+          last one
 Worker    a worker process: its channel, and how it is ended
 Workers   the workers of one group: hands out the standby worker, and starts the next one
 """

@@ -84,8 +84,8 @@ func otherLayout(of, than *Member) string {
 }
 
 // linesOf returns where a rank's list of its tensors is, for the rank that is refused: it reads the list to
-// name the first ones that differ (refused in torchft/_manager/checks/layout.py). It is empty if the rank's handle
-// does not say.
+// name the first ones that differ (refused in torchft/_manager/checks/layout.py). It is empty if the rank's
+// handle does not say.
 func linesOf(m *Member, rank int) string {
 	var handle struct{ Store, Layout string }
 	if rank >= len(m.Handles) || json.Unmarshal([]byte(m.Handles[rank]), &handle) != nil ||

@@ -39,7 +39,7 @@ class Extras:
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Registers parameters and optimizer state that have the same bits in all groups: they are compared, and may
-        be healed in pieces.
+        be healed in passing.
         """
 
     def register_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:

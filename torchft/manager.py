@@ -151,7 +151,7 @@ class Manager(Stateful, Stepping):
         on_divergence: the reaction of a group whose bits differ from those of most groups: "report", "heal" (from
             another group) or "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says (report).
         heal: "at_once": a group that joins gets its state within one step, for which the others wait. "in_passing": it
-            trains along with weight 0 while its state arrives in pieces, so that they do not wait: docs/healing.md says
+            trains along with weight 0 while its state arrives in parts, so that they do not wait: docs/healing.md says
             what that covers. "auto": begins in passing, and goes on so if that loses less time of all groups. All
             groups should have the same; None: as TORCHFT_HEAL says (at_once).
         heal_along: True stands for ``heal="in_passing"``, False for "at_once"; None: as TORCHFT_HEAL_ALONG says.
@@ -344,7 +344,6 @@ class Manager(Stateful, Stepping):
                 self._why_not_along,
                 Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
                 settings.timeout.total_seconds(),
-                settings.heal_sources - 1,
                 self._logger,
                 chooses=settings.heal is Mode.AUTO,
             )
@@ -590,8 +589,8 @@ class Manager(Stateful, Stepping):
         """The reason why groups of this job must not train along while their state arrives; None if they may."""
         if not self._use_async_quorum:
             return "use_async_quorum=False: each step waits for its heals"
-        if not self._transport.gives_pieces:
-            return "the checkpoint transport gives a state as a whole only, HTTPTransport gives it in pieces as well"
+        if not self._transport.gives_parts:
+            return "the checkpoint transport gives a state at once only, HTTPTransport gives it in parts as well"
         if self._layout.lines is not None and not self._data.adds_gradients:
             return "the groups train on their own between two averages"
         if self._settings.reproducible_reduction:
@@ -922,7 +921,7 @@ class Manager(Stateful, Stepping):
             self._errors.lose(error)
         step = self._current
         if step.healing and arrived:
-            self._position = self._transfers.advance(step) or self._position
+            self._transfers.advance(step)
             self._transfers.load(step)
         try:
             self._data.verify(step)

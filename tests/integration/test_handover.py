@@ -15,7 +15,7 @@ from torch.distributed import Store
 
 from tests.integration.cluster import DEADLINE, Cluster, Rank
 from tests.integration.test_heal_along import LEAST_ROUNDS, Loop, TwoRanks, _run, halfway
-from tests.integration.test_heal_along import one_piece_a_step as one_piece_a_step
+from tests.integration.test_heal_along import one_part_a_step as one_part_a_step
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
 ALONE = 10  # steps that groups take while others connect with them
@@ -180,14 +180,14 @@ def test_a_group_joins_while_another_one_heals(cluster: Cluster, connecting: Con
     """The group that heals is connected, and trains along with the others while the last one connects."""
     connecting.size = 4
     started: list[Any] = []
-    missing: list[int] = []  # pieces of the group that heals, in each of its rounds
+    here: list[int] = []  # elements of the group that heals, in each of its rounds
 
     def starts(rank: Rank, round: int) -> None:
         if rank.group == 0 and not started and halfway(cluster, 2):
             started.extend(cluster.start(loop, 3))
             cluster.wait_for_healthy(4)
-        if rank.group == 2 and (target := rank.manager._along._target) and target.heal.pieces:
-            missing.append(target.heal.missing)
+        if rank.group == 2 and (target := rank.manager._along._target):
+            here.append(target.heal.here)
 
     watch = Watch(4, connecting.open.set, also=starts)
     loop = Loop(together=4, begun=watch)
@@ -195,7 +195,7 @@ def test_a_group_joins_while_another_one_heals(cluster: Cluster, connecting: Con
     assert started[0].result(timeout=60) is not None
     assert _lost(loop, 0) == _lost(loop, 1) == 0
     assert loop.joined[2] >= LEAST_ROUNDS
-    assert missing == sorted(missing, reverse=True), "it began anew"
+    assert here == sorted(here), "it began anew"
 
 
 def test_ranks_of_a_group_connect_at_different_times(cluster: Cluster) -> None:

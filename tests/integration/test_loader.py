@@ -222,7 +222,7 @@ class ConnectsAtOnce(ProcessGroupGloo):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_group_joins_while_its_state_arrives_in_pieces(
+def test_a_group_joins_while_its_state_arrives_in_parts(
     workers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It trains along on a unit of weight 0. Its position comes with the last part of the state."""
@@ -234,7 +234,7 @@ def test_a_group_joins_while_its_state_arrives_in_pieces(
     assert sum(weights is not None for weights in ended) == 3
     logged = [record.getMessage() for record in caplog.records]
     assert any("training along from step" in text for text in logged)
-    assert not [text for text in logged if "transferred as a whole" in text]
+    assert not [text for text in logged if "transferred at once" in text]
 
 
 def test_a_step_in_which_a_group_fails_is_repeated() -> None:

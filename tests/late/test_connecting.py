@@ -432,7 +432,7 @@ def test_handles_of_backends_travel_with_the_quorums_of_a_job(
 
 @pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
 def test_a_pair_connects_for_no_bucket(late: ModuleType, implementation: str) -> None:
-    """It is for the pieces of a heal, and its peers have no handles of their own."""
+    """It is for the parts of a heal, and its peers have no handles of their own."""
     from tests.late.group import ProcessGroupLate
 
     groups: list[Any] = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(2)]

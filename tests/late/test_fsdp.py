@@ -73,5 +73,5 @@ def test_a_group_is_killed_and_comes_back(job_server: None, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_group_takes_over_its_shards_in_pieces(job_server: None) -> None:
+def test_a_group_takes_over_its_shards_in_parts(job_server: None) -> None:
     join_along(SHARDS, device="late")

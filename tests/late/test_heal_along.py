@@ -1,4 +1,4 @@
-"""A group with parameters on a device trains along while its state arrives in pieces: all end with the same bits."""
+"""A group with parameters on a device trains along while its state arrives in parts: all end with the same bits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import torch
 from torch import nn, optim
 
 from tests.integration.cluster import DEADLINE, Cluster, Rank
-from tests.integration.test_heal_along import EARLY, LEAST_ROUNDS, Loop, _run
-from tests.integration.test_heal_along import one_piece_a_step as one_piece_a_step
+from tests.integration.test_heal_along import LEAST_ROUNDS, Loop, _run
+from tests.integration.test_heal_along import one_part_a_step as one_part_a_step
 from tests.late import load
 from tests.late.test_jobs import on_device
-from torchft._manager.along import Heal
 from torchft._manager.beside import Beside
 from torchft._manager.tracked import Parameters, Unfit
 
@@ -52,7 +51,7 @@ class OnStream(Loop):
 
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asserts that all work of the training thread on pieces is marked before another thread touches them."""
+    """Asserts that all work of the training thread on parts is marked before another thread touches them."""
     unmarked: set[Beside] = set()
 
     def noted(name: str) -> None:
@@ -91,42 +90,34 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 SCHEDULES = ("at once", "delayed", "lazy")
 # Each value of each parameter; the other combinations are slow, a second or two each.
 FEW = {
-    ("adam", "delayed", False),
-    ("adam", "at once", True),
-    ("capturable", "lazy", True),
-    ("sgd", "at once", False),
+    ("adam", "delayed"),
+    ("capturable", "lazy"),
+    ("sgd", "at once"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")
 @pytest.mark.parametrize(
-    ("optimizer", "schedule", "between_votes"),
-    [
-        pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
-        for case in product(OPTIMIZERS, SCHEDULES, (False, True))
-    ],
+    ("optimizer", "schedule"),
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in product(OPTIMIZERS, SCHEDULES)],
 )
 def test_a_group_that_joins_has_the_same_bits(
     late: ModuleType,
     marked: None,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
     optimizer: str,
     schedule: str,
-    between_votes: bool,
 ) -> None:
     if schedule == "delayed":
         late.delays(7, 0, 1000)
     if schedule == "lazy":
         late.lazy(2000)
-    if between_votes:
-        monkeypatch.setattr(Heal, "early", EARLY)
     loop = OnStream(together=2, make=OPTIMIZERS[optimizer], model=small, device_of=on_device)
     with Cluster(make_pg=lambda group: ProcessGroupLate(timeout=DEADLINE)) as cluster, caplog.at_level(logging.INFO):
         _run(cluster, loop, first=1, later=1)
-    assert between_votes or loop.joined[1] >= LEAST_ROUNDS, "its state came in pieces over some steps"
+    assert loop.joined[1] >= LEAST_ROUNDS, "its state came in parts over some steps"
     assert all(committed for _, committed, _ in loop.histories[0])
-    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
 def test_a_learning_rate_on_a_device_falls_back_by_name(late: ModuleType) -> None:
@@ -145,7 +136,7 @@ def test_gradients_on_a_device_are_copied(late: ModuleType) -> None:
     assert kept[0].tolist() == [1, 1]
 
 
-def test_parameters_on_several_devices_are_healed_as_a_whole(late: ModuleType) -> None:
+def test_parameters_on_several_devices_are_healed_at_once(late: ModuleType) -> None:
     parameters = [torch.ones(2, device=f"late:{index}", requires_grad=True) for index in (0, 1)]
     with pytest.raises(Unfit, match="parameter 1 is on late:1, and parameter 0 on late:0"):
         Parameters([optim.SGD(parameters)]).check()

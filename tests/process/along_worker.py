@@ -1,4 +1,4 @@
-"""A replica group of one process that heals in pieces, and reports its progress.
+"""A replica group of one process that heals in passing, and reports its progress.
 
 It ends some steps after only two groups are left, one of them the joining group.
 """

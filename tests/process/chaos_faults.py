@@ -257,7 +257,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--heal_along",
         action=argparse.BooleanOptionalAction,
-        help="groups heal in pieces while the others train; default: yes, and no with --record, which measures the "
+        help="groups heal in passing while the others train; default: yes, and no with --record, which measures the "
         "Manager's default",
     )
     parser.add_argument(

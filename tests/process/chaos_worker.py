@@ -33,7 +33,7 @@ from events import Commands, emit
 from torch.distributed import PrefixStore, TCPStore
 
 BUCKETS = 3
-# Bytes per second of a source whose state arrives in pieces, over about ten steps.
+# Bytes per second of a source whose state arrives in parts, over about ten steps.
 ALONG_RATE = 20_000_000
 SIZE = 64
 RATE = 0.125
@@ -119,32 +119,25 @@ class Worker:
         worker = self
 
         class Transport(HTTPTransport):
-            """Reports when this group heals, and when it serves its state in pieces."""
+            """Reports when this group heals, and when it serves its state in parts."""
 
             def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
                 worker.strike("heals")
                 return super().recv_checkpoint(*args, **kwargs)
 
-            def offer_pieces(self, *args: Any) -> None:
-                super().offer_pieces(*args)
+            parts = 0
+
+            def recv_part(self, *, key: str, **kwargs: Any) -> Any:
+                part = super().recv_part(key=key, **kwargs)
+                self.parts += part.memory.numel() > 0
+                if self.parts == 2:
+                    worker.strike("heals")
+                return part
+
+            def offer_parts(self, *args: Any) -> None:
+                super().offer_parts(*args)
                 worker.strike_soon("heals another")
 
-        if self.along:
-            from torchft._manager import joining
-
-            class Asker(joining.Asker):
-                """Reports when some pieces have arrived."""
-
-                pieces = 0
-
-                def ask(self, kind: str, argument: str) -> Any:
-                    answer = super().ask(kind, argument)
-                    self.pieces += kind == "piece"
-                    if self.pieces == 2:
-                        worker.strike("heals")
-                    return answer
-
-            joining.Asker = Asker  # type: ignore[misc]
         self.pg = self.process_group()
         self.manager = Manager(
             pg=self.pg,

@@ -10,8 +10,8 @@ from causes import SILENCE_MS
 from hsdp_model import reference
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 
-# Elements of a piece, and the minimum number of pieces of the model's first shard.
-PIECE, PIECES = 16, 12
+# Elements of a part, and the minimum number of parts of a shard of the model.
+PART, PARTS = 16, 11
 
 
 def start(job: Job, lighthouse: str, group: int, shards: int, **options: object) -> list[Child]:
@@ -127,28 +127,28 @@ def _wait_for_step(job: Job, child: Child, participants: int, after: int = 0) ->
 
 
 def join_along(shards: int, fails: bool = False, **options: object) -> None:
-    """Lets a second group join, whose ranks take over their shards in pieces while the first group does not wait.
+    """Lets a second group join, whose ranks take over their shards in parts while the first group does not wait.
 
     Args:
         shards: ranks of a group.
-        fails: whether a rank of the second group ends when it has some pieces, and the group starts again.
+        fails: whether a rank of the second group ends when it has some parts, and the group starts again.
         options: options for all workers.
     """
     with Job() as job:
         _, lighthouse = job.lighthouse(
             ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=SILENCE_MS
         )
-        first = start(job, lighthouse, 0, shards, along=PIECE, **options)
+        first = start(job, lighthouse, 0, shards, along=PART, **options)
         train(job, first)
         _wait_for_step(job, first[0], 1)
         if fails:
-            second = start(job, lighthouse, 1, shards, seed=98, along=PIECE, fail_at_piece=3, **options)
+            second = start(job, lighthouse, 1, shards, seed=98, along=PART, fail_at=3 * PART, **options)
             train(job, second)
             _wait_for_end(job, second)
             assert not committed(second[0]), job.report()
             seen = len(first[0].of("step"))
             _wait_for_step(job, first[0], 1, after=seen)
-        second = start(job, lighthouse, 1, shards, seed=99, along=PIECE, **options)
+        second = start(job, lighthouse, 1, shards, seed=99, along=PART, **options)
         train(job, second)
         _wait_for_step(job, second[0], 2)
         last = committed(first[0])[-1]["step"] + 5
@@ -160,15 +160,15 @@ def join_along(shards: int, fails: bool = False, **options: object) -> None:
         lost = [e for e in first[0].of("step") if not e["committed"]]
     assert [e["step"] for e in steps] == list(range(last)), "a step was lost or taken twice"
     assert bool(lost) == fails, lost
-    lengths = {len(errors) for errors in healing}  # all ranks end the heal in the same step, even if one had its pieces
+    lengths = {len(errors) for errors in healing}  # all ranks end the heal in the same step, even if one had its parts
     assert len(lengths) == 1 and min(lengths) >= 3, [[error[:40] for error in each] for each in healing]
     for errors in healing:
         while "waits for its connection" in errors[0]:
             del errors[0]
         here, total = (int(n) for n in re.findall(r"\d+", errors[0])[:2])
-        assert here < total >= PIECES, "the first step ends before all pieces are here"
+        assert here < total >= PART * PARTS, "the first step ends before all parts are here"
         # Empty if the rank had everything, and another rank lacked the rest of the state.
-        assert all(error == "" or "pieces of the state are here" in error for error in errors), errors
+        assert all(error == "" or "elements of the state are here" in error for error in errors), errors
     check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps], shards)
 
 

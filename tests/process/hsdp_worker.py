@@ -15,6 +15,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchft import Manager, Optimizer, process_group
-from torchft._manager import joining
+from torchft._manager import along
 from torchft.checkpointing._digest import memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.device_mesh import ft_init_device_mesh
@@ -45,10 +46,10 @@ parser.add_argument(
 )
 parser.add_argument("--flip", type=int, default=-1, help="step before which a bit of the last rank's shard flips")
 parser.add_argument(
-    "--along", type=int, default=0, help="heal in pieces of this many elements, one per step; 0: as a whole"
+    "--along", type=int, default=0, help="heal in parts of this many elements, one per step; 0: at once"
 )
 parser.add_argument(
-    "--fail_at_piece", type=int, default=0, help="the last rank ends when it has so many pieces of a heal; 0: never"
+    "--fail_at", type=int, default=0, help="the last rank ends when it has so many elements of a heal; 0: never"
 )
 parser.add_argument("--native", type=int, default=0, help="port of the store that all groups share")
 args = parser.parse_args()
@@ -73,6 +74,22 @@ def replicas() -> dist.ProcessGroup:
     return group
 
 
+def one_part_a_step(elements: int) -> None:
+    """Lets this rank request one part of this size in each step."""
+    along.FIRST = along.LEAST = along.MOST = elements
+    in_step: dict[along.Heal, Optional[int]] = {}
+    following, arrived = along.Heal.next, along.Heal.arrived
+
+    def next_part(heal: along.Heal) -> along.Ask:
+        return along.NOTHING if in_step.get(heal) == heal.step else following(heal)
+
+    def here(heal: along.Heal, ask: along.Ask, share: float) -> None:
+        in_step[heal] = heal.step
+        arrived(heal, ask, share)
+
+    along.Heal.next, along.Heal.arrived = next_part, here  # type: ignore[method-assign]
+
+
 if args.device == "cuda":
     torch.cuda.set_device((shards * args.group + rank) % torch.cuda.device_count())
 if args.device == "late":
@@ -89,7 +106,7 @@ if args.wrap == "ddp":
     shards_over = "gloo"
 dist.init_process_group(shards_over, timeout=timedelta(seconds=120))
 if args.along:
-    joining._PIECE, joining._WAITING = args.along, 1
+    one_part_a_step(args.along)
 torch.manual_seed(args.seed)
 model = Model().to(args.device)
 manager = Manager(
@@ -156,8 +173,8 @@ while last_step is None or manager.current_step() < last_step:
     committed = decisions[-1]
     commits += committed
     error = "" if manager.errored() is None else str(manager.errored())
-    here = re.match(r"(\d+) of \d+ pieces", error)
-    if args.fail_at_piece and rank == shards - 1 and here is not None and int(here[1]) >= args.fail_at_piece:
+    here = re.match(r"(\d+) of \d+ elements", error)
+    if args.fail_at and rank == shards - 1 and here is not None and int(here[1]) >= args.fail_at:
         args.fail_after = commits
     emit(
         "step",

@@ -43,7 +43,7 @@ def test_the_source_is_killed() -> None:
         ends = [child.of("finished")[0] for child in (survivor, joins)]
         assert ends[0]["digest"] == ends[1]["digest"], job.report()
         assert ends[0]["step"] == ends[1]["step"]
-        assert not [event for event in joins.of("heals") if "as a whole" in event["far"]], job.report()
+        assert not [event for event in joins.of("heals") if "at once" in event["far"]], job.report()
         # The survivor skipped no step: a step that the kill interrupted was repeated.
         steps = [event["step"] for event in survivor.of("committed")]
         assert steps == list(range(steps[0], steps[0] + len(steps)))

@@ -38,7 +38,7 @@ def test_a_group_is_killed_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_group_takes_over_its_shards_in_pieces(fails: bool) -> None:
+def test_a_group_takes_over_its_shards_in_parts(fails: bool) -> None:
     join_along(SHARDS, fails)
 
 

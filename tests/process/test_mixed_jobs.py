@@ -34,8 +34,8 @@ def test_a_state_that_is_set_after_the_manager_was_made_heals_in_both_directions
 
 @pytest.mark.slow  # in make test: test_one_group_has_it_and_the_other_has_not, in tests/integration/test_heal_along.py
 @pytest.mark.timeout(300)
-def test_with_heals_in_pieces_an_upstream_group_transfers_its_state_as_a_whole() -> None:
+def test_with_heals_in_passing_an_upstream_group_transfers_its_state_at_once() -> None:
     with Job() as job:
         run_mixed_job(job, (upstream_path("nightly"), ours_path()), ours_path(), ("--heal-along",))
-        counts = [child.log_tail(1000).count("the state is transferred as a whole") for child in job.children]
+        counts = [child.log_tail(1000).count("the state is transferred at once") for child in job.children]
     assert sum(counts) > 0, "our group says so when it heals"

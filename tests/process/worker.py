@@ -29,7 +29,7 @@ parser.add_argument("--width", type=int, default=16, help="width of the hidden l
 parser.add_argument("--undeclared", action="store_true", help="wrap neither model nor optimizer")
 parser.add_argument("--isolated", action="store_true", help="run the collectives in a separate process")
 parser.add_argument("--set-fns", action="store_true", help="set the state after the Manager was made")
-parser.add_argument("--heal-along", action="store_true", help="heal in pieces, if this torchft can")
+parser.add_argument("--heal-along", action="store_true", help="heal in passing, if this torchft can")
 args = parser.parse_args()
 if args.heal_along:
     os.environ["TORCHFT_HEAL_ALONG"] = "1"  # upstream has no argument for it

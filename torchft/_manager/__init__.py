@@ -15,10 +15,10 @@ Heals:
     state: the state of a group, and the user's functions for it. hyperparameters: those of its optimizers.
     recovery: serves, fetches and loads the state. transfers: calls recovery at the right moments of a step.
     heal_wait: lets the other groups wait for a heal that makes progress. background: the CUDA stream of a heal.
-    Heals in pieces: heal_along decides whether they are possible, heal_plan whether they are worth it. joining is the
+    Heals in passing: heal_along decides whether they are possible, heal_plan whether they are worth it. joining is the
     target's side, giving the source's.
-    along, sources and pace make the target's decisions (without importing torch). tracked: cuts parameters and
-    optimizer state into pieces. together: lets the ranks of a group end the heal in the same step.
+    along and pace make the target's decisions (without importing torch). tracked: cuts parameters and optimizer state
+    into parts. together: lets the ranks of a group end the heal in the same step.
 
 Failures:
     errors: the errors of a step. failures: failures of peers. replayer: reduces a failed step again, by the decisions

@@ -53,7 +53,7 @@ class _OfClient:
 
 
 class _OfTransport:
-    several_sources = takes_target = in_place = gives_pieces = False
+    several_sources = takes_target = in_place = gives_parts = False
 
     def refuse_checkpoint(self, **what: Any) -> None: ...
 

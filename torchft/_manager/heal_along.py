@@ -1,17 +1,20 @@
-"""The heals of one rank with ``heal_along``, as source and as target: pieces are sent while all groups train.
+"""The heals of one rank in passing, as source and as target: parts of a state are sent while all groups train.
 
-This module decides whether a heal can be done in pieces. If not, the state is transferred as a whole, and the log says
-why. giving.py implements the source, joining.py the target.
+This module decides whether a heal can be done in passing. If not, the state is transferred at once, and the log says
+why. giving.py implements the source, joining.py the target. A heal in passing ends as one at once, of what is left.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
-from torchft._manager.giving import Giver, ReadState, head
+import torch
+
+from torchft._manager.giving import Giver, StepParts
 from torchft._manager.joining import Locate, Target
 from torchft._manager.together import Progress, Ranks
 from torchft._manager.tracked import Parameters, Unfit
@@ -28,20 +31,27 @@ class StillHealing(RuntimeError):
     """The step is not committed because not all of the state of a peer has arrived. It is no failure."""
 
 
+class Fetch(Enum):
+    """What a group that heals fetches at once, in a step."""
+
+    NOTHING = "it trains along"
+    REST = "the state without the parts that have arrived in passing"
+    ALL = "the state"
+
+
 class Along:
     """Heals of one rank, as source and as target.
 
     Args:
-        transport: the transport, whose ``offer_pieces`` serves the pieces.
-        optimizers: their parameters, with optimizer state, are healed in pieces. More may be added to this sequence.
+        transport: the transport, which gives and receives parts.
+        optimizers: their parameters, with optimizer state, are healed in parts. More may be added to this sequence.
         locate: given the address of a group's manager server, returns where the same rank of that group offers its
             state.
         refuses: returns why a group cannot train along while it heals; None if it can.
         ranks: the ranks of this group, which all end a heal in the same step.
-        timeout: timeout of a request in seconds; a request may wait for the source's next step.
-        additional: the most additional sources from which a target requests pieces.
+        timeout: seconds without any data after which a request fails.
         logger: the Manager's logger.
-        chooses: whether a heal in pieces ends, and the state is transferred as a whole, if that loses less time.
+        chooses: whether a heal in passing ends, and the state is transferred at once, if that loses less time.
 
     Attributes:
         began: when the present heal began, by time.monotonic().
@@ -60,7 +70,6 @@ class Along:
         refuses: Callable[[], Optional[str]],
         ranks: Ranks,
         timeout: float,
-        additional: int,
         logger: _ManagerLogger,
         chooses: bool = False,
     ) -> None:
@@ -70,13 +79,15 @@ class Along:
         self._refuses = refuses
         self._ranks = ranks
         self._logger = logger
-        self._make_target = partial(Target, locate=locate, timeout=timeout, additional=additional, logger=logger)
+        self._make_target = partial(Target, transport=transport, locate=locate, timeout=timeout, logger=logger)
+        self._giver = Giver(optimizers)
         self._prepared: Optional[Parameters] = None
         self._target: Optional[Target] = None
+        self._ends = False  # whether the rest of the state is fetched in the present step
         self._abandoned = False  # until the next heal
-        self._head: Any = None  # the announced head of the present step; None: no group heals, or none in pieces
-        if transport.gives_pieces:
-            transport.prepare_pieces()
+        self._gives = False  # whether this group offers the state of the present step in parts
+        if transport.gives_parts:
+            transport.prepare_parts(self._giver.names)
 
     def prepare(self) -> None:
         """Called before this group requests its first quorum: later, all groups would wait for this work."""
@@ -107,45 +118,42 @@ class Along:
         return parameters
 
     def follow(self, plan: Plan) -> None:
-        """Called for each quorum. Each up-to-date group announces the step to targets: it may be the next source."""
+        """Called for each quorum, before the group acts on it."""
+        self._gives = False
         if not plan.heal:
             self.stop()
             self._prepared = None
-        self._head = None
-        serves = plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and plan.max_step > 0
-        if serves and self._transport.gives_pieces:
-            reason = self._refuses()
-            self._head = head(self._optimizers) if reason is None else {"unfit": reason}
-            self._transport.note_step(plan.max_step, self._head)
 
     def decided(self, plan: Plan, committed: bool) -> None:
         """Called when this group has decided on a step; targets can request the decision."""
         if self._gives:
             self._transport.note_decision(plan.max_step, plan.quorum_id, committed)
 
-    @property
-    def _gives(self) -> bool:
-        """Whether this group offers the state of the present step in pieces."""
-        return self._head is not None and "unfit" not in self._head
-
-    def offer(self, plan: Plan, read: ReadState, whole: Callable[[], None]) -> bool:
-        """Offers the state of a step in pieces.
+    def offer(self, plan: Plan, whole: Callable[[], None]) -> bool:
+        """Offers the state of a step in parts.
 
         Args:
             plan: the plan of the quorum.
-            read: returns the state of this step, on any thread.
             whole: offers the whole state, on another thread; called if a target requests it.
 
         Returns:
-            False if this group offers its state only as a whole. The head that :meth:`follow` announced has the reason.
+            False if this group offers its state only at once.
         """
-        if not self._gives:
+        if not plan.recover_dst or not self._transport.gives_parts or plan.max_step == 0:
             return False
-        self._transport.offer_pieces(plan.max_step, Giver(self._optimizers, read, whole))
+        reason = self._refuses()
+        try:
+            if reason is not None:
+                raise Unfit(reason)
+            self._transport.offer_parts(plan.max_step, StepParts(*self._giver.parameters(), whole))
+        except Unfit as e:
+            self._transport.refuse_parts(plan.max_step, str(e))
+            return False
+        self._gives = True
         return True
 
-    def join(self, plan: Plan, may_write: bool) -> bool:
-        """Begins or continues a heal in pieces. Returns False if this group needs the whole state at once.
+    def join(self, plan: Plan, may_write: bool) -> Fetch:
+        """Begins or continues a heal in passing.
 
         Args:
             plan: the plan of a quorum in which this group heals.
@@ -153,13 +161,13 @@ class Along:
         """
         prepared = self._take_prepared()
         if plan.max_step == 0:
-            return False
+            return Fetch.ALL
         progress = self._ranks.group_progress(plan.max_step)
         if progress is Progress.WHOLE and not self._abandoned:
             self._abandon("another rank of this group needs the whole state", plan.max_step)
         if self._abandoned:
             self._report(plan.max_step, Progress.WHOLE)
-            return False
+            return Fetch.ALL
         target = self._target  # read once: a shutdown on another thread clears it
         if target is None:
             parameters = prepared or Parameters(self._optimizers)
@@ -171,44 +179,57 @@ class Along:
                 parameters.check()
             except Unfit as e:
                 self._abandon(str(e), plan.max_step)
-                return False
+                return Fetch.ALL
             self.began = time.monotonic()
             self._target = target = self._make_target(parameters)
-        target.quorum(plan, together=progress is Progress.READY)
-        if self._chooses and (reason := target.why_at_once()) is not None:
+        try:
+            target.quorum(plan, together=progress is Progress.READY)
+        except Exception as e:
+            target.abandon(str(e) if isinstance(e, Unfit) else repr(e))
+        reason = target.heal.abandoned
+        if self._chooses and reason is None and not target.heal.ends:
+            reason = target.why_at_once()
+        if reason is not None:
             self._abandon(reason, plan.max_step)
-            return False
-        return True
+            return Fetch.ALL
+        self._ends = target.heal.ends
+        return Fetch.REST if self._ends else Fetch.NOTHING
+
+    def has(self, number: int, key: str) -> torch.UntypedStorage:
+        """The memory of a parameter, or of a tensor of its optimizer state, that has arrived in passing.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        target = self._target
+        if target is None:
+            raise KeyError("the heal in passing has ended")
+        return target.parameters.storage(number, key)
 
     @property
     def joining(self) -> bool:
-        """Whether a heal in pieces is in progress, so that this group trains along."""
-        return self._target is not None
+        """Whether a heal in passing is in progress, so that this group trains along."""
+        return self._target is not None and not self._ends
 
-    def advance(self, reduced: bool) -> Optional[dict[str, Any]]:
+    def advance(self, reduced: bool) -> None:
         """Ends a step of a group that trains along, on the training thread, before it votes.
 
         Args:
             reduced: whether all of the step's reductions have succeeded.
-
-        Returns:
-            The complete state of the step; None while parts of it are missing.
         """
         target = self._target
-        if target is None:
-            return None
+        if target is None:  # a shutdown on another thread
+            return
         try:
-            state = target.advance(reduced)
+            target.advance(reduced)
         except Exception as e:
             target.abandon(str(e) if isinstance(e, Unfit) else repr(e))
-            state = None
         self.wrote = self.wrote or target.wrote
         assert target.heal.step is not None
         if target.heal.abandoned is not None:
             self._abandon(target.heal.abandoned, target.heal.step)
-        elif target.heal.unverified == 0:
+        elif target.heal.complete:
             self._report(target.heal.step, Progress.READY)
-        return state
 
     def _report(self, step: int, progress: Progress) -> None:
         try:
@@ -220,13 +241,18 @@ class Along:
         self.stop()
         self._abandoned = True
         self._report(step, Progress.WHOLE)
-        self._logger.warn(f"the state is transferred as a whole, and the other groups wait for it: {reason}")
+        self._logger.warn(f"the state is transferred at once, and the other groups wait for it: {reason}")
+
+    def failed(self, plan: Plan, error: Exception) -> None:
+        """What was left of the state did not arrive at once."""
+        if self._target is not None:
+            self._abandon(str(error), plan.max_step)
 
     def reduces(self) -> None:
         """Called by the training thread when it reduces a tensor."""
         target = self._target
         if target is not None:
-            target.pace.reduces(time.monotonic())
+            target.reduces()
 
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
         """Called on any thread when a group of a quorum is reported to have failed."""
@@ -237,17 +263,17 @@ class Along:
     def how_far(self) -> str:
         """The progress of the heal, as text for logs and errors."""
         target = self._target
-        return target.how_far() if target is not None else "the state of a peer is transferred as a whole"
+        return target.how_far() if target is not None else "the state of a peer is transferred at once"
 
     def healed(self) -> None:
-        """Called when a state was loaded: the next heal may be in pieces."""
+        """Called when a state was loaded: the next heal may be in passing."""
         self._abandoned = self.wrote = False
         target = self._target
         if target is not None:
             target.wrote = False
 
     def stop(self) -> None:
-        """Ends the heal in pieces, and its request thread."""
+        """Ends the heal in passing, and its request thread."""
         target, self._target = self._target, None
         if target is not None:
             target.stop()

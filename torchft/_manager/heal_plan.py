@@ -1,7 +1,7 @@
 """Decides whether a group takes over a state at once or in passing, so that a job loses the least time. Pure code.
 
 At once, all groups wait for the transfer, apart from what passes before the first reduction of the step. In passing,
-none waits, but the group that heals is missing for longer: pieces are requested in a part of the time only, which costs
+none waits, but the group that heals is missing for longer: parts are requested in a part of the time only, which costs
 the others at most :data:`COST` of it. The loss is counted in seconds of groups that do not train.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional
 
 from torchft._manager.pace import COST
 
-# Steps from the last piece to the first step that counts: the pieces are compared, and the rest is fetched.
+# Steps from the last part to the first step that counts: the parts are compared, and the rest is fetched.
 _LAST_STEPS = 2
 # Steps that are measured at a settled pace, one of them without requests, and those before the first figures.
 _STEPS, _FIRST_STEPS = 9, 3
@@ -77,8 +77,8 @@ class Measured:
         self._nbytes = self._elements = 0
         self._seconds = 0.0
 
-    def piece(self, nbytes: int, elements: int, seconds: float) -> None:
-        """Called when a piece has arrived.
+    def part(self, nbytes: int, elements: int, seconds: float) -> None:
+        """Called when a part has arrived.
 
         Args:
             nbytes: its bytes, with optimizer state.

@@ -1,4 +1,4 @@
-"""Decides when a group that trains along requests the next piece of a state, so that steps stay short. Pure code.
+"""Decides when a group that trains along requests the next part of a state, so that steps stay short. Pure code.
 
 From a quorum to the first reduction of its step, the network between the groups is idle: requests follow each other.
 Later a transfer would slow the reductions, the vote and the optimizers. So a request waits then until those of this
@@ -33,7 +33,7 @@ _REPEATS = 2
 
 
 class Share:
-    """The share of a step in which pieces are requested, from the durations of steps with and without requests.
+    """The share of a step in which parts are requested, from the durations of steps with and without requests.
 
     The share is doubled until requests cost too much. Then it is halved whenever they do, and grows by :data:`MORE`
     otherwise.
@@ -134,6 +134,10 @@ class Pace:
         if self._in_pass:
             assert self._began is not None
             self._in_pass, self.overlap = False, max(0.0, now - self._began)
+
+    def of_step(self, seconds: float) -> float:
+        """A time as a share of the previous step."""
+        return seconds / self._last if self._last else 1.0
 
     def spent(self, began: float, now: float) -> None:
         """Called when a request was answered, or an answer was taken up, in the time from ``began`` to ``now``."""

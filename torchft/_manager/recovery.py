@@ -13,9 +13,11 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, TypeVar
 
+import torch
+
 from torchft._manager import hyperparameters
 from torchft._manager.failures import PeerFailed
-from torchft._manager.heal_along import StillHealing
+from torchft._manager.heal_along import Fetch, StillHealing
 from torchft._manager.observe.phases import Phases, tensor_bytes
 from torchft._manager.observe.ranges import ranged
 from torchft._manager.plan import Plan, Source
@@ -68,7 +70,7 @@ class Recovery:
         in_background: the argument of that name.
         pending: the state that was fetched and is not loaded yet.
         phases: the seconds of each phase of the current or last heal.
-        along: heals piece by piece, None if that is off.
+        along: heals in passing, None if that is off.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Recovery:
 
     @property
     def joining(self) -> bool:
-        """Whether this group trains along while its state arrives in pieces."""
+        """Whether this group trains along while its state arrives in parts."""
         return self.along is not None and self.along.joining
 
     def follow(self, plan: Plan) -> None:
@@ -170,7 +172,7 @@ class Recovery:
         Raises:
             Exception: the transport failed.
         """
-        if self.along is not None and self.along.offer(plan, read, partial(self._offer_whole, plan, read)):
+        if self.along is not None and self.along.offer(plan, partial(self._offer_whole, plan, read)):
             return
         self._offer(plan, read)
 
@@ -203,12 +205,16 @@ class Recovery:
             raise Unsendable(f"the state_dict function failed: {e!r}") from e
         self._transport.send_checkpoint(state_dict=state, **where)
 
-    @ranged("_checkpoint_transport::recv_checkpoint")
-    def fetch(self, plan: Plan) -> Position:
-        """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group.
+    def heal(self, plan: Plan, at_once: bool) -> Optional[Position]:
+        """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group, or trains along
+        while it arrives.
+
+        Args:
+            plan: the plan of this rank.
+            at_once: whether the state is needed before the next step.
 
         Returns:
-            the group's position after that state is loaded.
+            the group's position after the state is loaded; None: this group trains along.
 
         Raises:
             RuntimeError: the source cannot be reached, or serves another step than the requested one.
@@ -216,14 +222,33 @@ class Recovery:
             CheckpointTimeout: it took longer than the timeout; if the other groups wait for this one, nothing arrived
                 for that time.
         """
+        if self.along is None:
+            return self._fetch(plan)
+        if at_once:
+            self.along.stop()
+        fetch = Fetch.ALL if at_once else self.along.join(plan, self._loses_nothing(plan))
+        if fetch is Fetch.NOTHING:
+            return None
+        try:
+            position = self._fetch(plan, self.along.has if fetch is Fetch.REST else None)
+        except Exception as e:
+            self.along.failed(plan, e)
+            raise
+        if fetch is Fetch.REST:
+            self.phases.seconds["transfer"] = time.monotonic() - self.along.began
+        return position
+
+    @ranged("_checkpoint_transport::recv_checkpoint")
+    def _fetch(self, plan: Plan, has: Optional[Callable[[int, str], torch.UntypedStorage]] = None) -> Position:
         assert plan.source is not None
         source: Source = plan.source
+        self._spoiled = self._spoiled or (self.along is not None and self.along.wrote)
         self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"), bounded(f"healing from {source.manager_address}"):
             metadata = self._ask_source(self._reach(source.manager_address))
             asked = [partial(self.locate, address) for address in plan.additional_sources[: self._additional]]
             several: dict[str, Any] = {"additional_sources": asked} if asked else {}
-            self._target = target = Target(self._own, self._may_write(plan), self._wait.waited_for)
+            self._target = target = Target(self._own, self._may_write(plan), self._wait.waited_for, has)
             if self._transport.takes_target:
                 several["target"] = target
             self._source = plan.quorum_id, source.replica_id
@@ -317,12 +342,8 @@ class Recovery:
         """Requests the address of a state. The client closes its connection when it is garbage collected."""
         return client._checkpoint_metadata(self._group_rank, timeout=timeout)
 
-    def join(self, plan: Plan) -> bool:
-        """Whether this group trains along while its state arrives. If not, the caller has to :meth:`fetch` it."""
-        return self.along is not None and self.along.join(plan, self._loses_nothing(plan))
-
     def stop_joining(self) -> None:
-        """Called in a step whose gradients this group does not receive: pieces of its state that have arrived are of an
+        """Called in a step whose gradients this group does not receive: parts of its state that have arrived are of an
         earlier step, and are fetched again.
         """
         if self.along is not None:
@@ -334,26 +355,15 @@ class Recovery:
             self.along.decided(plan, committed)
 
     def how_far(self) -> str:
-        """The progress of a state that arrives in pieces, for the log."""
+        """The progress of a state that arrives in parts, for the log."""
         assert self.along is not None
         return self.along.how_far()
 
-    def advance(self, plan: Plan, reduced: bool) -> Optional[Position]:
-        """Ends a step in which this group trains along, before it votes: see :meth:`Along.advance`.
-
-        Returns:
-            the group's position after the state is loaded; None: the state is not complete.
-        """
+    def advance(self, reduced: bool) -> None:
+        """Ends a step in which this group trains along, before it votes: see :meth:`Along.advance`."""
         assert self.along is not None
-        began = self.along.began
-        state = self.along.advance(reduced)
+        self.along.advance(reduced)
         self._spoiled = self._spoiled or self.along.wrote
-        if state is None:
-            return None
-        self.phases.seconds["transfer"] = time.monotonic() - began
-        self.phases.received = tensor_bytes(state)
-        self.pending = state
-        return Position(plan.max_step, state["torchft"]["batches_committed"], plan.committed_quorum_id)
 
     def refuse(self) -> None:
         """Called when this rank will not receive its state in this step: the other ranks do not load theirs either."""

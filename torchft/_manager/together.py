@@ -1,6 +1,6 @@
 """Lets all ranks of a group end their heal in the same step. They agree through the store that they share.
 
-A group commits a step only if all of its ranks vote for it. In a heal in pieces, a rank that has all of its pieces
+A group commits a step only if all of its ranks vote for it. In a heal in passing, a rank that has all of its parts
 therefore trains along until the other ranks have theirs. Its reports only avoid useless transfers.
 
 No rank loads a state before all ranks have received theirs. If their only source fails meanwhile, a rank that has
@@ -26,9 +26,9 @@ _LOAD, _DISCARD = b"load", b"discard"
 class Progress(Enum):
     """The progress of a rank's heal, or of a group's."""
 
-    ARRIVING = "pieces are missing, or not compared"
-    READY = "ready"  # all pieces are compared
-    WHOLE = "whole"  # the state is transferred as a whole
+    ARRIVING = "parts are missing, or not compared"
+    READY = "ready"  # all parts are compared
+    WHOLE = "whole"  # the state is transferred at once
 
 
 class Keys(Protocol):

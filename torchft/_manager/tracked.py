@@ -1,24 +1,27 @@
-"""Parameters with their optimizer state, in pieces: a source reads them, a target puts them in place and steps them.
+"""Parameters with their optimizer state, in parts: a source reads them, a target puts them in place and steps them.
 
-A piece is a range of elements of a parameter, in memory order, and the same range of each tensor of its optimizer state
-that has the parameter's layout. Small values of the state, such as Adam's count of steps, are part of each piece. An
-optimizer can step such pieces independently only if it computes each element from that element's own parameter,
-gradient and state, and from the hyperparameters of its group. That holds for :data:`ELEMENTWISE`, in each form
-(foreach, fused).
+The elements of all parameters are numbered through, in memory order. A part is a range of them, with the same range of
+each tensor of the optimizer state that has its parameter's layout. Small values of the state, such as Adam's count of
+steps, come with each part of their parameter. An optimizer can step such parts independently only if it computes each
+element from that element's own parameter, gradient and state, and from the hyperparameters of its group. That holds for
+:data:`ELEMENTWISE`, in each form (foreach, fused).
 
 For a DTensor (FSDP2), this module handles only the shard of this rank, which is healed from the same rank of another
 group.
 
-Pieces travel through host memory. If the parameters are on a device, threads other than the training thread read and
+Parts travel through host memory. If the parameters are on a device, threads other than the training thread read and
 write them within :attr:`Parameters.beside`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ from torchft.checkpointing._staging import copies_for
 # tests/unit/manager/test_tracked.py.
 ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 
-_SMALL = 64  # the largest tensor, in bytes, that becomes part of each piece
+_SMALL = 64  # the largest tensor, in bytes, that comes with each part of its parameter
 _FEW = 64  # elements of a parameter that stands for others
 _CPU = torch.device("cpu")
 _ON_DEVICE = "on device"  # ends the description of a small tensor that is on the device of the parameters
@@ -47,7 +50,7 @@ State = defaultdict[torch.Tensor, Any]
 
 
 class Unfit(Exception):
-    """A heal in pieces is not possible, for the reason given."""
+    """A heal in passing is not possible, for the reason given."""
 
 
 class Parameters:
@@ -57,13 +60,14 @@ class Parameters:
         optimizers: the optimizers, in the same order in each replica group.
 
     Attributes:
+        optimizers: the optimizers.
         all: the parameters of all optimizers, which have numbers in this order.
         device: the device of all of them, see :meth:`check`.
         beside: orders the work of other threads on that device.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
+        self.optimizers = list(optimizers)
         self._borrows = True
         self._memory = HostMemory()
         self._versions: dict[int, int] = {}  # the borrowed gradients' versions when they were kept
@@ -73,18 +77,20 @@ class Parameters:
             for group in optimizer.param_groups:
                 self.all += group["params"]
                 self._of += [optimizer] * len(group["params"])
+        sizes = [local_part(parameter).numel() for parameter in self.all]
+        self._starts = list(accumulate(sizes, initial=0))  # of each parameter, and of all elements their end
         self.device = local_part(self.all[0]).device if self.all else _CPU
         # Only a device that check() accepts has streams and events.
         self.beside = Beside(self.device if copies_for(self.device.type) is not None else _CPU)
 
     def check(self) -> None:
-        """Raises Unfit with the reason if the parameters cannot be healed in pieces."""
+        """Raises Unfit with the reason if the parameters cannot be healed in passing."""
         if not self.all:
             raise Unfit("no OptimizerWrapper of this Manager shows which tensors are parameters")
-        if len(self._optimizers) > 1:
+        if len(self.optimizers) > 1:
             # The others may have gradients too, which the source does not apply in that step.
-            raise Unfit(f"there are {len(self._optimizers)} optimizers, and a step of the Manager is one of them alone")
-        for optimizer in self._optimizers:
+            raise Unfit(f"there are {len(self.optimizers)} optimizers, and a step of the Manager is one of them alone")
+        for optimizer in self.optimizers:
             kind = type(optimizer)
             if kind not in ELEMENTWISE:
                 known = ", ".join(one.__name__ for one in ELEMENTWISE)
@@ -114,7 +120,7 @@ class Parameters:
         kernels of the optimizers, and in host memory uses the pages of the optimizer state that is missing.
         """
         sizes: list[int] = []
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 trained = [parameter for parameter in group["params"] if parameter.requires_grad]
                 for dtype in {parameter.dtype for parameter in trained}:
@@ -135,25 +141,21 @@ class Parameters:
         return [value.dtype for value in state[parameter].values() if _alike(value, parameter)]
 
     def check_groups(self) -> None:
-        """Raises Unfit if the parameters of the optimizers, or their order, have changed since the start: a piece is
-        identified by its parameter's number.
+        """Raises Unfit if the parameters of the optimizers, or their order, have changed since the start: parts are
+        ranges of all elements.
         """
-        present = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        present = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(present) != len(self.all) or any(one is not other for one, other in zip(present, self.all)):
             raise Unfit("the parameter groups of an optimizer were changed during the heal")
-
-    def sizes(self) -> list[int]:
-        """Number of elements of each parameter."""
-        return [local_part(parameter).numel() for parameter in self.all]
 
     def layout(self) -> str:
         """A digest of the types of the optimizers and the layouts of the parameters.
 
-        Two groups can exchange pieces if their digests are equal.
+        Two groups can exchange parts if their digests are equal.
         """
         lines = [
             f"{type(optimizer).__name__} {[len(g['params']) for g in optimizer.param_groups]}"
-            for optimizer in self._optimizers
+            for optimizer in self.optimizers
         ]
         lines += [_line(parameter) for parameter in self.all]
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
@@ -164,58 +166,87 @@ class Parameters:
         """The values of the optimizers' parameter groups, without the parameters."""
         return [
             [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in one.param_groups]
-            for one in self._optimizers
+            for one in self.optimizers
         ]
 
-    # Pieces
+    # Parts
 
-    def read(self, number: int, begin: int, end: int) -> tuple[Json, list[torch.Tensor]]:
-        """Copies a piece to host memory. Returns its description in JSON types, and the memory of its ranges."""
-        parameter = self.all[number]
-        parts = [_copy(parameter, begin, end)]
-        state: dict[str, Json] = {}
-        for key, value in self._of[number].state.get(parameter, {}).items():
-            if _alike(value, parameter):
-                state[key] = ["range", dtype_name(value.dtype)]
-                parts.append(_copy(value, begin, end))
-            else:
-                state[key] = _plain(key, value, self.device)
-        return state, parts
+    @property
+    def total(self) -> int:
+        """Number of elements of all parameters."""
+        return self._starts[-1]
 
-    def bytes_of(self, number: int, begin: int, end: int, state: Json) -> list[int]:
-        """The lengths in bytes of the ranges of a piece with this description.
+    def begun(self, end: int) -> set[int]:
+        """Numbers of the parameters with elements below ``end``. Once all elements are, these are all parameters."""
+        return set(range(len(self.all) if end >= self.total else bisect_left(self._starts, end)))
 
-        Raises:
-            ValueError: the description is malformed.
-        """
-        if not isinstance(state, dict):
-            raise ValueError(f"optimizer state that is {type(state).__name__}")
-        count = end - begin
-        kinds = [dtype_of(value[1]) for value in state.values() if isinstance(value, list) and value[0] == "range"]
-        return [count * dtype.itemsize for dtype in (self.all[number].dtype, *kinds)]
+    def _ranges(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """The elements from ``begin`` to ``end``: numbers of parameters, and ranges of elements of each."""
+        first, starts = bisect_right(self._starts, begin) - 1, self._starts
+        if begin >= end:
+            return []
+        return [
+            (number, max(begin, starts[number]) - starts[number], min(end, starts[number + 1]) - starts[number])
+            for number in range(first, bisect_left(starts, end))
+            if starts[number] < starts[number + 1]
+        ]
+
+    def read(self, begin: int, end: int) -> tuple[Json, torch.Tensor]:
+        """Copies a part to new host memory. Returns its description in JSON types, and flat bytes."""
+        states: list[Json] = []
+        parts: list[torch.Tensor] = []
+        for number, first, last in self._ranges(begin, end):
+            parameter, state = self.all[number], {}
+            parts.append(_range(parameter, first, last))
+            for key, value in self._of[number].state.get(parameter, {}).items():
+                if _alike(value, parameter):
+                    state[key] = ["range", dtype_name(value.dtype)]
+                    parts.append(_range(value, first, last))
+                else:
+                    state[key] = _plain(key, value, self.device)
+            states.append(state)
+        memory = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
+        at = 0
+        for part in parts:
+            memory[at : at + part.numel()].copy_(part)
+            at += part.numel()
+        return states, memory
 
     @torch.no_grad()
-    def write(self, number: int, begin: int, end: int, state: Json, raw: torch.Tensor) -> None:
-        """Puts a piece in place. Another thread may train at the same time, see :meth:`step`.
+    def write(self, begin: int, end: int, states: Json, memory: torch.Tensor) -> None:
+        """Puts a part in place. Another thread may train at the same time, see :meth:`step`.
 
         Args:
-            number, begin, end: number of the parameter, and range of its elements.
-            state: the description of the piece.
-            raw: the memory of all ranges of the piece, one after the other.
+            begin, end: the elements, numbered through all parameters.
+            states: the description of the part.
+            memory: its bytes.
+
+        Raises:
+            ValueError: the description is malformed, or of a part of another size. Nothing was written.
         """
-        parameter = self.all[number]
-        ranges = list(raw.split(self.bytes_of(number, begin, end, state)))
-        _range(parameter.data, begin, end).copy_(ranges.pop(0))
-        own = self._of[number].state[parameter] if state else self._of[number].state.get(parameter, {})
-        for key, value in state.items():
-            if isinstance(value, list) and value[0] == "range":
-                dtype = dtype_of(value[1])
-                mine = own.get(key)
-                if not _alike(mine, parameter) or mine.dtype != dtype:
-                    mine = own[key] = self._zeros_like(parameter, dtype)
-                _range(mine, begin, end).copy_(ranges.pop(0))
-            else:
-                own[key] = self._located(value)
+        ranges = self._ranges(begin, end)
+        if not isinstance(states, list) or len(states) != len(ranges):
+            raise ValueError(f"a part of other parameters than the elements {begin} to {end} belong to")
+        sizes: list[int] = []
+        for (number, first, last), state in zip(ranges, states):
+            kinds = [dtype_of(value[1]) for value in state.values() if _is_range(value)]
+            sizes += [(last - first) * dtype.itemsize for dtype in (self.all[number].dtype, *kinds)]
+        if sum(sizes) != memory.numel():
+            raise ValueError(f"a part of {memory.numel()} bytes in place of {sum(sizes)}")
+        parts = iter(memory.split(sizes))
+        for (number, first, last), state in zip(ranges, states):
+            parameter = self.all[number]
+            _range(parameter.data, first, last).copy_(next(parts))
+            own = self._of[number].state[parameter] if state else self._of[number].state.get(parameter, {})
+            for key, value in state.items():
+                if _is_range(value):
+                    dtype = dtype_of(value[1])
+                    mine = own.get(key)
+                    if not _alike(mine, parameter) or mine.dtype != dtype:
+                        mine = own[key] = self._zeros_like(parameter, dtype)
+                    _range(mine, first, last).copy_(next(parts))
+                else:
+                    own[key] = self._located(value)
 
     def _located(self, plain: Json) -> Any:
         """A small value of the optimizer state. A tensor that the source has on the device is on the device here."""
@@ -227,7 +258,7 @@ class Parameters:
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Allocates optimizer state. In host memory it is in huge pages, where they are faster: the first access to as
         much memory in small pages would take as much processor time as a few training steps. No page is used here: each
-        piece uses its own, since the other groups wait for this thread.
+        part uses its own, since the other groups wait for this thread.
         """
         if self.device != _CPU:
             made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -243,16 +274,16 @@ class Parameters:
         plain = self.device == _CPU and not is_dtensor(parameter)
         return plain and parameter.is_contiguous() and parameter.numel() > 0
 
-    def digest(self, number: int, begin: int, end: int) -> Json:
-        """The digests of a piece. They are equal to those of another group if all bits of the pieces are equal."""
-        parameter = self.all[number]
-        found: dict[str, Json] = {"": _digest(parameter, begin, end)}
-        for key, value in self._of[number].state.get(parameter, {}).items():
-            if _alike(value, parameter):
-                found[key] = _digest(value, begin, end)
-            else:
-                found[key] = _plain(key, value, self.device)
-        return found
+    def digest(self, begin: int, end: int) -> str:
+        """The digest of a part. It equals that of another group if all bits of the two parts are equal."""
+        found: list[Json] = []
+        for number, first, last in self._ranges(begin, end):
+            parameter = self.all[number]
+            of: dict[str, Json] = {"": _digest(parameter, first, last)}
+            for key, value in self._of[number].state.get(parameter, {}).items():
+                of[key] = _digest(value, first, last) if _alike(value, parameter) else _plain(key, value, self.device)
+            found.append(of)
+        return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def storages(self) -> dict[int, tuple[int, str]]:
         """Maps the address of each tensor's memory to its parameter's number and its key in the optimizer state.
@@ -343,7 +374,7 @@ class Parameters:
         """
         self.check_groups()
         number = 0
-        for optimizer, given in zip(self._optimizers, hyperparameters, strict=True):
+        for optimizer, given in zip(self.optimizers, hyperparameters, strict=True):
             groups: list[dict[str, Any]] = []
             state: State = defaultdict(dict)
             pairs = []
@@ -413,9 +444,8 @@ def _range(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return memory_of(tensor)[begin * size : end * size]
 
 
-def _copy(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """A range of a tensor, in new host memory."""
-    return _range(tensor, begin, end).to(_CPU, copy=True)
+def _is_range(plain: Json) -> bool:
+    return isinstance(plain, list) and plain[0] == "range"
 
 
 def _digest(tensor: torch.Tensor, begin: int, end: int) -> int:

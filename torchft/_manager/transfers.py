@@ -66,8 +66,8 @@ class Transfers:
         with self._background.running():
             try:
                 self._recovery.serve(plan, state)
-                if plan.heal and (at_once or not self._recovery.join(plan)):
-                    return self._recovery.fetch(plan)
+                if plan.heal:
+                    return self._recovery.heal(plan, at_once)
             except Exception as e:
                 self._logger.exception(f"healing failed: {e}")
                 self._recovery.refuse()
@@ -86,20 +86,12 @@ class Transfers:
             return False
         return True
 
-    def advance(self, step: Step) -> Optional[Position]:
-        """Applies the pieces of a state that have arrived, before the vote. If pieces are missing, the group does not
-        commit the step.
-
-        Returns:
-            The position of a complete state, ready to be loaded; None if there is none.
-        """
-        if not self._recovery.joining:
-            return None
-        assert step.plan is not None
-        position = self._recovery.advance(step.plan, step.error is None and step.collectives.usable)
-        if position is None:
+    def advance(self, step: Step) -> None:
+        """Ends a step of a group that trains along, before its vote: it does not commit the step."""
+        if self._recovery.joining:
+            assert step.plan is not None
+            self._recovery.advance(step.error is None and step.collectives.usable)
             step.failed(StillHealing(self._recovery.how_far()))
-        return position
 
     def load(self, step: Step) -> bool:
         """Loads the fetched state. Returns False if this rank or another one of its group has none, or if the user's

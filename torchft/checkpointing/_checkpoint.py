@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Dict, Optional
+from types import MappingProxyType
+from typing import Dict, Mapping, Optional
 
 import torch.utils._pytree as pytree
 
 from torchft.checkpointing._encoding import Encoded, decode
-from torchft.checkpointing._handshake import pack_structure
+from torchft.checkpointing._handshake import Name, pack_structure
 from torchft.checkpointing._stream import Pickled, pickle_object, storage_bytes
 from torchft.checkpointing._upstream import FULL, METADATA, with_main_parts
 
@@ -23,15 +24,17 @@ class Checkpoint:
     Args:
         state_dict: the state
         num_chunks: number of chunks in which upstream peers request it; 0: all in one stream
+        names: names of storages that a target may have already, by address
 
     Raises:
         CheckpointError: the state refers to itself, or contains an object that cannot be pickled
     """
 
-    def __init__(self, state_dict: object, num_chunks: int) -> None:
+    def __init__(self, state_dict: object, num_chunks: int, names: Mapping[int, Name] = MappingProxyType({})) -> None:
         self.num_chunks = num_chunks
         self.encoded = Encoded(state_dict)
         storages = self.encoded.storages
+        self.named = {i: names[ptr] for i, one in enumerate(storages) if (ptr := one.data_ptr()) in names}
         self.nbytes_on_devices = sum(storage.nbytes() for storage in storages if storage.device.type != "cpu")
         self._lock = threading.Lock()
         self._streams: Optional[Dict[str, Pickled]] = None
@@ -55,8 +58,13 @@ class Checkpoint:
                 streams[str(i)] = pickle_object(leaves[i :: self.num_chunks])
         return streams
 
-    def structure_frame(self) -> bytes:
-        """The information for a target of the native data plane, beside its ticket."""
-        storages = self.encoded.storages
+    def structure_frame(self, rest: bool) -> bytes:
+        """The information for a target of the native data plane, beside its ticket.
+
+        Args:
+            rest: whether the target has the storages that have names
+        """
+        storages, named = self.encoded.storages, self.named if rest else {}
         devices = {i: str(storage.device) for i, storage in enumerate(storages) if storage.device.type != "cpu"}
-        return pack_structure([storage.nbytes() for storage in storages], self.encoded.structure, devices)
+        sizes = [0 if i in named else storage.nbytes() for i, storage in enumerate(storages)]
+        return pack_structure(sizes, self.encoded.structure, devices, named)

@@ -16,7 +16,7 @@ import re
 import struct
 import zlib
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
 from torchft.checkpointing.transport import CheckpointError, Interrupted
 
@@ -61,11 +61,18 @@ class Ticket:
         return cls(**{name: fields[name] for name in kinds})  # ignores fields of later versions
 
 
-def pack_structure(sizes: List[int], structure: bytes, devices: Optional[Dict[int, str]] = None) -> bytes:
+# The name of a storage that source and target both have: number of a parameter, and key of its optimizer state.
+Name = Tuple[int, str]
+
+
+def pack_structure(
+    sizes: List[int], structure: bytes, devices: Mapping[int, str] = {}, named: Mapping[int, Name] = {}
+) -> bytes:
     """Encodes the second frame: the sizes of the regions in bytes, the devices of the regions that are not on the CPU,
-    and the encoded structure.
+    the names of those that are not sent, and the encoded structure.
     """
     where = b',"devices":' + json.dumps(devices).encode() if devices else b""
+    where += b',"named":' + json.dumps(named).encode() if named else b""
     return frame(b'{"sizes":' + json.dumps(sizes).encode() + where + b',"tree":' + structure + b"}")
 
 
@@ -75,6 +82,7 @@ class Structure(NamedTuple):
     sizes: List[int]  # sizes of the regions in bytes
     tree: Any
     devices: Dict[int, str]  # devices of regions that are not on the CPU
+    named: Dict[int, Name]  # names of regions that are not sent, because the target has them; their size is 0
 
 
 def parse_structure(raw: bytes, what: str) -> Structure:
@@ -84,12 +92,25 @@ def parse_structure(raw: bytes, what: str) -> Structure:
         raise CheckpointError(f"{what}: no structure")
     if sum(sizes) >= _MAX_STATE:
         raise CheckpointError(f"{what}: no memory for a state of {sum(sizes)} bytes")
-    devices = fields.get("devices", {})
-    if not isinstance(devices, dict) or not all(
-        key.isascii() and key.isdigit() and type(device) is str for key, device in devices.items()
-    ):
+    devices, named = fields.get("devices", {}), fields.get("named", {})
+    if not _by_region(devices) or not all(type(device) is str for device in devices.values()):
         raise CheckpointError(f"{what}: its devices are {str(devices)[:200]}")
-    return Structure(sizes, fields["tree"], {int(key): device for key, device in devices.items()})
+    if not _by_region(named) or not all(_is_name(name) for name in named.values()):
+        raise CheckpointError(f"{what}: its names are {str(named)[:200]}")
+    return Structure(
+        sizes,
+        fields["tree"],
+        {int(key): device for key, device in devices.items()},
+        {int(key): (number, of) for key, (number, of) in named.items()},
+    )
+
+
+def _by_region(value: Any) -> bool:
+    return isinstance(value, dict) and all(key.isascii() and key.isdigit() for key in value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, list) and [type(one) for one in value] == [int, str]
 
 
 def frame(body: bytes) -> bytes:

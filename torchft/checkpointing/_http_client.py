@@ -28,7 +28,15 @@ _LONGEST_RETRY_AFTER = 10.0  # seconds
 
 
 class Refused(CheckpointError):
-    """The source refused the request; a retry is useless."""
+    """The source refused the request; a retry is useless.
+
+    Attributes:
+        status: the status of the answer
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Busy(Interrupted):
@@ -110,7 +118,7 @@ def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: 
     if response.status == http.client.SERVICE_UNAVAILABLE and retry_after.isdecimal():
         raise Busy(what, min(float(retry_after), _LONGEST_RETRY_AFTER))
     if response.status != http.client.OK:
-        raise Refused(f"{what}: refused with {response.status}: {_reason(response)}")
+        raise Refused(f"{what}: refused with {response.status}: {_reason(response)}", response.status)
     if upgrade and offered:
         # the source accepts each complete upgrade request, so this one was garbled on its way
         raise Garbled(f"{what}: the request was garbled on its way")

@@ -56,6 +56,9 @@ class _Handle:
         if handle:
             self._go.run(getattr(self._go, self._end), handle)
 
+    def close(self) -> None:
+        self.end()
+
     def __del__(self) -> None:
         if getattr(self, "_handle", 0) and not self._go.forked():
             self.end()

@@ -63,7 +63,7 @@ class Offer:
 
         self._device = current_device()
         self._cond = threading.Condition()
-        self._native_offer: Optional[NativeOffer] = None
+        self._native_offers: Dict[bool, NativeOffer] = {}  # by `rest`
         self._grants: List[Grant] = []
         self._sent = 0  # bytes of the upstream format
         # pieces being sent, each with the function that cuts its reader off
@@ -99,8 +99,8 @@ class Offer:
             logger.warning("the state to send could not be copied: %s", error)
             with self._cond:
                 self._failure = str(error)
-                if self._native_offer is not None:
-                    self._native_offer.copy_failed(self._failure)
+                for native in self._native_offers.values():
+                    native.copy_failed(self._failure)
 
     def _stage(self, blocks: List[_Block]) -> None:
         self._copy(blocks)
@@ -110,19 +110,26 @@ class Offer:
         if self._room is not None:
             self._room.release()
 
-    def native(self, server: Server) -> Optional[NativeOffer]:
-        """The tensors that the native core may serve; None if some are on a device and are not copied."""
+    def native(self, server: Server, rest: bool = False) -> Optional[NativeOffer]:
+        """The tensors that the native core may serve; None if some are on a device and are not copied.
+
+        Args:
+            server: the native server
+            rest: without the storages that have names
+        """
+        named = self.checkpoint.named if rest else {}
         with self._cond:
             blocks = list(self._blocks.values())
             if any(block.nbytes and not (block.on_host or self._may_stage(block)) for block in blocks):
                 return None
-            if self._native_offer is None:
-                self._native_offer = server.offer([(block.address, block.nbytes) for block in blocks], self.checkpoint)
+            if rest not in self._native_offers:
+                regions = [(block.address, 0 if block.region in named else block.nbytes) for block in blocks]
+                native = self._native_offers[rest] = server.offer(regions, self.checkpoint)
                 for block in blocks:
                     self._announce_copy(block)
                 if self._closed:
-                    self._native_offer.revoke(0)
-            return self._native_offer
+                    native.revoke(0)
+            return self._native_offers[rest]
 
     @contextmanager
     def granted(self, native: NativeOffer) -> Iterator[Grant]:
@@ -152,9 +159,10 @@ class Offer:
                 self._copier.start()
 
     def _announce_copy(self, block: _Block) -> None:
-        if self._native_offer is not None and block.ready:
-            assert block.coming is not None
-            self._native_offer.copied(block.region, block.coming, block.ready)
+        for rest, native in self._native_offers.items():
+            if block.ready and not (rest and block.region in self.checkpoint.named):
+                assert block.coming is not None
+                native.copied(block.region, block.coming, block.ready)
 
     def read(self, stream: Pickled, cut_off: Callable[[], None], pacer: Pacer) -> Generator[memoryview, None, None]:
         """Yields the bytes of a stream; each piece is valid until the next is requested.
@@ -222,13 +230,13 @@ class Offer:
         """
         with self._cond:
             self._closed = True  # what is copied from now on is not used
-            copier, native = self._copier, self._native_offer
+            copier, natives = self._copier, list(self._native_offers.values())
         if copier is not None:
             copier.join(timeout)
         self._release_room()
         late = copier is not None and copier.is_alive()
         self._late = self._late or late  # each commit closes the offer again
-        if native is not None:
+        for native in natives:
             native.revoke(_PIECE_GRACE)
         for block in self._blocks.values():
             if block.staged is not None:
@@ -246,9 +254,9 @@ class Offer:
     def take_copy(self) -> List[torch.Tensor]:
         """Removes the copy from a closed offer without readers, and returns it to be freed."""
         with self._cond:
-            if self._native_offer is not None:
-                self._native_offer.end()
-                self._native_offer = None
+            for native in self._native_offers.values():
+                native.end()
+            self._native_offers.clear()
             taken = [block.coming for block in self._blocks.values() if block.coming is not None]
             for block in self._blocks.values():
                 block.mine = block.coming = None

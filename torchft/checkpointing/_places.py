@@ -101,9 +101,10 @@ class Places:
             if tensor is None:
                 return None
             plain = node[1] if node[0] == "D" else node
-            if not self.has(plain[1]):
+            arrived = None if self.has(plain[1]) else tensor_at(flats[plain[1]], plain)
+            if arrived is not None and not same_memory(tensor, arrived):
                 with torch.no_grad():
-                    local_part(tensor).copy_(tensor_at(flats[plain[1]], plain))
+                    local_part(tensor).copy_(arrived)
             return tensor
 
         return replace
@@ -191,6 +192,11 @@ def _uses(node: Any) -> Iterator[int]:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local shard of a DTensor; any other tensor itself."""
     return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
+
+
+def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, or their local shards, begin at the same address."""
+    return local_part(tensor).data_ptr() == local_part(other).data_ptr()
 
 
 def _same_strides(tensor: torch.Tensor, strides: List[int]) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from torchft.addresses import host_port
 from torchft.checkpointing._deadline import Deadline
-from torchft.checkpointing._encoding import Path, decode
+from torchft.checkpointing._encoding import Path, decode, storage_bytes
 from torchft.checkpointing._handshake import DONE, Structure, Ticket, parse_structure, read_frame
 from torchft.checkpointing._http_client import Answer, Busy, ask, describe
 from torchft.checkpointing._landing import Landing, is_staged
@@ -22,6 +22,7 @@ from torchft.checkpointing._places import Places, local_part, tensor_nodes, tens
 from torchft.checkpointing._progress import Progress, summary
 from torchft.checkpointing._retry import Attempts
 from torchft.checkpointing._room import Reservation
+from torchft.checkpointing._source import Part
 from torchft.checkpointing._staging import copies_for
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing._upstream import FULL
@@ -29,6 +30,9 @@ from torchft.checkpointing.transport import AdditionalSource, CheckpointError, I
 from torchft.http import _DeadlineSocket
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+REST = "rest"  # the state without the regions that have names
+Memory = Callable[[Any, int], torch.Tensor]  # given a part's value and bytes, returns host memory as a flat tensor
 
 _SLICE = 0.5  # seconds between two checks of the progress
 _HELP_AFTER = 0.1  # seconds; for a shorter transfer additional sources are not worth asking
@@ -67,63 +71,32 @@ class Abandon:
 
 
 class Transfer:
-    """The transfer of one state. Received data is kept when a connection breaks.
+    """A transfer into memory. Received data is kept when a connection breaks.
 
     Args:
         go: the native library
-        ticket, structure: the source's two frames of the handshake
-        own: the local state, to be filled in place; its structure must equal that of the received one
-        target: chooses the devices of tensors if there is no ``own``
+        ticket: the source's first frame of the handshake
+        regions: the memory, as flat tensors of bytes
+        keep: keeps that memory alive
         checked: whether blocks carry checksums
         what: names the transfer in errors
+
+    Attributes:
+        received: bytes that have arrived
     """
 
+    received = 0
+
     def __init__(
-        self,
-        go: Any,
-        ticket: Ticket,
-        structure: Structure,
-        own: Optional[object],
-        target: Optional[Target],
-        checked: bool,
-        what: str,
+        self, go: Any, ticket: Ticket, regions: Sequence[torch.Tensor], keep: object, checked: bool, what: str
     ) -> None:
         self.session = ticket.session
-        self._tree = structure.tree
-        self._sizes = structure.sizes
         self._what = what
-        mine: Dict[Path, torch.Tensor] = {}
-        if own is not None:
-            mine = tensors_by_path(own)
-        elif target is not None and target.writable:
-            mine = target.own()
-        self._room: Optional[Reservation] = None
-        devices = _devices(structure)
-        self._places = Places(structure.tree, structure.sizes, mine, what, _can_fill, strict=own is not None)
-        if target is not None and own is None and not target.writable:
-            target.devices = devices
-            away = sum(structure.sizes[i] for i in structure.devices if i < len(structure.sizes))
-            self._room = reserve_for_state(away, what)
-        # With a target whose tensors must not be written, `mine` is empty, and `Homes` chooses host memory for all.
-        home = partial(_same_kind, what) if own is None and target is None else Homes(mine, devices).of
-        memory = HostMemory()
-        self._flats = [
-            flat_storage(0 if self._places.has(i) else size, what, self._home(i, structure, home), memory)
-            for i, size in enumerate(structure.sizes)
-        ]
-        regions = [self._places.region(i) if self._places.has(i) else flat for i, flat in enumerate(self._flats)]
         self._landing = Landing(regions, ticket.block_size, what)
         pairs = [(ON_DEVICE if is_staged(region) else region.data_ptr(), region.numel()) for region in regions]
-        keep = [self._flats, self._places, self._landing]
-        self._fetch = Fetch(go, pairs, keep, ticket.block_size, checked, stall=10.0, window=self._landing.window)
+        kept = [keep, self._landing]
+        self._fetch = Fetch(go, pairs, kept, ticket.block_size, checked, stall=10.0, window=self._landing.window)
         self._landing.begin(self._fetch)
-        self.received = 0
-        self.total = sum(structure.sizes)
-
-    def _home(self, region: int, structure: Structure, home: Callable[[str], torch.device]) -> torch.device:
-        """The device for a region that is not received into a local tensor."""
-        staged = self._places.has(region) or region in self._places.copied
-        return CPU if staged else home(structure.devices.get(region, "cpu"))
 
     def run(self, address: str, secret: str, deadline: Deadline, progress: Progress, abandon: Abandon) -> Status:
         """Fetches from a source until everything has arrived.
@@ -154,6 +127,73 @@ class Transfer:
             if not status.running:
                 raise SourceFailed(f"{self._what}: {'; '.join(dict.fromkeys(status.failed))}")
 
+    def close(self) -> None:
+        """Ends the transfer. After this call nothing writes to the memory."""
+        self._fetch.end()
+        self._landing.close()
+
+
+class StateTransfer(Transfer):
+    """The transfer of one state.
+
+    Args:
+        go, ticket, checked, what: as in :class:`Transfer`
+        structure: the source's second frame of the handshake
+        own: the local state, to be filled in place; its structure must equal that of the received one
+        target: chooses the devices of tensors if there is no ``own``, and has the regions with names
+    """
+
+    def __init__(
+        self,
+        go: Any,
+        ticket: Ticket,
+        structure: Structure,
+        own: Optional[object],
+        target: Optional[Target],
+        checked: bool,
+        what: str,
+    ) -> None:
+        self._tree = structure.tree
+        self._sizes = structure.sizes
+        mine: Dict[Path, torch.Tensor] = {}
+        if own is not None:
+            mine = tensors_by_path(own)
+        elif target is not None and target.writable:
+            mine = target.own()
+        self._room: Optional[Reservation] = None
+        devices = _devices(structure)
+        self._places = Places(structure.tree, structure.sizes, mine, what, _can_fill, strict=own is not None)
+        if target is not None and own is None and not target.writable:
+            target.devices = devices
+            away = sum(structure.sizes[i] for i in structure.devices if i < len(structure.sizes))
+            self._room = reserve_for_state(away, what)
+        # With a target whose tensors must not be written, `mine` is empty, and `Homes` chooses host memory for all.
+        home = partial(_same_kind, what) if own is None and target is None else Homes(mine, devices).of
+        memory = HostMemory()
+        self._flats = [
+            flat_storage(0 if self._places.has(i) else size, what, self._home(i, structure, home), memory)
+            for i, size in enumerate(structure.sizes)
+        ]
+        regions = [self._places.region(i) if self._places.has(i) else flat for i, flat in enumerate(self._flats)]
+        self._add_named(structure, target, what)
+        super().__init__(go, ticket, regions, [self._flats, self._places], checked, what)
+        self.total = sum(structure.sizes)
+
+    def _add_named(self, structure: Structure, target: Optional[Target], what: str) -> None:
+        """Takes the regions that are not received, because the target has them."""
+        for region, name in structure.named.items():
+            try:
+                if target is None or target.has is None or structure.sizes[region] != 0:
+                    raise KeyError("it was not to be left out")
+                self._flats[region] = storage_bytes(target.has(*name))
+            except LookupError as error:
+                raise CheckpointError(f"{what}: its region {region} is left out: {error!r}") from error
+
+    def _home(self, region: int, structure: Structure, home: Callable[[str], torch.device]) -> torch.device:
+        """The device for a region that is not received into a local tensor."""
+        staged = self._places.has(region) or region in self._places.copied
+        return CPU if staged else home(structure.devices.get(region, "cpu"))
+
     def help(self, address: str, secret: str, sizes: List[int]) -> bool:
         """Adds an additional source. Returns False if its state has another layout."""
         if sizes != self._sizes:
@@ -167,9 +207,7 @@ class Transfer:
         return decode(self._tree, self._flats, self._what, self._places.fill(self._flats))
 
     def close(self) -> None:
-        """Ends the transfer. After this call nothing writes to the state's memory."""
-        self._fetch.end()
-        self._landing.close()
+        super().close()
         if self._room is not None:
             self._room.release()
 
@@ -182,14 +220,16 @@ class AdditionalSources:
 
     def __init__(
         self,
-        transfer: Transfer,
+        transfer: StateTransfer,
         additional_sources: Sequence[AdditionalSource],
         step: int,
+        key: str,
         deadline: Deadline,
         token: str,
     ) -> None:
         self._transfer = transfer
         self._step = step
+        self._key = key
         self._deadline = deadline
         self._token = token
         self._over = threading.Event()
@@ -231,10 +271,10 @@ class AdditionalSources:
             metadata = locate()
             if self._over.is_set():
                 return
-            what = describe(metadata, self._step, FULL)
+            what = describe(metadata, self._step, self._key)
             # a source that does not answer at once is useless
             deadline = Deadline(min(self._deadline.left, _SOURCE_CONNECT))
-            with ask(metadata, self._step, FULL, deadline, self._token, True, self._connected) as answer:
+            with ask(metadata, self._step, self._key, deadline, self._token, True, self._connected) as answer:
                 if answer.control is None or answer.sock is None:
                     return
                 ticket = Ticket.parse(read_frame(answer.control, what), what)
@@ -284,7 +324,7 @@ def receive(
     """
     what = describe(metadata, step, key)
     shown = Progress(what, logger)
-    transfer: Optional[Transfer] = None
+    transfer: Optional[StateTransfer] = None
     attempts, start = Attempts(), time.monotonic()
     abandon = abandon or Abandon()
     try:
@@ -296,7 +336,8 @@ def receive(
                     if answer.control is None:
                         return upstream(answer)
                     transfer, ticket = _open(go, answer, transfer, own, target, checked, what)
-                    with AdditionalSources(transfer, additional_sources if checked else (), step, deadline, token):
+                    additional = additional_sources if checked else ()
+                    with AdditionalSources(transfer, additional, step, _native(key), deadline, token):
                         status = transfer.run(
                             host_port(answer.host, ticket.port), ticket.secret, deadline, shown, abandon
                         )
@@ -319,15 +360,55 @@ def receive(
             transfer.close()
 
 
+def receive_part(
+    go: Any,
+    metadata: str,
+    step: int,
+    key: str,
+    deadline: Deadline,
+    token: str,
+    checked: bool,
+    memory: Memory,
+    abandon: Abandon,
+) -> Part:
+    """Fetches a part of a state; see `HTTPTransport.recv_part`."""
+    what = describe(metadata, step, key)
+    abandon.check(what)
+    try:
+        with ask(metadata, step, key, deadline, token, True, abandon.connected) as answer:
+            if answer.control is None:
+                raise CheckpointError(f"{what}: the source does not send it by the native core")
+            ticket = Ticket.parse(read_frame(answer.control, what), what)
+            structure = parse_structure(read_frame(answer.control, what), what)
+            into = memory(structure.tree, sum(structure.sizes))
+            if into.numel():
+                transfer, shown = Transfer(go, ticket, [into], into, checked, what), Progress(what, logger)
+                try:
+                    transfer.run(host_port(answer.host, ticket.port), ticket.secret, deadline, shown, abandon)
+                finally:
+                    shown.close()
+                    transfer.close()
+            _send_done(answer, deadline)
+            return Part(structure.tree, into)
+    except CheckpointError:
+        abandon.check(what)
+        raise
+
+
+def _native(key: str) -> str:
+    """The key by which the native core's sources are asked for what this one names."""
+    return key if key == REST else FULL
+
+
 def _open(
     go: Any,
     answer: Answer,
-    transfer: Optional[Transfer],
+    transfer: Optional[StateTransfer],
     own: Optional[Callable[[], object]],
     target: Optional[Target],
     checked: bool,
     what: str,
-) -> Tuple[Transfer, Ticket]:
+) -> Tuple[StateTransfer, Ticket]:
     """Reads the two frames. A running transfer continues if the source still offers the same bytes."""
     assert answer.control is not None
     ticket = Ticket.parse(read_frame(answer.control, what), what)
@@ -336,7 +417,7 @@ def _open(
         return transfer, ticket
     if transfer is not None:
         transfer.close()
-    return Transfer(go, ticket, structure, own() if own is not None else None, target, checked, what), ticket
+    return StateTransfer(go, ticket, structure, own() if own is not None else None, target, checked, what), ticket
 
 
 def _can_fill(device: torch.device) -> bool:

@@ -1,4 +1,8 @@
-"""The offered checkpoint, its readers, and the requests that wait for the next one."""
+"""The offered checkpoint, its readers, and the requests that wait for the next one.
+
+A source may offer the state of a step in parts too. A part is copied when a target requests it, and sent from the copy,
+so that a slow target delays no step. The state as a whole is then offered once a target requests that.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
-from typing import Counter, Iterator, List, Optional, Tuple
+from typing import Any, Counter, Iterator, List, NamedTuple, Optional, Protocol, Tuple
+
+import torch
 
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
@@ -29,6 +35,33 @@ class Unavailable(Exception):
     """Nothing is offered: the wait timed out, the source was closed, or it has no state of this step."""
 
 
+class NoParts(Exception):
+    """The source offers no such part, or its state at once only."""
+
+
+class Part(NamedTuple):
+    """A part of a state: a JSON value that describes it, and its bytes in host memory."""
+
+    value: Any
+    memory: torch.Tensor
+
+
+class Parts(Protocol):
+    """The state of a step, in parts. Its methods are called on any thread, one at a time, until the step is decided."""
+
+    def part(self, key: str) -> Part:
+        """A copy of a part.
+
+        Raises:
+            ValueError: there is no such part.
+        """
+        ...
+
+    def whole(self) -> None:
+        """Offers the state as a whole, by :meth:`Source.publish`."""
+        ...
+
+
 class Source:
     """Coordinates requests, the training thread and shutdown.
 
@@ -36,7 +69,12 @@ class Source:
 
     Args:
         keep: seconds for which `allow` can offer a checkpoint again after `disallow`
+
+    Attributes:
+        gives_parts: whether this source may offer parts; otherwise requests for them are refused at once
     """
+
+    gives_parts = False
 
     def __init__(self, keep: float) -> None:
         self._keep = keep
@@ -52,6 +90,11 @@ class Source:
         self._drop_at = float("inf")
         self._refused: Optional[Tuple[int, str]] = None  # a step without a state to send, and the reason
         self._retired: List[object] = []  # replaced offers, and copies, which `drop_old` frees
+        self._parts: Optional[Parts] = None  # None: no part may be read now
+        self._parts_step = -1  # the last step whose parts could be read, or were refused
+        self._no_parts = ""  # why they were refused
+        self._decided: Optional[Tuple[int, int]] = None  # step and quorum of the attempt that was decided last
+        self._committed = False  # whether that attempt was committed
 
     def publish(
         self,
@@ -83,6 +126,71 @@ class Source:
             self._receivers = receivers
             self._role = role
             self._set_offer(step, offer)
+
+    def open(self, step: int, parts: Parts) -> None:
+        """Offers the state of a step in parts, until `decide` or `disallow`."""
+        with self._cond:
+            self._parts, self._parts_step, self._no_parts = parts, step, ""
+            self._cond.notify_all()
+
+    def refuse_parts(self, step: int, reason: str) -> None:
+        """Answers requests for parts of a step with the reason why there are none."""
+        with self._cond:
+            self._parts, self._parts_step, self._no_parts = None, step, reason
+            self._cond.notify_all()
+
+    def decide(self, step: int, quorum_id: int, committed: bool) -> None:
+        """Records whether an attempt at a step was committed. After it no part of the step is read."""
+        with self._closing_parts():
+            self._decided, self._committed = (step, quorum_id), committed
+
+    @contextmanager
+    def _closing_parts(self) -> Iterator[None]:
+        self._parts = None  # without the lock, so that no request that waits for the lock reads first
+        with self._cond:
+            self._parts = None
+            yield
+            self._cond.notify_all()
+
+    def part(self, step: int, key: str, timeout: float) -> Part:
+        """Returns a part of the state of a step. Waits while the source has not begun that step.
+
+        Raises:
+            NoParts: there is no such part
+            WrongStep: the source has decided on that step already
+            Unavailable: no part of that step was offered in time, or the source is closed
+        """
+        if not self.gives_parts:
+            raise NoParts("this source offers its state at once only")
+        with self._cond:
+            if not self._cond.wait_for(lambda: self._closed or step <= self._parts_step, timeout):
+                raise Unavailable(f"timed out after {timeout:g} s: no parts of step {step} were offered")
+            if self._closed:
+                raise Unavailable("this checkpoint server is shut down")
+            if step == self._parts_step and self._no_parts:
+                raise NoParts(self._no_parts)
+            parts = self._parts
+            if step != self._parts_step or parts is None:
+                raise WrongStep(f"no part of step {step} is offered any more")
+            try:
+                return parts.part(key)
+            except ValueError as error:
+                raise NoParts(str(error)) from error
+
+    def decision(self, step: int, quorum_id: int, timeout: float) -> Optional[bool]:
+        """Whether the attempt of a quorum at a step was committed; None: this source does not know. Waits for it.
+
+        Raises:
+            Unavailable: it was not decided in time, or the source is closed
+        """
+        attempt = step, quorum_id
+        with self._cond:
+            known = self._cond.wait_for(
+                lambda: self._closed or (self._decided is not None and self._decided >= attempt), timeout
+            )
+            if self._closed or not known:
+                raise Unavailable(f"it is not known whether step {step} was committed")
+            return self._committed if self._decided == attempt else None
 
     def refuse(self, step: int, reason: str) -> None:
         """Answers requests for a step with the reason why it has no state."""
@@ -131,7 +239,7 @@ class Source:
         Raises:
             TimeoutError: the tensors are still in use; they must not be changed
         """
-        with self._cond:
+        with self._closing_parts():
             offer = self._offer
             if offer is None:
                 return
@@ -201,11 +309,13 @@ class Source:
             return self._refused is not None and self._refused[0] == step
 
         def settled() -> bool:
-            return self._closed or self._allowed or refused()
+            return self._closed or self._allowed or refused() or self._offers_whole(step)
 
         in_time = self._cond.wait_for(settled, timeout)
         if self._closed:
             raise Unavailable("this checkpoint server is shut down")
+        if not self._allowed and self._offers_whole(step) and self._parts is not None:
+            self._parts.whole()
         if self._refused is not None and refused():
             raise Unavailable(f"the source cannot send its state of step {step}: {self._refused[1]}")
         if not in_time:
@@ -216,6 +326,10 @@ class Source:
             raise WrongStep(f"invalid checkpoint requested: serving step {self._step} but got step={step}")
         assert self._offer is not None
         return self._offer
+
+    def _offers_whole(self, step: int) -> bool:
+        """Whether the whole state of a step can be offered, since its parts are."""
+        return self._parts is not None and self._parts_step == step
 
     def count_served(self, offer: Offer, key: str) -> None:
         """Notes that a peer has received a complete part of this checkpoint."""
@@ -230,6 +344,7 @@ class Source:
             offer, self._offer = self._offer, None
             self._closed = True
             self._allowed = False
+            self._parts = None
             self._cond.notify_all()
         if offer is not None:
             try:

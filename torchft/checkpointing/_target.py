@@ -6,12 +6,12 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, Mapping
+from typing import Any, Callable, Dict, Mapping, Optional
 
 import torch
 
 from torchft.checkpointing._encoding import Path, is_dtensor, with_flags
-from torchft.checkpointing._places import local_part, tensors_by_path
+from torchft.checkpointing._places import local_part, same_memory, tensors_by_path
 from torchft.checkpointing._staging import Uploads, copies_for
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -28,10 +28,19 @@ class Target:
             needed if the transfer fails. Otherwise received tensors stay in host memory until `settle`.
         waited_for: whether the other groups wait for this transfer as long as data arrives. Its timeout is then one
             without any data, and not of the whole transfer.
+        has: returns a storage by its name, if the group has all that the source names: these are not received. The
+            KeyError that it raises for another name ends the transfer.
     """
 
-    def __init__(self, read: Callable[[], object], writable: bool, waited_for: bool = False) -> None:
+    def __init__(
+        self,
+        read: Callable[[], object],
+        writable: bool,
+        waited_for: bool = False,
+        has: Optional[Callable[[int, str], torch.UntypedStorage]] = None,
+    ) -> None:
         self._read = read
+        self.has = has
         self.writable = writable
         self.waited_for = waited_for
         # the source's devices of the tensors that were received in host memory
@@ -124,6 +133,8 @@ class _Settling:
     def _settle(self, arrived: torch.Tensor, path: Path) -> torch.Tensor:
         mine = self._own.get(path)
         if mine is not None and mine.device != CPU and alike(mine, arrived):
+            if same_memory(mine, arrived):
+                return mine
             self._copy(local_part(mine), local_part(arrived))
             return mine
         home = self._homes.of(self._devices.get(path, "cpu"))

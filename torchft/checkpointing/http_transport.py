@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -10,7 +12,7 @@ from contextlib import closing
 from datetime import timedelta
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from torchft._checks import check_positive
 from torchft._forked import Maker
@@ -18,17 +20,16 @@ from torchft.addresses import heal_hosts
 from torchft.checkpointing import _native_transfer
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._deadline import Deadline
-from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
-from torchft.checkpointing._http_client import Answer, describe
+from torchft.checkpointing._handshake import DONE, PROTOCOL, Name, Ticket, pack_structure
+from torchft.checkpointing._http_client import Answer, ask, describe
 from torchft.checkpointing._memory import available_memory, reserve
 from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._pacer import Pacer
-from torchft.checkpointing._pieces import PART, Giver, Window
 from torchft.checkpointing._places import moved_into
-from torchft.checkpointing._receive import Abandon, UpstreamHomes, receive
+from torchft.checkpointing._receive import REST, Abandon, Memory, UpstreamHomes, receive, receive_part
 from torchft.checkpointing._room import NoRoom, Reservation
-from torchft.checkpointing._source import Source, Unavailable, WrongStep
+from torchft.checkpointing._source import NoParts, Part, Parts, Source, Unavailable, WrongStep
 from torchft.checkpointing._target import Target
 from torchft.checkpointing._token import accepts, checkpoint_token
 from torchft.checkpointing._upstream import FULL, METADATA, receive_upstream
@@ -40,8 +41,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds for a peer to write its request, also the next one on the same connection. More than _pieces._IDLE_SEC.
+# Seconds for a peer to write its request, also the next one on the same connection.
 _REQUEST_TIMEOUT = 30.0
+PART, DECISION = "part.", "decision."  # prefixes of keys; the quorum id follows the latter
+_DECISION_BYTES = 10
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -72,8 +75,8 @@ class HTTPTransport(CheckpointTransport[T]):
             tensors when it is complete.
         checksum: whether received data is verified by checksums
         bandwidth_limit: bytes per second for all targets together; 0: no limit. The native core's data connections have
-            this limit, and, separately, the parts of `offer_pieces` and PyTorch's streaming format together. The latter
-            cannot be resumed: it must be transferred within the timeout.
+            this limit, and, separately, PyTorch's streaming format, which cannot be resumed: it must be transferred
+            within the timeout.
         background: whether this source serves with the lowest priority on its host. By default only additional sources
             do so, because the whole job waits for the assigned source. Set it where sources continue to train while a
             group heals, as with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor
@@ -86,7 +89,7 @@ class HTTPTransport(CheckpointTransport[T]):
     """
 
     several_sources = True
-    gives_pieces = True
+    gives_parts = True
     takes_target = True
 
     def __init__(
@@ -115,9 +118,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._num_chunks = num_chunks
         self._source = Source(keep=self._timeout)
         self._native = _native_transfer.ServerSlot(self._timeout, bandwidth_limit, background)
-        pacer = Pacer(bandwidth_limit)
-        self._window = Window(pacer)
-        self._server = _CheckpointServer(self._source, self._native, self._window, pacer, self._timeout)
+        self._server = _CheckpointServer(self._source, self._native, Pacer(bandwidth_limit), self._timeout)
+        self._names: Callable[[], Mapping[int, Name]] = dict
         self._receiving: Optional[Abandon] = None
         self._hosts = list(hosts or [])
         self._address = ""
@@ -142,7 +144,7 @@ class HTTPTransport(CheckpointTransport[T]):
     def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
         self._maker.check()
         try:
-            checkpoint = Checkpoint(state_dict, self._num_chunks)
+            checkpoint = Checkpoint(state_dict, self._num_chunks, self._names())
         except Unsendable as error:
             self._source.refuse(step, str(error))
             raise
@@ -153,12 +155,11 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:
         self._maker.check()
-        self._publish(step, Checkpoint(state_dict, self._num_chunks), 0, Role.ADDITIONAL)
+        self._publish(step, Checkpoint(state_dict, self._num_chunks, self._names()), 0, Role.ADDITIONAL)
 
     def _publish(self, step: int, checkpoint: Checkpoint, receivers: int, role: Role) -> None:
         stage, room = self._may_stage(checkpoint.nbytes_on_devices)
         self._source.publish(step, checkpoint, receivers, stage, role, room)
-        self._window.note_whole(step)
 
     def _may_stage(self, nbytes: int) -> Tuple[bool, Optional[Reservation]]:
         """Whether state on devices may be copied to host memory, and the memory that is reserved for that."""
@@ -178,31 +179,67 @@ class HTTPTransport(CheckpointTransport[T]):
         self._maker.check()
         self._source.allow(step)
 
-    def prepare_pieces(self) -> None:
-        """Makes requests for parts of the state wait for `offer_pieces`; without this call they are refused."""
-        self._window.used = True
+    def prepare_parts(self, names: Callable[[], Mapping[int, Name]]) -> None:
+        """Makes requests for parts of the state wait for `offer_parts`; without this call they are refused.
 
-    def note_step(self, step: int, head: Any) -> None:
-        """Records the head of a step, a JSON value that describes its parts. A target may request it some steps later,
-        so the heads of the last steps are kept.
+        Args:
+            names: returns the names of the storages that targets can receive in parts, by address. A target that has
+                them requests a state without them.
         """
-        self._window.note(step, head)
+        self._names = names
+        self._source.gives_parts = True
 
-    def offer_pieces(self, step: int, giver: Giver) -> None:
+    def offer_parts(self, step: int, parts: Parts) -> None:
         """Serves parts of the state of a step, or the whole state to a target that requests it, until
-        `disallow_checkpoint`.
+        `note_decision` or `disallow_checkpoint`.
         """
-        self._window.open(step, giver)
+        self._source.open(step, parts)
+
+    def refuse_parts(self, step: int, reason: str) -> None:
+        """Answers requests for parts of a step with this reason."""
+        self._source.refuse_parts(step, reason)
 
     def note_decision(self, step: int, quorum_id: int, committed: bool) -> None:
         """Records whether an attempt at a step was committed, for targets that request it."""
-        self._window.decide(step, quorum_id, committed)
+        self._source.decide(step, quorum_id, committed)
+
+    def recv_part(
+        self, metadata: str, step: int, key: str, timeout: timedelta, memory: Memory, abandon: Abandon
+    ) -> Part:
+        """Receives a part of a state.
+
+        Args:
+            metadata: the result of the source's `metadata`
+            step: the step of the part
+            key: names the part
+            timeout: limit for a time without any data
+            memory: called with the part's value, and its number of bytes, before these arrive; returns host memory for
+                them
+            abandon: aborts the transfer
+
+        Raises:
+            Refused: the source has no such part, or has decided on the step
+            CheckpointError, CheckpointTimeout: see `CheckpointTransport.recv_checkpoint`
+        """
+        deadline = Deadline(timeout.total_seconds(), of_progress=True)
+        go, token = _native_transfer.native(), checkpoint_token()
+        return receive_part(go, metadata, step, key, deadline, token, self._checksum, memory, abandon)
+
+    def recv_decision(
+        self, metadata: str, step: int, quorum_id: int, timeout: timedelta, abandon: Abandon
+    ) -> Optional[bool]:
+        """Whether the source has committed an attempt at a step; None: it does not know.
+
+        Raises:
+            CheckpointError, CheckpointTimeout: it did not answer
+        """
+        deadline, key = Deadline(timeout.total_seconds()), f"{DECISION}{quorum_id}"
+        with ask(metadata, step, key, deadline, checkpoint_token(), connected=abandon.connected) as answer:
+            assert answer.body is not None
+            return {b"true": True, b"false": False}.get(answer.body.read(_DECISION_BYTES))
 
     def disallow_checkpoint(self) -> None:
         self._maker.check()
-        # The window first: while it is open, a request may publish the whole state. A state that is published after
-        # `disallow` would be read while the optimizer changes it.
-        self._window.close()
         self._source.disallow(self._timeout)
 
     def recv_checkpoint(
@@ -225,7 +262,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         deadline = Deadline(timeout.total_seconds(), of_progress=target is not None and target.waited_for)
         token = checkpoint_token()
-        key = FULL if self._num_chunks == 0 else METADATA
+        key = REST if target is not None and target.has else FULL if self._num_chunks == 0 else METADATA
 
         def upstream(answer: Answer) -> T:
             what = describe(metadata, step, key)
@@ -269,9 +306,8 @@ class HTTPTransport(CheckpointTransport[T]):
                 return
             self._down = True
         # First end the waits of the request threads, so that `server_close` need not wait for them. A request that
-        # arrives later is refused at once, because window and source remain closed.
+        # arrives later is refused at once, because the source remains closed.
         limit = self._timeout if wait else 0.0
-        self._window.end()
         self._source.close(limit)
         self._native.close()
         self._server.shutdown()
@@ -286,12 +322,10 @@ class _CheckpointServer(_IPv6HTTPServer):
         self,
         source: Source,
         native: _native_transfer.ServerSlot,
-        window: Window,
         pacer: Pacer,
         wait_timeout: float,
     ) -> None:
         super().__init__(("", 0), _Handler)
-        self.window = window
         self.pacer = pacer
         self.source = source
         self.native = native
@@ -324,39 +358,33 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         step, key = request
-        if step is None:
-            self._give(key)
-            return
-        # A source that gives its state in parts offers the whole state only on request; without this call, `reading`
-        # would wait until its timeout.
-        self.server.window.want_whole(step)
         try:
-            with self.server.source.reading(step, self.server.wait_timeout) as offer:
-                self._serve(offer, key)
+            if key.startswith(PART):
+                self._give(self.server.source.part(step, key, self.server.wait_timeout))
+            elif key.startswith(DECISION):
+                quorum_id = int(key.removeprefix(DECISION))
+                committed = self.server.source.decision(step, quorum_id, self.server.wait_timeout)
+                self._reply(HTTPStatus.OK, json.dumps(committed))
+            else:
+                with self.server.source.reading(step, self.server.wait_timeout) as offer:
+                    self._serve(offer, key)
         except WrongStep as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        except (NoParts, ValueError) as error:
+            self._refuse(HTTPStatus.NOT_FOUND, str(error))
         except Unavailable as error:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
-    def _give(self, path: str) -> None:
-        """Answers a request for a part of the state."""
-        try:
-            views = self.server.window.answer(path, self.server.wait_timeout)
-        except ValueError as error:
-            self._refuse(HTTPStatus.NOT_FOUND, f"no such part: {path[:200]}: {error}")
-        except (TimeoutError, Unavailable) as error:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-        else:
-            self._extend_deadline()
-            # Otherwise the kernel holds back the end of the answer until the peer acknowledges its beginning, which can
-            # take 40 ms.
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", "application/octet-stream")
-            self.send_header("Content-Length", str(sum(view.nbytes for view in views)))
-            self.end_headers()
-            for view in views:
-                self.connection.sendall(view)
+    def _give(self, part: Part) -> None:
+        server = self.server.native.get()
+        if server is None or self.headers.get("Upgrade") != PROTOCOL:
+            self._refuse(HTTPStatus.NOT_FOUND, "parts of a state are sent by the native core only")
+            return
+        self._extend_deadline()
+        native = server.offer([(part.memory.data_ptr(), part.memory.numel())], part)
+        with closing(native), closing(native.grant()) as grant:
+            structure = pack_structure([part.memory.numel()], json.dumps(part.value).encode())
+            self._hand_over(server, grant, secrets.token_hex(8), native.block_size, structure)
 
     def _serve(self, offer: Offer, key: str) -> None:
         checkpoint = offer.checkpoint
@@ -364,7 +392,14 @@ class _Handler(BaseHTTPRequestHandler):
         if native is not None and self.headers.get("Upgrade") == PROTOCOL:
             self._extend_deadline()
             offer.want()
-            self._hand_over(offer, native)
+            server, rest = self.server.native.get(), key == REST
+            if server is None:
+                self.close_connection = True
+                return  # the transport is being shut down
+            with offer.granted(native) as grant:
+                structure = offer.checkpoint.structure_frame(rest)
+                if self._hand_over(server, grant, offer.session, native.block_size, structure):
+                    self.server.source.count_served(offer, FULL)
             return
         stream = checkpoint.stream(key)
         if stream is None:
@@ -393,26 +428,32 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.source.count_served(offer, key)
 
     def _native_offer(self, offer: Offer, key: str) -> Optional[_native_transfer.NativeOffer]:
-        if key not in (FULL, METADATA):
+        if key not in (FULL, METADATA, REST):
             return None
         server = self.server.native.get()
-        return None if server is None else offer.native(server)
+        return None if server is None else offer.native(server, rest=key == REST)
 
-    def _hand_over(self, offer: Offer, native: _native_transfer.NativeOffer) -> None:
-        """Lets the native core serve this target, and waits for the end of the transfer."""
+    def _hand_over(
+        self,
+        server: _native_transfer.Server,
+        grant: _native_transfer.Grant,
+        session: str,
+        block_size: int,
+        structure: bytes,
+    ) -> bool:
+        """Lets the native core serve this target, and waits for the end of the transfer. Returns whether the target has
+        received everything.
+        """
         self.close_connection = True  # after the upgrade it carries no further HTTP requests
-        server = self.server.native.get()
-        if server is None:
-            return  # the transport is being shut down
-        with offer.granted(native) as grant:
-            self.send_response(HTTPStatus.SWITCHING_PROTOCOLS)
-            self.send_header("Connection", "Upgrade")
-            self.send_header("Upgrade", PROTOCOL)
-            self.end_headers()
-            ticket = Ticket(server.port, grant.secret, offer.session, native.block_size)
-            self.connection.sendall(ticket.frame() + offer.checkpoint.structure_frame())
-            if self._receive_done(grant):
-                self.server.source.count_served(offer, FULL)
+        # Otherwise the kernel holds back the frames until the peer acknowledges the headers, which can take 40 ms.
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.send_response(HTTPStatus.SWITCHING_PROTOCOLS)
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Upgrade", PROTOCOL)
+        self.end_headers()
+        ticket = Ticket(server.port, grant.secret, session, block_size)
+        self.connection.sendall(ticket.frame() + structure)
+        return self._receive_done(grant)
 
     def _receive_done(self, grant: _native_transfer.Grant) -> bool:
         """Whether the target reported that it has received everything. Otherwise its connection ended, or it received
@@ -442,10 +483,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.deadline = time.monotonic() + self.server.wait_timeout
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
-        self._extend_deadline()
-        body = reason.encode()
         # In the status line, too, because upstream peers read the reason there. A line break would end it.
-        self.send_response(status, " ".join(reason.split()).encode("latin-1", "replace").decode("latin-1"))
+        self._reply(status, reason, " ".join(reason.split()).encode("latin-1", "replace").decode("latin-1"))
+
+    def _reply(self, status: HTTPStatus, text: str, phrase: Optional[str] = None) -> None:
+        self._extend_deadline()
+        body = text.encode()
+        self.send_response(status, phrase)
         self.send_header("Content-Type", "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -455,13 +499,9 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug("%s: " + format, self.client_address[0], *args)
 
 
-def _parse(path: str) -> Optional[Tuple[Optional[int], str]]:
-    """Step and part of `/checkpoint/{step}/{part}`; None for an unknown path. For `/checkpoint/along/...` the step is
-    None, and the part is the rest of the path.
-    """
+def _parse(path: str) -> Optional[Tuple[int, str]]:
+    """Step and part of `/checkpoint/{step}/{part}`; None for an unknown path."""
     path = strip(path)
-    if path.startswith(f"{PREFIX}{PART}/"):
-        return None, path.removeprefix(f"{PREFIX}{PART}/")
     parts = path.removeprefix(PREFIX).split("/")
     if not path.startswith(PREFIX) or len(parts) != 2:
         return None

@@ -75,11 +75,11 @@ class CheckpointTransport(Generic[T], ABC):
             tensors to receive into.
         in_place: whether `recv_checkpoint` writes into the tensors that this group trains with. If it fails, they may
             hold values of different steps.
-        gives_pieces: whether it has the methods of HTTPTransport that give a state in pieces, as `offer_pieces`.
+        gives_parts: whether it has the methods of HTTPTransport for parts of a state, as `offer_parts`.
     """
 
     several_sources: ClassVar[bool] = False
-    gives_pieces: ClassVar[bool] = False
+    gives_parts: ClassVar[bool] = False
     takes_target: ClassVar[bool] = False
     in_place: bool = False
 

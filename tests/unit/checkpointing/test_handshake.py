@@ -85,7 +85,7 @@ def test_changed_fields() -> None:
 def test_changed_sizes(sizes: Any) -> None:
     raw = json.dumps({"sizes": sizes, "tree": 1}).encode()
     if sizes == []:
-        assert parse_structure(raw, "the state") == ([], 1, {})
+        assert parse_structure(raw, "the state") == ([], 1, {}, {})
         return
     with pytest.raises(CheckpointError, match="the state"):
         parse_structure(raw, "the state")

@@ -1,4 +1,4 @@
-"""The limit for the parts of a state and PyTorch's streaming format together."""
+"""The limit for PyTorch's streaming format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torchft.checkpointing import _native_transfer
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._pacer import Pacer
-from torchft.checkpointing._pieces import Asker
 from torchft.checkpointing._upstream import FULL
 
 TIMEOUT = timedelta(seconds=20)
@@ -56,22 +55,6 @@ def test_streams_share_the_limit(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert time.monotonic() - start > 0.25, "the last of 8 MB at 20 MB/s is sent after 0.3 s"
     for heal in heals:
         assert_same(heal.result(), state)
-
-
-def test_a_part_waits_for_the_bytes_of_a_stream(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[int] = []
-    monkeypatch.setattr(Pacer, "wait", lambda self, nbytes: waits.append(id(self)))
-    monkeypatch.setattr(_native_transfer, "native", lambda: None)
-    source = make(bandwidth_limit=MB)
-    source.send_checkpoint([1], 1, {"w": torch.ones(10)}, TIMEOUT)
-    make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    streamed = len(waits)
-    source.prepare_pieces()
-    source.offer_pieces(2, MagicMock(give=lambda kind, argument: ({}, [torch.ones(5, dtype=torch.uint8)])))
-    asker = Asker(source.metadata(), "", TIMEOUT.total_seconds())
-    asker.ask("piece", "0-0-5")
-    asker.close()
-    assert 0 < streamed < len(waits) and len(set(waits)) == 1
 
 
 def test_a_reader_that_waits_for_the_limit_does_not_delay_the_end_of_an_offer() -> None:

@@ -1,4 +1,4 @@
-"""The choice between a heal in pieces and a transfer as a whole, and the Manager's calls of a heal in pieces."""
+"""The choice between a heal in passing and one at once, and the Manager's calls of a heal in passing."""
 
 from __future__ import annotations
 
@@ -14,33 +14,56 @@ from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_joining import DEADLINE_SEC, plan
 from torchft._agreement import HEALS, announced
 from torchft._manager import heal_along
-from torchft._manager.giving import Giver
-from torchft._manager.heal_along import Along
+from torchft._manager.giving import Giver, StepParts
+from torchft._manager.heal_along import Along, Fetch
 from torchft._manager.tracked import Parameters
 
 
 def plan_of_source(step: int) -> Any:
-    return SimpleNamespace(
-        max_step=step, in_background=True, heal=False, up_to_date=True, num_up_to_date=1, replica_world_size=2
+    return SimpleNamespace(max_step=step, quorum_id=3, heal=False, recover_dst=[1])
+
+
+def along_of(optimizers: Any, transport: Any = None, logger: Any = None, refuses: Any = None) -> Along:
+    transport = transport or MagicMock(gives_parts=True)
+    return Along(
+        transport, optimizers, str, refuses or (lambda: None), MagicMock(), DEADLINE_SEC, logger or MagicMock()
     )
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_at_step_0_the_state_is_transferred_as_a_whole(step: int) -> None:
+def test_at_step_0_the_state_is_transferred_at_once(step: int) -> None:
     """At step 0 the initial weights of the groups differ, so all groups wait for the transfer before they train."""
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    transport = MagicMock(gives_pieces=True)
-    along = Along(
-        transport, [optimizer], str, lambda: None, MagicMock(), DEADLINE_SEC, additional=3, logger=MagicMock()
-    )
+    transport = MagicMock(gives_parts=True)
+    along = along_of([torch.optim.SGD(nn.Linear(2, 2).parameters())], transport)
     of_source = plan_of_source(step)
     along.follow(of_source)
-    assert along.offer(of_source, dict, whole=lambda: None) == (step > 0)
-    assert transport.offer_pieces.called == (step > 0)
+    assert along.offer(of_source, whole=lambda: None) == (step > 0)
+    assert transport.offer_parts.called == (step > 0)
+    along.decided(of_source, True)
+    assert transport.note_decision.called == (step > 0)
     try:
-        assert along.join(plan(step, "source"), may_write=True) == along.joining == (step > 0)
+        fetch = along.join(plan(step), may_write=True)
+        assert (fetch is Fetch.NOTHING) == along.joining == (step > 0)
     finally:
         along.stop()
+
+
+@pytest.mark.parametrize("reason", ["LocalSGD", "the optimizer is SGD2"])
+def test_a_source_that_gives_no_parts_tells_its_targets_why(reason: str) -> None:
+    class SGD2(torch.optim.SGD):
+        pass
+
+    transport = MagicMock(gives_parts=True)
+    kind = SGD2 if "SGD2" in reason else torch.optim.SGD
+    along = along_of(
+        [kind(nn.Linear(2, 2).parameters())], transport, refuses=lambda: reason if reason == "LocalSGD" else None
+    )
+    along.follow(plan_of_source(1))
+    assert not along.offer(plan_of_source(1), whole=lambda: None)
+    step, said = transport.refuse_parts.call_args.args
+    assert step == 1 and reason in said
+    along.decided(plan_of_source(1), True)
+    assert not transport.note_decision.called and not transport.offer_parts.called
 
 
 @pytest.mark.parametrize("why", ["", "it does not heal", "it heals at step 0", "its optimizer has changed"])
@@ -55,21 +78,19 @@ def test_what_is_prepared_before_the_first_quorum_is_used_for_one_heal(
 
     monkeypatch.setattr(heal_along, "Parameters", make)
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    along = Along(
-        MagicMock(gives_pieces=True), [optimizer], str, lambda: None, MagicMock(), DEADLINE_SEC, 3, MagicMock()
-    )
+    along = along_of([optimizer])
     along.prepare()
     assert made[0]._memory._prepared
     if why == "it does not heal":
         along.follow(plan_of_source(1))
     if why == "it heals at step 0":
-        assert not along.join(plan(0, "source"), may_write=True)
+        assert along.join(plan(0), may_write=True) is Fetch.ALL
     if why == "its optimizer has changed":
         optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
     try:
         assert (along._prepared is None) == (why.startswith("it "))
-        assert along.join(plan(1, "source"), may_write=True)
-        assert along._target is not None and along._target._parameters is made[bool(why)]
+        assert along.join(plan(1), may_write=True) is Fetch.NOTHING
+        assert along._target is not None and along._target.parameters is made[bool(why)]
         assert along._prepared is None
     finally:
         along.stop()
@@ -77,9 +98,7 @@ def test_what_is_prepared_before_the_first_quorum_is_used_for_one_heal(
 
 def test_nothing_is_prepared_where_groups_do_not_train_along() -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    along = Along(
-        MagicMock(gives_pieces=True), [optimizer], str, lambda: "why", MagicMock(), DEADLINE_SEC, 3, MagicMock()
-    )
+    along = along_of([optimizer], refuses=lambda: "why")
     along.prepare()
     assert along._prepared is None
 
@@ -118,28 +137,32 @@ def test_what_cannot_be_prepared_is_no_error(monkeypatch: pytest.MonkeyPatch, re
     if reason == "its step fails":
         monkeypatch.setattr(torch.optim.Adam, "step", MagicMock(side_effect=RuntimeError(reason)))
     optimizers = [optimizer] if reason == "its step fails" else []
-    along = Along(MagicMock(gives_pieces=True), optimizers, str, lambda: None, MagicMock(), DEADLINE_SEC, 3, logger)
+    along = along_of(optimizers, logger=logger)
     along.prepare()
     assert reason in logger.info.call_args.args[0] and along._prepared is None
 
 
-def test_a_source_describes_its_parameters_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other groups train meanwhile: with thousands of parameters a description takes some milliseconds."""
-    described = MagicMock(return_value={"layout": "", "hyperparameters": []})
-    monkeypatch.setattr(heal_along, "head", described)
-    along = Along(MagicMock(gives_pieces=True), [], str, lambda: None, MagicMock(), DEADLINE_SEC, 3, MagicMock())
+def test_a_source_describes_its_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they change. The other groups train meanwhile: thousands of parameters take some milliseconds."""
+    described = MagicMock(return_value="")
+    monkeypatch.setattr(Parameters, "layout", described)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    along = along_of([optimizer])
     for step in (1, 2):
         along.follow(plan_of_source(step))
-        assert along.offer(plan_of_source(step), dict, whole=lambda: None)
-        assert described.call_count == step
+        assert along.offer(plan_of_source(step), whole=lambda: None)
+        assert described.call_count == 1
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    assert along.offer(plan_of_source(3), whole=lambda: None)
+    assert described.call_count == 2
 
 
-@pytest.mark.parametrize("argument", ["2-0-0", "0-0-5", "0-3-2"])
-def test_a_piece_that_does_not_exist_is_refused(argument: str) -> None:
-    giver = Giver([torch.optim.SGD(nn.Linear(2, 2).parameters())], dict, lambda: None)
-    assert giver.give("piece", "1-0-2")[1][0].numel() == 8
-    with pytest.raises(ValueError, match="there are no elements"):
-        giver.give("piece", argument)
+@pytest.mark.parametrize("key", ["part.0.7.0.0", "part.3.2.0.0", "part.0.0.0.7", "rest.0.1.0.1"])
+def test_a_part_that_does_not_exist_is_refused(key: str) -> None:
+    parts = StepParts(*Giver([torch.optim.SGD(nn.Linear(2, 2).parameters())]).parameters(), lambda: None)
+    assert parts.part("part.1.3.0.6").memory.numel() == 8
+    with pytest.raises(ValueError, match=r"there is no part of the elements|is no part of a state"):
+        parts.part(key)
 
 
 def test_the_first_reduction_ends_a_pass(fixture: Fixture) -> None:
@@ -149,4 +172,4 @@ def test_the_first_reduction_ends_a_pass(fixture: Fixture) -> None:
     manager.wait_quorum()
     manager._along._target = target = MagicMock()
     manager.allreduce(torch.ones(2)).wait()
-    target.pace.reduces.assert_called_once()
+    target.reduces.assert_called_once()

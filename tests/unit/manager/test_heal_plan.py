@@ -47,20 +47,20 @@ def test_the_figures_are_those_of_steps_at_a_settled_pace() -> None:
         return measured.quorum(now, 1000, 0.4, 2, math.inf, settled)
 
     assert quorum(10.0, False) is None
-    measured.piece(1200, 100, 0.5)
+    measured.part(1200, 100, 0.5)
     assert quorum(11.0, False) is quorum(12.0, False) is None
     assert quorum(13.0, False) == Figures(12000, 10800, 2400, 2400, 1.0, 0.4, 2, math.inf), "the best possible pace"
     for step in range(9):
         assert quorum(14.0 + 2 * step, True) is None
-        measured.piece(300, 25, 0.125)
+        measured.part(300, 25, 0.125)
     figures = quorum(32.0, True)
     assert figures == Figures(12000, 8100, 2400, 150, 2.0, 0.4, 2, math.inf)
     assert quorum(34.0, True) is None, "only once"
 
 
-def test_without_a_piece_there_are_no_figures() -> None:
+def test_without_a_part_there_are_no_figures() -> None:
     measured = Measured()
     for step in range(5):
         assert measured.quorum(10.0 + step, 1000, 0.0, 2, 60.0, False) is None
-    measured.piece(1200, 100, 0.5)
+    measured.part(1200, 100, 0.5)
     assert measured.quorum(15.0, 1000, 0.0, 2, 60.0, False) is not None

@@ -12,7 +12,6 @@ from torch import nn, optim
 from torch.optim import optimizer as all_optimizers
 
 from tests.unit.resident import needs_proc, resident
-from torchft._manager.along import cut
 from torchft._manager.tracked import ELEMENTWISE, Parameters, Unfit
 from torchft.checkpointing._places import local_part
 
@@ -60,7 +59,7 @@ def _gradients(of: nn.Module, step: int, from_the_first: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("kind", "settings"), _cases())
-def test_pieces_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer], settings: dict[str, Any]) -> None:
+def test_parts_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer], settings: dict[str, Any]) -> None:
     torch.manual_seed(1)
     source, target = _model(), _model()
     optimizers = kind(source.parameters(), **settings), kind(target.parameters(), **settings)
@@ -73,16 +72,12 @@ def test_pieces_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer]
     for step in range(3):
         _gradients(source, step, at_once)
         optimizers[0].step()
-    tracked: set[int] = set()
     kept: dict[int, torch.Tensor] = {}
-    pieces = cut(ours.sizes(), 6)
-    for step, piece in enumerate(pieces, start=3):
-        state, parts = theirs.read(*piece)
-        state = json.loads(json.dumps(state))
-        raw = torch.cat(parts)
-        assert [part.numel() for part in parts] == ours.bytes_of(*piece, state)
-        ours.write(*piece, state, raw)
-        tracked.add(piece.parameter)
+    for step, begin in enumerate(range(0, ours.total, 6), start=3):
+        part = begin, min(begin + 6, ours.total)
+        states, memory = theirs.read(*part)
+        ours.write(*part, json.loads(json.dumps(states)), memory)
+        tracked = ours.begun(part[1])
         optimizers[0].param_groups[0]["lr"] = 0.1 / step
         sent = json.loads(json.dumps(theirs.hyperparameters()))
         _gradients(source, step, at_once)
@@ -93,7 +88,7 @@ def test_pieces_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer]
         assert all(a is b for a, b in zip(own, (p.grad for p in target.parameters())))
         assert optimizers[1].param_groups[0]["lr"] == settings["lr"], "else it would count as set by the script"
         optimizers[0].step()
-        assert theirs.digest(*piece) == ours.digest(*piece)
+        assert theirs.digest(0, part[1]) == ours.digest(0, part[1])
     for one, other in zip(source.parameters(), target.parameters()):
         assert torch.equal(one, other)
         assert one.stride() == other.stride()
@@ -105,24 +100,24 @@ def test_pieces_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer]
 
 
 def _first_of_64_mb() -> tuple[nn.Parameter, dict[str, torch.Tensor], Any, torch.Tensor]:
-    """A parameter of the target, the source's optimizer state of its own, and the source's first piece: its description
+    """A parameter of the target, the source's optimizer state of its own, and the source's first part: its description
     and memory.
     """
     source, target = (nn.Parameter(torch.ones(1 << 24)) for _ in range(2))
     trained = optim.Adam([source])
     source.grad = torch.ones_like(source)
     trained.step()
-    state, memory = Parameters([trained]).read(0, 0, 1 << 18)
-    return target, trained.state[source], state, torch.cat(memory)
+    states, memory = Parameters([trained]).read(0, 1 << 18)
+    return target, trained.state[source], states, memory
 
 
 @needs_proc
-def test_a_piece_uses_no_memory_for_the_rest_of_its_parameter() -> None:
-    """The first use of much memory takes long, and the other groups wait for the thread that places a piece."""
-    target, theirs, state, memory = _first_of_64_mb()
+def test_a_part_uses_no_memory_for_the_rest_of_its_parameter() -> None:
+    """The first use of much memory takes long, and the other groups wait for the thread that places a part."""
+    target, theirs, states, memory = _first_of_64_mb()
     adam = optim.Adam([target])
     before = resident()
-    Parameters([adam]).write(0, 0, 1 << 18, state, memory)
+    Parameters([adam]).write(0, 1 << 18, states, memory)
     assert resident() - before < 32 << 20, "of 128 MB"
     assert torch.equal(adam.state[target]["exp_avg"][: 1 << 18], theirs["exp_avg"][: 1 << 18])
     assert not adam.state[target]["exp_avg"][1 << 18 :].any()
@@ -174,20 +169,20 @@ def test_kernels_are_loaded_and_no_memory_is_used_where_state_or_gradients_are_m
 
 @needs_proc
 def test_a_first_step_uses_the_memory_that_is_prepared() -> None:
-    """The first step after a piece steps all of its parameter, and the other groups wait for it."""
-    target, _, state, memory = _first_of_64_mb()
+    """The first step after a part steps all of its parameter, and the other groups wait for it."""
+    target, _, states, memory = _first_of_64_mb()
     adam = optim.Adam([target], fused=True)
     ours = Parameters([adam])
     ours.prepare()
     gradients = {0: torch.ones_like(target)}
     before = resident()
-    ours.write(0, 0, 1 << 18, state, memory)
+    ours.write(0, 1 << 18, states, memory)
     ours.step({0}, gradients, ours.hyperparameters())
     assert resident() - before < 32 << 20, "of 128 MB"
 
 
 def test_a_step_does_not_disturb_a_backward_pass() -> None:
-    """During a heal in pieces the training loop runs on another thread, with its own gradients."""
+    """During a heal in passing the training loop runs on another thread, with its own gradients."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     optimizer = optim.Adam(model.parameters())
     loss = model(torch.ones(1, 2)).square().sum()  # its backward pass reads weights
@@ -298,17 +293,34 @@ def test_sparse_gradients_fall_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "reason"),
+    ("states", "nbytes", "reason"),
     [
-        ([], "optimizer state that is list"),
-        ({"m": ["range", "qint8x"]}, "is no dtype"),
-        ({"m": ["other", 1]}, "a value of kind 'other'"),
+        ({}, 16, "a part of other parameters"),
+        ([{}], 16, "a part of other parameters"),
+        ([{}, {}], 20, "a part of 20 bytes in place of 24"),
+        ([{}, {"m": ["range", "float32"]}], 24, "a part of 24 bytes in place of 32"),
+        ([{}, {"m": ["range", "qint8x"]}], 24, "is no dtype"),
     ],
 )
-def test_state_that_is_malformed_is_refused(state: Any, reason: str) -> None:
+def test_a_part_that_is_malformed_is_refused(states: Any, nbytes: int, reason: str) -> None:
     parameters = Parameters([optim.SGD(nn.Linear(2, 2).parameters())])
+    before = [p.clone() for p in parameters.all]
     with pytest.raises(ValueError, match=reason):
-        parameters.write(0, 0, 4, state, torch.zeros(16, dtype=torch.uint8))
+        parameters.write(0, 6, states, torch.zeros(nbytes, dtype=torch.uint8))
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters.all))
+
+
+def test_parts_of_many_parameters() -> None:
+    """Also of some without elements, at any place."""
+    made = [nn.Parameter(torch.zeros(size)) for size in (0, 3, 0, 0, 2, 1, 0)]
+    parameters = Parameters([optim.SGD(made)])
+    assert parameters.total == 6
+    for begin in range(7):
+        for end in range(begin, 7):
+            found = [(number, i) for number, first, last in parameters._ranges(begin, end) for i in range(first, last)]
+            assert found == [(1, 0), (1, 1), (1, 2), (4, 0), (4, 1), (5, 0)][begin:end]
+    assert [parameters.begun(end) & {1, 4, 5} for end in (0, 1, 3, 4)] == [set(), {1}, {1}, {1, 4}]
+    assert parameters.begun(6) == set(range(7))
 
 
 def test_a_count_in_host_memory_is_no_range_of_a_parameter_on_a_device() -> None:
@@ -354,7 +366,7 @@ def test_shards_end_equal(two_ranks: None, form: dict[str, bool]) -> None:
     source, target = Parameters([optimizers[0]]), Parameters([optimizers[1]])
     for parameters in (source, target):
         parameters.check()
-    assert source.sizes() == [6, 8]
+    assert source.total == 14
     assert source.layout() == target.layout()
 
     def train(step: int) -> None:
@@ -364,12 +376,13 @@ def test_shards_end_equal(two_ranks: None, form: dict[str, bool]) -> None:
         optimizers[0].step()
 
     train(0)
-    for step, piece in enumerate(cut(source.sizes(), 3), start=1):
-        state, parts = source.read(*piece)
-        target.write(*piece, json.loads(json.dumps(state)), torch.cat(parts))
+    for step, begin in enumerate(range(0, 14, 3), start=1):
+        part = begin, min(begin + 3, 14)
+        states, memory = source.read(*part)
+        target.write(*part, json.loads(json.dumps(states)), memory)
         train(step)
         target.step({0, 1}, target.gradients({0, 1}, {}), source.hyperparameters())
-        assert source.digest(*piece) == target.digest(*piece)
+        assert source.digest(0, part[1]) == target.digest(0, part[1])
     for one, other in zip(theirs, ours):
         its, mine = optimizers[0].state[one], optimizers[1].state[other]
         for key in ("exp_avg", "exp_avg_sq"):

@@ -6,6 +6,7 @@ that no other thread has to wake up. The worker gets the name of its group's cla
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import queue
@@ -282,6 +283,7 @@ class Worker:
 
     def _end(self, operation: int, call: _Call, wait: Callable[[], object], devices: Sequence[int]) -> None:
         """Answers when an operation has ended; `wait` raises its error."""
+        _keep_thread_state()
         try:
             wait()
             marks = self._marks(devices)
@@ -293,6 +295,15 @@ class Worker:
 
     def _marks(self, devices: Sequence[int]) -> tuple[tuple[int, Any], ...]:
         return tuple([(device, self._sharings[device].mark()) for device in devices])
+
+
+_kept = threading.local()
+
+
+def _keep_thread_state() -> None:
+    """Keeps Python's state of a thread of C++, which would be made and freed with each call of Python."""
+    if not hasattr(_kept, "state"):
+        _kept.state = ctypes.pythonapi.PyGILState_Ensure()
 
 
 class _Waiters:

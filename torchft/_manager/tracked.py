@@ -205,7 +205,8 @@ class Parameters:
                 else:
                     state[key] = _plain(key, value, self.device)
             states.append(state)
-        memory = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
+        # Not from the heap, which would keep as much for each thread that has read a part.
+        memory = HostMemory().take(sum(part.numel() for part in parts))
         at = 0
         for part in parts:
             memory[at : at + part.numel()].copy_(part)

@@ -206,7 +206,7 @@ def test_a_group_that_joins_has_the_same_bits_and_the_others_lose_no_step(
     assert set(steps) == {0}, "between two steps it tells the step of its own weights, as docs/healing.md says"
     assert all(committed for _, committed, _ in loop.histories[0])
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING and "lost" in r.getMessage()]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING and "is lost" in r.getMessage()]
 
 
 @pytest.mark.parametrize(
@@ -267,18 +267,21 @@ def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.Lo
     """
 
     def fails(rank: Rank, round: int) -> None:
-        assert rank.manager is not None
-        if rank.group == 1 and round > 5 and rank.manager.num_participants() == 2 and not failed:
-            failed.append(rank.manager.current_step())
-            rank.manager.report_error(RuntimeError("a bad batch"))
+        manager = rank.manager
+        assert manager is not None
+        if rank.group == 1 and round > 5 and not heals:
+            if manager._current.healing:
+                heals.append(manager.current_step())
+            elif (
+                manager.num_participants() == 2 and round % 5 == 0
+            ):  # again, if the other one heard of it before its vote
+                manager.report_error(RuntimeError("a bad batch"))
 
-    failed: list[int] = []
+    heals: list[int] = []
     # Waits until both have healed: otherwise they would end at different steps.
-    loop = Loop(
-        together=2, reduced=fails, counts=lambda manager: bool(failed) and manager.current_step() > failed[0] + 3
-    )
+    loop = Loop(together=2, reduced=fails, counts=lambda manager: bool(heals) and manager.current_step() > heals[0] + 3)
     _run(cluster, loop, first=2, later=0)
-    assert failed and failed[0] > 0
+    assert heals and heals[0] > 0
     logged = [r.getMessage() for r in caplog.records if "transferred at once" in r.getMessage()]
     assert len(logged) == 1 and "one group alone has it" in logged[0]
 

@@ -1,11 +1,13 @@
 """Decides the actions of a heal in passing: the target trains along with weight 0 while its state arrives. Pure code.
 
 The state of a group is its parameters, each with its optimizer state. Their elements are numbered through, and arrive
-in this order. In each step the target asks the assigned source for the next *part*, as that has it in this step, and
-for the digest of a part that it has:
+in this order. In each step the target asks the assigned source for the next *part*, as that has it in this step:
 
-    0          same                  here                     total
-    |  compared  |   as the source has it   |   missing         |
+    0                          here                     total
+    |   as the source has it   |   missing                |
+
+Once all is here, and a gradient was applied to it, the target compares it with digests of the source, part by part. A
+rank that waits for other ranks of its group compares again meanwhile.
 
 The target is in the quorum, so it receives every averaged gradient. It applies the gradient of a step only when it
 knows that the step was committed: from the source as soon as that has voted, or else from the next quorum. Until then
@@ -32,6 +34,8 @@ from typing import NamedTuple, Optional
 
 # Elements of a part: the first, the fewest and the most. With Adam and float32, an element has 12 bytes.
 FIRST, LEAST, MOST = 1 << 17, 1 << 10, 1 << 20
+# So many times as many elements are compared by a request: a digest takes less time than a transfer.
+COMPARED = 2
 # Parts grow while their requests take less than this share of a step.
 GROW_BELOW = 0.125
 # How often a heal may start over because it missed a gradient. After that the state is transferred at once.
@@ -84,7 +88,7 @@ class Heal:
 
     Attributes:
         here: number of elements that are here.
-        same: number of elements that are here and were compared, after at least one gradient was applied to them.
+        same: number of elements that were compared, after at least one gradient was applied to all.
         step: the current step, by the latest quorum; None before the first quorum.
         abandoned: why the state is transferred at once; None while the heal continues in passing.
     """
@@ -94,7 +98,8 @@ class Heal:
         self.here = self.same = 0
         self.step: Optional[int] = None
         self.abandoned: Optional[str] = None
-        self._comparable = 0  # elements that a gradient was applied to since they arrived
+        self._comparable = False  # whether all is here, and a gradient was applied since
+        self._again = 0  # elements that were compared again, by a rank that waits
         self._amount = FIRST
         self._quorum_id = -1
         # Step and quorum of the gradient that is kept, or was applied before a quorum has confirmed its step.
@@ -126,7 +131,7 @@ class Heal:
         elif now - self._idle_since > MAX_IDLE_SEC:
             self.abandon(f"in {now - self._idle_since:.0f} s nothing of the state has arrived in its step")
         if kept == (step - 1, committed_quorum_id):
-            self._comparable = self.here
+            self._comparable = self.here == self.total
             return Outcome.NONE if ahead else Outcome.APPLY
         if before is None or (step == before and not ahead):
             return Outcome.NONE
@@ -136,7 +141,8 @@ class Heal:
     def miss(self) -> None:
         """The gradient of a committed step cannot be applied: the heal starts over."""
         self._restarts += self.here > 0
-        self.here = self.same = self._comparable = 0
+        self.here = self.same = self._again = 0
+        self._comparable = False
         self._kept = None
         if self._restarts > MAX_RESTARTS:
             self.abandon(f"a committed step was missed {self._restarts} times")
@@ -155,12 +161,10 @@ class Heal:
 
     def next(self) -> Ask:
         """The next request."""
-        return Ask(
-            self.here,
-            min(self.total, self.here + self._amount),
-            self.same,
-            min(self._comparable, self.same + self._amount),
-        )
+        if not self._comparable:
+            return Ask(self.here, min(self.total, self.here + self._amount), 0, 0)
+        same = self._again if self.complete else self.same
+        return Ask(self.total, self.total, same, min(self.total, same + COMPARED * self._amount))
 
     def arrived(self, ask: Ask, share: float) -> None:
         """The answer to a request is here, in its step.
@@ -169,8 +173,7 @@ class Heal:
             ask: the request.
             share: the duration of the request as a part of that of a step.
         """
-        self._moved = self._moved or ask.end > ask.begin
-        self.here = ask.end
+        self._moved, self.here = True, ask.end
         if share < GROW_BELOW:
             self._amount = min(MOST, 2 * self._amount)
 
@@ -180,9 +183,10 @@ class Heal:
 
     def compared(self, ask: Ask, equal: bool) -> None:
         """The digest that came with an answer was compared."""
-        if equal:
-            self._moved = self._moved or ask.same_to > ask.same_from
-            self.same = ask.same_to
+        if equal and self.complete:
+            self._again = ask.same_to % self.total
+        elif equal:
+            self._moved, self.same = True, ask.same_to
         else:
             self.abandon(
                 f"the weights or the optimizer state differ from the source's in step {self.step}, in the elements "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from torchft._manager.along import MOST, Ask
+from torchft._manager.along import COMPARED, MOST, Ask
 from torchft._manager.tracked import Parameters, Unfit
 from torchft.checkpointing._source import Part
 
@@ -71,7 +71,7 @@ class StepParts:
     def part(self, key: str) -> Part:
         ask, parameters = Ask.parse(key), self._parameters
         for begin, end in ((ask.begin, ask.end), (ask.same_from, ask.same_to)):
-            if not (0 <= begin <= end <= parameters.total and end - begin <= MOST):
+            if not (0 <= begin <= end <= parameters.total and end - begin <= COMPARED * MOST):
                 raise ValueError(f"there is no part of the elements {begin} to {end}")
         try:
             with parameters.beside.running():

@@ -90,9 +90,11 @@ class Target:
         self._plan: Optional[Plan] = None
         self._open = False  # whether requests may begin: from the quorum of a step to its vote
         self._takes = False  # whether parts may be put in place
-        self._request: Optional[Abandon] = None  # of the request in progress
+        self._asked = NOTHING
+        self._request: Optional[Abandon] = None  # of the request in progress, that for _asked
         self._decision: Optional[Abandon] = None  # of the training thread
         self._attempts = Attempts()
+        self._first_until = 0.0  # the end of all waits for the first answer of this step, by time.monotonic()
         self._again_at = 0.0  # the end of a pause after a failed request, by time.monotonic()
         self._gave_up = False  # on this source, in this step
         self._silent = ""  # an assigned source that did not report whether it committed
@@ -114,12 +116,14 @@ class Target:
             now = time.monotonic()
             self.pace.quorum(now)
             self._attempts, self._again_at, self._gave_up = Attempts(), 0.0, False
+            self._first_until = now + _FIRST_SEC
             outcome = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id, now, together)
             if outcome is Outcome.MISSED:
                 self._logger.warn(f"step {plan.max_step - 1} was committed without this group: its heal starts over")
             if outcome is Outcome.APPLY:
                 with self.parameters.beside.running():
                     self._apply_kept(plan.max_step - 1)
+            self._hyperparameters.pop(plan.max_step, None)  # of an earlier attempt at this step
             self._open = self._takes = True
             if before is None:
                 self._logger.info(f"training along from step {plan.max_step} on while the state arrives in parts")
@@ -131,16 +135,17 @@ class Target:
             self.heal.miss()
             return
         self._step(self._kept, step)
-        self._early = True
-        self._check_unchanged()
+        self._early = self._unchanged()
 
-    def _check_unchanged(self) -> None:
+    def _unchanged(self) -> bool:
         """Starts over if the kept gradients were changed in place, by a training loop that does not drop them. Checked
         once more before the vote, since PyTorch increments a tensor's version at the end of a change.
         """
-        if not self.parameters.unchanged(self._kept):
-            self._logger.info("the training loop changes gradients in place: they are copied, and the heal starts over")
-            self.heal.miss()
+        if self.parameters.unchanged(self._kept):
+            return True
+        self._logger.info("the training loop changes gradients in place: they are copied, and the heal starts over")
+        self.heal.miss()
+        return False
 
     def why_at_once(self) -> Optional[str]:
         """Called after each quorum. Returns why this heal should end, and the whole state be transferred at once;
@@ -201,8 +206,8 @@ class Target:
             self._await_first()
 
     def _await_first(self) -> None:
-        step = self.heal.step
-        self._cond.wait_for(lambda: step in self._hyperparameters or not self._asks(), _FIRST_SEC)
+        step, left = self.heal.step, self._first_until - time.monotonic()
+        self._cond.wait_for(lambda: step in self._hyperparameters or not self._asks(), max(0.0, left))
 
     def advance(self, reduced: bool) -> None:
         """Ends a step before the vote: applies or keeps the gradient.
@@ -216,11 +221,12 @@ class Target:
             self._open = False
             self._cond.wait_for(lambda: self._request is None or self._gave_up, _PART_SEC)
             if self._request is not None:
-                heal.late()
+                if not self._asked.empty:
+                    heal.late()
                 self._request.because(CheckpointError("the step has ended"))
             self._takes = False
             if self._early:
-                self._check_unchanged()
+                self._unchanged()
             self._early = False
             keeps = reduced and heal.abandoned is None and heal.step in self._hyperparameters
             if keeps:
@@ -231,6 +237,7 @@ class Target:
             if committed:
                 assert heal.step is not None
                 heal.committed()
+                self._kept = {}
                 self._step(self.parameters.present_gradients(numbers), heal.step)
             elif keeps:
                 self._kept = self.parameters.gradients(numbers, self._kept)
@@ -307,7 +314,7 @@ class Target:
                         ask, pause = ask if pause <= 0 else NOTHING, 0.0
                     if pause <= 0 and (first or not ask.empty):
                         assert self._plan is not None
-                        self._request = Abandon()
+                        self._asked, self._request = ask, Abandon()
                         return ask, self._plan, self._request
                     pause = None if ask.empty else pause
                 self._cond.wait(pause)
@@ -325,7 +332,7 @@ class Target:
             step=plan.max_step,
             key=ask.key,
             timeout=timedelta(seconds=min(self._timeout, _SILENT_SEC)),
-            memory=partial(self._begin, plan),
+            memory=partial(self._begin, ask, plan),
             abandon=request,
         )
         with self._cond:
@@ -333,10 +340,11 @@ class Target:
             if self._plan is plan and self._takes and not ask.empty:
                 self._take(ask, part, time.monotonic() - began)
 
-    def _begin(self, plan: Plan, value: Any, nbytes: int) -> torch.Tensor:
+    def _begin(self, ask: Ask, plan: Plan, value: Any, nbytes: int) -> torch.Tensor:
         """Takes up the description of a part that begins to arrive. Returns the memory for it."""
         if value["layout"] != self._layout:
             raise Unfit("parameters or optimizers differ from the source's")
+        self.parameters.sizes(ask.begin, ask.end, value["states"], nbytes)  # before there is memory for it
         with self._cond:
             if self._plan is plan:
                 self._attempts = Attempts()
@@ -353,12 +361,12 @@ class Target:
         heal, parameters = self.heal, self.parameters
         with parameters.beside.running():
             parameters.check_groups()
-            if ask.end > ask.begin:
-                self.wrote = True
-                parameters.write(ask.begin, ask.end, part.value["states"], part.memory)
-                self._measured.part(part.memory.numel(), ask.end - ask.begin, seconds)
             if ask.same_to > ask.same_from:
                 heal.compared(ask, parameters.digest(ask.same_from, ask.same_to) == part.value["digest"])
+                return
+            self.wrote = True
+            parameters.write(ask.begin, ask.end, part.value["states"], part.memory)
+        self._measured.part(part.memory.numel(), ask.end - ask.begin, seconds)
         heal.arrived(ask, self.pace.of_step(seconds))
 
     def _failed(self, plan: Plan, error: Exception) -> None:

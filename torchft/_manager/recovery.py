@@ -181,6 +181,8 @@ class Recovery:
             self._offer(plan, read)
         except Exception as e:
             self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
+            where = {"dst_ranks": plan.recover_dst, "step": plan.max_step, "timeout": self._timeout}
+            self._transport.refuse_checkpoint(reason=repr(e), **where)
 
     def _offer(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
         if plan.recover_dst:

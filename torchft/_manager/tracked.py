@@ -68,7 +68,8 @@ class Parameters:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        self._borrows = True
+        # With nesterov=True and foreach=True, PyTorch's SGD adds to the gradients in place.
+        self._borrows = not any(group.get("nesterov") for one in optimizers for group in one.param_groups)
         self._memory = HostMemory()
         self._versions: dict[int, int] = {}  # the borrowed gradients' versions when they were kept
         self.all: list[torch.Tensor] = []
@@ -225,17 +226,8 @@ class Parameters:
         Raises:
             ValueError: the description is malformed, or of a part of another size. Nothing was written.
         """
-        ranges = self._ranges(begin, end)
-        if not isinstance(states, list) or len(states) != len(ranges):
-            raise ValueError(f"a part of other parameters than the elements {begin} to {end} belong to")
-        sizes: list[int] = []
-        for (number, first, last), state in zip(ranges, states):
-            kinds = [dtype_of(value[1]) for value in state.values() if _is_range(value)]
-            sizes += [(last - first) * dtype.itemsize for dtype in (self.all[number].dtype, *kinds)]
-        if sum(sizes) != memory.numel():
-            raise ValueError(f"a part of {memory.numel()} bytes in place of {sum(sizes)}")
-        parts = iter(memory.split(sizes))
-        for (number, first, last), state in zip(ranges, states):
+        parts = iter(memory.split(self.sizes(begin, end, states, memory.numel())))
+        for (number, first, last), state in zip(self._ranges(begin, end), states):
             parameter = self.all[number]
             _range(parameter.data, first, last).copy_(next(parts))
             own = self._of[number].state[parameter] if state else self._of[number].state.get(parameter, {})
@@ -248,6 +240,23 @@ class Parameters:
                     _range(mine, first, last).copy_(next(parts))
                 else:
                     own[key] = self._located(value)
+
+    def sizes(self, begin: int, end: int, states: Json, nbytes: int) -> list[int]:
+        """The sizes in bytes of the ranges of memory of a part with this description.
+
+        Raises:
+            ValueError: the description is malformed, or of a part of another size than ``nbytes``.
+        """
+        ranges = self._ranges(begin, end)
+        if not isinstance(states, list) or len(states) != len(ranges):
+            raise ValueError(f"a part of other parameters than the elements {begin} to {end} belong to")
+        sizes: list[int] = []
+        for (number, first, last), state in zip(ranges, states):
+            kinds = [dtype_of(value[1]) for value in state.values() if _is_range(value)]
+            sizes += [(last - first) * dtype.itemsize for dtype in (self.all[number].dtype, *kinds)]
+        if sum(sizes) != nbytes:
+            raise ValueError(f"a part of {nbytes} bytes in place of {sum(sizes)}")
+        return sizes
 
     def _located(self, plain: Json) -> Any:
         """A small value of the optimizer state. A tensor that the source has on the device is on the device here."""
@@ -289,14 +298,18 @@ class Parameters:
     def storages(self) -> dict[int, tuple[int, str]]:
         """Maps the address of each tensor's memory to its parameter's number and its key in the optimizer state.
 
-        The key of the parameter itself is "".
+        The key of the parameter itself is "". Memory that has more than the tensor, such as that of a padded shard, is
+        not among them: its other bytes are not compared.
         """
         found: dict[int, tuple[int, str]] = {}
         for number, parameter in enumerate(self.all):
             state = self._of[number].state.get(parameter, {})
             for key, value in {"": parameter, **state}.items():
-                if (key == "" or _alike(value, parameter)) and local_part(value).nbytes:
-                    found[local_part(value).untyped_storage().data_ptr()] = number, key
+                if key != "" and not _alike(value, parameter):
+                    continue
+                local = local_part(value)
+                if 0 < local.nbytes == local.untyped_storage().nbytes():
+                    found[local.untyped_storage().data_ptr()] = number, key
         return found
 
     def storage(self, number: int, key: str) -> torch.UntypedStorage:

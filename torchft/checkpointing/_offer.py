@@ -120,7 +120,8 @@ class Offer:
         named = self.checkpoint.named if rest else {}
         with self._cond:
             blocks = list(self._blocks.values())
-            if any(block.nbytes and not (block.on_host or self._may_stage(block)) for block in blocks):
+            needed = [block for block in blocks if block.nbytes and block.region not in named]
+            if any(not (block.on_host or self._may_stage(block)) for block in needed):
                 return None
             if rest not in self._native_offers:
                 regions = [(block.address, 0 if block.region in named else block.nbytes) for block in blocks]
@@ -154,6 +155,7 @@ class Offer:
         use_device(self._device)
         with self._cond:
             away = [block for block in self._blocks.values() if block.staged is not None and block.mine is None]
+            away.sort(key=lambda block: block.region in self.checkpoint.named)  # these are not needed for the rest
             if away and self._copier is None and not self._closed:
                 self._copier = DeviceThread(target=self._stage, args=(away,), name="torchft-snapshot")
                 self._copier.start()

@@ -314,8 +314,9 @@ class Source:
         in_time = self._cond.wait_for(settled, timeout)
         if self._closed:
             raise Unavailable("this checkpoint server is shut down")
-        if not self._allowed and self._offers_whole(step) and self._parts is not None:
-            self._parts.whole()
+        parts = self._parts  # read once: the training thread clears it without the lock
+        if not self._allowed and parts is not None and self._parts_step == step:
+            parts.whole()
         if self._refused is not None and refused():
             raise Unavailable(f"the source cannot send its state of step {step}: {self._refused[1]}")
         if not in_time:

@@ -362,7 +362,7 @@ class _Handler(BaseHTTPRequestHandler):
             if key.startswith(PART):
                 self._give(self.server.source.part(step, key, self.server.wait_timeout))
             elif key.startswith(DECISION):
-                quorum_id = int(key.removeprefix(DECISION))
+                quorum_id = _number(key.removeprefix(DECISION))
                 committed = self.server.source.decision(step, quorum_id, self.server.wait_timeout)
                 self._reply(HTTPStatus.OK, json.dumps(committed))
             else:
@@ -370,7 +370,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self._serve(offer, key)
         except WrongStep as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-        except (NoParts, ValueError) as error:
+        except NoParts as error:
             self._refuse(HTTPStatus.NOT_FOUND, str(error))
         except Unavailable as error:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
@@ -497,6 +497,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("%s: " + format, self.client_address[0], *args)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise NoParts(f"{text[:50]!r} is no id of a quorum")
+    return int(text)
 
 
 def _parse(path: str) -> Optional[Tuple[int, str]]:

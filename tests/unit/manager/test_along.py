@@ -39,7 +39,7 @@ def test_what_the_next_quorum_says_of_a_step(kept: bool, quorum: tuple[int, int,
         heal.keep()
     assert heal.quorum(*quorum, 0.0) is outcome
     assert heal.here == (0 if outcome is Outcome.MISSED else 2)
-    assert heal.next() == (heal.here, 3, 0, 2 if outcome is Outcome.APPLY else 0)
+    assert heal.next() == (heal.here, 3, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_gradient_that_the_source_has_committed_is_applied_at_once(
     heal.keep()
     heal.committed()
     assert heal.quorum(*quorum, 0.0) is outcome
-    assert heal.next() == ((2, 3, 0, 2) if outcome is Outcome.NONE else (0, 3, 0, 0))
+    assert heal.next() == (2 if outcome is Outcome.NONE else 0, 3, 0, 0)
 
 
 def test_an_attempt_without_a_vote_changes_nothing() -> None:
@@ -66,21 +66,32 @@ def test_an_attempt_without_a_vote_changes_nothing() -> None:
     heal.keep()
     assert heal.quorum(8, 1, 1, 0.0) is Outcome.APPLY
     assert heal.quorum(8, 2, 1, 0.0) is Outcome.NONE
-    assert heal.next() == (2, 3, 0, 2)
+    assert heal.next() == (2, 3, 0, 0)
 
 
-def test_what_has_arrived_in_a_step_is_compared_in_a_later_one() -> None:
-    heal = heal_in(7, total=2)
-    assert heal.next() == (2, 2, 0, 0) and heal.next().empty
+def test_all_that_is_here_is_compared_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(along, "FIRST", 1)
+    heal = heal_in(7, total=3)
     heal.keep()
     heal.quorum(8, 1, 1, 0.0, together=False)
-    ask = heal.next()
-    assert ask == (2, 2, 0, 2)
-    heal.compared(ask, equal=True)
-    assert heal.complete and heal.waits and not heal.ends
+    assert heal.next() == (2, 3, 0, 0)
+    heal.arrived(heal.next(), 1.0)
+    assert heal.next().empty, "no gradient was applied to the last part"
     heal.keep()
-    heal.quorum(9, 1, 1, 0.0)
+    heal.quorum(9, 1, 1, 0.0, together=False)
+    for ask in ((3, 3, 0, 2), (3, 3, 2, 3)):
+        assert heal.next() == ask and not heal.complete
+        heal.compared(heal.next(), equal=True)
+    assert heal.complete and heal.waits and not heal.ends
+    for ask in ((3, 3, 0, 2), (3, 3, 2, 3), (3, 3, 0, 2)):  # again, until the other ranks are as far
+        assert heal.next() == ask
+        heal.compared(heal.next(), equal=True)
+        assert heal.complete
+    heal.keep()
+    heal.quorum(10, 1, 1, 0.0)
     assert heal.ends and not heal.waits
+    heal.compared(heal.next(), equal=False)
+    assert heal.abandoned is not None
 
 
 def test_the_size_of_parts() -> None:
@@ -185,10 +196,12 @@ class Target:
             self.late += 1
             heal.late()
             return
+        if ask.same_to > ask.same_from:
+            same = all(self.state[element] == job.committed for element in range(ask.same_from, ask.same_to))
+            heal.compared(ask, same)
+            return
         for element in range(ask.begin, ask.end):
             self.state[element] = list(job.committed)
-        same = all(self.state[element] == job.committed for element in range(ask.same_from, ask.same_to))
-        heal.compared(ask, same)
         heal.arrived(ask, job.random.random())
 
     def apply(self) -> None:

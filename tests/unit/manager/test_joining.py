@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.unit.waiting import wait_until
+from torchft._manager import joining
 from torchft._manager.along import FIRST, NOTHING, Ask
 from torchft._manager.giving import Giver, StepParts
 from torchft._manager.heal_along import Along, Fetch
@@ -172,6 +173,71 @@ def test_a_gradient_that_the_training_loop_changes_starts_the_heal_over(peer: Pe
         p.grad.zero_()  # as zero_grad(set_to_none=False) does while the gradient is applied
     target.advance(reduced=True)
     assert (target.heal.here, target.heal.abandoned) == (0, None)
+
+
+def test_another_attempt_at_a_step_has_other_hyperparameters(peer: Peer, start: Any) -> None:
+    """A scheduler may step although the first attempt failed."""
+    target, ours = start()
+    target.quorum(plan(7), together=True)
+    until(target, lambda: target.heal.here == 6)
+    peer.optimizer.param_groups[0]["lr"] = 0.25
+    gradients(ours, peer.model)
+    target.advance(reduced=True)
+    again = plan(7)
+    again.quorum_id = 8
+    target.quorum(again, together=True)
+    target.advance(reduced=True)
+    peer.optimizer.step()
+    following = plan(8)
+    following.committed_quorum_id = 8
+    target.quorum(following, together=True)
+    assert same(ours, peer.model)
+
+
+def test_an_optimizer_that_adds_to_its_gradients_is_no_change_by_the_training_loop(peer: Peer, start: Any) -> None:
+    target, ours = start()
+    for model in (ours, peer.model):
+        settings: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "nesterov": True, "foreach": True}
+        optimizer = torch.optim.SGD(model.parameters(), **settings)
+        if model is ours:
+            target.parameters = Parameters([optimizer])
+            target._layout = target.parameters.layout()
+        else:
+            peer.optimizer = optimizer
+    target.quorum(plan(7), together=True)
+    until(target, lambda: target.heal.here == 6)
+    for step in (8, 9):
+        gradients(ours, peer.model)
+        target.advance(reduced=True)
+        peer.optimizer.step()
+        target.quorum(plan(step), together=True)
+        assert same(ours, peer.model) and target.heal.here == 6
+        until(target, lambda: target.heal.complete)
+
+
+def test_a_step_waits_for_its_first_answer_once(peer: Peer, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_FIRST_SEC", 0.05)
+    target, _ = start()
+    peer.answers.clear()
+    target.quorum(plan(7), together=True)
+    target.reduces()
+    waits: list[float] = []
+    wait_for = target._cond.wait_for
+    monkeypatch.setattr(
+        target._cond, "wait_for", lambda ready, timeout: (waits.append(timeout), wait_for(ready, timeout))[1]
+    )
+    target.reduces()
+    target.advance(reduced=True)
+    assert waits[:2] == [0.0, 0.0]
+    assert target.heal.abandoned is None
+
+
+def test_a_part_of_another_size_gets_no_memory(peer: Peer, start: Any) -> None:
+    target, _ = start()
+    value = {"layout": target._layout, "states": [{}, {}], "hyperparameters": []}
+    with pytest.raises(ValueError, match="a part of 1099511627776 bytes in place of 24"):
+        target._begin(Ask(0, 6, 0, 0), plan(7), value, 1 << 40)
+    assert target._buffer.numel() == 0
 
 
 def test_a_part_that_is_late_is_of_no_use(peer: Peer, start: Any) -> None:

@@ -26,7 +26,6 @@ HEALS = _PREFIX + "heals"  # this rank waits for groups that heal, as long as th
 CONNECTIONS = _PREFIX + "connections"  # the connections of this rank (handover.py); they change from step to step
 LOADER = _PREFIX + "loader"  # the kind of data loader that weights this group's gradients (layout.py)
 LAYOUT = "layout"  # digest of the tensors that this rank reduces, and of its data (layout.py, go/quorum/fit.go)
-IMPLEMENTATION = "implementation"  # of NCCL
 
 
 class Setting(NamedTuple):
@@ -44,11 +43,6 @@ class Setting(NamedTuple):
 
 
 EQUAL = {
-    IMPLEMENTATION: Setting(
-        "the implementation of NCCL",
-        "legacy",
-        "the same in all groups, by TORCHFT_NCCL_IMPLEMENTATION or implementation= (upstream's is 'legacy')",
-    ),
     LOADER: Setting(
         "the data loader",
         "none",

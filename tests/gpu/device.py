@@ -6,7 +6,6 @@ import time
 from typing import Callable
 
 import torch
-import torch.distributed as dist
 
 from tests.promises import ABORT_S, HELD_UP_S, within
 
@@ -52,11 +51,3 @@ def wait_until(what: Callable[[], bool], seconds: float = 30) -> None:
     while not what():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.001)
-
-
-def needs_implementation(name: str) -> None:
-    """Skips the test if this PyTorch does not have that implementation of NCCL."""
-    if name == "nccl2" and not hasattr(dist, "ProcessGroupNCCL2"):
-        import pytest  # imported here, because processes that a test starts cannot import it
-
-        pytest.skip("needs PyTorch >= 2.15, which has ProcessGroupNCCL2")

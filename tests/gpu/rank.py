@@ -36,7 +36,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gloo": lambda: process_group.ProcessGroupGloo(timeout=TIMEOUT),
     "isolated gloo": lambda: process_group.ProcessGroupBabyGloo(timeout=TIMEOUT),
     "nccl": lambda: process_group.ProcessGroupNCCL(timeout=TIMEOUT),
-    "nccl2": lambda: process_group.ProcessGroupNCCL(timeout=TIMEOUT, implementation="nccl2"),
     "isolated nccl": lambda: process_group.ProcessGroupBabyNCCL(timeout=TIMEOUT),
 }
 

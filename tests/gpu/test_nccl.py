@@ -1,4 +1,4 @@
-"""NCCL in this process, with PyTorch's legacy backend and its newer one.
+"""NCCL in this process.
 
 There is one rank, since NCCL before 2.30 does not accept two on a device; a busy stream simulates a stalled peer.
 """
@@ -20,21 +20,15 @@ from torch.distributed.distributed_c10d import (
 )
 
 from tests.gpu.collectives import check_gathering
-from tests.gpu.device import BUSY_S, DEVICE, busy, needs_implementation, settled_mb, wait_until
+from tests.gpu.device import BUSY_S, DEVICE, busy, settled_mb, wait_until
 from tests.promises import ABORT_S, NEW_PEERS_S, within
 from tests.unit.process_group.ranks import TIMEOUT, meeting
 from torchft.process_group import ProcessGroupNCCL
 
 
-@pytest.fixture(params=["legacy", "nccl2"])
-def implementation(request: pytest.FixtureRequest) -> str:
-    needs_implementation(request.param)
-    return request.param
-
-
 @pytest.fixture
-def group(store: TCPStore, implementation: str) -> Iterator[ProcessGroupNCCL]:
-    group = ProcessGroupNCCL(timeout=TIMEOUT, implementation=implementation)
+def group(store: TCPStore) -> Iterator[ProcessGroupNCCL]:
+    group = ProcessGroupNCCL(timeout=TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1, global_ranks=[0])
     # Kernels are loaded on first use, which takes long.
     group.allreduce([ones()], ReduceOp.SUM).wait()
@@ -94,8 +88,8 @@ def test_an_abort_takes_no_time_and_leaves_the_device_usable(group: ProcessGroup
     assert group.errored() is None, times
 
 
-def test_an_operation_past_its_deadline_aborts_the_group(store: TCPStore, implementation: str) -> None:
-    group = ProcessGroupNCCL(timeout=TIMEOUT, implementation=implementation)
+def test_an_operation_past_its_deadline_aborts_the_group(store: TCPStore) -> None:
+    group = ProcessGroupNCCL(timeout=TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1)
     opts = AllreduceOptions()
     timeout_s = 0.1
@@ -120,12 +114,9 @@ def test_reconfiguring_leaves_no_memory_behind(group: ProcessGroupNCCL, store: T
     wait_until(lambda: settled_mb() < before + 64)
 
 
-def test_pytorch_gets_the_error_handling_setting(group: ProcessGroupNCCL, implementation: str) -> None:
+def test_pytorch_gets_the_error_handling_setting(group: ProcessGroupNCCL) -> None:
     backend = group.parent._get_backend(DEVICE)
-    if implementation == "nccl2":
-        assert backend.name() == "nccl2" and backend.supports_reconfigure
-    else:
-        assert backend.options.config.blocking == 0
+    assert backend.options.config.blocking == 0
     assert backend.options._timeout >= timedelta(days=1)
     group.set_timeout(timedelta(seconds=5))
     assert backend.options._timeout >= timedelta(days=1)

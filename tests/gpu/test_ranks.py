@@ -17,7 +17,7 @@ from processes import START_TIMEOUT_S, Child, Job, ours_path
 from torch.distributed import TCPStore
 
 from tests.gpu import two_ranks
-from tests.gpu.device import needs_implementation, settled_mb, wait_until
+from tests.gpu.device import settled_mb, wait_until
 from tests.gpu.rank import TIMEOUT
 from tests.promises import ABORT_S, within
 
@@ -28,7 +28,6 @@ KINDS = [
     "gloo",
     "isolated gloo",
     pytest.param("nccl", marks=TWO),
-    pytest.param("nccl2", marks=TWO),
     pytest.param("isolated nccl", marks=TWO),
 ]
 _meetings = itertools.count()
@@ -40,7 +39,6 @@ class Ranks:
     """Two processes, each with a rank of a group, on different devices if there are two."""
 
     def __init__(self, kind: str) -> None:
-        needs_implementation(kind)
         self.kind = kind
         self.job = Job()
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

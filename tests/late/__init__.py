@@ -54,8 +54,7 @@ The backend reads NCCL's environment variables. An operation returns its work at
 are visible in `get_error` and `is_completed` only, and to the watchdog. `asyncOp=False` returns None. A kernel whose
 peer has ended hangs until an abort, which leaves finite garbage in its outputs, different on each rank.
 
-    ProcessGroupLate(implementation="nccl2")                # the second form, which revokes and reconfigures
-    tests.late.group.native_group(store)                      # the second form in a group of PyTorch's
+    tests.late.group.native_group(store)                      # PyTorch's own group: its backend revokes, reconfigures
     tests.late.isolated.ProcessGroupBabyLate                # ProcessGroupBabyNCCL, with code for CUDA
     tests/late/job.py                                         # a replica group as a process, to be killed
 """

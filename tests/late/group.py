@@ -52,28 +52,15 @@ class _Nccl:
     groups create that.
     """
 
-    def __init__(self, reconfigurable: bool) -> None:
-        self._reconfigurable = reconfigurable
-
     @staticmethod
     def Options() -> SimpleNamespace:
         return SimpleNamespace(config=SimpleNamespace(blocking=1), _timeout=timedelta(minutes=10))
 
     def __call__(self, store: Store, rank: int, world_size: int, opts: SimpleNamespace) -> Backend:
-        # torchft creates the newer backend as reconfigurable; otherwise PyTorch's would abort.
-        assert self._reconfigurable == getattr(opts, "enable_reconfigure", False)
-        return backend(
-            store,
-            rank,
-            world_size,
-            timeout=opts._timeout,
-            blocking=opts.config.blocking != 0,
-            reconfigurable=self._reconfigurable,
-        )
+        return backend(store, rank, world_size, timeout=opts._timeout, blocking=opts.config.blocking != 0)
 
 
-dist.ProcessGroupNCCL = _Nccl(reconfigurable=False)  # type: ignore[assignment, misc]
-dist.ProcessGroupNCCL2 = _Nccl(reconfigurable=True)  # type: ignore[attr-defined]
+dist.ProcessGroupNCCL = _Nccl()  # type: ignore[assignment, misc]
 
 
 def native_group(store: Store, rank: int = 0, world_size: int = 1) -> BaseProcessGroup:
@@ -86,7 +73,7 @@ def native_group(store: Store, rank: int = 0, world_size: int = 1) -> BaseProces
 
 
 class ProcessGroupLate(ProcessGroupNCCL):
-    """`ProcessGroupNCCL` itself, on the current test device, with either implementation."""
+    """`ProcessGroupNCCL` itself, on the current test device."""
 
     _device: ClassVar[str] = "late"
 

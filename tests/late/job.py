@@ -36,7 +36,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="for the initial weights and the delays")
 parser.add_argument("--kind", choices=["ddp", "local_sgd", "diloco", "streaming"], default="ddp")
-parser.add_argument("--pg", choices=["late", "late2", "native", "isolated"], default="late")
+parser.add_argument("--pg", choices=["late", "native", "isolated"], default="late")
 parser.add_argument("--transport", choices=["http", "pg"], default="http")
 parser.add_argument("--timeout_s", type=float, default=10.0)
 parser.add_argument("--device", type=int, default=0, help="index of the device")
@@ -134,7 +134,7 @@ def make_pg(kind: str) -> Any:
         return group.native_group(FileStore(args.store))
     if kind == "isolated":
         return isolated.ProcessGroupBabyLate(timeout=TIMEOUT)
-    return group.ProcessGroupLate(timeout=TIMEOUT, implementation="nccl2" if kind == "late2" else "legacy")
+    return group.ProcessGroupLate(timeout=TIMEOUT)
 
 
 def fail_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:

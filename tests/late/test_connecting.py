@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch.distributed import ReduceOp, Store, TCPStore
 
-from tests.integration.cluster import Cluster, Gate, Rank, results
 from tests.late.observed import until
 from tests.late.one_rank import Kernel, OneRank
 from tests.promises import ABORT_S, within
@@ -29,7 +28,6 @@ from torchft.process_group import (
     ProcessGroupNCCL,
     _first_operation,
     nccl,
-    nccl2,
 )
 from torchft.process_group._gloo.reaper import drain
 from torchft.process_group.accelerator import AcceleratorProcessGroup
@@ -175,22 +173,20 @@ def test_a_slow_connection_does_not_delay_other_deadlines(late: ModuleType) -> N
     assert "timed out: not all peers connected within 0.05 s" in str(errors)
 
 
-@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
 @pytest.mark.parametrize("how", ["abort", "deadline"])
-def test_torchfts_own_group_times_out_on_an_absent_peer(late: ModuleType, implementation: str, how: str) -> None:
+def test_torchfts_own_group_times_out_on_an_absent_peer(late: ModuleType, how: str) -> None:
     """`ProcessGroupNCCL` over the test device's backend, whose abort waits for the lock that connecting holds."""
     from tests.late.group import ProcessGroupLate
 
     timeout = timedelta(seconds=2 if how == "abort" else 0.3)
-    group, other = (ProcessGroupLate(timeout, implementation) for _ in range(2))
+    group, other = (ProcessGroupLate(timeout) for _ in range(2))
     group.get_reconfigure_handle()  # the first one connects a group of one rank
     errors: list[Exception] = []
     thread = threading.Thread(target=reconfigure, args=(group, errors, other))
     thread.start()
     began = time.monotonic()
     if how == "abort":
-        # The older backend exists already; the newer one waits for the peer's handle.
-        until(lambda: group._attempt is not None and bool(implementation == "nccl2" or group._attempt._interrupts))
+        until(lambda: group._attempt is not None and bool(group._attempt._interrupts))
         began = time.monotonic()
         group.abort()
     thread.join(20)
@@ -200,10 +196,7 @@ def test_torchfts_own_group_times_out_on_an_absent_peer(late: ModuleType, implem
     assert group._pg is None
 
 
-@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
-def test_nccl_is_used_once_before_peers_can_wait_for_it(
-    late: ModuleType, monkeypatch: pytest.MonkeyPatch, implementation: str
-) -> None:
+def test_nccl_is_used_once_before_peers_can_wait_for_it(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first use of NCCL in a process takes most of a second."""
     from tests.late.group import ProcessGroupLate
 
@@ -217,7 +210,7 @@ def test_nccl_is_used_once_before_peers_can_wait_for_it(
 
     monkeypatch.setattr(nccl, "_rehearsed", set())
     monkeypatch.setattr(nccl, "poll", lambda *args: ended.append(poll(*args)))
-    groups = [Recorded(timedelta(seconds=20), implementation) for _ in range(2)]
+    groups = [Recorded(timedelta(seconds=20)) for _ in range(2)]
     handles = [group.get_reconfigure_handle() for group in (*groups, *groups)]
     assert (sizes, ended) == ([1], [True])
     assert len(set(handles)) == 2 and all(group._pg is None and group.errored() is None for group in groups)
@@ -272,11 +265,10 @@ def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypa
     assert [one.item() for one in mine] == [0.0] * 100
 
 
-@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
-def test_connected_ranks_reduce_while_they_connect_with_another_one(late: ModuleType, implementation: str) -> None:
+def test_connected_ranks_reduce_while_they_connect_with_another_one(late: ModuleType) -> None:
     from tests.late.group import ProcessGroupLate
 
-    groups = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(3)]
+    groups = [ProcessGroupLate(timedelta(seconds=20)) for _ in range(3)]
 
     def options(uuid: int, count: int) -> ReconfigureOptions:
         opts = ReconfigureOptions()
@@ -311,7 +303,7 @@ def test_connected_ranks_reduce_while_they_connect_with_another_one(late: Module
         assert on_ranks(all_three, reduced) == [3.0] * 3
         quorum = options(3, 3)
         attempts = on_ranks(both, lambda group: group.connect_standby(quorum))
-        until(lambda: implementation == "nccl2" or bool(attempts[0]._interrupts))
+        until(lambda: bool(attempts[0]._interrupts))
         began = time.monotonic()
         groups[0].abandon_standby(RuntimeError("the third one has failed"))
         assert time.monotonic() - began < within(ABORT_S) and attempts[0].ended
@@ -348,13 +340,10 @@ def reduced(groups: list[Any], elements: int = 1) -> list[float]:
         return list(pool.map(on_rank, range(len(groups))))
 
 
-@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
-def test_on_a_small_device_the_former_communicator_is_freed_before_the_next_is_made(
-    late: ModuleType, implementation: str
-) -> None:
+def test_on_a_small_device_the_former_communicator_is_freed_before_the_next_is_made(late: ModuleType) -> None:
     from tests.late.group import ProcessGroupLate
 
-    groups = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(2)]
+    groups = [ProcessGroupLate(timedelta(seconds=20)) for _ in range(2)]
     connected(groups, 1)
     drain(20)
     for index in range(2):
@@ -367,13 +356,12 @@ def test_on_a_small_device_the_former_communicator_is_freed_before_the_next_is_m
 
 
 @pytest.mark.parametrize("way", ["reconfigure", "hand_over"])
-@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
-def test_the_first_bucket_of_a_quorum_connects_nothing(late: ModuleType, implementation: str, way: str) -> None:
+def test_the_first_bucket_of_a_quorum_connects_nothing(late: ModuleType, way: str) -> None:
     """NCCL connects for an algorithm when an operation first needs it, and chooses it by the size."""
     from tests.late.group import ProcessGroupLate
 
     bucket = 100_000
-    groups = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(3)]
+    groups = [ProcessGroupLate(timedelta(seconds=20)) for _ in range(3)]
     connected(groups[:2], 1)
     late.algorithms()
     reduced(groups[:2], bucket)
@@ -388,54 +376,11 @@ def test_the_first_bucket_of_a_quorum_connects_nothing(late: ModuleType, impleme
         group.shutdown()
 
 
-@pytest.mark.parametrize("heal_along", [False, True])
-def test_handles_of_backends_travel_with_the_quorums_of_a_job(
-    late: ModuleType, monkeypatch: pytest.MonkeyPatch, heal_along: bool
-) -> None:
-    """A group joins, and another one fails: nothing is exchanged over a store, and each bucket is connected before."""
-    from tests.late.group import ProcessGroupLate
-
-    monkeypatch.setattr(nccl2, "exchange_handles", MagicMock(side_effect=AssertionError("over the store")))
-    joins, failed, lost = Gate(), threading.Event(), list[int]()
-
-    def run(rank: Rank) -> None:
-        torch.accelerator.set_device_index(rank.group)
-        weights = {"w": torch.ones(100_000, device="late")}
-        if rank.group == 2:
-            rank.cluster.wait(joins)
-        manager = rank.start_manager(
-            state_dict=lambda: weights, load_state_dict=weights.update, heal_along=heal_along, min_replica_size=2
-        )
-        together = 0
-        while together < 10:
-            manager.start_quorum()
-            gradient = torch.ones(100_000, device="late")
-            manager.allreduce(gradient).wait()
-            participants = manager.num_participants()
-            if not manager.should_commit():
-                lost.append(participants)
-                assert len(lost) <= 4, "more than the step in which a group fails, and the next"
-                continue
-            if manager.current_step() == 3:
-                joins.open()
-            together += participants == 3
-            if rank.group == 1 and together == 3:
-                failed.set()
-                rank.crash()
-                return
-            if failed.is_set() and participants == 2:
-                together = 10
-
-    with Cluster(make_pg=lambda group: ProcessGroupLate(timedelta(seconds=20), "nccl2")) as cluster:
-        results(*(cluster.start(run, group) for group in range(3)))
-
-
-@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
-def test_a_pair_connects_for_no_bucket(late: ModuleType, implementation: str) -> None:
+def test_a_pair_connects_for_no_bucket(late: ModuleType) -> None:
     """It is for the parts of a heal, and its peers have no handles of their own."""
     from tests.late.group import ProcessGroupLate
 
-    groups: list[Any] = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(2)]
+    groups: list[Any] = [ProcessGroupLate(timedelta(seconds=20)) for _ in range(2)]
     connected(groups, 1)
     reduced(groups, 100_000)
     connected(groups, 2)

@@ -99,9 +99,7 @@ def run_with_a_kill(*args: str, survivor_args: tuple[str, ...] = (), env: dict[s
         # Inner steps while a fragment is reduced. test_streaming.py has it without a kill.
         pytest.param(("--kind=streaming",), marks=pytest.mark.slow),
         pytest.param(("--kind=streaming", "--transport=pg"), marks=pytest.mark.slow),
-        # The second form of the backend, which revokes: in torchft's group, and in PyTorch's own.
-        # test_connecting.py and test_reconfigure.py have its rules.
-        pytest.param(("--pg=late2", "--stalls=2"), marks=pytest.mark.slow),
+        # The second form of the backend, which revokes, in PyTorch's own group. test_reconfigure.py has its rules.
         pytest.param(("--pg=native", "--transport=pg"), marks=pytest.mark.slow),
         # Each group imports PyTorch a second time, for its workers. test_isolated.py kills a worker.
         pytest.param(("--pg=isolated", "--timeout_s=40"), marks=pytest.mark.slow),

@@ -497,18 +497,16 @@ def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(late: Any, 
             late.release()
 
 
-@pytest.mark.parametrize("implementation", ["legacy", "nccl2", "gloo"])
-def test_the_gpu_test_of_two_ranks(late: Any, implementation: str) -> None:
+@pytest.mark.parametrize("kind", ["late", "gloo"])
+def test_the_gpu_test_of_two_ranks(late: Any, kind: str) -> None:
     """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, needs a GPU. Its ranks run here without one."""
 
     def make() -> Any:
-        if implementation == "gloo":
-            return ProcessGroupGloo(timeout=TIMEOUT)
-        return ProcessGroupLate(timeout=TIMEOUT, implementation=implementation)
+        return ProcessGroupGloo(timeout=TIMEOUT) if kind == "gloo" else ProcessGroupLate(timeout=TIMEOUT)
 
     def rank(r: int, group: Any) -> Any:
         device = torch.device("late", r)
-        wants = torch.device("cpu") if implementation == "gloo" else device
+        wants = torch.device("cpu") if kind == "gloo" else device
         if r == 0:
             two_ranks.send(group, wants, device, TIMEOUT, lambda: late.enqueue(lambda: time.sleep(0.1)))
             return None

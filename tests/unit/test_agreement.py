@@ -9,7 +9,6 @@ from torchft._agreement import (
     CONNECTIONS,
     EQUAL,
     HEALS,
-    IMPLEMENTATION,
     LAYOUT,
     LOADER,
     all_announce,
@@ -61,8 +60,6 @@ def test_what_all_groups_can_do() -> None:
         ({}, {}, None),
         ({LAYOUT: "x"}, {}, None),  # upstream's group, for example
         ({LAYOUT: "x"}, {LAYOUT: "y"}, LAYOUT),
-        ({IMPLEMENTATION: "legacy"}, {}, None),
-        ({}, {IMPLEMENTATION: "nccl2"}, IMPLEMENTATION),
         ({LOADER: "L"}, {LAYOUT: "x"}, LOADER),  # a loader is needed in all groups or in none
         ({COMPARES: "1/10"}, {COMPARES: "1/20"}, None),
     ],
@@ -72,5 +69,5 @@ def test_settings_that_must_be_equal(ours: dict[str, str], theirs: dict[str, str
 
 
 def test_an_error_names_the_setting_both_values_and_what_is_allowed() -> None:
-    text = explained(IMPLEMENTATION, {}, "rank 1", {IMPLEMENTATION: "nccl2"})
-    assert text.startswith("the implementation of NCCL differs: 'legacy' here, 'nccl2' in rank 1; allowed: the same in")
+    text = explained(LOADER, {}, "rank 1", {LOADER: "L"})
+    assert text.startswith("the data loader differs: 'none' here, 'L' in rank 1; allowed: one in all groups of a job")

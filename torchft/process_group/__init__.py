@@ -2,7 +2,7 @@
 
 - `base`: the interface, with the methods that give a group new peers; `reconfigure`: how the peers find each other
 - `gloo`, `nccl`, `xccl`: groups in this process, which `wrapper` creates for each set of peers; `accelerator`: the
-  common part of the last two; `nccl2`: PyTorch's newer NCCL backend
+  common part of the last two
 - `native`, `torchcomms`: groups that get new peers without being created anew: PyTorch's own, and torchcomms'
   communicators
 - `isolated`: groups in a separate process, which can be killed

@@ -49,7 +49,6 @@ class ConnectionAttempt(Generic[T]):
 
     Attributes:
         standby: the argument.
-        prepared: what the call uses up; set before the call is made, None after it.
         error: why there is no result; None before the end of the call, and if it succeeded.
         abandoned: the error passed to the first `abandon`, also if the result had been taken by then; None: there was
             none.
@@ -62,7 +61,6 @@ class ConnectionAttempt(Generic[T]):
         self._discard = discard
         self._timeout = timeout
         self.standby = standby
-        self.prepared: Any = None
         self._lock = threading.Lock()
         self._started = False
         self._ended = threading.Event()
@@ -144,7 +142,6 @@ class ConnectionAttempt(Generic[T]):
             _forget_frames(e)
             error = e
         del _thread.attempt, call
-        self.prepared = None  # it is a backend of PyTorch, which the call has used, or this thread destroys
         with self._lock:
             self._interrupts = []  # they may refer to what was made
             late = self._ended.is_set()

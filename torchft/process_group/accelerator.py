@@ -15,10 +15,9 @@ import logging
 import threading
 import time
 import weakref
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Callable, ContextManager, Generator, Optional, TypeVar
+from typing import Any, Callable, ContextManager, Optional, TypeVar
 
 import torch
 from torch.distributed import Work
@@ -28,8 +27,6 @@ from torchft.process_group._attempt import running
 from torchft.process_group._device_memory import communicator_bytes, free_bytes, waits_for_abort
 from torchft.process_group._errors import refuse_meta, tensors_of
 from torchft.process_group._first_operation import AllreduceKind, RecordedAllreduces, agreed, first_operation
-from torchft.process_group._forwarding import _NO_CONTEXT
-from torchft.process_group._gloo.reaper import reap
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
@@ -69,11 +66,6 @@ class _Deadline:
         return None if self._peers is None else self._peers()
 
     @property
-    def destroyed(self) -> bool:
-        """Whether the native group that the operation began with was destroyed."""
-        return self._peers is not None and self.peers is None
-
-    @property
     def over(self) -> bool:
         """Whether the group was aborted, or got new peers, since the operation began."""
         if self._peers is None:
@@ -111,7 +103,6 @@ class _WorkAcceleratorTimeout(Work):
         self._work = work
         self._timeout = timeout
         self._deadline = deadline_of(pg)
-        self._needs_group = getattr(pg, "_works_need_group", False)
         self._device: Optional[torch.device] = None  # device of the tensors; None: the current one
 
     @property
@@ -128,34 +119,17 @@ class _WorkAcceleratorTimeout(Work):
 
         if timeout is None or timeout <= timedelta(0):
             timeout = self._timeout
-        with self._group_kept():
-            self._refuse_if_over()
-            # The host itself may block too, while a connection is being made.
-            with process_group.context_timeout(self._deadline, timeout):
-                # Not with a timeout: PyTorch's NCCL then waits on the host until the device has finished.
-                if not self._work.wait():
-                    return False
+        self._refuse_if_over()
+        # The host itself may block too, while a connection is being made.
+        with process_group.context_timeout(self._deadline, timeout):
+            # Not with a timeout: PyTorch's NCCL then waits on the host until the device has finished.
+            if not self._work.wait():
+                return False
         # PyTorch reports no error for an operation that an abort ended.
         self._refuse_if_over()
         with on_device(self._device):
             process_group.stream_timeout(self._deadline, timeout)
         return True
-
-    def _group_kept(self) -> ContextManager[None]:
-        """Keeps a native group that its works refer to, even if another thread aborts it meanwhile."""
-        return self._keeping() if self._needs_group else _NO_CONTEXT
-
-    @contextmanager
-    def _keeping(self) -> Generator[None, None, None]:
-        box = [self._deadline.peers]
-        try:
-            yield
-        finally:
-            # This may be the last reference, and the destruction may wait. An error's traceback must not keep it.
-            if self._over:
-                reap(box)  # clears the box on its own thread
-            else:
-                box.clear()
 
     def _ended(self) -> RuntimeError:
         name = self._pg.getBackendName()
@@ -174,12 +148,7 @@ class _WorkAcceleratorTimeout(Work):
     def get_future(self) -> torch.futures.Future[object]:
         from torchft import process_group
 
-        with self._group_kept():
-            if self._needs_group and self._over:
-                ended: torch.futures.Future[object] = torch.futures.Future()
-                ended.set_exception(self._ended())
-                return ended
-            fut = self._work.get_future()
+        fut = self._work.get_future()
         deadline, timeout, device = self._deadline, self._timeout, self._device
 
         def watch(done: torch.futures.Future[object]) -> None:
@@ -191,9 +160,7 @@ class _WorkAcceleratorTimeout(Work):
         return fut
 
     def is_completed(self) -> bool:
-        with self._group_kept():
-            # Nothing more is known of an operation whose group NCCL has destroyed.
-            return (self._needs_group and self._deadline.destroyed) or self._work.is_completed()
+        return self._work.is_completed()
 
     def is_success(self) -> bool:
         # PyTorch reports success for an operation that an abort ended.
@@ -231,9 +198,6 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     Args:
         timeout: default timeout of operations, and timeout of connecting to new peers.
     """
-
-    # Whether a work must not be used once its native group is destroyed.
-    _works_need_group = False
 
     _reduces_sparse = False
 

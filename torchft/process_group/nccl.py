@@ -7,19 +7,17 @@ import os
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, Iterator, List, Optional, Tuple
+from typing import ClassVar, Iterator, List, Tuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import AllToAllOptions, HashStore, Store, Work
 
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
-from torchft.process_group import nccl2
-from torchft.process_group._attempt import ConnectionAttempt, running
+from torchft.process_group._attempt import running
 from torchft.process_group._first_operation import first_operation
 from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
 from torchft.process_group.base import BaseProcessGroup
-from torchft.process_group.reconfigure import LEGACY, NCCL2
 from torchft.utils import out_of_memory, poll
 
 TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -165,36 +163,21 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
     Args:
         timeout: default timeout of operations, and timeout of connecting to new peers.
-        implementation: "legacy", or "nccl2" for the backend of PyTorch's own groups since 2.15, which revokes
-            communicators instead of aborting them. Must be equal in all groups of a job. None:
-            TORCHFT_NCCL_IMPLEMENTATION, by default "legacy". See docs/gpu.md.
-
-    Raises:
-        ValueError: the implementation is unknown.
-        RuntimeError: this PyTorch lacks it.
     """
 
     # The device type; tests replace it.
     _device: ClassVar[str] = "cuda"
     _averages: ClassVar[bool] = True  # type: ignore[override]
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=60.0), implementation: Optional[str] = None) -> None:
+    def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
         super().__init__(timeout)
         global _warning
         if _warning:
             _logger.warning("%s", _warning)
             _warning = ""
-        self._implementation = nccl2.chosen(implementation)
-        self._prepared: Optional[nccl2.Prepared] = None  # announced, and not used yet
-        # The newer backend's works refer to it without owning it: their `wait` and `get_future`, which both order the
-        # current stream behind the operation, are segmentation faults afterwards.
-        self._works_need_group = self._implementation == NCCL2
         # How long a non-blocking communicator may take to connect. PyTorch's default is half an hour, and it reads the
         # variable once per process.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(timeout.total_seconds()))))
-
-    def _like(self) -> ProcessGroupNCCL:
-        return type(self)(self._timeout, self._implementation)
 
     def get_reconfigure_handle(self) -> str:
         """The handle by which peers find this group.
@@ -207,47 +190,6 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         """
         self._rehearse()
         return super().get_reconfigure_handle()
-
-    def _announced(self) -> dict[str, Any]:
-        if self._implementation == LEGACY:
-            return super()._announced()
-        return {**super()._announced(), "implementation": self._implementation, "backend": self._prepared_handle()}
-
-    def _prepared_handle(self) -> Optional[str]:
-        """The handle of a backend for the next peers; None if there is no device."""
-        if self._prepared is None:
-            try:
-                self._current_device()  # without one PyTorch ends the process when it destroys the backend
-                self._prepared = nccl2.prepare()
-            except Exception:
-                return None  # connecting reports it
-        return self._prepared.handle
-
-    def _connecting_with(
-        self, store_addr: str, rank: int, world_size: int, standby: bool = False
-    ) -> ConnectionAttempt[Any]:
-        attempt = super()._connecting_with(store_addr, rank, world_size, standby)
-        # Here, not on the thread of the attempt: meanwhile the next request may announce another backend.
-        attempt.prepared = self._take_prepared()
-        return attempt
-
-    def _take_prepared(self) -> Optional[nccl2.Prepared]:
-        """The backend whose handle has travelled with those of all peers; None if a peer announced none.
-
-        Raises:
-            ValueError: it was used already.
-        """
-        peers = nccl2.travelled(self._options) if self._implementation == NCCL2 else None
-        if peers is None:
-            return None
-        prepared = self._prepared
-        if prepared is None or prepared.handle not in peers.handles:
-            raise ValueError(
-                f"{self.getBackendName()}: the handle of this group was used already: each reconfiguration needs new "
-                "ones, from get_reconfigure_handle()"
-            )
-        self._prepared = None
-        return prepared._replace(peers=peers)
 
     def _rehearse(self) -> None:
         """Loads NCCL, and lets it find the machine's networks and load its kernels. Errors are those of connecting,
@@ -279,26 +221,9 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             _logger.warning("%s: could not be used by one rank alone: %s", self.getBackendName(), e)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        if self._options is not None:  # the handles of all peers were compared
-            return self._create(store, rank, world_size)
-        with nccl2.announced(store, rank, world_size, self._implementation):
-            return self._create(store, rank, world_size)
-
-    def _create(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        # First: without a device PyTorch ends the process when it destroys the newer backend.
         device, attempt = self._current_device(), running()
-        standby = attempt is not None and attempt.standby  # other peers are in use
-        if not standby:
+        if attempt is None or not attempt.standby:  # otherwise other peers are in use
             self._make_room(device, world_size)
-        if self._implementation == LEGACY:
-            return self._create_legacy(store, rank, world_size)
-        prepared = attempt.prepared if attempt is not None else None
-        pg = nccl2.connect(store, rank, world_size, device, self._connect_timeout, self._global_ranks, prepared)
-        if self._agreed() is not None and not standby:
-            self._use_first(pg)
-        return pg
-
-    def _create_legacy(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         # Imported here because not every build of PyTorch has it.
         from torch.distributed import ProcessGroupNCCL as BaseProcessGroupNCCL
 
@@ -312,7 +237,6 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         pg._set_default_backend(BaseProcessGroup.BackendType.NCCL)
         with _failures_survived():
             backend = BaseProcessGroupNCCL(store, rank, world_size, opts)
-        device = self._current_device()
         self._connect(backend, device)
         pg._register_backend(device, BaseProcessGroup.BackendType.NCCL, backend)
         return pg
@@ -328,9 +252,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         input_split_sizes: List[int],
         opts: AllToAllOptions,
     ) -> Work:
-        slices = output_buffer, input_buffer, output_split_sizes, input_split_sizes
-        if self._implementation == LEGACY:
-            slices = with_sizes(*slices, self.size())
+        slices = with_sizes(output_buffer, input_buffer, output_split_sizes, input_split_sizes, self.size())
         return super().alltoall_base(*slices, opts)
 
     def abort(self, errored: bool = True) -> None:
@@ -345,10 +267,6 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             self._dump_flight_recorder()
         super().abort(errored=errored)
 
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._prepared = None
-
     def _dump_flight_recorder(self) -> None:
         pg = self._pg  # not in `abort`: that frame would keep the group longest, and its destruction may wait
         if pg is not None:
@@ -358,4 +276,4 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             any(trigger_nccl_fr_trace_through_pipe(rank) for rank in dict.fromkeys(ranks) if rank is not None)
 
     def getBackendName(self) -> str:
-        return "torchft-nccl2" if self._implementation == NCCL2 else "torchft-nccl"
+        return "torchft-nccl"

@@ -4,13 +4,11 @@ Every group has a handle, a JSON object that travels to the peers with the quoru
 
     {"id": "…", "store": "host:port", "global_rank": 3, "spread": true, "group_rank": 0}
 
-`id` names the group object, `store` is a TCPStore that this group hosts. `implementation`, if there is one, is that of
-NCCL: peers must have the same. `backend`, if there is one, is the handle that PyTorch's backend has for one
-reconfiguration. `first` lists the operations that this group has run, for which the peers connect at once
-(_first_operation.py). The Manager adds what groups compare (_agreement.py); the text of a layout is in the store, under
-`layout/{digest}`. Handles are in the order of the ranks, so a peer's rank is the index of its handle. All peers meet in
-one store: that of handle 0, or, if every handle has the mark `spread`, that of handle `group_rank mod n`, so that no
-replica group serves the rendezvous of all ranks.
+`id` names the group object, `store` is a TCPStore that this group hosts. `first`, if there is one, lists the operations
+that this group has run, for which the peers connect at once (_first_operation.py). The Manager adds what groups compare
+(_agreement.py); the text of a layout is in the store, under `layout/{digest}`. Handles are in the order of the ranks,
+so a peer's rank is the index of its handle. All peers meet in one store: that of handle 0, or, if every handle has the
+mark `spread`, that of handle `group_rank mod n`, so that no replica group serves the rendezvous of all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from typing import TYPE_CHECKING, Optional, Sequence
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from torchft._agreement import IMPLEMENTATION, differing, explained, texts_of
 from torchft._forked import threaded
 from torchft.addresses import announced_host, host_port, loopback, store_host
 from torchft.process_group import _attempt
@@ -76,12 +73,6 @@ _SLOW_SEC = 1.0
 # PyTorch's uuid is a signed 64 bit integer.
 _MAX_UUID = 2**63 - 1
 
-# Implementations of PyTorch's NCCL backend. A handle without one belongs to the legacy backend, or not to NCCL.
-LEGACY, NCCL2 = "legacy", "nccl2"
-
-# Fields of a handle that are texts, and may be missing.
-_OPTIONAL = ("implementation", "backend", "first")
-
 
 @dataclass(frozen=True)
 class Handle:
@@ -92,8 +83,6 @@ class Handle:
     global_rank: Optional[int] = None
     spread: bool = False
     group_rank: Optional[int] = None
-    implementation: Optional[str] = None
-    backend: Optional[str] = None
     first: Optional[str] = None
 
     def encode(self) -> str:
@@ -121,14 +110,13 @@ class Handle:
             global_rank=fields.get("global_rank"),
             spread=fields.get("spread") is True,
             group_rank=fields.get("group_rank"),
-            **{name: fields[name] for name in _OPTIONAL if isinstance(fields.get(name), str)},
+            first=fields["first"] if isinstance(fields.get("first"), str) else None,
         )
 
 
 @functools.lru_cache(maxsize=8)  # each step encodes the handle of its group again
 def _encoded(handle: Handle) -> str:
-    left_out = [name for name in _OPTIONAL if getattr(handle, name) is None]
-    return json.dumps({name: value for name, value in vars(handle).items() if name not in left_out})
+    return json.dumps({name: value for name, value in vars(handle).items() if name != "first" or value is not None})
 
 
 @dataclass(frozen=True)
@@ -150,7 +138,7 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
 
     Raises:
         ValueError: the handles are not an ordered sequence of distinct torchft handles with our own
-            among them, or their groups use different implementations of NCCL.
+            among them.
     """
     if not isinstance(handles, Sequence) or isinstance(handles, (str, bytes)):
         raise ValueError(
@@ -165,10 +153,6 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
         raise ValueError(
             f"this group's own handle {own_handle!r} is not among the reconfigure handles {list(handles)!r}"
         )
-    for rank, text in enumerate(handles):
-        ours, theirs = texts_of(own_handle), texts_of(text)
-        if differing(ours, theirs, IMPLEMENTATION):
-            raise ValueError(explained(IMPLEMENTATION, ours, f"rank {rank}", theirs))
 
     global_ranks = [peer.global_rank for peer in peers if peer.global_rank is not None]
     return Rendezvous(
@@ -309,23 +293,20 @@ def reconfigure_with_store(
     reconfigure_group(pg, exchange_handles(store, pg.get_reconfigure_handle(), rank, world_size, timeout))
 
 
-def exchange_handles(
-    store: Store, handle: str, rank: int, world_size: int, timeout: timedelta, key: str = "handle/{}"
-) -> ReconfigureOptions:
+def exchange_handles(store: Store, handle: str, rank: int, world_size: int, timeout: timedelta) -> ReconfigureOptions:
     """Returns the options of a reconfiguration whose peers exchange handles over a store. Each peer calls this.
 
     Args:
         store: the store; its keys must not have been used for this before.
         handle: the handle of this group.
         timeout: timeout of the reconfiguration; the store has its own.
-        key: the key of a rank's handle.
     """
-    store.set(key.format(rank), handle)
+    store.set(f"handle/{rank}", handle)
     if rank == 0:
         store.set("uuid", str(random.randint(1, _MAX_UUID)))
     try:
         # One request for all keys: the time of a request for each would grow with the number of groups.
-        *handles, uuid = store.multi_get([*(key.format(peer) for peer in range(world_size)), "uuid"])
+        *handles, uuid = store.multi_get([*(f"handle/{peer}" for peer in range(world_size)), "uuid"])
         return options_of(int(uuid), [handle.decode() for handle in handles], timeout)
     except RuntimeError as e:
         raise named_timeout(e) from e.__cause__

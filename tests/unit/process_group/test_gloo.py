@@ -173,16 +173,6 @@ def test_connecting_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
     assert discarded.wait(TIMEOUT.total_seconds())
 
 
-@pytest.mark.parametrize("succeeds", [True, False])
-def test_connecting_keeps_nothing_that_it_has_used_up(succeeds: bool) -> None:
-    """The error of the attempt would destroy it on another thread."""
-    attempt = ConnectionAttempt(lambda: 1 // succeeds, list.clear, timedelta(seconds=20))
-    attempt.prepared = object()
-    attempt.start()
-    assert attempt.wait(20)
-    assert attempt.prepared is None
-
-
 @pytest.fixture
 def peer(store: TCPStore) -> Iterator[Peer]:
     peer = Peer(store)

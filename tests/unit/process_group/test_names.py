@@ -42,7 +42,7 @@ THE_REST = {
 CONSTRUCTORS = {
     "ProcessGroupWrapper": f"timeout={timedelta(seconds=60)!r}, pg=None",
     "ProcessGroupGloo": f"timeout={timedelta(seconds=60)!r}, pg=None",
-    "ProcessGroupNCCL": f"timeout={timedelta(seconds=60)!r}, implementation=None",
+    "ProcessGroupNCCL": f"timeout={timedelta(seconds=60)!r}",
     "ProcessGroupXCCL": f"timeout={timedelta(seconds=60)!r}",
     "ProcessGroupDummy": "rank, world",
     "ErrorSwallowingProcessGroupWrapper": "pg",

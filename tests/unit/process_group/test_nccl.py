@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,13 +38,10 @@ from torchft.process_group import (
     ProcessGroupNCCL,
     ProcessGroupXCCL,
     _WorkAcceleratorTimeout,
-    accelerator,
     trigger_nccl_fr_trace_through_pipe,
 )
-from torchft.process_group._gloo import reaper
 from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.isolated import groups
-from torchft.process_group.reconfigure import NCCL2
 
 
 @pytest.fixture(autouse=True)
@@ -331,75 +327,6 @@ def test_an_operation_of_an_aborted_group_is_an_error(watched: MagicMock) -> Non
     group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
 
 
-def test_no_work_is_used_without_the_group_that_it_needs(watched: MagicMock) -> None:
-    """PyTorch's newer NCCL backend has such works: most of their methods are then segmentation faults."""
-    group, parent = accelerated()
-    group._works_need_group = True
-    before = group.allreduce([torch.ones(1)], ReduceOp.SUM)
-    assert isinstance(before, _WorkAcceleratorTimeout)
-    works = MagicMock(wraps=before._work)
-    before._work = works
-    assert not before.is_completed()
-    peers = weakref.ref(parent)
-    del parent
-    group.abort()
-    wait_until(lambda: peers() is None)
-    with pytest.raises(RuntimeError, match="aborted or has new peers"):
-        before.wait()
-    future = before.get_future()
-    assert future.done()
-    with pytest.raises(RuntimeError, match="aborted or has new peers"):
-        future.wait()
-    assert before.is_completed()
-    assert [name for name, *_ in works.method_calls] == ["is_completed"]
-
-
-@pytest.mark.parametrize("future", [False, True])
-def test_a_group_that_a_work_needs_is_kept_during_a_wait(future: bool) -> None:
-    """Another thread may abort it then, which removes the last other reference to it. The error does not keep it."""
-    group, parent = accelerated()
-    group._works_need_group = True
-    peers = weakref.ref(parent)
-    alive = []
-
-    class Waits(StillRunning):
-        def wait(self, timeout: Optional[timedelta] = None) -> bool:
-            thread = threading.Thread(target=group.abort)
-            thread.start()
-            thread.join()
-            assert reaper.drain(30)
-            alive.append(peers() is not None)
-            return True
-
-        def get_future(self) -> Future[object]:
-            self.wait()
-            return self.future
-
-    work = _WorkAcceleratorTimeout(group, Waits(), TIMEOUT)
-    del parent
-    if future:
-        work.get_future()
-    else:
-        with pytest.raises(RuntimeError, match="aborted or has new peers") as raised:
-            work.wait()
-    assert alive == [True]
-    wait_until(lambda: peers() is None)
-    assert future or raised.tb is not None
-
-
-def test_a_wait_after_an_abort_leaves_the_destruction_to_the_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The destruction waits for the device, so the waiting thread must not drop the last reference."""
-    boxes: list[list[Any]] = []
-    monkeypatch.setattr(accelerator, "reap", boxes.append)
-    group, parent = accelerated()
-    group._works_need_group = True
-    work = group.allreduce([torch.ones(1)], ReduceOp.SUM)
-    group.abort()
-    with pytest.raises(RuntimeError, match="aborted or has new peers"):
-        work.wait()
-    assert boxes == [[parent]]
-
-
 @pytest.mark.parametrize("make", [ProcessGroupNCCL, ProcessGroupBabyNCCL])
 def test_equal_slices_have_sizes(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them PyTorch calls ncclAlltoAll, and takes its "in progress" for an error."""
@@ -420,9 +347,6 @@ def test_equal_slices_have_sizes(make: Callable[..., Any], monkeypatch: pytest.M
     assert started((0, 3), [], []) == ((0, 3), [0, 0], [0, 0])
     assert started((3, 4), [], []) == ((12,), [6, 6], [6, 6])
     assert started((3, 3), [], []) == ((3, 3), [], []), "PyTorch refuses it"
-    if make is ProcessGroupNCCL:
-        group._implementation = NCCL2
-        assert started((4, 3), [], []) == ((4, 3), [], [])
 
 
 def test_a_deadline_of_the_old_peers_does_not_affect_the_new_ones(watched: MagicMock) -> None:

@@ -267,7 +267,8 @@ def test_a_sum_of_another_number_of_units_is_refused() -> None:
 def test_a_group_without_the_setting_is_refused_by_name() -> None:
     training = job()
     ended, refusal = refused(training, Training())
-    assert "here ElasticDataLoader: reproducible_reduction=False; there ElasticDataLoader: reproducible_re" in refusal
+    loader = "ElasticDataLoader: reproducible_reduction"
+    assert f"{loader}=False here, {loader}=True in group_0" in refusal
     check_bits(training, ended)
     assert training.lost and all("reproducible_reduction=False" in why for why in training.lost)
 

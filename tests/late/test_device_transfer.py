@@ -359,7 +359,7 @@ def test_no_memory_for_the_stages(make: Any, device: type[Observed], monkeypatch
 def test_a_missing_device(make: Any, monkeypatch: Any, where: str, error: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pack = _checkpoint.pack_structure
-    monkeypatch.setattr(_checkpoint, "pack_structure", lambda sizes, tree, _: pack(sizes, tree, {0: where}))
+    monkeypatch.setattr(_checkpoint, "pack_structure", lambda sizes, tree, *_: pack(sizes, tree, {0: where}))
     source = make()
     source.send_checkpoint([1], 1, {"w": numbers(5)}, TIMEOUT)
     with pytest.raises(CheckpointError, match=error):

@@ -1,4 +1,4 @@
-"""What the groups of a quorum announce to each other in their reconfigure handles, and the comparison of it.
+"""The settings that groups announce to each other in their reconfigure handles, and their comparison.
 
 Each group announces a dict of texts, most of them settings that stay the same while it runs. Some say what a group can
 do: the groups do it if :func:`all_announce` it. The settings of ``EQUAL`` must be equal in all groups of a job:

@@ -32,7 +32,7 @@ class StillHealing(RuntimeError):
 
 
 class Fetch(Enum):
-    """What a group that heals fetches at once, in a step."""
+    """The parts of a state that a healing group fetches at once in the present step."""
 
     NOTHING = "it trains along"
     REST = "the state without the parts that have arrived in passing"
@@ -244,7 +244,7 @@ class Along:
         self._logger.warn(f"the state is transferred at once, and the other groups wait for it: {reason}")
 
     def failed(self, plan: Plan, error: Exception) -> None:
-        """What was left of the state did not arrive at once."""
+        """Gives up a heal in passing, because the rest of its state did not arrive."""
         if self._target is not None:
             self._abandon(str(error), plan.max_step)
 

@@ -200,7 +200,7 @@ class Target:
     # The training thread
 
     def reduces(self) -> None:
-        """Called when the training thread reduces a tensor."""
+        """Ends the time in which requests follow each other, and waits for the first answer of the step."""
         with self._cond:
             self.pace.reduces(time.monotonic())
             self._await_first()

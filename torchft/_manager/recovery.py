@@ -181,8 +181,7 @@ class Recovery:
             self._offer(plan, read)
         except Exception as e:
             self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
-            where = {"dst_ranks": plan.recover_dst, "step": plan.max_step, "timeout": self._timeout}
-            self._transport.refuse_checkpoint(reason=repr(e), **where)
+            self._transport.refuse_checkpoint(reason=repr(e), **self._where(plan))
 
     def _offer(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
         if plan.recover_dst:
@@ -197,9 +196,13 @@ class Recovery:
             except Exception as e:  # the target still has its assigned source
                 self._logger.exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
 
+    def _where(self, plan: Plan) -> dict[str, Any]:
+        """The arguments of the transport that say which targets a state is for."""
+        return {"dst_ranks": plan.recover_dst, "step": plan.max_step, "timeout": self._timeout}
+
     @ranged("_checkpoint_transport::send_checkpoint")
     def _serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
-        where = {"dst_ranks": plan.recover_dst, "step": plan.max_step, "timeout": self._timeout}
+        where = self._where(plan)
         try:
             state = read()
         except Exception as e:

@@ -177,7 +177,6 @@ class StateTransfer(Transfer):
         regions = [self._places.region(i) if self._places.has(i) else flat for i, flat in enumerate(self._flats)]
         self._add_named(structure, target, what)
         super().__init__(go, ticket, regions, [self._flats, self._places], checked, what)
-        self.total = sum(structure.sizes)
 
     def _add_named(self, structure: Structure, target: Optional[Target], what: str) -> None:
         """Takes the regions that are not received, because the target has them."""
@@ -277,11 +276,10 @@ class AdditionalSources:
             with ask(metadata, self._step, self._key, deadline, self._token, True, self._connected) as answer:
                 if answer.control is None or answer.sock is None:
                     return
-                ticket = Ticket.parse(read_frame(answer.control, what), what)
-                sizes = parse_structure(read_frame(answer.control, what), what).sizes
+                ticket, structure = _frames(answer, what)
                 if self._over.is_set():
                     return
-                if not self._transfer.help(host_port(answer.host, ticket.port), ticket.secret, sizes):
+                if not self._transfer.help(host_port(answer.host, ticket.port), ticket.secret, structure.sizes):
                     logger.info("%s: its state has another structure than the assigned source's", what)
                     return
                 while (left := self._deadline.left) > 0 and not self._over.wait(left):
@@ -378,8 +376,7 @@ def receive_part(
         with ask(metadata, step, key, deadline, token, True, abandon.connected) as answer:
             if answer.control is None:
                 raise CheckpointError(f"{what}: the source does not send it by the native core")
-            ticket = Ticket.parse(read_frame(answer.control, what), what)
-            structure = parse_structure(read_frame(answer.control, what), what)
+            ticket, structure = _frames(answer, what)
             into = memory(structure.tree, sum(structure.sizes))
             if into.numel():
                 transfer, shown = Transfer(go, ticket, [into], into, checked, what), Progress(what, logger)
@@ -393,6 +390,13 @@ def receive_part(
     except CheckpointError:
         abandon.check(what)
         raise
+
+
+def _frames(answer: Answer, what: str) -> Tuple[Ticket, Structure]:
+    """Reads the two frames of the handshake."""
+    assert answer.control is not None
+    ticket = Ticket.parse(read_frame(answer.control, what), what)
+    return ticket, parse_structure(read_frame(answer.control, what), what)
 
 
 def _native(key: str) -> str:
@@ -410,9 +414,7 @@ def _open(
     what: str,
 ) -> Tuple[StateTransfer, Ticket]:
     """Reads the two frames. A running transfer continues if the source still offers the same bytes."""
-    assert answer.control is not None
-    ticket = Ticket.parse(read_frame(answer.control, what), what)
-    structure = parse_structure(read_frame(answer.control, what), what)
+    ticket, structure = _frames(answer, what)
     if transfer is not None and transfer.session == ticket.session:
         return transfer, ticket
     if transfer is not None:

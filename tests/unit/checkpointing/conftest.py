@@ -39,3 +39,13 @@ def make() -> Iterator[Callable[..., HTTPTransport[Any]]]:
     yield make_one
     for transport in made:
         transport.shutdown()
+
+
+@pytest.fixture
+def source(make: Callable[..., HTTPTransport[Any]]) -> HTTPTransport[Any]:
+    return make()
+
+
+@pytest.fixture
+def target(make: Callable[..., HTTPTransport[Any]]) -> HTTPTransport[Any]:
+    return make()

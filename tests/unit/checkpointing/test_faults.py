@@ -43,20 +43,6 @@ class Wire:
 
 
 @pytest.fixture
-def source() -> Iterator[HTTPTransport[Any]]:
-    transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
-    yield transport
-    transport.shutdown()
-
-
-@pytest.fixture
-def target() -> Iterator[HTTPTransport[Any]]:
-    transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
-    yield transport
-    transport.shutdown()
-
-
-@pytest.fixture
 def wire(source: HTTPTransport[Any]) -> Iterator[Callable[..., Wire]]:
     made: list[Wire] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Optional
@@ -39,18 +39,10 @@ class Number:
 
 
 @pytest.fixture
-def source() -> Iterator[HTTPTransport[Any]]:
-    transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
+def source(make: Callable[..., HTTPTransport[Any]]) -> HTTPTransport[Any]:
+    transport = make()
     transport.prepare_parts(dict)
-    yield transport
-    transport.shutdown()
-
-
-@pytest.fixture
-def target() -> Iterator[HTTPTransport[Any]]:
-    transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
-    yield transport
-    transport.shutdown()
+    return transport
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.nn import parallel
 
 from torchft._copies import Copyable, Missing
 from torchft._extras import extras_of
-from torchft._manager.work import managed
+from torchft._manager.step.work import managed
 from torchft.process_group import ProcessGroupDummy
 
 if TYPE_CHECKING:

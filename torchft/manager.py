@@ -25,33 +25,31 @@ from torch.distributed import ReduceOp
 
 from torchft._agreement import COMPARES, CONNECTIONS
 from torchft._forked import Maker
-from torchft._manager import hyperparameters
-from torchft._manager.background import Background
 from torchft._manager.checks.calls import Calls
 from torchft._manager.checks.device import claim_device
 from torchft._manager.checks.layout import Layout
 from torchft._manager.checks.loader import Data, Loader, device_of
 from torchft._manager.checks.replicas import Replicas
-from torchft._manager.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.connection import Connection
 from torchft._manager.edge import GroupServer, Transport, as_peers, as_server
-from torchft._manager.errors import Errors, ExceptionWithTraceback
 from torchft._manager.extras import OwnExtras
-from torchft._manager.failures import FailureCallback, Failures
-from torchft._manager.group import join_group
-from torchft._manager.heal_along import Along, StillHealing
-from torchft._manager.heal_plan import Mode
-from torchft._manager.heal_wait import HealWait
-from torchft._manager.inputs import Inputs
+from torchft._manager.heal import hyperparameters
+from torchft._manager.heal.background import Background
+from torchft._manager.heal.in_passing import Along, StillHealing
+from torchft._manager.heal.recovery import Recovery
+from torchft._manager.heal.state import Stateful
+from torchft._manager.heal.together import Agreement, Ranks
+from torchft._manager.heal.transfers import Transfers
+from torchft._manager.heal.wait import HealWait
 from torchft._manager.observe.lifetime import Life, began, earlier, ended
 from torchft._manager.observe.log import _ManagerLogger
 from torchft._manager.observe.phases import Incidents
 from torchft._manager.observe.ranges import ranged
 from torchft._manager.observe.trace import step_trace
-from torchft._manager.plan import Plan, Planner, WorldSizeMode
-from torchft._manager.recovery import Recovery
-from torchft._manager.replayer import Replayer
-from torchft._manager.rounds import LateRound, Rounds
+from torchft._manager.quorum.group import join_group
+from torchft._manager.quorum.plan import Plan, Planner, WorldSizeMode
+from torchft._manager.quorum.rounds import LateRound, Rounds
+from torchft._manager.rank import Position, kept_in
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_ADDR_KEY,
@@ -61,6 +59,7 @@ from torchft._manager.settings import (
     REPLICA_ID_KEY,
     TIMEOUT_SEC_ENV,
     TORCH_FR_DUMP_TEMP_FILE_ENV,
+    HealMode,
     check_limits,
     extract_trailing_digits,
     get_timeout,
@@ -68,12 +67,14 @@ from torchft._manager.settings import (
     resolve,
 )
 from torchft._manager.signals import Signals, leave_on_from_env
-from torchft._manager.state import Position, Stateful, kept_in
-from torchft._manager.step import Step, StepRequest, StepState
+from torchft._manager.step.collectives import Backlog, Collectives, check_reducible
+from torchft._manager.step.errors import Errors, ExceptionWithTraceback
+from torchft._manager.step.failures import FailureCallback, Failures
+from torchft._manager.step.inputs import Inputs
+from torchft._manager.step.replayer import Replayer
+from torchft._manager.step.step import Step, StepRequest, StepState
+from torchft._manager.step.work import _ManagedFuture, _ManagedWork, _SimpleFuture
 from torchft._manager.stepping import Stepping
-from torchft._manager.together import Agreement, Ranks
-from torchft._manager.transfers import Transfers
-from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
 from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
@@ -265,10 +266,10 @@ class Manager(Stateful, Stepping):
         self._commit_failures = 0
         self._commit_hooks: List[CommitHook] = []
         self._has_left = False
-        self._logger = _ManagerLogger(self._place, self._replica_id, self._group_rank, self._server.report)
+        self._logger = _ManagerLogger(self._rank_state, self._replica_id, self._group_rank, self._server.report)
         self._planner = planner
         self._background = Background()
-        self._incidents = Incidents(self._place, over=self._logger.failure_event)
+        self._incidents = Incidents(self._rank_state, over=self._logger.failure_event)
         self._errors = Errors(self._replica_id, self._incidents, self._server, self._logger)
         self._backlog = Backlog(self._peers.at_once, self._logger)
         self._replayer = Replayer(settings.replay_failed_step, self._errors, self._logger)
@@ -277,7 +278,7 @@ class Manager(Stateful, Stepping):
             settings.compare_commits if chosen or self._peers.ours else 0,
             settings.on_divergence,
             self._logger.counted,
-            place=self._place,
+            rank_state=self._rank_state,
             by_default=not chosen,
             errors=self._errors,
             logger=self._logger,
@@ -290,7 +291,7 @@ class Manager(Stateful, Stepping):
         self._failures = Failures(
             settings.enable_error_bus,
             first,
-            current_step=self._place.current_step,
+            current_step=self._rank_state.current_step,
             abort=self._peers.abort,
             report=self._errors.of_collective,
             fetching=lambda: self._recovery.fetching and not self._connection.apart,
@@ -310,10 +311,10 @@ class Manager(Stateful, Stepping):
             errors=self._errors,
             logger=self._logger,
         )
-        self._calls = Calls(self._failures.check, self._place, self._logger)
+        self._calls = Calls(self._failures.check, self._rank_state, self._logger)
         self._heal_wait = HealWait(
             self._failures.check,
-            self._place,
+            self._rank_state,
             self._store,
             self._replica_id,
             self._group_rank,
@@ -336,7 +337,7 @@ class Manager(Stateful, Stepping):
             agreement=Agreement(self._store, self._replica_id, settings.group_world_size if self._server.native else 1),
             logger=self._logger,
         )
-        if settings.heal is not Mode.AT_ONCE:
+        if settings.heal is not HealMode.AT_ONCE:
             self._along = self._recovery.along = Along(
                 self._transport,
                 self._replicas.state.optimizers,
@@ -345,13 +346,13 @@ class Manager(Stateful, Stepping):
                 Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
                 settings.timeout.total_seconds(),
                 self._logger,
-                chooses=settings.heal is Mode.AUTO,
+                chooses=settings.heal is HealMode.AUTO,
             )
         self._transfers = Transfers(
             self._recovery,
             self._transport,
             self._background,
-            self._place,
+            self._rank_state,
             averages_weights=lambda: self._data.averages_weights,
             errors=self._errors,
             logger=self._logger,
@@ -359,7 +360,7 @@ class Manager(Stateful, Stepping):
         self._failures.subscribe(self._recovery.peer_failed)
         self._failures.subscribe(self._connection.peer_failed)
         self._extras = OwnExtras(
-            self._place,
+            self._rank_state,
             self._peers,
             self._connection,
             self._logger,
@@ -381,7 +382,7 @@ class Manager(Stateful, Stepping):
         state: StepState = StepState.ASKED,
     ) -> Step:
         collectives = Collectives(
-            self._peers.abort, self._errors.of_collective, self._backlog, self._place, logger=self._logger
+            self._peers.abort, self._errors.of_collective, self._backlog, self._rank_state, logger=self._logger
         )
         return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
 
@@ -465,7 +466,7 @@ class Manager(Stateful, Stepping):
                 # the peers' attempt.
                 self._current.collectives.abort()
             self._current.dropped()
-            self._trace.ended(self._step, self._current)
+            self._trace.ended(self._step, *self._current.outcome)
         self._discard_unloaded_heal()
         aborted = self._current.collectives.aborted
         connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
@@ -535,7 +536,7 @@ class Manager(Stateful, Stepping):
         With a loader the forward pass comes later.
         """
         self.wait_quorum()
-        if not self._place.computed or self._data.averages_weights or self._data.adds_gradients:
+        if not self._rank_state.computed or self._data.averages_weights or self._data.adds_gradients:
             self._transfers.load_before(self._current)
 
     @ranged("_async_quorum")
@@ -889,7 +890,7 @@ class Manager(Stateful, Stepping):
             self._commit_failures = failures + 1
             self._logger.warn(f"step {step} is lost: {why}")
         self._incidents.step_ended(committed)
-        self._trace.ended(step, self._current)
+        self._trace.ended(step, *self._current.outcome)
         if self._current.undecided and not self._replayer.is_ahead:
             self._current.dropped()  # the attempt of a replay that got no quorum
         self._current.inputs.forget()
@@ -933,7 +934,7 @@ class Manager(Stateful, Stepping):
             self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
-        self._place.computed = False
+        self._rank_state.computed = False
         self._transfers.decided(step, committed)
         self._transfers.end_serving(step)  # after this line the weights may change
         return committed
@@ -978,7 +979,7 @@ class Manager(Stateful, Stepping):
     def _ask_again(self) -> Step:
         """Begins another attempt at this step, and waits for its quorum, which has a new id and new connections."""
         self._commit_failures += 1
-        self._trace.ended(self._step, self._current)
+        self._trace.ended(self._step, *self._current.outcome)
         self._begin_round(self._current.request, self._current.inputs)
         self.wait_quorum()
         return self._current

@@ -23,7 +23,7 @@ const (
 	killed         // has ended
 )
 
-// mostReplays bounds the replays of one step, as in torchft/_manager/replay.py.
+// mostReplays bounds the replays of one step, as in torchft/_manager/step/replay.py.
 const mostReplays = 5
 
 // model is a model of one rank with its Manager (torchft/manager.py, use_async_quorum=True): its messages,

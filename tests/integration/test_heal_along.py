@@ -16,9 +16,11 @@ from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.integration.test_divergence import WITHIN, Flip, Training, names, run
 from tests.integration.test_divergence import reported as reported
 from tests.integration.test_replay import DRAIN_SEC, OPERATION
-from torchft._manager import along, collectives, joining
-from torchft._manager.along import NOTHING, Ask, Heal
-from torchft._manager.heal_plan import Figures, Mode
+from torchft._manager.heal import along, joining
+from torchft._manager.heal.along import NOTHING, Ask, Heal
+from torchft._manager.heal.mode import Figures
+from torchft._manager.settings import HealMode
+from torchft._manager.step import collectives
 from torchft.checkpointing import HTTPTransport
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
@@ -449,9 +451,9 @@ def test_a_job_with_local_steps_is_healed_at_once(cluster: Cluster, caplog: pyte
     assert len(logged) == 1 and "on their own between two averages" in logged[0]
 
 
-@pytest.mark.parametrize("mode", [Mode.AT_ONCE, Mode.IN_PASSING])
+@pytest.mark.parametrize("mode", [HealMode.AT_ONCE, HealMode.IN_PASSING])
 def test_auto_chooses_after_some_steps(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: Mode
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: HealMode
 ) -> None:
     monkeypatch.setattr(Figures, "mode", mode)
     settings = {"heal": "auto", "heal_along": None}
@@ -460,7 +462,7 @@ def test_auto_chooses_after_some_steps(
     logged = [r.getMessage() for r in caplog.records]
     assert [text for text in logged if "training along from step" in text]
     whole = [text for text in logged if "transferred at once" in text]
-    assert len(whole) == (mode is Mode.AT_ONCE)
+    assert len(whole) == (mode is HealMode.AT_ONCE)
     assert all("s of all groups together, and the rest in parts would lose" in text for text in whole)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.integration.cluster import Cluster, Rank, results
-from torchft._manager import collectives
+from torchft._manager.step import collectives
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.manager import Manager, WorldSizeMode
 from torchft.optim import OptimizerWrapper

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.promises import ABORT_S, KILL_S, within
-from torchft._manager.rounds import Round
+from torchft._manager.quorum.rounds import Round
 from torchft.checkpointing import HTTPTransport, _receive, http_transport
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.coordination import LighthouseServer

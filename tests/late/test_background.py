@@ -17,7 +17,7 @@ from tests.late.one_rank import OneRank
 from tests.late.test_step import DEADLINE, Vote
 from tests.promises import ABORT_S, within
 from tests.unit.manager.conftest import Fixture, fixture, quorum
-from torchft._manager.step import StepRequest
+from torchft._manager.step.step import StepRequest
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from torchft._manager.beside import Beside, stream_beside
+from torchft._manager.heal.beside import Beside, stream_beside
 
 
 @pytest.fixture

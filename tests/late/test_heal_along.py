@@ -19,8 +19,8 @@ from tests.integration.test_heal_along import LEAST_ROUNDS, Loop, _run
 from tests.integration.test_heal_along import one_part_a_step as one_part_a_step
 from tests.late import load
 from tests.late.test_jobs import on_device
-from torchft._manager.beside import Beside
-from torchft._manager.tracked import Parameters, Unfit
+from torchft._manager.heal.beside import Beside
+from torchft._manager.heal.tracked import Parameters, Unfit
 
 load()
 from tests.late.group import ProcessGroupLate  # noqa: E402

@@ -16,7 +16,7 @@ from replay_model import BUCKET_MB, loss, new_model
 from torch.distributed import TCPStore
 
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-from torchft._manager import collectives
+from torchft._manager.step import collectives
 from torchft.process_group import ProcessGroupBabyGloo
 
 parser = argparse.ArgumentParser()

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from torchft import addresses
-from torchft._manager.group import _open_store
+from torchft._manager.quorum.group import _open_store
 from torchft.addresses import (
     HEAL_HOSTS_ENV,
     HOST_ENV,

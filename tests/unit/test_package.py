@@ -39,7 +39,8 @@ def test_the_logs_of_jobs_are_no_part_of_the_repository() -> None:
     assert asked.returncode == 0
 
 
-PACKAGES = ("_manager", "_manager/checks", "_manager/observe", "data", "ftlib", "process_group")
+ROOMS = ("checks", "heal", "observe", "quorum", "step")
+PACKAGES = ("_manager", *(f"_manager/{room}" for room in ROOMS), "data", "ftlib", "process_group")
 
 
 @pytest.mark.parametrize("name", [*PACKAGES, "process_group/isolated"])

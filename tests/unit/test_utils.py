@@ -42,8 +42,8 @@ def test_with_cuda() -> None:
 # Files whose threads touch no device, or set it themselves.
 PLAIN_THREADS = {
     "_waits.py": "says one line",
-    "_manager/failures.py": "Failures calls enter_thread for each notice",
-    "_manager/rounds.py": "Manager._follow calls enter_thread",
+    "_manager/quorum/notices.py": "Failures calls enter_thread for each notice",
+    "_manager/quorum/rounds.py": "Manager._follow calls enter_thread",
     "_manager/signals.py": "asks for a drain",
     "checkpointing/_receive.py": "its threads use the network only; the receiving thread copies",
     "checkpointing/http_transport.py": "accepts connections; Offer sets the device on their threads",

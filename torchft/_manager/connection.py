@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from torchft._agreement import CONNECTIONS, announced
 from torchft._manager.checks.layout import Layout, LayoutDiffers
-from torchft._manager.failures import PeerFailed
 from torchft._manager.handover import Connections, Way, decide, name_of
 from torchft._manager.observe.ranges import ranged
 from torchft._manager.settings import TORCH_FR_DUMP_TEMP_FILE_ENV, Settings
+from torchft._manager.step.failures import PeerFailed
 from torchft.process_group.native import reset_flight_recorder
 from torchft.process_group.reconfigure import Handle, options_of
 from torchft.utils import device_name, empty_cache, out_of_memory
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Peers
-    from torchft._manager.errors import Errors
-    from torchft._manager.failures import Failures
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.plan import Plan
+    from torchft._manager.quorum.plan import Plan
+    from torchft._manager.step.errors import Errors
+    from torchft._manager.step.failures import Failures
     from torchft._torchft import MemberFailure
     from torchft.process_group._attempt import ConnectionAttempt
 

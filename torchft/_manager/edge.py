@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from torchft import _torchft
 from torchft._agreement import AVERAGES, CALLS, HEALS, announce, bare
-from torchft._manager.failures import FailureListener
-from torchft._manager.plan import Plan
-from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
+from torchft._manager.quorum.notices import FailureListener
+from torchft._manager.quorum.plan import Plan
+from torchft._manager.quorum.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.checkpointing.transport import CheckpointTransport

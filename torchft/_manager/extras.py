@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from torchft._manager.checks.replicas import RegisteredState
     from torchft._manager.connection import Connection
     from torchft._manager.edge import Peers
-    from torchft._manager.errors import Errors
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.replayer import Replayer
-    from torchft._manager.state import Place
+    from torchft._manager.rank import RankState
+    from torchft._manager.step.errors import Errors
+    from torchft._manager.step.replayer import Replayer
 
 
 class OwnExtras(Extras):
@@ -26,7 +26,7 @@ class OwnExtras(Extras):
 
     def __init__(
         self,
-        place: Place,
+        rank_state: RankState,
         peers: Peers,
         connection: Connection,
         logger: _ManagerLogger,
@@ -36,7 +36,7 @@ class OwnExtras(Extras):
         replicated: RegisteredState,
         layout: Layout,
     ) -> None:
-        self._place = place
+        self._rank_state = rank_state
         self._peers = peers
         self._connection = connection
         self._logger = logger
@@ -53,7 +53,7 @@ class OwnExtras(Extras):
         self._replayer.register_gradients(gradients)
 
     def computes(self) -> None:
-        self._place.computed = True
+        self._rank_state.computed = True
 
     def register_check(self, check: Callable[[], None]) -> None:
         self._data.register_check(check)
@@ -81,7 +81,7 @@ class OwnExtras(Extras):
 
     @property
     def has_peers(self) -> bool:
-        return self._place.quorum_id != -1 and not self._connection.apart
+        return self._rank_state.quorum_id != -1 and not self._connection.apart
 
     def share_buffer(self, buffer: torch.Tensor) -> None:
         self._peers.share_buffer(buffer)

@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Optional, Union
 
 from torchft._checks import check_positive, switch
-from torchft._manager.heal_plan import Mode
 
 MANAGER_ADDR_KEY: str = "manager_addr"
 REPLICA_ID_KEY: str = "replica_id"
@@ -48,6 +47,14 @@ class OnDivergence(Enum):
     EVICT = "evict"
 
 
+class HealMode(Enum):
+    """How groups heal."""
+
+    AT_ONCE = "at_once"
+    IN_PASSING = "in_passing"
+    AUTO = "auto"
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of a Manager, checked. Durations are positive."""
@@ -75,7 +82,7 @@ class Settings:
     # known (replicas.py).
     compares_by_default: bool = False
     on_divergence: OnDivergence = OnDivergence.REPORT
-    heal: Mode = Mode.AT_ONCE
+    heal: HealMode = HealMode.AT_ONCE
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -189,18 +196,18 @@ def _on_divergence(given: Optional[str]) -> OnDivergence:
         raise ValueError(f"{name}={value!r}: allowed are {', '.join(each.value for each in OnDivergence)}") from None
 
 
-def _heal(given: Optional[str], along: Optional[bool]) -> Mode:
+def _heal(given: Optional[str], along: Optional[bool]) -> HealMode:
     """How groups heal. ``along`` and its variable are other names of in_passing and at_once."""
     if given is not None and along is not None:
         raise ValueError(f"heal={given!r} and heal_along={along}: these are two names of one setting, pass one of them")
     name = HEAL_ENV if given is None else "heal"
     value = os.environ.get(HEAL_ENV) if given is None and along is None else given
     if value is None:
-        return Mode.IN_PASSING if switch(HEAL_ALONG_ENV, given=along) else Mode.AT_ONCE
+        return HealMode.IN_PASSING if switch(HEAL_ALONG_ENV, given=along) else HealMode.AT_ONCE
     try:
-        return Mode(value)
+        return HealMode(value)
     except ValueError:
-        raise ValueError(f"{name}={value!r}: allowed are {', '.join(each.value for each in Mode)}") from None
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(each.value for each in HealMode)}") from None
 
 
 def heal_sources_from_env() -> int:

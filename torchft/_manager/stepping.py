@@ -8,11 +8,11 @@ from typing import Optional
 
 from torchft._forked import Maker
 from torchft._manager.checks.layout import Layout
-from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.observe.ranges import ranged
-from torchft._manager.rounds import Round
-from torchft._manager.state import kept_in
-from torchft._manager.step import Step
+from torchft._manager.quorum.rounds import Round
+from torchft._manager.rank import kept_in
+from torchft._manager.step.errors import ExceptionWithTraceback
+from torchft._manager.step.step import Step
 
 
 class Stepping:

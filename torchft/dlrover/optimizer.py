@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchft._extras import extras_of
-from torchft._manager.work import managed
+from torchft._manager.step.work import managed
 from torchft._wrapped_optimizer import WrappedOptimizer
 
 if TYPE_CHECKING:

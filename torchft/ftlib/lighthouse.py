@@ -13,7 +13,7 @@ import uuid
 from datetime import timedelta
 from typing import Optional
 
-from torchft._manager.failures import FailureListener
+from torchft._manager.quorum.notices import FailureListener
 from torchft._torchft import ManagerClient, ManagerServer, MemberFailure, QuorumResult
 from torchft.addresses import announced_host, use_lighthouse
 from torchft.ftlib.consensus import Consensus, ConsensusStatus, Listener

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from torchft._manager.checks.layout import describe
-from torchft._manager.work import managed
+from torchft._manager.step.work import managed
 from torchft._quantization.layout import check_tensors
 from torchft.checkpointing._places import local_part
 from torchft.local_sgd import buckets

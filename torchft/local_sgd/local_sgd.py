@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from torchft._manager.checks.layout import describe
-from torchft._manager.work import managed
+from torchft._manager.step.work import managed
 from torchft.checkpointing._places import local_part
 from torchft.local_sgd.inner_steps import InnerSteps, whole
 from torchft.local_sgd.parameters import all_finite, extract_local_tensor, synchronised

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from torchft._manager import signals
-from torchft._manager.plan import Plan as QuorumPlan
+from torchft._manager.quorum.plan import Plan as QuorumPlan
 from torchft._manager.settings import resolve
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed

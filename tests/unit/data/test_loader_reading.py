@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.unit.data.test_loader import Alone, Raises, make, train
-from torchft._manager.plan import Plan as QuorumPlan
+from torchft._manager.quorum.plan import Plan as QuorumPlan
 from torchft.data._prefetch import ReadFailed
 from torchft.data.position import DataPlan, DataPosition
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.bounded import often
 from tests.unit.manager.test_together import Store
-from torchft._manager import along
-from torchft._manager.along import FIRST, LEAST, MAX_IDLE_SEC, MAX_RESTARTS, MOST, NOTHING, Ask, Heal, Outcome
-from torchft._manager.together import Progress, Ranks
+from torchft._manager.heal import along
+from torchft._manager.heal.along import FIRST, LEAST, MAX_IDLE_SEC, MAX_RESTARTS, MOST, NOTHING, Ask, Heal, Outcome
+from torchft._manager.heal.together import Progress, Ranks
 
 
 def heal_in(step: int, total: int = 3) -> Heal:

@@ -16,8 +16,8 @@ from torch.distributed import ReduceOp, TCPStore
 from torchft._agreement import CALLS, announce
 from torchft._manager.checks.calls import Calls, describe_call, judge_of
 from torchft._manager.checks.layout import LayoutDiffers, read_layout
-from torchft._manager.plan import Plan, Source
-from torchft._manager.state import Place
+from torchft._manager.quorum.plan import Plan, Source
+from torchft._manager.rank import RankState
 from torchft.process_group.reconfigure import Handle
 
 SHORT = timedelta(milliseconds=100)
@@ -79,8 +79,8 @@ class Two:
         bare = [Handle(id=str(i), store=f"127.0.0.1:{store.port}").encode() for i, store in enumerate(self.stores)]
         self.handles = [announce(handle, ((CALLS, "1"),)) for handle in bare]
         self.failure: Optional[Exception] = None
-        self.place = Place(SHORT)
-        self.older, self.newer = (Calls(self._check, self.place, logging.getLogger()) for _ in range(2))  # type: ignore[arg-type]
+        self.rank_state = RankState(SHORT)
+        self.older, self.newer = (Calls(self._check, self.rank_state, logging.getLogger()) for _ in range(2))  # type: ignore[arg-type]
         self.collectives: Any = SimpleNamespace(aborted=False)
 
     def begin(self, quorum_id: int = 3) -> None:
@@ -157,7 +157,7 @@ def test_a_handle_that_names_another_store(two: Two) -> None:
 
 def test_the_wait_uses_the_present_timeout(two: Two) -> None:
     two.begin()
-    two.place.timeout = timedelta(milliseconds=50)
+    two.rank_state.timeout = timedelta(milliseconds=50)
     with pytest.raises(TimeoutError, match=r"did not make call 0 of the step in 0:00:00.05"):
         two.call(two.newer)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.manager.quorums import Quorum, healing
-from torchft._manager.heal_along import StillHealing
+from torchft._manager.heal.in_passing import StillHealing
 from torchft.manager import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
     ExceptionWithTraceback,

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.distributed import Work
 
-from torchft._manager import failures
-from torchft._manager.failures import FailureListener
+from torchft._manager.step import failures
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.futures import future_wait
 from torchft.manager import Manager
@@ -328,50 +327,3 @@ def test_the_activity_that_a_rank_reports(fixture: Fixture) -> None:
     assert manager._failures.progress() == (True, "waits for its peers in collective 1 of this step")
     group.works[1].future.set_result(None)
     assert manager._failures.progress() == (False, "computes, after 2 collectives of this step")
-
-
-class Notices:
-    """A client that returns these notices, or raises them if they are errors."""
-
-    def __init__(self, *notices: Any) -> None:
-        self._notices = iter(notices)
-
-    def _wait_notice(self, timeout: timedelta) -> Any:
-        notice = next(self._notices)
-        if isinstance(notice, Exception):
-            raise notice
-        return notice
-
-
-def listen(*notices: Any) -> tuple[FailureListener, list[MemberFailure]]:
-    received: list[MemberFailure] = []
-    client: Any = Notices(*notices)
-    return FailureListener(client, 0, *[received.append] * 3, lambda: (False, "")), received
-
-
-def test_a_notice_that_cannot_be_read_does_not_end_the_failure_bus(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(failures, "_LISTEN_AGAIN_SEC", 0.0)
-    unread = TypeError("an unexpected field")
-    listener, received = listen(unread, ("failed", failure()), RuntimeError("the client is closed"))
-    listener.join()
-    assert received == [failure()]
-    assert "could not be read" in caplog.text and "an unexpected field" in caplog.text
-    assert "no more notices of the lighthouse are heard: the client is closed" in caplog.text
-
-
-def test_the_failure_bus_ends_silently_with_the_manager(caplog: pytest.LogCaptureFixture) -> None:
-    closed = threading.Event()
-
-    class Client:
-        def _wait_notice(self, timeout: timedelta) -> Any:
-            assert closed.wait(10)
-            raise RuntimeError("the client is closed")
-
-    client: Any = Client()
-    listener = FailureListener(client, 0, print, print, print, lambda: (False, ""))
-    listener.end()
-    closed.set()
-    listener.join()
-    assert not caplog.records

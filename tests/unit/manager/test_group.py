@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed import TCPStore
 
-from torchft._manager import group
+from torchft._manager.quorum import group
 from torchft._manager.settings import resolve
 
 RANKS = 4

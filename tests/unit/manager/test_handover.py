@@ -11,9 +11,9 @@ import pytest
 
 from torchft._agreement import CONNECTIONS, announce
 from torchft._manager.connection import Connection
-from torchft._manager.failures import Failures, PeerFailed
 from torchft._manager.handover import Connections, Way, decide, name_of
-from torchft._manager.plan import Plan
+from torchft._manager.quorum.plan import Plan
+from torchft._manager.step.failures import Failures, PeerFailed
 from torchft._torchft import MemberFailure
 from torchft.process_group.reconfigure import Handle, ReconfigureOptions
 

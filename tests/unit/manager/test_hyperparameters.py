@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from torchft._manager import hyperparameters
+from torchft._manager.heal import hyperparameters
 from torchft.optim import OptimizerWrapper
 
 

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from tests.unit.waiting import wait_until
-from torchft._manager import joining
-from torchft._manager.along import FIRST, NOTHING, Ask
-from torchft._manager.giving import Giver, StepParts
-from torchft._manager.heal_along import Along, Fetch
-from torchft._manager.joining import Target
-from torchft._manager.recovery import Recovery
-from torchft._manager.state import Position
-from torchft._manager.together import Agreement, Ranks
-from torchft._manager.tracked import Parameters
+from torchft._manager.heal import joining
+from torchft._manager.heal.along import FIRST, NOTHING, Ask
+from torchft._manager.heal.giving import Giver, StepParts
+from torchft._manager.heal.in_passing import Along, Fetch
+from torchft._manager.heal.joining import Target
+from torchft._manager.heal.recovery import Recovery
+from torchft._manager.heal.together import Agreement, Ranks
+from torchft._manager.heal.tracked import Parameters
+from torchft._manager.rank import Position
 from torchft._records import MemberFailure
 from torchft.checkpointing._http_client import Busy, Refused
 from torchft.checkpointing._receive import Abandon

@@ -22,7 +22,7 @@ from torchft._manager.checks.layout import (
     read_layout,
     refused,
 )
-from torchft._manager.plan import Plan, Source
+from torchft._manager.quorum.plan import Plan, Source
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import Manager

@@ -17,8 +17,8 @@ from torchft import Optimizer
 from torchft._agreement import announce
 from torchft._manager.checks.layout import announcement
 from torchft._manager.checks.loader import BatchCheck, BatchDiffers, device_of
-from torchft._manager.plan import Plan as QuorumPlan
-from torchft._manager.plan import WorldSizeMode, make_plan
+from torchft._manager.quorum.plan import Plan as QuorumPlan
+from torchft._manager.quorum.plan import WorldSizeMode, make_plan
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data.agreement import Verdict

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchft._manager.pace import LEAST, MORE, START, Pace, Share
+from torchft._manager.heal.pace import LEAST, MORE, START, Pace, Share
 
 
 def test_requests_follow_each_other_during_a_pass() -> None:

@@ -4,7 +4,7 @@ from typing import Any, Optional
 
 import pytest
 
-from torchft._manager.plan import Plan, Source, WorldSizeMode, make_plan
+from torchft._manager.quorum.plan import Plan, Source, WorldSizeMode, make_plan
 from torchft._torchft import QuorumResult
 
 

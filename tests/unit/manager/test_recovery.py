@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.manager.quorums import Quorum, healing, manager_state, peer_state
-from torchft._manager import recovery
+from torchft._manager.heal import recovery
 from torchft._torchft import MemberFailure, QuorumRequest
 from torchft.work import _DummyWork
 

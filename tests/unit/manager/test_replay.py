@@ -11,8 +11,8 @@ from torch.distributed import ReduceOp
 
 from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_plan import plan, result
-from torchft._manager.inputs import Inputs
-from torchft._manager.replay import MOST_REPLAYS, Attempt, peers_fault, why_not, why_recomputed
+from torchft._manager.step.inputs import Inputs
+from torchft._manager.step.replay import MOST_REPLAYS, Attempt, peers_fault, why_not, why_recomputed
 from torchft._torchft import QuorumResult
 from torchft.manager import Manager
 

@@ -24,12 +24,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.bounded import todays
 from torchft._agreement import COMPARES, announce
 from torchft._manager.checks.replicas import Digester, RegisteredState, Replicas, _Sent
+from torchft._manager.rank import RankState
 from torchft._manager.settings import OnDivergence
-from torchft._manager.state import Place
 from torchft.checkpointing._digest import digest_all, memory_of
 
 GROUPS = 3
-PLACE = Place(timedelta(seconds=7))
+RANK_STATE = RankState(timedelta(seconds=7))
 
 
 class Group:
@@ -44,7 +44,7 @@ class Group:
         self.logger, self.counted = MagicMock(), MagicMock()
         errors = SimpleNamespace(lose=self.lose)
         self.replicas = Replicas(
-            setting, action, self.counted, place=PLACE, errors=cast(Any, errors), logger=self.logger
+            setting, action, self.counted, rank_state=RANK_STATE, errors=cast(Any, errors), logger=self.logger
         )
         self.replicas.state.add_parameters(self.model.named_parameters)
         self.replicas.state.add_optimizer(self.optimizer)
@@ -311,13 +311,17 @@ def test_empty_entries_of_the_optimizer_state_are_not_counted() -> None:
 
 
 def test_no_comparison_without_something_to_compare() -> None:
-    replicas = Replicas(None, OnDivergence.REPORT, MagicMock(), place=PLACE, errors=MagicMock(), logger=MagicMock())
+    replicas = Replicas(
+        None, OnDivergence.REPORT, MagicMock(), rank_state=RANK_STATE, errors=MagicMock(), logger=MagicMock()
+    )
     assert replicas.announces(averages=False) == ""
 
 
 @pytest.mark.parametrize(("setting", "averages"), [(0, False), (None, True)])
 def test_groups_that_compare_nothing_announce_nothing(setting: Optional[int], averages: bool) -> None:
-    replicas = Replicas(setting, OnDivergence.REPORT, MagicMock(), place=PLACE, errors=MagicMock(), logger=MagicMock())
+    replicas = Replicas(
+        setting, OnDivergence.REPORT, MagicMock(), rank_state=RANK_STATE, errors=MagicMock(), logger=MagicMock()
+    )
     replicas.state.add_parameters(list)
     assert replicas.announces(averages) == ""
 
@@ -341,7 +345,7 @@ def test_where_weights_are_compared_by_default(named: Any, by_default: str, chos
             None,
             OnDivergence.REPORT,
             MagicMock(),
-            place=PLACE,
+            rank_state=RANK_STATE,
             by_default=default,
             errors=MagicMock(),
             logger=logger,

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from torchft._manager.edge import as_server
-from torchft._manager.rounds import LateRound, NativeRounds, Round, ThreadRounds
+from torchft._manager.quorum.rounds import LateRound, NativeRounds, Round, ThreadRounds
 from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 
 LONG = timedelta(seconds=60)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchft._manager import group, settings
+from torchft._manager import settings
+from torchft._manager.quorum import group
 from torchft._manager.settings import Settings, extract_trailing_digits, get_timeout, global_rank, resolve
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}

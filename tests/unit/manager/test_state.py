@@ -6,7 +6,7 @@ from typing import Optional
 import pytest
 import torch
 
-from torchft._manager.state import UserState
+from torchft._manager.heal.state import UserState
 
 
 def test_read_and_load_all_parts() -> None:

@@ -15,9 +15,9 @@ from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.contended import Contended
 from tests.unit.manager.quorums import healing, peer_state
 from tests.unit.manager.test_plan import plan, result
-from torchft._manager.inputs import Inputs
 from torchft._manager.observe.trace import StepTrace
-from torchft._manager.step import TRANSITIONS, Event, Step, StepRequest, StepState, after
+from torchft._manager.step.inputs import Inputs
+from torchft._manager.step.step import TRANSITIONS, Event, Step, StepRequest, StepState, after
 from torchft._torchft import QuorumResult
 
 Quorum = Callable[..., QuorumResult]
@@ -255,7 +255,7 @@ def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pyt
             assert went_on.wait(30)
         return after(state, event)
 
-    monkeypatch.setattr("torchft._manager.step.after", with_an_error)
+    monkeypatch.setattr("torchft._manager.step.step.after", with_an_error)
     step.follow(plan(result()))
     step.loaded()
     step.joined()

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.unit.waiting import wait_until
-from torchft._manager.together import Agreement, Progress, Ranks
+from torchft._manager.heal.together import Agreement, Progress, Ranks
 
 LONG, NONE = timedelta(seconds=60), timedelta(0)
 

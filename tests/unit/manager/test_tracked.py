@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.optim import optimizer as all_optimizers
 
 from tests.unit.resident import needs_proc, resident
-from torchft._manager.tracked import ELEMENTWISE, Parameters, Unfit
+from torchft._manager.heal.tracked import ELEMENTWISE, Parameters, Unfit
 from torchft.checkpointing._places import local_part
 
 FORMS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
+from torchft._manager.step.work import _ManagedFuture, _ManagedWork, _SimpleFuture
 from torchft.futures import future_wait
 
 

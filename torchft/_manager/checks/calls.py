@@ -29,10 +29,10 @@ from torchft.process_group.reconfigure import Handle, create_store_client
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from torchft._manager.collectives import Collectives
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.plan import Plan
-    from torchft._manager.state import Place
+    from torchft._manager.quorum.plan import Plan
+    from torchft._manager.rank import RankState
+    from torchft._manager.step.collectives import Collectives
     from torchft.work import AnyReduceOp
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
@@ -70,7 +70,7 @@ class Calls:
 
     Args:
         check_peers: raises an error if a peer is known to have failed.
-        place: has the timeout of waiting for a call of the other group.
+        rank_state: has the timeout of waiting for a call of the other group.
         logger: the Manager's logger.
 
     Attributes:
@@ -79,9 +79,9 @@ class Calls:
 
     differs: Optional[LayoutDiffers] = None
 
-    def __init__(self, check_peers: Callable[[], None], place: Place, logger: _ManagerLogger) -> None:
+    def __init__(self, check_peers: Callable[[], None], rank_state: RankState, logger: _ManagerLogger) -> None:
         self._check_peers = check_peers
-        self._place = place
+        self._rank_state = rank_state
         self._logger = logger
         self._own: Optional[tuple[str, Store]] = None  # address and client of this rank's store
         self._listed: list[str] = []  # keys of the calls that were listed since the last connection
@@ -172,7 +172,7 @@ class Calls:
             if collectives.aborted:
                 raise RuntimeError("the collectives of the step were aborted")
 
-        timeout = self._place.timeout
+        timeout = self._rank_state.timeout
         try:
             return in_time(read, timeout, check)
         except TimeoutError as e:

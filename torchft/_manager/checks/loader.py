@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from torchft._manager.checks.layout import Layout
-    from torchft._manager.plan import Plan, Planner
+    from torchft._manager.quorum.plan import Plan, Planner
     from torchft._manager.settings import Settings
-    from torchft._manager.step import Step
-    from torchft._manager.work import _ManagedWork
+    from torchft._manager.step.step import Step
+    from torchft._manager.step.work import _ManagedWork
     from torchft.data.position import Stamp
 
 # Prefix of the lines that groups with a loader announce; see layout.py.

@@ -38,12 +38,12 @@ from torchft.work import AnyReduceOp
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from torchft._manager.errors import Errors
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.plan import Plan
-    from torchft._manager.state import Place
-    from torchft._manager.step import Step
-    from torchft._manager.work import _ManagedWork
+    from torchft._manager.quorum.plan import Plan
+    from torchft._manager.rank import RankState
+    from torchft._manager.step.errors import Errors
+    from torchft._manager.step.step import Step
+    from torchft._manager.step.work import _ManagedWork
 
 Named = Iterable[tuple[str, torch.Tensor]]
 Reduce = Callable[[torch.Tensor, AnyReduceOp, bool], Optional["_ManagedWork"]]
@@ -237,7 +237,7 @@ class Replicas:
         setting: commits in a sweep; 0: off; None: chosen by the size of the state.
         action: the reaction of a group that differs.
         counted: adds to a counter of the manager server, by name.
-        place: has the timeout of waiting for a device.
+        rank_state: has the timeout of waiting for a device.
         by_default: whether the setting is the default. Then nothing is compared if weights are on a device, because the
             cost there is not measured.
         errors: takes the error if this group loses a step.
@@ -253,7 +253,7 @@ class Replicas:
         action: OnDivergence,
         counted: Callable[[str, int], None],
         *,
-        place: Place,
+        rank_state: RankState,
         by_default: bool = False,
         errors: Errors,
         logger: _ManagerLogger,
@@ -264,7 +264,7 @@ class Replicas:
         self._by_default = by_default
         self._action = action
         self._counted = counted
-        self._place = place
+        self._rank_state = rank_state
         self._errors = errors
         self._logger = logger
         self._every = exchange_steps(setting or None)
@@ -387,7 +387,7 @@ class Replicas:
             return
         arrived, self._copied = self._copied, None
         if arrived is not None:
-            seconds = self._place.timeout.total_seconds()
+            seconds = self._rank_state.timeout.total_seconds()
             if arrived.mark is None or arrived.mark.wait(seconds):
                 self._judge(arrived)
             else:

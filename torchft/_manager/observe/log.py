@@ -42,7 +42,7 @@ class _ManagerLogger:
 
     Args:
         manager: has the step and quorum of the rank; the argument's name is upstream's. A Manager passes its
-            ``Place``.
+            ``RankState``.
         replica_id, group_rank: the identity of this rank.
         report: calls a method of the manager server's client, given its name and arguments; None: there is none.
     """
@@ -51,14 +51,14 @@ class _ManagerLogger:
         self, manager: _Stepping, replica_id: str, group_rank: int, report: Optional[Callable[..., None]] = None
     ) -> None:
         self._logger = logging.getLogger("torchft.manager")
-        self._place = manager
+        self._rank_state = manager
         self._replica_id = replica_id
         self._group_rank = group_rank
         self._report = report or (lambda *_, **__: None)
         export_events()
 
     def prefix(self) -> str:
-        return f"[{self._replica_id}/{self._group_rank} - step {self._place.current_step()}]"
+        return f"[{self._replica_id}/{self._group_rank} - step {self._rank_state.current_step()}]"
 
     def info(self, msg: str) -> None:
         self._logger.info("%s %s", self.prefix(), msg)
@@ -82,7 +82,7 @@ class _ManagerLogger:
     # Events
 
     def quorum_event(self) -> None:
-        self._event("quorums", f"quorum {self._place._quorum_id}")
+        self._event("quorums", f"quorum {self._rank_state._quorum_id}")
 
     def commit_event(self, committed: bool) -> None:
         self._event("commits", "committed" if committed else "not committed", commit_result=committed)
@@ -118,7 +118,7 @@ class _ManagerLogger:
         self._event("divergences", text, logging.ERROR, digested_step=digested_step, **fields)
 
     def _recovered(self, seconds: Mapping[str, float], **fields: Any) -> None:
-        self._report("_report_recovered", step=self._place.current_step(), phases=dict(seconds), **fields)
+        self._report("_report_recovered", step=self._rank_state.current_step(), phases=dict(seconds), **fields)
 
     def _event(self, kind: str, msg: str, level: int = logging.INFO, **fields: Any) -> None:
         logger = _events[kind]
@@ -129,8 +129,8 @@ class _ManagerLogger:
             "job_id": os.environ.get("JOB_ID", "unknown"),
             "replica_id": self._replica_id,
             "rank": self._group_rank,
-            "quorum_id": self._place._quorum_id,
-            "step": self._place.current_step(),
+            "quorum_id": self._rank_state._quorum_id,
+            "step": self._rank_state.current_step(),
         }
         logger.log(level, msg, extra={**of_rank, **fields})
 

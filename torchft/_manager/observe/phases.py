@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 if TYPE_CHECKING:
-    from torchft._manager.state import Place
+    from torchft._manager.rank import RankState
 
 # In chronological order: wait for a quorum, connect the process group with its peers, transfer the state, load it.
 NAMES = ("quorum", "reconfigure", "transfer", "load")
@@ -89,19 +89,19 @@ class Incidents:
     """Measures one incident at a time, from an error to the next commit. Further errors until then are part of it.
 
     Args:
-        place: the step and quorum of the rank.
+        rank_state: the step and quorum of the rank.
         over: called with an incident when it has ended.
     """
 
-    def __init__(self, place: Place, over: Callable[[Incident], None]) -> None:
-        self._place = place
+    def __init__(self, rank_state: RankState, over: Callable[[Incident], None]) -> None:
+        self._rank_state = rank_state
         self._over = over
         self._incident: Optional[Incident] = None
 
     def noticed(self, cause: Exception) -> None:
         """An error was noticed, on any thread."""
         if self._incident is None:
-            self._incident = Incident(str(cause), self._place.step, self._place.quorum_id)
+            self._incident = Incident(str(cause), self._rank_state.step, self._rank_state.quorum_id)
 
     def ended(self, phase: str) -> None:
         """A phase of the incident has ended, on any thread."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from torchft._manager.observe.exporters import otel_for
-from torchft._manager.step import Step, StepState
 
 
 class StepTrace:
@@ -37,23 +36,27 @@ class StepTrace:
         # Of the flags only "sampled" is kept, which every version defines.
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
 
-    def ended(self, number: int, step: Step) -> None:
+    def ended(
+        self, number: int, quorum_id: int, groups: int, committed: bool, error: Optional[BaseException] = None
+    ) -> None:
         """Ends the trace of the latest attempt; further calls do nothing.
 
         Args:
             number: step number; if this rank healed, the step that it healed to.
-            step: the attempt, with its outcome.
+            quorum_id: id of the quorum; -1 if the rank did not learn it.
+            groups: number of groups whose gradients counted.
+            committed: whether the step was committed.
+            error: why it was not.
         """
         span, self._span = self._span, None
         if span is None:
             return
-        committed = step.state is StepState.COMMITTED
         span.set_attribute("torchft.step", number)
-        span.set_attribute("torchft.quorum_id", step.plan.quorum_id if step.plan is not None else -1)
-        span.set_attribute("torchft.groups", step.participants)
+        span.set_attribute("torchft.quorum_id", quorum_id)
+        span.set_attribute("torchft.groups", groups)
         span.set_attribute("torchft.committed", committed)
-        if not committed and step.error is not None:
-            span.record_exception(step.error.original_exception)
+        if not committed and error is not None:
+            span.record_exception(error)
         span.end()
 
 

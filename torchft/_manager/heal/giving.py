@@ -1,12 +1,12 @@
-"""The source of a heal in passing: gives parts of its state to groups that train along meanwhile. See heal_along.py."""
+"""The source of a heal in passing: gives parts of its state to groups that train along meanwhile. See in_passing.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from torchft._manager.along import COMPARED, MOST, Ask
-from torchft._manager.tracked import Parameters, Unfit
+from torchft._manager.heal.along import COMPARED, MOST, Ask
+from torchft._manager.heal.tracked import Parameters, Unfit
 from torchft.checkpointing._source import Part
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, Optional, Sequence, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence, TypeVar
 
+from torchft._manager.rank import Position, RankState, kept_in
 from torchft.checkpointing._rwlock import RWLock
 from torchft.checkpointing._upstream import MAIN_PARTS
 
@@ -15,61 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def kept_in(*places: str) -> Any:
-    """An attribute of the Manager, under a name that other projects read and set, which its parts keep.
-
-    Args:
-        places: where it is kept, as paths from the Manager. It is read at the first, and set at all of them.
-    """
-
-    def write(manager: object, value: object) -> None:
-        for place in places:
-            owner, _, name = place.rpartition(".")
-            setattr(attrgetter(owner)(manager), name, value)
-
-    return property(attrgetter(places[0]), write)
-
-
 DEFAULT_KEY = MAIN_PARTS[0]
-
-
-class Position(NamedTuple):
-    """Identifies the state that a group has."""
-
-    step: int
-    batches_committed: int
-    # The quorum in which the weights were committed: groups that were separated can reach the same step with different
-    # weights.
-    committed_quorum_id: int
-
-
-class Place:
-    """Step, quorum id and timeout of a rank. The Manager changes them; its parts read them.
-
-    Args:
-        timeout: limit for collectives, transfers and votes.
-
-    Attributes:
-        step: number of the step in progress, which is the number of committed steps.
-        quorum_id: number of the quorum for which the process group is configured; -1 before the first.
-        timeout: the value of the argument; tests of other projects replace it.
-        computed: whether a model has computed something since the last vote.
-    """
-
-    def __init__(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-        self.step = 0
-        self.quorum_id = -1
-        self.computed = False
-
-    # The same values under the names of the Manager's attributes, which upstream's _ManagerLogger reads.
-
-    def current_step(self) -> int:
-        return self.step
-
-    @property
-    def _quorum_id(self) -> int:
-        return self.quorum_id
 
 
 class UserState:
@@ -182,7 +128,7 @@ class Stateful:
         load_state_dict: Optional[Callable[[T], None]],
         state_dict: Optional[Callable[[], T]],
     ) -> None:
-        self._place = Place(timeout)
+        self._rank_state = RankState(timeout)
         self._batches_committed = 0
         # the quorum in which the weights were committed; -1: none since this process began
         self._committed_quorum_id = -1
@@ -192,9 +138,9 @@ class Stateful:
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("load_state_dict and state_dict belong together: pass both, or None for both")
 
-    _step: int = kept_in("_place.step")
-    _quorum_id: int = kept_in("_place.quorum_id")
-    _timeout: timedelta = kept_in("_place.timeout")
+    _step: int = kept_in("_rank_state.step")
+    _quorum_id: int = kept_in("_rank_state.quorum_id")
+    _timeout: timedelta = kept_in("_rank_state.timeout")
     _load_state_dict_fns: Dict[str, Callable[[Any], None]] = kept_in("_user_state.load_fns")
     _user_state_dicts: Dict[str, Callable[[], Any]] = kept_in("_user_state.read_fns")
     _state_dict_lock: RWLock = kept_in("_user_state.lock")

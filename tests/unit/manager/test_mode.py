@@ -7,7 +7,8 @@ from typing import Optional
 
 import pytest
 
-from torchft._manager.heal_plan import Figures, Measured, Mode
+from torchft._manager.heal.mode import Figures, Measured
+from torchft._manager.settings import HealMode
 
 GB, MB = 1e9, 1e6
 
@@ -30,14 +31,14 @@ def test_the_least_loss_of_all_groups_together(
     figures = Figures(nbytes, nbytes, rate, rate / 4, step_sec, overlap_sec, groups, 60.0)
     assert figures.lost_at_once == pytest.approx(at_once)
     assert figures.lost_in_passing == pytest.approx(in_passing)
-    assert figures.mode is (Mode.AT_ONCE if at_once < in_passing else Mode.IN_PASSING)
+    assert figures.mode is (HealMode.AT_ONCE if at_once < in_passing else HealMode.IN_PASSING)
 
 
 def test_what_has_arrived_counts_for_the_heal_in_passing() -> None:
     figures = Figures(GB, GB, 200 * MB, 50 * MB, 0.1, 0.0, 3, 60.0)
-    assert figures.mode is Mode.AT_ONCE
-    assert figures._replace(timeout_sec=9.0).mode is Mode.IN_PASSING, "it would hardly end"
-    assert figures._replace(left=0.5 * GB).mode is Mode.IN_PASSING
+    assert figures.mode is HealMode.AT_ONCE
+    assert figures._replace(timeout_sec=9.0).mode is HealMode.IN_PASSING, "it would hardly end"
+    assert figures._replace(left=0.5 * GB).mode is HealMode.IN_PASSING
 
 
 def test_the_figures_are_those_of_steps_at_a_settled_pace() -> None:

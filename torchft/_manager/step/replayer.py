@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Optional
 
 import torch
 
-from torchft._manager.inputs import Inputs, Kept
-from torchft._manager.replay import MOST_REPLAYS, Attempt, why_not, why_recomputed
+from torchft._manager.step.inputs import Inputs, Kept
+from torchft._manager.step.replay import MOST_REPLAYS, Attempt, why_not, why_recomputed
 from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
-    from torchft._manager.errors import Errors
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.state import Position
-    from torchft._manager.step import Step
+    from torchft._manager.rank import Position
+    from torchft._manager.step.errors import Errors
+    from torchft._manager.step.step import Step
 
 
 class Replayer:

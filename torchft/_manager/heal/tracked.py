@@ -29,7 +29,7 @@ from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from torchft._manager.beside import Beside
+from torchft._manager.heal.beside import Beside
 from torchft.checkpointing._digest import digest, memory_of
 from torchft.checkpointing._encoding import dtype_name, dtype_of, is_dtensor
 from torchft.checkpointing._memory import HostMemory

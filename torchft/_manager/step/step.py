@@ -14,12 +14,12 @@ from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from torchft._manager.errors import ExceptionWithTraceback
+from torchft._manager.step.errors import ExceptionWithTraceback
 
 if TYPE_CHECKING:
-    from torchft._manager.collectives import Collectives
-    from torchft._manager.inputs import Inputs
-    from torchft._manager.plan import Plan
+    from torchft._manager.quorum.plan import Plan
+    from torchft._manager.step.collectives import Collectives
+    from torchft._manager.step.inputs import Inputs
 
 
 class StepState(Enum):
@@ -172,6 +172,13 @@ class Step:
         self._lock = threading.Lock()
         # Each is set before the other is read: whichever comes second aborts.
         self._connected = self._aborts = False
+
+    @property
+    def outcome(self) -> tuple[int, int, bool, Optional[Exception]]:
+        """How it ended: id of the quorum (-1: none), number of participants, whether it was committed, its error."""
+        quorum_id = -1 if self.plan is None else self.plan.quorum_id
+        error = None if self.error is None else self.error.original_exception
+        return quorum_id, self.participants, self.state is StepState.COMMITTED, error
 
     @property
     def served(self) -> Future[dict[str, Any]]:

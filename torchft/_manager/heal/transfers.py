@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from torchft._manager.heal_along import StillHealing
+from torchft._manager.heal.in_passing import StillHealing
 
 if TYPE_CHECKING:
-    from torchft._manager.background import Background
     from torchft._manager.edge import Transport
-    from torchft._manager.errors import Errors
+    from torchft._manager.heal.background import Background
+    from torchft._manager.heal.recovery import Recovery
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.plan import Plan
-    from torchft._manager.recovery import Recovery
-    from torchft._manager.state import Place, Position
-    from torchft._manager.step import Step
+    from torchft._manager.quorum.plan import Plan
+    from torchft._manager.rank import Position, RankState
+    from torchft._manager.step.errors import Errors
+    from torchft._manager.step.step import Step
 
 
 class Transfers:
@@ -25,7 +25,7 @@ class Transfers:
         recovery: sends, fetches and loads.
         transport: the transport that ``recovery`` uses.
         background: the CUDA stream of the transfers.
-        place: has the rank's step, and the timeout of a device.
+        rank_state: has the rank's step, and the timeout of a device.
         averages_weights: whether a step averages weights.
         errors: takes the errors of transfers.
         logger: the Manager's logger.
@@ -36,7 +36,7 @@ class Transfers:
         recovery: Recovery,
         transport: Transport,
         background: Background,
-        place: Place,
+        rank_state: RankState,
         *,
         averages_weights: Callable[[], bool],
         errors: Errors,
@@ -46,7 +46,7 @@ class Transfers:
         self._recovery = recovery
         self._transport = transport
         self._background = background
-        self._place = place
+        self._rank_state = rank_state
         self._errors = errors
         self._logger = logger
 
@@ -79,7 +79,7 @@ class Transfers:
         Returns False on a timeout.
         """
         try:
-            self._background.join(self._place.timeout, self._recovery.pending)
+            self._background.join(self._rank_state.timeout, self._recovery.pending)
         except Exception as e:
             self._errors.of_collective(e)  # aborts the process group, which ends the transfers
             self._recovery.refuse()

@@ -8,23 +8,15 @@ the others at most :data:`COST` of it. The loss is counted in seconds of groups 
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum
 from typing import NamedTuple, Optional
 
-from torchft._manager.pace import COST
+from torchft._manager.heal.pace import COST
+from torchft._manager.settings import HealMode
 
 # Steps from the last part to the first step that counts: the parts are compared, and the rest is fetched.
 _LAST_STEPS = 2
 # Steps that are measured at a settled pace, one of them without requests, and those before the first figures.
 _STEPS, _FIRST_STEPS = 9, 3
-
-
-class Mode(Enum):
-    """How groups heal."""
-
-    AT_ONCE = "at_once"
-    IN_PASSING = "in_passing"
-    AUTO = "auto"
 
 
 class Figures(NamedTuple):
@@ -62,10 +54,10 @@ class Figures(NamedTuple):
         return self.left / self.pace * (1 + self.groups * COST) + _LAST_STEPS * self.step_sec
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> HealMode:
         """The way that loses less: AT_ONCE or IN_PASSING."""
         ends = self.nbytes / self.rate < self.timeout_sec / 2  # all groups may be slower then
-        return Mode.AT_ONCE if ends and self.lost_at_once < self.lost_in_passing else Mode.IN_PASSING
+        return HealMode.AT_ONCE if ends and self.lost_at_once < self.lost_in_passing else HealMode.IN_PASSING
 
 
 class Measured:

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from torchft._manager.along import NOTHING, Ask, Heal, Outcome
-from torchft._manager.heal_plan import Measured, Mode
+from torchft._manager.heal.along import NOTHING, Ask, Heal, Outcome
+from torchft._manager.heal.mode import Measured
+from torchft._manager.heal.pace import Pace
+from torchft._manager.heal.tracked import Parameters, Unfit
 from torchft._manager.observe.lifetime import weakly
-from torchft._manager.pace import Pace
-from torchft._manager.tracked import Parameters, Unfit
+from torchft._manager.settings import HealMode
 from torchft.checkpointing._http_client import Busy, Refused
 from torchft.checkpointing._receive import Abandon
 from torchft.checkpointing._retry import Attempts
@@ -39,7 +40,7 @@ from torchft.utils import DeviceThread
 if TYPE_CHECKING:
     from torchft._manager.edge import Transport
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.plan import Plan
+    from torchft._manager.quorum.plan import Plan
 
 # The most seconds that a vote waits for the part in progress.
 _PART_SEC = 0.01
@@ -157,7 +158,7 @@ class Target:
             limit = math.inf if self._plan.awaits_heals else self._timeout
             settled, overlap = self.pace.share.settled, self.pace.overlap
             figures = self._measured.quorum(time.monotonic(), total, overlap, groups, limit, settled)
-        if figures is None or figures.mode is Mode.IN_PASSING:
+        if figures is None or figures.mode is HealMode.IN_PASSING:
             return None
         return (
             f"that loses {figures.lost_at_once:.1f} s of all groups together, and the rest in parts would lose "

@@ -13,10 +13,10 @@ from torch import nn
 from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_joining import DEADLINE_SEC, plan
 from torchft._agreement import HEALS, announced
-from torchft._manager import heal_along
-from torchft._manager.giving import Giver, StepParts
-from torchft._manager.heal_along import Along, Fetch
-from torchft._manager.tracked import Parameters
+from torchft._manager.heal import in_passing
+from torchft._manager.heal.giving import Giver, StepParts
+from torchft._manager.heal.in_passing import Along, Fetch
+from torchft._manager.heal.tracked import Parameters
 
 
 def plan_of_source(step: int) -> Any:
@@ -76,7 +76,7 @@ def test_what_is_prepared_before_the_first_quorum_is_used_for_one_heal(
         made.append(Parameters(optimizers))
         return made[-1]
 
-    monkeypatch.setattr(heal_along, "Parameters", make)
+    monkeypatch.setattr(in_passing, "Parameters", make)
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
     along = along_of([optimizer])
     along.prepare()

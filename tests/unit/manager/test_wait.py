@@ -15,10 +15,10 @@ from torch.distributed import HashStore, TCPStore
 
 from tests.unit.waiting import wait_until
 from torchft._agreement import HEALS, announce
-from torchft._manager import heal_wait
-from torchft._manager.heal_wait import Counter, HealWait
-from torchft._manager.plan import Plan
-from torchft._manager.state import Place
+from torchft._manager.heal import wait as wait_module
+from torchft._manager.heal.wait import Counter, HealWait
+from torchft._manager.quorum.plan import Plan
+from torchft._manager.rank import RankState
 from torchft.process_group.reconfigure import Handle, create_store_client
 
 LONG, SHORT = timedelta(seconds=60), timedelta(milliseconds=200)
@@ -39,7 +39,9 @@ class Job:
         groups = [HashStore() for _ in range(2)]
         self.failed: list[Exception] = []
         self.waits = {
-            (group, rank): HealWait(self.check, Place(timeout), groups[group], f"g{group}", rank, ranks, MagicMock())
+            (group, rank): HealWait(
+                self.check, RankState(timeout), groups[group], f"g{group}", rank, ranks, MagicMock()
+            )
             for group in range(2)
             for rank in range(ranks)
         }
@@ -66,7 +68,7 @@ class Job:
 
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
-    monkeypatch.setattr(heal_wait, "_CONNECT_TIMEOUT", LONG)  # on a busy machine a store of this process answers late
+    monkeypatch.setattr(wait_module, "_CONNECT_TIMEOUT", LONG)  # on a busy machine a store of this process answers late
     with ExitStack() as stack:
         yield stack
 
@@ -202,7 +204,7 @@ def test_the_client_of_the_store_is_kept_from_step_to_step(stack: ExitStack, mon
         connected.append(address)
         return create_store_client(address, timeout)
 
-    monkeypatch.setattr(heal_wait, "create_store_client", connect)
+    monkeypatch.setattr(wait_module, "create_store_client", connect)
     job = make(stack)
 
     def step(number: int) -> None:
@@ -227,7 +229,7 @@ def test_the_client_of_the_store_is_kept_from_step_to_step(stack: ExitStack, mon
 
 def test_a_store_that_has_ended_delays_no_step(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process has failed, which the lighthouse reports, or the reductions find."""
-    monkeypatch.setattr(heal_wait, "_CONNECT_TIMEOUT", SHORT)
+    monkeypatch.setattr(wait_module, "_CONNECT_TIMEOUT", SHORT)
     job = make(stack)
     plan = job.plan(0)
     job.columns.clear()

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Optional
 
 import torch
 
-from torchft._manager.giving import Giver, StepParts
-from torchft._manager.joining import Locate, Target
-from torchft._manager.together import Progress, Ranks
-from torchft._manager.tracked import Parameters, Unfit
+from torchft._manager.heal.giving import Giver, StepParts
+from torchft._manager.heal.joining import Locate, Target
+from torchft._manager.heal.together import Progress, Ranks
+from torchft._manager.heal.tracked import Parameters, Unfit
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchft._manager.edge import Transport
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.plan import Plan
+    from torchft._manager.quorum.plan import Plan
 
 
 class StillHealing(RuntimeError):

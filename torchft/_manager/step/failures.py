@@ -7,23 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Optional
 
-from torchft._manager.observe.lifetime import weakly
-from torchft._torchft import ManagerClient, MemberFailure
+from torchft._torchft import MemberFailure
 
 if TYPE_CHECKING:
-    from torchft._manager.collectives import Collectives
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.step import Step
+    from torchft._manager.step.collectives import Collectives
+    from torchft._manager.step.step import Step
 
 _logger = logging.getLogger("torchft.manager")
 
-# The timeout of one call that waits for a notice; the call is repeated. Its length does not matter.
-_LONGEST_WAIT = timedelta(hours=1)
-# The pause after a notice that could not be read, so that a permanent error does not fill the disk with log lines.
-_LISTEN_AGAIN_SEC = 1.0
 # How long the collectives of a step may take to end after the failure of a member that has done its part of them.
 _REMAINDER_SEC = 1.0
 # Seconds between two looks whether they have.
@@ -40,77 +34,6 @@ class PeerFailed(RuntimeError):
     def __init__(self, failure: MemberFailure) -> None:
         super().__init__(f"{failure.replica_id} of quorum {failure.quorum_id} failed: {failure.reason}")
         self.failure = failure
-
-
-class FailureListener:
-    """Receives notices of the lighthouse on a separate thread, until the client is shut down, and answers questions
-    about progress.
-
-    The thread is a daemon, like that of the quorum: it must not keep a process from ending. Nor does it keep an object
-    alive whose method it calls: it ends when such an object no longer exists.
-
-    Args:
-        client: client of this rank's manager server.
-        group_rank: the number of this rank in its group.
-        failed: called for each member that failed; its exceptions are logged.
-        stalled: called for each member that makes no progress while the others wait for it.
-        regressed: called if the quorum is below the step that the job had reached.
-        progress: returns whether this rank waits for other groups, and what it does; called when the lighthouse asks.
-    """
-
-    def __init__(
-        self,
-        client: ManagerClient,
-        group_rank: int,
-        failed: Callable[[MemberFailure], None],
-        stalled: Callable[[MemberFailure], None],
-        regressed: Callable[[MemberFailure], None],
-        progress: Callable[[], tuple[bool, str]],
-    ) -> None:
-        self._client = client
-        self._group_rank = group_rank
-        about = {"failed": failed, "stalled": stalled, "regressed": regressed, "progress": progress}
-        self._about = {kind: weakly(call) for kind, call in about.items()}
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Called before the client is shut down, which ends the thread."""
-        self._ending.set()
-
-    def join(self) -> None:
-        """Waits until the thread has ended; shut the client down first."""
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                notice = self._client._wait_notice(_LONGEST_WAIT)
-            except RuntimeError as e:  # the client is shut down; expected after `end`
-                if not self._ending.is_set():
-                    _logger.warning("no more notices of the lighthouse are heard: %s", e)
-                return
-            except Exception:
-                _logger.exception("a notice of the lighthouse could not be read")
-                if self._ending.wait(_LISTEN_AGAIN_SEC):
-                    return
-                continue
-            if notice is None:
-                continue
-            kind, failure = notice
-            about = self._about[kind]()
-            if about is None:
-                return
-            try:
-                if kind == "progress":
-                    self._client._report_progress(self._group_rank, *about())
-                else:
-                    about(failure)
-            except Exception:
-                _logger.exception("a notice of the lighthouse could not be handled")
-            del about  # keep nothing of a Manager alive until the next notice
 
 
 class Failures:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.plan import Plan
-    from torchft._manager.state import Place
+    from torchft._manager.quorum.plan import Plan
+    from torchft._manager.rank import RankState
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
 _CONNECT_TIMEOUT = timedelta(seconds=2)
@@ -136,7 +136,7 @@ class HealWait:
 
     Args:
         check_peers: raises an error if a peer is known to have failed.
-        place: has the timeout without progress.
+        rank_state: has the timeout without progress.
         store: the store that all ranks of the group share.
         name: the replica id of this incarnation of the group.
         group_rank: this rank.
@@ -150,7 +150,7 @@ class HealWait:
     def __init__(
         self,
         check_peers: Callable[[], None],
-        place: Place,
+        rank_state: RankState,
         store: Store,
         name: str,
         group_rank: int,
@@ -158,7 +158,7 @@ class HealWait:
         logger: _ManagerLogger,
     ) -> None:
         self._check_peers = check_peers
-        self._place = place
+        self._rank_state = rank_state
         self._store = store
         self._name = name
         self._group_rank = group_rank
@@ -218,7 +218,7 @@ class HealWait:
         now = self._now
         if now is None:
             return
-        self.waiting, begun, timeout = True, time.monotonic(), self._place.timeout.total_seconds()
+        self.waiting, begun, timeout = True, time.monotonic(), self._rank_state.timeout.total_seconds()
         try:
             while not now.attempt.wait(_LOOK_SEC):
                 self._check_peers()

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Optional, TypeVar
 
 import torch
 
-from torchft._manager.failures import PeerFailed
-from torchft._manager.replay import peers_fault
+from torchft._manager.step.failures import PeerFailed
+from torchft._manager.step.replay import peers_fault
 
 if TYPE_CHECKING:
-    from torchft._manager.collectives import Collectives
     from torchft._manager.edge import GroupServer
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.observe.phases import Incidents
-    from torchft._manager.step import Step
+    from torchft._manager.step.collectives import Collectives
+    from torchft._manager.step.step import Step
 
 T = TypeVar("T")
 

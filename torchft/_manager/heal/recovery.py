@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, TypeVar
 
 import torch
 
-from torchft._manager import hyperparameters
-from torchft._manager.failures import PeerFailed
-from torchft._manager.heal_along import Fetch, StillHealing
+from torchft._manager.heal import hyperparameters
+from torchft._manager.heal.in_passing import Fetch, StillHealing
+from torchft._manager.heal.state import UserState
 from torchft._manager.observe.phases import Phases, tensor_bytes
 from torchft._manager.observe.ranges import ranged
-from torchft._manager.plan import Plan, Source
-from torchft._manager.state import Position, UserState
+from torchft._manager.quorum.plan import Plan, Source
+from torchft._manager.rank import Position
+from torchft._manager.step.failures import PeerFailed
 from torchft.checkpointing._progress import watched_by
 from torchft.checkpointing._target import Target
 from torchft.checkpointing.transport import Unsendable, bounded
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchft._manager.edge import Transport
-    from torchft._manager.heal_along import Along
-    from torchft._manager.heal_wait import HealWait
+    from torchft._manager.heal.in_passing import Along
+    from torchft._manager.heal.together import Agreement
+    from torchft._manager.heal.wait import HealWait
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.together import Agreement
     from torchft._torchft import ManagerClient, MemberFailure
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.state import Place
-    from torchft._manager.work import _ManagedWork
+    from torchft._manager.rank import RankState
+    from torchft._manager.step.work import _ManagedWork
 
 # The most seconds for which a step waits until its aborted collectives no longer write. Those of Gloo mostly end within
 # some 10 ms. In one of a hundred failures Gloo never wakes a send. Such a collective no longer writes once the threads
@@ -54,7 +54,7 @@ class Collectives:
         abort: aborts the process group.
         report: called with the error of a failed collective and with this object.
         backlog: keeps the collectives that the backend has not ended after an abort.
-        place: holds the rank's current step, and the timeout of its collectives.
+        rank_state: holds the rank's current step, and the timeout of its collectives.
         logger: the Manager's logger.
 
     Attributes:
@@ -68,13 +68,13 @@ class Collectives:
         abort: Callable[[], None],
         report: Callable[[Exception, Collectives], None],
         backlog: Backlog,
-        place: Place,
+        rank_state: RankState,
         logger: _ManagerLogger,
     ) -> None:
         self._abort = abort
         self._report = report
         self._backlog = backlog
-        self._place = place
+        self._rank_state = rank_state
         self._logger = logger
         self.usable = True
         self.aborted = False
@@ -91,7 +91,7 @@ class Collectives:
     @property
     def _timeout(self) -> timedelta:
         """The timeout, under the name by which _ManagedWork reads it from a Manager."""
-        return self._place.timeout
+        return self._rank_state.timeout
 
     def add(self, work: _ManagedWork) -> None:
         """Adds a collective that has begun."""

@@ -77,7 +77,7 @@ class Plan:
 
     @cached_property
     def awaits_heals(self) -> bool:
-        """Whether groups may heal in this quorum, and each announces that it waits for them: see heal_wait.py. The same
+        """Whether groups may heal in this quorum, and each announces that it waits for them: see heal/wait.py. The same
         in all groups of a quorum.
         """
         may_heal = self.num_up_to_date < self.replica_world_size or self.max_step == 0

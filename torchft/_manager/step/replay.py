@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:
-    from torchft._manager.plan import Plan
+    from torchft._manager.quorum.plan import Plan
 
 # Each replay of a step is due to another failure. After so many in a row the network is taken to be broken: the step is
 # lost, and counts for max_retries.

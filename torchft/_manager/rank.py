@@ -1,0 +1,61 @@
+"""Which step, quorum and state a rank has. The Manager changes them, its parts read them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+
+class Position(NamedTuple):
+    """Identifies the state that a group has."""
+
+    step: int
+    batches_committed: int
+    # The quorum in which the weights were committed: groups that were separated can reach the same step with different
+    # weights.
+    committed_quorum_id: int
+
+
+class RankState:
+    """Step, quorum id and timeout of a rank. The Manager changes them; its parts read them.
+
+    Args:
+        timeout: limit for collectives, transfers and votes.
+
+    Attributes:
+        step: number of the step in progress, which is the number of committed steps.
+        quorum_id: number of the quorum for which the process group is configured; -1 before the first.
+        timeout: the value of the argument; tests of other projects replace it.
+        computed: whether a model has computed something since the last vote.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self.step = 0
+        self.quorum_id = -1
+        self.computed = False
+
+    # The same values under the names of the Manager's attributes, which upstream's _ManagerLogger reads.
+
+    def current_step(self) -> int:
+        return self.step
+
+    @property
+    def _quorum_id(self) -> int:
+        return self.quorum_id
+
+
+def kept_in(*places: str) -> Any:
+    """An attribute of the Manager, under a name that other projects read and set, which its parts keep.
+
+    Args:
+        places: where it is kept, as paths from the Manager. It is read at the first, and set at all of them.
+    """
+
+    def write(manager: object, value: object) -> None:
+        for place in places:
+            owner, _, name = place.rpartition(".")
+            setattr(attrgetter(owner)(manager), name, value)
+
+    return property(attrgetter(places[0]), write)

@@ -1,4 +1,4 @@
-/* The digest of host memory. torchft/checkpointing/_digest.py defines digests, and computes those of other memory. */
+/* The digest of host memory. torchft/checkpointing/codec/digest.py defines digests, and computes those of other memory. */
 #include "torchft.h"
 
 #include <string.h>

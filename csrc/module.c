@@ -13,7 +13,7 @@ static PyMethodDef methods[] = {
     {"vote", tft_vote, METH_VARARGS,
      "vote(client, group_rank, step, vote, timeout_us): wait for the group's decision; Ctrl-C cancels the wait."},
     {"register_memory", tft_register_memory_args, METH_VARARGS, "register_memory(pairs): a handle for regions of memory, as int64 addresses and lengths."},
-    {"digest", tft_digest, METH_VARARGS, "digest(memory, length, weights, words): the digest of host memory; see torchft/checkpointing/_digest.py."},
+    {"digest", tft_digest, METH_VARARGS, "digest(memory, length, weights, words): the digest of host memory; see torchft/checkpointing/codec/digest.py."},
     {"forked", is_forked, METH_NOARGS, "forked(): whether this process was forked after the library was loaded."},
     {NULL, NULL, 0, NULL}};
 

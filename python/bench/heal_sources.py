@@ -43,10 +43,11 @@ class Worker:
     def __init__(self) -> None:
         import torch
 
-        from torchft.checkpointing import HTTPTransport, _receive
+        from torchft.checkpointing import HTTPTransport
+        from torchft.checkpointing.client import sources
 
         torch.set_num_threads(1)
-        _receive._HELP_AFTER = 0.0
+        sources._HELP_AFTER = 0.0
         self.torch = torch
         self.make: Any = HTTPTransport
 

@@ -95,10 +95,11 @@ class Worker:
         return torch.full((TENSOR_BYTES,), value, dtype=torch.uint8)
 
     def _transport(self, native: bool) -> Any:
-        from torchft.checkpointing import HTTPTransport, _native_transfer
+        from torchft.checkpointing import HTTPTransport
+        from torchft.checkpointing.native import core
 
         if not native:
-            _native_transfer.native = lambda: None
+            core.native = lambda: None
         return HTTPTransport(timedelta(seconds=TIMEOUT_S), 0)
 
 

@@ -13,7 +13,8 @@ from torch.distributed import TCPStore
 from tests.gpu.device import DEVICE, busy
 from tests.gpu.test_heal_memory import InUpstreamFormat
 from tests.unit.process_group.ranks import connect
-from torchft.checkpointing import HTTPTransport, _staging
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing.codec import staging
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -54,8 +55,8 @@ def test_two_page_locked_blocks_are_enough_for_any_state(
     monkeypatch: pytest.MonkeyPatch, make: type[HTTPTransport[Any]], blocks: int
 ) -> None:
     """Two blocks at the source, and two at the target unless it reads the upstream format."""
-    monkeypatch.setattr(_staging, "_free", {})
-    state = {"w": torch.arange(5 * _staging.BLOCK // 8 + 3, device=DEVICE)}
+    monkeypatch.setattr(staging, "_free", {})
+    state = {"w": torch.arange(5 * staging.BLOCK // 8 + 3, device=DEVICE)}
     source, target = make(TIMEOUT, 0), HTTPTransport[Any](TIMEOUT, 0)
     try:
         for step in (1, 2):
@@ -67,7 +68,7 @@ def test_two_page_locked_blocks_are_enough_for_any_state(
     finally:
         source.shutdown()
         target.shutdown()
-    kept = _staging._free["cuda"]
+    kept = staging._free["cuda"]
     assert len(kept) == blocks and all(block.is_pinned() for block in kept)
 
 
@@ -75,7 +76,7 @@ def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFi
     caplog.set_level("INFO")
 
     def state(value: float) -> dict[str, torch.Tensor]:
-        large = torch.full((3 * _staging.BLOCK // 4 + 5,), value, device=DEVICE)
+        large = torch.full((3 * staging.BLOCK // 4 + 5,), value, device=DEVICE)
         return {"large": large, "small": torch.full((3, 7), value, device=DEVICE).t(), "host": torch.full((5,), value)}
 
     own, theirs = state(0.0), state(2.0)
@@ -99,16 +100,16 @@ def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFi
 
 def test_close_waits_for_a_copy_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` returns only after the device has copied the data that a reader waits for."""
-    source = torch.arange(4 * _staging.BLOCK, device=DEVICE, dtype=torch.int32).to(torch.uint8)
+    source = torch.arange(4 * staging.BLOCK, device=DEVICE, dtype=torch.int32).to(torch.uint8)
     expected = source.cpu()
     torch.cuda.synchronize()
-    staged = _staging.Staged(source, _staging.StreamCopies(DEVICE))
+    staged = staging.Staged(source, staging.StreamCopies(DEVICE))
     reader = staged.read(0)
     got = [next(reader).clone()]
     staged.close()
     source.fill_(7)
     got += [piece.clone() for piece in reader]
-    assert torch.equal(torch.cat(got), expected[: 2 * _staging.BLOCK])
+    assert torch.equal(torch.cat(got), expected[: 2 * staging.BLOCK])
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -15,7 +15,7 @@ from tests.gpu.device import DEVICE
 from tests.integration.cluster import DEADLINE, Rank
 from tests.integration.heal_memory import check_heal
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
-from torchft.checkpointing._target import Target
+from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -66,7 +66,7 @@ def test_a_sparse_tensor_heals(source: type[HTTPTransport[Any]], writable: bool 
     """
     state = {"s": torch.eye(300, device=DEVICE).to_sparse(), "w": torch.full((300,), 2.0, device=DEVICE)}
     own = {"s": torch.zeros(300, 300, device=DEVICE).to_sparse(), "w": torch.zeros(300, device=DEVICE)}
-    target = None if writable is None else Target(lambda: own, writable)
+    target = None if writable is None else TargetState(lambda: own, writable)
     ends = source(DEADLINE, 0), HTTPTransport[Any](DEADLINE, 0)
     try:
         ends[0].send_checkpoint([1], 1, state, DEADLINE)

@@ -16,7 +16,7 @@ from tests.bounded import often
 from tests.integration.cluster import DEADLINE, Cluster, Rank, results
 from torchft._manager.checks.divergence import EXCHANGE, LEAST_SWEEP
 from torchft._manager.checks.replicas import Diverged
-from torchft.checkpointing._digest import digest_all, memory_of
+from torchft.checkpointing.codec.digest import digest_all, memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroup, ProcessGroupGloo

@@ -19,8 +19,10 @@ from torch.distributed import TCPStore
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.promises import ABORT_S, KILL_S, within
 from torchft._manager.quorum.rounds import Round
-from torchft.checkpointing import HTTPTransport, _receive, http_transport
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing.client import sources
 from torchft.checkpointing.pg_transport import PGTransport
+from torchft.checkpointing.source import server
 from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
@@ -84,9 +86,9 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("joining", [1, 2])
 def test_up_to_date_groups_are_additional_sources(monkeypatch: pytest.MonkeyPatch, joining: int) -> None:
     """Each group that joins later is assigned one of two sources, and both serve a part of the state."""
-    monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
+    monkeypatch.setattr(sources, "_HELP_AFTER", 0.0)
     served: dict[int, int] = {}
-    receive_done = http_transport._Handler._receive_done
+    receive_done = server._Handler._receive_done
 
     def note(self: Any, grant: Any) -> bool:
         try:
@@ -94,7 +96,7 @@ def test_up_to_date_groups_are_additional_sources(monkeypatch: pytest.MonkeyPatc
         finally:
             served[self.server.server_port] = grant.served
 
-    monkeypatch.setattr(http_transport._Handler, "_receive_done", note)
+    monkeypatch.setattr(server._Handler, "_receive_done", note)
     transports: list[HTTPTransport[Any]] = []
 
     def train(rank: Rank) -> int:

@@ -18,7 +18,10 @@ import pytest
 from forkserver import ForkServer
 
 from tests.late import OLDEST_TORCH, load, torch_version
-from torchft.checkpointing import _landing, _offer, _receive, _staging
+from torchft.checkpointing.client import transfer
+from torchft.checkpointing.codec import staging
+from torchft.checkpointing.native import landing
+from torchft.checkpointing.source import offer
 from torchft.process_group._gloo.reaper import drain
 
 if TYPE_CHECKING:
@@ -83,11 +86,11 @@ def device(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[O
 
     Observed.made = []
     monkeypatch.setattr(Observed, "late", 0.002)
-    for module in (_landing, _offer, _receive, _staging):
+    for module in (landing, offer, transfer, staging):
         if hasattr(module, "copies_for"):
             monkeypatch.setattr(module, "copies_for", lambda kind: Observed if kind == "late" else None)
-    monkeypatch.setattr(_staging, "_free", {})
-    monkeypatch.setattr(_staging, "BLOCK", BLOCK)
+    monkeypatch.setattr(staging, "_free", {})
+    monkeypatch.setattr(staging, "BLOCK", BLOCK)
     yield Observed
     for each in Observed.made:
         each.close()

@@ -22,9 +22,13 @@ from tests.unit.checkpointing.checkpoint_states import assert_same, training_sta
 from tests.unit.checkpointing.faulty_proxy import Fault, random_faults
 from tests.unit.checkpointing.test_faults import Wire
 from torchft._torchft import _load
-from torchft.checkpointing import HTTPTransport, _checkpoint, _native_transfer, _offer, _receive, _staging
-from torchft.checkpointing._landing import Landing
-from torchft.checkpointing._offer import Offer
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing.client import sources, transfer
+from torchft.checkpointing.codec import staging
+from torchft.checkpointing.native import core
+from torchft.checkpointing.native.landing import Landing
+from torchft.checkpointing.source import checkpoint, offer
+from torchft.checkpointing.source.offer import Offer
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=60)
@@ -35,8 +39,8 @@ MB = 1 << 20
 @pytest.fixture(autouse=True)
 def small_blocks(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets the size of a stage, and lets targets ask additional sources without a delay."""
-    monkeypatch.setattr(_staging, "BLOCK", BLOCK)
-    monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
+    monkeypatch.setattr(staging, "BLOCK", BLOCK)
+    monkeypatch.setattr(sources, "_HELP_AFTER", 0.0)
 
 
 @pytest.fixture
@@ -56,8 +60,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HTTPTranspor
 def upstream(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The objects that were received in the upstream format."""
     seen: list[str] = []
-    original = _checkpoint.Checkpoint.stream
-    monkeypatch.setattr(_checkpoint.Checkpoint, "stream", lambda self, key: seen.append(key) or original(self, key))
+    original = checkpoint.Checkpoint.stream
+    monkeypatch.setattr(checkpoint.Checkpoint, "stream", lambda self, key: seen.append(key) or original(self, key))
     return seen
 
 
@@ -230,7 +234,7 @@ def test_a_flipped_bit_never_reaches_the_device(make: Any, wire: Any, device: ty
 @pytest.mark.parametrize("kind", ["drop", "reset", "truncate"])
 def test_a_transfer_continues_after_a_lost_connection(make: Any, wire: Any, kind: str, monkeypatch: Any) -> None:
     made: list[Landing] = []
-    monkeypatch.setattr(_receive, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
+    monkeypatch.setattr(transfer, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
     source, state = make(), {"w": numbers(30 * BLOCK)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire(source, data=[Fault(kind, 2 * MB, True), Fault(kind, MB, True)])
@@ -241,7 +245,7 @@ def test_a_transfer_continues_after_a_lost_connection(make: Any, wire: Any, kind
 def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
     """The transfer continues with a new ticket, and with the data in the stages."""
     made: list[Landing] = []
-    monkeypatch.setattr(_receive, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
+    monkeypatch.setattr(transfer, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
     source, state, cut = make(), {"w": numbers(30 * BLOCK)}, threading.Event()
     handler = source._server.RequestHandlerClass
     receive_done = handler._receive_done
@@ -261,9 +265,9 @@ def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
 
 def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
     """The assigned source fails half-way; the other one has the same bytes."""
-    grants: list[_native_transfer.Grant] = []
-    grant = _native_transfer.NativeOffer.grant
-    monkeypatch.setattr(_native_transfer.NativeOffer, "grant", lambda self: grants.append(grant(self)) or grants[-1])
+    grants: list[core.Grant] = []
+    grant = core.NativeOffer.grant
+    monkeypatch.setattr(core.NativeOffer, "grant", lambda self: grants.append(grant(self)) or grants[-1])
     state = {"w": numbers(32 * BLOCK)}
     # slow enough for the additional source to join
     assigned, additional = make(bandwidth_limit=MB), make(bandwidth_limit=16 * MB)
@@ -307,7 +311,7 @@ def test_when_the_state_cannot_be_staged(make: Any, upstream: list[str], caplog:
         raise RuntimeError("not enough memory")
         yield
 
-    monkeypatch.setattr(_offer._Block, "copy", fail)
+    monkeypatch.setattr(offer._Block, "copy", fail)
     want = Offer.want
     monkeypatch.setattr(Offer, "want", lambda self: want(self) or started.set())
     state, source = {"w": numbers(3 * BLOCK)}, make()
@@ -333,7 +337,7 @@ def test_a_device_that_fails_at_the_target(make: Any, device: type[Observed], mo
         patch.setattr(Observed, "start", fail)
         with pytest.raises(CheckpointError, match=r"step 1 .*could not be copied to the device: CUDA error"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    assert not _native_transfer._registered
+    assert not core._registered
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)  # the source still works
 
 
@@ -358,8 +362,8 @@ def test_no_memory_for_the_stages(make: Any, device: type[Observed], monkeypatch
 )
 def test_a_missing_device(make: Any, monkeypatch: Any, where: str, error: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    pack = _checkpoint.pack_structure
-    monkeypatch.setattr(_checkpoint, "pack_structure", lambda sizes, tree, *_: pack(sizes, tree, {0: where}))
+    pack = checkpoint.pack_structure
+    monkeypatch.setattr(checkpoint, "pack_structure", lambda sizes, tree, *_: pack(sizes, tree, {0: where}))
     source = make()
     source.send_checkpoint([1], 1, {"w": numbers(5)}, TIMEOUT)
     with pytest.raises(CheckpointError, match=error):
@@ -416,4 +420,4 @@ def test_no_memory_and_threads_are_left(make: Any, device: type[Observed]) -> No
         transport.shutdown()
     gc.collect()
     until(lambda: go.pyapi_Handles() <= before)
-    assert not _native_transfer._registered and 2 <= len(_staging._free["late"]) <= 4
+    assert not core._registered and 2 <= len(staging._free["late"]) <= 4

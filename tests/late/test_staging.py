@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tests.late.observed import BLOCK, Observed, numbers, until
-from torchft.checkpointing import HTTPTransport, _offer, _staging
-from torchft.checkpointing._checkpoint import Checkpoint
-from torchft.checkpointing._offer import Offer
-from torchft.checkpointing._pacer import Pacer
-from torchft.checkpointing._staging import Staged, StreamCopies, Uploads
-from torchft.checkpointing._target import Target
-from torchft.checkpointing._upstream import FULL
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing.client.target import TargetState
+from torchft.checkpointing.codec import staging
+from torchft.checkpointing.codec.requests import FULL
+from torchft.checkpointing.codec.staging import Staged, StreamCopies, Uploads
+from torchft.checkpointing.source.checkpoint import Checkpoint
+from torchft.checkpointing.source.offer import Offer
+from torchft.checkpointing.source.pacer import Pacer
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -76,7 +77,7 @@ def test_close_waits_for_copies_and_ends_readers(device: type[Observed], monkeyp
 
 def test_an_offer_of_device_memory(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader in the middle of a tensor gets an error."""
-    monkeypatch.setattr(_offer, "_SMALL_TENSORS", 0)
+    monkeypatch.setattr("torchft.checkpointing.source.offer._SMALL_TENSORS", 0)
     state = {"w": numbers(4 * BLOCK)}
     expected = state["w"].cpu()
     checkpoint = Checkpoint(state, 0)
@@ -134,13 +135,13 @@ def test_host_memory_is_copied_to_the_device_without_a_wait_for_each_copy(
     late: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An asynchronous quorum's state waits in host memory, and is copied between two steps."""
-    monkeypatch.setattr(_staging, "BLOCK", 1 << 10)
+    monkeypatch.setattr(staging, "BLOCK", 1 << 10)
     sizes = [1, 100, 3, 500, 2048, 7, 0]
     own = {str(i): torch.zeros(size, device=LATE) for i, size in enumerate(sizes)}
     expected = {str(i): torch.arange(float(size)) for i, size in enumerate(sizes)}
     expected["new"] = torch.ones(300)
     state = {name: tensor.clone() for name, tensor in expected.items()}
-    target = Target(lambda: own, writable=False)
+    target = TargetState(lambda: own, writable=False)
     target.devices = {(f"[{name!r}]",): "late:0" for name in state}
     late.hold()
     with ThreadPoolExecutor(1) as pool:
@@ -158,13 +159,13 @@ def test_host_memory_is_copied_to_the_device_without_a_wait_for_each_copy(
 def test_weights_are_read_before_they_are_replaced_and_after_they_arrived(
     late: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_staging, "BLOCK", 1 << 10)
+    monkeypatch.setattr(staging, "BLOCK", 1 << 10)
     late.delays(5, 0, 500)
     weights, read = torch.zeros(5000, device=LATE), torch.empty(5000, device=LATE)
     with late.held():
         read.copy_(weights)  # by a kernel of the last step
         with ThreadPoolExecutor(1) as pool:
-            target = Target(lambda: {"w": weights}, writable=False)
+            target = TargetState(lambda: {"w": weights}, writable=False)
             target.devices = {("['w']",): "late:0"}
             settled = pool.submit(target.settle, {"w": torch.ones(5000)})
             until(lambda: late.pending() > 1)
@@ -176,9 +177,9 @@ def test_weights_are_read_before_they_are_replaced_and_after_they_arrived(
 
 def test_a_device_that_takes_no_data_has_a_deadline(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks that it may still read are given to no other transfer."""
-    monkeypatch.setattr(_staging, "_free", {})
+    monkeypatch.setattr(staging, "_free", {})
     weights = torch.zeros(50, device=LATE)
     error = pytest.raises(TimeoutError, match=r"late:0 did not take a part of a state within 0\.1 s")
     with late.held(), error, Uploads(LATE, 0.1) as uploads:
         uploads.copy(weights, torch.ones(50))
-    assert weights.tolist() == [1.0] * 50 and _staging._free["late"] == []
+    assert weights.tolist() == [1.0] * 50 and staging._free["late"] == []

@@ -19,16 +19,10 @@ import torch.utils._pytree as pytree
 
 from tests.gpu import two_ranks
 from tests.late import load
-from torchft.checkpointing import (
-    CheckpointTransport,
-    HTTPTransport,
-    _memory,
-    _native_transfer,
-    _room,
-    http_transport,
-    pg_transport,
-)
-from torchft.checkpointing._target import Homes, Target
+from torchft.checkpointing import CheckpointTransport, HTTPTransport, http_transport, pg_transport
+from torchft.checkpointing.client.target import Homes, TargetState
+from torchft.checkpointing.codec import memory, room
+from torchft.checkpointing.native import core
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Unsendable
 from torchft.process_group import ProcessGroupGloo
@@ -45,7 +39,7 @@ Pair = tuple[CheckpointTransport[Any], CheckpointTransport[Any]]
 
 def http(stack: ExitStack, num_chunks: int = 0, native: bool = True) -> Pair:
     if not native:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(_native_transfer, "native", lambda: None)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(core, "native", lambda: None)
     pair = HTTPTransport[Any](TIMEOUT, num_chunks), HTTPTransport[Any](TIMEOUT, num_chunks)
     for transport in pair:
         stack.callback(transport.shutdown)
@@ -94,7 +88,7 @@ def transfer(pair: Pair, state: Any, own: Any, writable: bool, devices: tuple[in
 
     def receive() -> Any:
         torch.accelerator.set_device_index(devices[1])
-        where = Target(lambda: own, writable)
+        where = TargetState(lambda: own, writable)
         got = target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=where)
         if not writable:
             assert all(leaf.device.type == "cpu" for leaf in tensors(got)), "on a device before it is settled"
@@ -184,7 +178,7 @@ def test_a_target_whose_state_cannot_be_read_heals_in_memory_of_the_host(pair: P
 
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(source.send_checkpoint, [1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
-        got = target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(fail, writable=True))
+        got = target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=TargetState(fail, writable=True))
         sent.result(60)
     assert got["w"].device.type == "cpu" and got["w"].tolist() == [1] * 5
 
@@ -265,8 +259,8 @@ def test_no_host_memory_for_tensors_on_a_device(
     late: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     """The upstream format is not tested: there the target learns a tensor's device only when the tensor arrives."""
-    monkeypatch.setattr(_memory, "available_memory", lambda: 1000)
-    monkeypatch.setattr(_room, "host", _room.Host(tmp_path))
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    monkeypatch.setattr(room, "host", room.Host(tmp_path))
     monkeypatch.setattr(http_transport, "reserve", lambda nbytes, share: None)  # the source has enough
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
@@ -275,7 +269,7 @@ def test_no_host_memory_for_tensors_on_a_device(
         with pytest.raises(
             CheckpointError, match=r"4000 bytes of it are on a device.*1000 free.*use_async_quorum=False"
         ):
-            target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(lambda: own, writable=False))
+            target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=TargetState(lambda: own, writable=False))
         sent.result(60)  # the source does not wait for a target that has no memory for the state
         source.disallow_checkpoint()
 
@@ -304,7 +298,7 @@ def test_a_target_that_cannot_even_discard_a_state_ends_the_transfer(
 
         sent = pool.submit(send)
         with pytest.raises(CheckpointError, match="no memory for a tensor"):
-            target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(lambda: own, writable=True))
+            target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=TargetState(lambda: own, writable=True))
         with pytest.raises(CheckpointError, match=r"checkpoint of step 3 to \[1\]"):
             sent.result(60)
 
@@ -341,7 +335,7 @@ def test_a_heal_whose_native_group_was_aborted_returns_no_state(late: Any, monke
 
     def receive() -> Any:
         torch.accelerator.set_device_index(1)
-        return target.recv_checkpoint(0, "", 3, TIMEOUT, target=Target(lambda: own, writable=True))
+        return target.recv_checkpoint(0, "", 3, TIMEOUT, target=TargetState(lambda: own, writable=True))
 
     with ThreadPoolExecutor(2) as pool:
         sent, got = pool.submit(send), pool.submit(receive)
@@ -401,7 +395,7 @@ def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
 
         def receive() -> Any:
             torch.accelerator.set_device_index(1)
-            where = Target(lambda: {"w": own}, writable=False)
+            where = TargetState(lambda: {"w": own}, writable=False)
             return target.recv_checkpoint(0, "", 3, TIMEOUT, target=where)
 
         got = pool.submit(receive)
@@ -484,7 +478,7 @@ def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(late: Any, 
 
         def receive() -> Any:
             torch.accelerator.set_device_index(1)
-            where = Target(lambda: {"w": own}, writable=False)
+            where = TargetState(lambda: {"w": own}, writable=False)
             return target.recv_checkpoint(0, "", 3, timedelta(seconds=3), target=where)
 
         got = pool.submit(receive)

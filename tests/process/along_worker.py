@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.checkpointing import HTTPTransport
-from torchft.checkpointing._digest import digest_all
+from torchft.checkpointing.codec.digest import digest_all
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)

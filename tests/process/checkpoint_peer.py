@@ -45,7 +45,7 @@ def answer(transports: dict[int, Any], command: dict[str, Any]) -> dict[str, Any
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     for name in got["user"].keys() - mixed_state()["user"].keys():
-        del got["user"][name]  # the main part under its second name, or padding: see torchft/checkpointing/_upstream.py
+        del got["user"][name]  # the main part under its second name, or padding: see codec/upstream.py
     assert_same(got, mixed_state())
     return {"received": True}
 

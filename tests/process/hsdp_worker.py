@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from torchft import Manager, Optimizer, process_group
 from torchft._manager.heal import along
-from torchft.checkpointing._digest import memory_of
+from torchft.checkpointing.codec.digest import memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.device_mesh import ft_init_device_mesh
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from processes import START_TIMEOUT_S, Job, ours_path
 
 from tests.promises import HEAL_ENDS_S, within
-from torchft.checkpointing import HTTPTransport, _native_transfer
-from torchft.checkpointing._progress import Progress
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing.client.progress import TransferProgress
+from torchft.checkpointing.native import core
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError
 from torchft.process_group import ProcessGroupBabyGloo
@@ -33,18 +34,18 @@ def test_a_source_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
         metadata = source.of("serving")[0]["metadata"]
         killed: list[float] = []
 
-        def kill_when_it_runs(self: Progress, received: int, total: int) -> None:
+        def kill_when_it_runs(self: TransferProgress, received: int, total: int) -> None:
             if received > 0 and not killed:
                 killed.append(time.monotonic())
                 source.kill()
 
-        monkeypatch.setattr(Progress, "update", kill_when_it_runs)
+        monkeypatch.setattr(TransferProgress, "update", kill_when_it_runs)
         target: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0)
         try:
             with pytest.raises(CheckpointError, match=f"step 1 .*{metadata}.*refused"):
                 target.recv_checkpoint(0, metadata, 1, TIMEOUT)
             assert time.monotonic() - killed[0] < within(HEAL_ENDS_S)
-            assert not _native_transfer._registered
+            assert not core._registered
         finally:
             target.shutdown()
 

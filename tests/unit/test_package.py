@@ -39,8 +39,17 @@ def test_the_logs_of_jobs_are_no_part_of_the_repository() -> None:
     assert asked.returncode == 0
 
 
-ROOMS = ("checks", "heal", "observe", "quorum", "step")
-PACKAGES = ("_manager", *(f"_manager/{room}" for room in ROOMS), "data", "ftlib", "process_group")
+ROOMS = {
+    "_manager": ("checks", "heal", "observe", "quorum", "step"),
+    "checkpointing": ("client", "codec", "native", "source"),
+}
+PACKAGES = (
+    "_manager",
+    *(f"{of}/{room}" for of, rooms in ROOMS.items() for room in rooms),
+    "data",
+    "ftlib",
+    "process_group",
+)
 
 
 @pytest.mark.parametrize("name", [*PACKAGES, "process_group/isolated"])

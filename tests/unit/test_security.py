@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from tests.unit.process_group.ranks import in_threads
 from torchft._security import security, tokens
-from torchft.checkpointing._token import accepts, checkpoint_token
+from torchft.checkpointing.codec.token import accepts, checkpoint_token
 from torchft.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
 from torchft.dlrover import TorchRendezvousService
 

@@ -45,7 +45,7 @@ PLAIN_THREADS = {
     "_manager/quorum/notices.py": "Failures calls enter_thread for each notice",
     "_manager/quorum/rounds.py": "Manager._follow calls enter_thread",
     "_manager/signals.py": "asks for a drain",
-    "checkpointing/_receive.py": "its threads use the network only; the receiving thread copies",
+    "checkpointing/client/sources.py": "its threads use the network only; the receiving thread copies",
     "checkpointing/http_transport.py": "accepts connections; Offer sets the device on their threads",
     "data/workers.py": "ends a process",
     "dlrover/rendezvous.py": "uses the network only",

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
-import socket
 import threading
-import time
-from contextlib import closing
 from datetime import timedelta
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from torchft._checks import check_positive
 from torchft._forked import Maker
 from torchft.addresses import heal_hosts
-from torchft.checkpointing import _native_transfer
-from torchft.checkpointing._checkpoint import Checkpoint
-from torchft.checkpointing._deadline import Deadline
-from torchft.checkpointing._handshake import DONE, PROTOCOL, Name, Ticket, pack_structure
-from torchft.checkpointing._http_client import Answer, ask, describe
-from torchft.checkpointing._memory import available_memory, reserve
-from torchft.checkpointing._metadata import PREFIX, announce, strip
-from torchft.checkpointing._offer import Offer
-from torchft.checkpointing._pacer import Pacer
-from torchft.checkpointing._places import moved_into
-from torchft.checkpointing._receive import REST, Abandon, Memory, UpstreamHomes, receive, receive_part
-from torchft.checkpointing._room import NoRoom, Reservation
-from torchft.checkpointing._source import NoParts, Part, Parts, Source, Unavailable, WrongStep
-from torchft.checkpointing._target import Target
-from torchft.checkpointing._token import accepts, checkpoint_token
-from torchft.checkpointing._upstream import FULL, METADATA, receive_upstream
+from torchft.checkpointing.client.deadline import Deadline
+from torchft.checkpointing.client.places import moved_into
+from torchft.checkpointing.client.receive import Memory, receive, receive_part
+from torchft.checkpointing.client.request import Abandon, Answer, ask, describe
+from torchft.checkpointing.client.target import TargetState
+from torchft.checkpointing.client.upstream import UpstreamHomes, receive_upstream
+from torchft.checkpointing.codec.handshake import Name
+from torchft.checkpointing.codec.memory import available_memory, reserve
+from torchft.checkpointing.codec.requests import DECISION, FULL, METADATA, REST, StatePart, announce
+from torchft.checkpointing.codec.room import NoRoom, Reservation
+from torchft.checkpointing.codec.token import checkpoint_token
+from torchft.checkpointing.native import core
+from torchft.checkpointing.source.checkpoint import Checkpoint
+from torchft.checkpointing.source.pacer import Pacer
+from torchft.checkpointing.source.publisher import Parts, Publisher
+from torchft.checkpointing.source.server import CheckpointServer
 from torchft.checkpointing.transport import AdditionalSource, CheckpointTransport, Role, Unsendable
-from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 from torchft.utils import device_pci_address
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds for a peer to write its request, also the next one on the same connection.
-_REQUEST_TIMEOUT = 30.0
-PART, DECISION = "part.", "decision."  # prefixes of keys; the quorum id follows the latter
 _DECISION_BYTES = 10
 
 
@@ -116,9 +105,9 @@ class HTTPTransport(CheckpointTransport[T]):
         self.in_place = state_dict is not None
         self._checksum = checksum
         self._num_chunks = num_chunks
-        self._source = Source(keep=self._timeout)
-        self._native = _native_transfer.ServerSlot(self._timeout, bandwidth_limit, background)
-        self._server = _CheckpointServer(self._source, self._native, Pacer(bandwidth_limit), self._timeout)
+        self._source = Publisher(keep=self._timeout)
+        self._native = core.ServerSlot(self._timeout, bandwidth_limit, background)
+        self._server = CheckpointServer(self._source, self._native, Pacer(bandwidth_limit), self._timeout)
         self._names: Callable[[], Mapping[int, Name]] = dict
         self._receiving: Optional[Abandon] = None
         self._hosts = list(hosts or [])
@@ -205,7 +194,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def recv_part(
         self, metadata: str, step: int, key: str, timeout: timedelta, memory: Memory, abandon: Abandon
-    ) -> Part:
+    ) -> StatePart:
         """Receives a part of a state.
 
         Args:
@@ -222,7 +211,7 @@ class HTTPTransport(CheckpointTransport[T]):
             CheckpointError, CheckpointTimeout: see `CheckpointTransport.recv_checkpoint`
         """
         deadline = Deadline(timeout.total_seconds(), of_progress=True)
-        go, token = _native_transfer.native(), checkpoint_token()
+        go, token = core.native(), checkpoint_token()
         return receive_part(go, metadata, step, key, deadline, token, self._checksum, memory, abandon)
 
     def recv_decision(
@@ -249,7 +238,7 @@ class HTTPTransport(CheckpointTransport[T]):
         step: int,
         timeout: timedelta,
         additional_sources: Sequence[AdditionalSource] = (),
-        target: Optional[Target] = None,
+        target: Optional[TargetState] = None,
     ) -> T:
         """See `CheckpointTransport.recv_checkpoint`.
 
@@ -258,7 +247,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 equal those of the source may come from them.
             target: chooses the memory of tensors if this transport has no `state_dict`. If there is neither, a tensor
                 that is on a device at the source is received on this process's current device of that type. Also says
-                whether the timeout is one of progress, `Target.waited_for`.
+                whether the timeout is one of progress, `TargetState.waited_for`.
         """
         deadline = Deadline(timeout.total_seconds(), of_progress=target is not None and target.waited_for)
         token = checkpoint_token()
@@ -277,7 +266,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._receiving = Abandon()
         try:
             return receive(
-                _native_transfer.native(),
+                core.native(),
                 metadata,
                 step,
                 key,
@@ -315,203 +304,3 @@ class HTTPTransport(CheckpointTransport[T]):
         self._server.server_close()
         if wait:
             self._thread.join(self._timeout)
-
-
-class _CheckpointServer(_IPv6HTTPServer):
-    def __init__(
-        self,
-        source: Source,
-        native: _native_transfer.ServerSlot,
-        pacer: Pacer,
-        wait_timeout: float,
-    ) -> None:
-        super().__init__(("", 0), _Handler)
-        self.pacer = pacer
-        self.source = source
-        self.native = native
-        self.wait_timeout = wait_timeout
-
-    # Called by `serve_forever` in each of its intervals.
-    def service_actions(self) -> None:
-        self.source.drop_old(time.monotonic())
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _CheckpointServer  # type: ignore[assignment]
-    connection: _DeadlineSocket
-    protocol_version = "HTTP/1.1"
-
-    def handle_one_request(self) -> None:
-        self.connection.deadline = time.monotonic() + _REQUEST_TIMEOUT
-        super().handle_one_request()
-
-    def do_GET(self) -> None:
-        request = _parse(self.path)
-        if request is None:
-            self._refuse(HTTPStatus.NOT_FOUND, f"no such path: {self.path[:200]}; known: {PREFIX}{{step}}/{{part}}")
-            return
-        if not self._shows_token():
-            self._refuse(HTTPStatus.UNAUTHORIZED, "a request for a checkpoint must prove that it knows the job's token")
-            return
-        # Only after the token was checked: requests without it must not use up `max_connections`.
-        if not self.server.admit(self.connection):
-            self.close_connection = True
-            return
-        step, key = request
-        try:
-            if key.startswith(PART):
-                self._give(self.server.source.part(step, key, self.server.wait_timeout))
-            elif key.startswith(DECISION):
-                quorum_id = _number(key.removeprefix(DECISION))
-                committed = self.server.source.decision(step, quorum_id, self.server.wait_timeout)
-                self._reply(HTTPStatus.OK, json.dumps(committed))
-            else:
-                with self.server.source.reading(step, self.server.wait_timeout) as offer:
-                    self._serve(offer, key)
-        except WrongStep as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-        except NoParts as error:
-            self._refuse(HTTPStatus.NOT_FOUND, str(error))
-        except Unavailable as error:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-
-    def _give(self, part: Part) -> None:
-        server = self.server.native.get()
-        if server is None or self.headers.get("Upgrade") != PROTOCOL:
-            self._refuse(HTTPStatus.NOT_FOUND, "parts of a state are sent by the native core only")
-            return
-        self._extend_deadline()
-        native = server.offer([(part.memory.data_ptr(), part.memory.numel())], part)
-        with closing(native), closing(native.grant()) as grant:
-            structure = pack_structure([part.memory.numel()], json.dumps(part.value).encode())
-            self._hand_over(server, grant, secrets.token_hex(8), native.block_size, structure)
-
-    def _serve(self, offer: Offer, key: str) -> None:
-        checkpoint = offer.checkpoint
-        native = self._native_offer(offer, key)
-        if native is not None and self.headers.get("Upgrade") == PROTOCOL:
-            self._extend_deadline()
-            offer.want()
-            server, rest = self.server.native.get(), key == REST
-            if server is None:
-                self.close_connection = True
-                return  # the transport is being shut down
-            with offer.granted(native) as grant:
-                structure = offer.checkpoint.structure_frame(rest)
-                if self._hand_over(server, grant, offer.session, native.block_size, structure):
-                    self.server.source.count_served(offer, FULL)
-            return
-        stream = checkpoint.stream(key)
-        if stream is None:
-            self._refuse(
-                HTTPStatus.NOT_FOUND, f"no part {key[:50]!r} here: this source has num_chunks={checkpoint.num_chunks}"
-            )
-            return
-        self._extend_deadline()
-        self.send_response(HTTPStatus.OK)
-        if native is not None:
-            # If the target has requested the native protocol, its request was garbled on the way. This header lets the
-            # target detect that and retry.
-            self.send_header("Upgrade", PROTOCOL)
-        self.send_header("Content-Type", "application/octet-stream")
-        self.send_header("Content-Length", str(stream.nbytes))
-        self.end_headers()
-        # An error after this point closes the connection. The peer detects it, because the body is shorter than its
-        # Content-Length; on a connection that stays open, it would read the next answer as the rest of the body.
-        closes = self.close_connection  # True if the client asked for it, also by HTTP/1.0
-        self.close_connection = True
-        with closing(offer.read(stream, self.connection.abort, self.server.pacer)) as pieces:
-            for piece in pieces:
-                self._extend_deadline()
-                self.connection.sendall(piece)
-        self.close_connection = closes
-        self.server.source.count_served(offer, key)
-
-    def _native_offer(self, offer: Offer, key: str) -> Optional[_native_transfer.NativeOffer]:
-        if key not in (FULL, METADATA, REST):
-            return None
-        server = self.server.native.get()
-        return None if server is None else offer.native(server, rest=key == REST)
-
-    def _hand_over(
-        self,
-        server: _native_transfer.Server,
-        grant: _native_transfer.Grant,
-        session: str,
-        block_size: int,
-        structure: bytes,
-    ) -> bool:
-        """Lets the native core serve this target, and waits for the end of the transfer. Returns whether the target has
-        received everything.
-        """
-        self.close_connection = True  # after the upgrade it carries no further HTTP requests
-        # Otherwise the kernel holds back the frames until the peer acknowledges the headers, which can take 40 ms.
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.send_response(HTTPStatus.SWITCHING_PROTOCOLS)
-        self.send_header("Connection", "Upgrade")
-        self.send_header("Upgrade", PROTOCOL)
-        self.end_headers()
-        ticket = Ticket(server.port, grant.secret, session, block_size)
-        self.connection.sendall(ticket.frame() + structure)
-        return self._receive_done(grant)
-
-    def _receive_done(self, grant: _native_transfer.Grant) -> bool:
-        """Whether the target reported that it has received everything. Otherwise its connection ended, or it received
-        no data for `wait_timeout`.
-        """
-        received, served = b"", -1
-        while len(received) < len(DONE):
-            self._extend_deadline()
-            try:
-                # Not through rfile, which cannot be read again after a timeout. It holds no byte of DONE: the target
-                # sends that only after it has received everything.
-                more = self.connection.recv_into(buffer := bytearray(len(DONE) - len(received)))
-            except TimeoutError:
-                before, served = served, grant.served
-                if served == before:
-                    return False
-                continue
-            if not more:
-                return False
-            received += buffer[:more]
-        return received == DONE
-
-    def _shows_token(self) -> bool:
-        return accepts((self.headers.get("Authorization") or "").removeprefix("Bearer "))
-
-    def _extend_deadline(self) -> None:
-        self.connection.deadline = time.monotonic() + self.server.wait_timeout
-
-    def _refuse(self, status: HTTPStatus, reason: str) -> None:
-        # In the status line, too, because upstream peers read the reason there. A line break would end it.
-        self._reply(status, reason, " ".join(reason.split()).encode("latin-1", "replace").decode("latin-1"))
-
-    def _reply(self, status: HTTPStatus, text: str, phrase: Optional[str] = None) -> None:
-        self._extend_deadline()
-        body = text.encode()
-        self.send_response(status, phrase)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug("%s: " + format, self.client_address[0], *args)
-
-
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise NoParts(f"{text[:50]!r} is no id of a quorum")
-    return int(text)
-
-
-def _parse(path: str) -> Optional[Tuple[int, str]]:
-    """Step and part of `/checkpoint/{step}/{part}`; None for an unknown path."""
-    path = strip(path)
-    parts = path.removeprefix(PREFIX).split("/")
-    if not path.startswith(PREFIX) or len(parts) != 2:
-        return None
-    step, key = parts
-    if not (step.isascii() and step.removeprefix("-").isdigit() and len(step) < 20 and key):
-        return None
-    return int(step), key

@@ -18,16 +18,16 @@ import torch
 from torch.distributed import Work
 
 from torchft._checks import check_positive
-from torchft.checkpointing._deadline import Deadline
-from torchft.checkpointing._encoding import Encoded, Path, decode, dtype_name, dtype_of, is_dtensor, with_flags
-from torchft.checkpointing._handshake import Structure, pack_structure, parse_structure, read_frame
-from torchft.checkpointing._memory import HostMemory, reserve_for_state
-from torchft.checkpointing._places import local_part, tensor_nodes, tensors_by_path
-from torchft.checkpointing._progress import Meter
-from torchft.checkpointing._room import Reservation
-from torchft.checkpointing._staging import Unloading, copies_for
-from torchft.checkpointing._stream import storage_bytes, tensor_memory
-from torchft.checkpointing._target import CPU, Homes, Target
+from torchft.checkpointing.client.deadline import Deadline
+from torchft.checkpointing.client.progress import Meter
+from torchft.checkpointing.client.target import CPU, Homes, TargetState
+from torchft.checkpointing.codec.encoding import Encoded, Path, decode, dtype_name, dtype_of, is_dtensor, with_flags
+from torchft.checkpointing.codec.handshake import Structure, pack_structure, parse_structure, read_frame
+from torchft.checkpointing.codec.layout import local_part, tensor_nodes, tensors_by_path
+from torchft.checkpointing.codec.memory import HostMemory, reserve_for_state
+from torchft.checkpointing.codec.room import Reservation
+from torchft.checkpointing.codec.staging import Unloading, copies_for
+from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
 from torchft.process_group._timeout import point_to_point_timeout
 from torchft.process_group.accelerator import AcceleratorProcessGroup
@@ -177,13 +177,13 @@ class PGTransport(CheckpointTransport[T]):
         metadata: str,
         step: int,
         timeout: Optional[timedelta] = None,
-        target: Optional[Target] = None,
+        target: Optional[TargetState] = None,
     ) -> T:
         """See `CheckpointTransport.recv_checkpoint`.
 
         Args:
             target: chooses the devices of tensors if this transport has no `state_dict`. Also says whether the timeout
-                is one of progress, `Target.waited_for`.
+                is one of progress, `TargetState.waited_for`.
         """
         what = f"checkpoint of step {step} from rank {src_rank}"
         channel = self._channel([src_rank], what, step, timeout, target is not None and target.waited_for)
@@ -222,7 +222,7 @@ class PGTransport(CheckpointTransport[T]):
                 channel.close()
             raise
 
-    def _places(self, structure: Structure, target: Optional[Target]) -> _Places:
+    def _places(self, structure: Structure, target: Optional[TargetState]) -> _Places:
         if self._state_dict is None and target is not None:
             devices = {path: _source_device(structure, node) for path, node in tensor_nodes(structure.tree, ())}
             if target.writable:

@@ -71,7 +71,7 @@ class CheckpointTransport(Generic[T], ABC):
         several_sources: whether a target can also fetch from additional sources. If so, the Manager calls
             `help_checkpoint` on those, and passes `additional_sources`, a list of `AdditionalSource`, to
             `recv_checkpoint` on the target.
-        takes_target: whether `recv_checkpoint` takes `target`, a `Target`: the state that the group has, and the
+        takes_target: whether `recv_checkpoint` takes `target`, a `TargetState`: the state that the group has, and the
             tensors to receive into.
         in_place: whether `recv_checkpoint` writes into the tensors that this group trains with. If it fails, they may
             hold values of different steps.

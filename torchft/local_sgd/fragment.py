@@ -17,7 +17,7 @@ from torch import nn, optim
 from torchft._manager.checks.layout import describe
 from torchft._manager.step.work import managed
 from torchft._quantization.layout import check_tensors
-from torchft.checkpointing._places import local_part
+from torchft.checkpointing.codec.layout import local_part
 from torchft.local_sgd import buckets
 from torchft.local_sgd.buckets import Buffers
 from torchft.local_sgd.parameters import (

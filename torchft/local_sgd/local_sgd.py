@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from torchft._manager.checks.layout import describe
 from torchft._manager.step.work import managed
-from torchft.checkpointing._places import local_part
+from torchft.checkpointing.codec.layout import local_part
 from torchft.local_sgd.inner_steps import InnerSteps, whole
 from torchft.local_sgd.parameters import all_finite, extract_local_tensor, synchronised
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchft.checkpointing._places import local_part
+from torchft.checkpointing.codec.layout import local_part
 
 
 def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:

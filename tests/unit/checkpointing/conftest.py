@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchft.checkpointing import HTTPTransport, _retry
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing.client import retry
 from torchft.http import _IPv6HTTPServer
 
 TIMEOUT = timedelta(seconds=20)
@@ -24,7 +25,7 @@ def servers_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes targets retry a failed source without a pause."""
-    monkeypatch.setattr(_retry, "PAUSE", 0.01)
+    monkeypatch.setattr(retry, "PAUSE", 0.01)
 
 
 @pytest.fixture

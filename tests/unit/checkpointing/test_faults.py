@@ -17,7 +17,9 @@ import torch
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.faulty_proxy import Fault, Proxy, random_faults
 from tests.unit.waiting import wait_until
-from torchft.checkpointing import HTTPTransport, _native_transfer, _receive
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing.client import sources
+from torchft.checkpointing.native import core
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
 
 TIMEOUT = timedelta(seconds=20)
@@ -103,7 +105,7 @@ def test_random_transfers_with_an_additional_source(
     """An additional source has partly different data and faulty connections, and sometimes withdraws its offer during
     the transfer.
     """
-    monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
+    monkeypatch.setattr(sources, "_HELP_AFTER", 0.0)
     seed = random.randrange(2**32)
     for number in range(transfers // 4):
         rng = random.Random(seed + number)
@@ -189,18 +191,18 @@ def test_a_stream_of_the_upstream_format_restarts(
     state = large_state()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire(http=[Fault(kind, 2 * MB, True)])
-    monkeypatch.setattr(_native_transfer, "native", lambda: None)
+    monkeypatch.setattr(core, "native", lambda: None)
     assert_same(target.recv_checkpoint(0, through.metadata, 1, TIMEOUT), state)
     assert len(through.http.done) == 1
 
 
 def test_the_control_connection_is_lost(source: Any, target: Any, wire: Any, monkeypatch: Any) -> None:
     """The data connections end with it. The transfer continues with a new ticket, and is not restarted."""
-    import torchft.checkpointing._receive as receive
+    from torchft.checkpointing.client import transfer
 
     made = []
-    original = receive.Fetch
-    monkeypatch.setattr(receive, "Fetch", lambda *args, **kwargs: made.append(1) or original(*args, **kwargs))
+    original = transfer.NativeFetch
+    monkeypatch.setattr(transfer, "NativeFetch", lambda *args, **kwargs: made.append(1) or original(*args, **kwargs))
     state = large_state()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire()

@@ -19,9 +19,11 @@ import torch
 from tests.promises import within
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.waiting import wait_until
-from torchft.checkpointing import HTTPTransport, _native_transfer, _source
-from torchft.checkpointing._memory import HostMemory
-from torchft.checkpointing._source import Unavailable
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing.codec.memory import HostMemory
+from torchft.checkpointing.native import core
+from torchft.checkpointing.source import publisher
+from torchft.checkpointing.source.publisher import Unavailable
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=20)
@@ -290,7 +292,7 @@ def test_no_memory_for_the_copy_of_small_tensors(make: Any, monkeypatch: Any, ca
     def fail(self: Any, memory: Any, closed: Any) -> None:
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setattr("torchft.checkpointing._offer._Block.copy", fail)
+    monkeypatch.setattr("torchft.checkpointing.source.offer._Block.copy", fail)
     source, target, state = make(), make(), {"small": torch.ones(2)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     assert_same(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
@@ -323,7 +325,7 @@ def slow_reader(source: HTTPTransport[Any], step: int) -> socket.socket:
 
 
 def test_a_reader_that_takes_nothing_is_not_waited_for(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_source, "_STUCK_SEC", 0.1)
+    monkeypatch.setattr(publisher, "_STUCK_SEC", 0.1)
     source = make()
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     with slow_reader(source, 1):
@@ -333,7 +335,7 @@ def test_a_reader_that_takes_nothing_is_not_waited_for(make: Any, monkeypatch: A
 
 
 def test_a_target_that_takes_data_is_waited_for(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_source, "_STUCK_SEC", 0.5)
+    monkeypatch.setattr(publisher, "_STUCK_SEC", 0.5)
     source, target, state = make(bandwidth_limit=16 * MB), make(), large_state()  # for 1 s
     source.send_checkpoint([1], 1, state, TIMEOUT)
     got = in_thread(lambda: target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT))
@@ -480,7 +482,7 @@ def test_logs_are_quiet(make: Any, capfd: Any) -> None:
 
 def test_chunk_numbers_that_differ(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # num_chunks has no effect between two torchft transports, so this test uses the upstream format
-    monkeypatch.setattr(_native_transfer, "native", lambda: None)
+    monkeypatch.setattr(core, "native", lambda: None)
     state = {str(i): i for i in range(10)}
     source = make(num_chunks=3)
     source.send_checkpoint([1], 1, state, TIMEOUT)

@@ -16,8 +16,8 @@ from tests.unit.checkpointing.checkpoint_states import Evil, assert_same, traini
 from tests.unit.process_group.backends import NATIVE
 from tests.unit.process_group.ranks import connect, meeting, natives, on_ranks
 from torchft.checkpointing import pg_transport
-from torchft.checkpointing._deadline import Deadline
-from torchft.checkpointing._target import Target
+from torchft.checkpointing.client.deadline import Deadline
+from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError
 from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupGloo, create_store_client, reconfigure_with_store
@@ -320,7 +320,7 @@ def test_each_piece_moves_the_deadline(monkeypatch: pytest.MonkeyPatch, waited_f
 
     transport, timeout = PGTransport(cast(Any, Group()), TIMEOUT, CPU), timedelta(seconds=10)
     state = {"a": torch.randn(1 << 18)}  # in several pieces
-    target = Target(dict, writable=True, waited_for=waited_for)
+    target = TargetState(dict, writable=True, waited_for=waited_for)
     if each_sec > 10:
         with pytest.raises(TimeoutError, match=r"timed out after 10 seconds without progress"):
             transport.send_checkpoint([1], 4, state, timeout)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
-from torchft.checkpointing import CheckpointTransport, HTTPTransport, _native_transfer
-from torchft.checkpointing._progress import watched_by
+from torchft.checkpointing import CheckpointTransport, HTTPTransport
+from torchft.checkpointing.client.progress import watched_by
+from torchft.checkpointing.native import core
 from torchft.checkpointing.pg_transport import PGTransport
 
 TIMEOUT = timedelta(seconds=20)
@@ -42,7 +43,7 @@ def _http(num_chunks: int, native: bool = True) -> Callable[[], Iterator[Pair]]:
     def make() -> Iterator[Pair]:
         with pytest.MonkeyPatch.context() as patch:
             if not native:
-                patch.setattr(_native_transfer, "native", lambda: None)
+                patch.setattr(core, "native", lambda: None)
             source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
             target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
             yield Pair(source, target)

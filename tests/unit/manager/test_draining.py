@@ -72,13 +72,13 @@ def test_a_lighthouse_that_does_not_answer_is_no_error(
 def test_a_transfer_reports_to_its_watcher() -> None:
     import logging
 
-    from torchft.checkpointing._progress import Progress, watched_by
+    from torchft.checkpointing.client.progress import TransferProgress, watched_by
 
     now = 0.0
     reports: list[tuple[int, int]] = []
     with watched_by(lambda *bytes_: reports.append(bytes_)):
-        watched = Progress("it", logging.getLogger("x"), clock=lambda: now)
-    alone = Progress("it", logging.getLogger("x"), clock=lambda: now)
+        watched = TransferProgress("it", logging.getLogger("x"), clock=lambda: now)
+    alone = TransferProgress("it", logging.getLogger("x"), clock=lambda: now)
     for second in range(4):
         now = second / 4
         watched.update(second, 9)

@@ -26,9 +26,8 @@ from torchft._manager.heal.together import Agreement, Ranks
 from torchft._manager.heal.tracked import Parameters
 from torchft._manager.rank import Position
 from torchft._records import MemberFailure
-from torchft.checkpointing._http_client import Busy, Refused
-from torchft.checkpointing._receive import Abandon
-from torchft.checkpointing._source import Part
+from torchft.checkpointing.client.request import Abandon, Busy, Refused
+from torchft.checkpointing.codec.requests import StatePart
 from torchft.checkpointing.transport import CheckpointError
 
 DEADLINE_SEC = 20
@@ -65,7 +64,9 @@ class Peer:
         self.answers.set()
         self.decides.set()
 
-    def recv_part(self, metadata: str, step: int, key: str, timeout: timedelta, memory: Any, abandon: Abandon) -> Part:
+    def recv_part(
+        self, metadata: str, step: int, key: str, timeout: timedelta, memory: Any, abandon: Abandon
+    ) -> StatePart:
         self.asked.put(key if metadata == "source" else f"{metadata}: {key}")
         _held(self.answers, abandon)
         if not self.errors.empty():

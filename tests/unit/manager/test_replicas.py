@@ -26,7 +26,7 @@ from torchft._agreement import COMPARES, announce
 from torchft._manager.checks.replicas import Digester, RegisteredState, Replicas, _Sent
 from torchft._manager.rank import RankState
 from torchft._manager.settings import OnDivergence
-from torchft.checkpointing._digest import digest_all, memory_of
+from torchft.checkpointing.codec.digest import digest_all, memory_of
 
 GROUPS = 3
 RANK_STATE = RankState(timedelta(seconds=7))

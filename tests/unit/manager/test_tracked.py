@@ -13,7 +13,7 @@ from torch.optim import optimizer as all_optimizers
 
 from tests.unit.resident import needs_proc, resident
 from torchft._manager.heal.tracked import ELEMENTWISE, Parameters, Unfit
-from torchft.checkpointing._places import local_part
+from torchft.checkpointing.codec.layout import local_part
 
 FORMS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [

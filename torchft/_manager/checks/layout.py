@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torchft._agreement import EQUAL, LAYOUT, LOADER, difference, differing, explained, texts_of
 from torchft._manager.checks.loader import NAME
 from torchft._manager.quorum.plan import Plan
-from torchft.checkpointing._places import local_part
+from torchft.checkpointing.codec.layout import local_part
 from torchft.process_group._attempt import in_time
 from torchft.process_group.reconfigure import create_store_client
 

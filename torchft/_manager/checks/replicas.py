@@ -30,8 +30,8 @@ from torchft._manager.checks.divergence import (
     unlike,
 )
 from torchft._manager.settings import OnDivergence
-from torchft.checkpointing._digest import combine, digest_bytes, memory_of
-from torchft.checkpointing._places import local_part
+from torchft.checkpointing.codec.digest import combine, digest_bytes, memory_of
+from torchft.checkpointing.codec.layout import local_part
 from torchft.utils import DeviceEvent, devices_of
 from torchft.work import AnyReduceOp
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from torchft._manager.heal.along import COMPARED, MOST, Ask
 from torchft._manager.heal.tracked import Parameters, Unfit
-from torchft.checkpointing._source import Part
+from torchft.checkpointing.codec.requests import StatePart
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -50,7 +50,7 @@ class Giver:
 
 
 class StepParts:
-    """The state of one step, in parts; see :class:`torchft.checkpointing._source.Parts`.
+    """The state of one step, in parts; see :class:`torchft.checkpointing.source.publisher.Parts`.
 
     Args:
         parameters: the parameters.
@@ -68,7 +68,7 @@ class StepParts:
         with self._parameters.beside.running():
             self._whole()
 
-    def part(self, key: str) -> Part:
+    def part(self, key: str) -> StatePart:
         ask, parameters = Ask.parse(key), self._parameters
         for begin, end in ((ask.begin, ask.end), (ask.same_from, ask.same_to)):
             if not (0 <= begin <= end <= parameters.total and end - begin <= COMPARED * MOST):
@@ -84,4 +84,4 @@ class StepParts:
                 }
         except Unfit as e:
             raise ValueError(str(e)) from e
-        return Part(value, memory)
+        return StatePart(value, memory)

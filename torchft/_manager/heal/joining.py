@@ -30,10 +30,9 @@ from torchft._manager.heal.pace import Pace
 from torchft._manager.heal.tracked import Parameters, Unfit
 from torchft._manager.observe.lifetime import weakly
 from torchft._manager.settings import HealMode
-from torchft.checkpointing._http_client import Busy, Refused
-from torchft.checkpointing._receive import Abandon
-from torchft.checkpointing._retry import Attempts
-from torchft.checkpointing._source import Part
+from torchft.checkpointing.client.request import Abandon, Busy, Refused
+from torchft.checkpointing.client.retry import Attempts
+from torchft.checkpointing.codec.requests import StatePart
 from torchft.checkpointing.transport import CheckpointError
 from torchft.utils import DeviceThread
 
@@ -357,7 +356,7 @@ class Target:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffer[:nbytes]
 
-    def _take(self, ask: Ask, part: Part, seconds: float) -> None:
+    def _take(self, ask: Ask, part: StatePart, seconds: float) -> None:
         """Puts a part of the current step in place, and compares a digest."""
         heal, parameters = self.heal, self.parameters
         with parameters.beside.running():

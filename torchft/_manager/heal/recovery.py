@@ -23,8 +23,8 @@ from torchft._manager.observe.ranges import ranged
 from torchft._manager.quorum.plan import Plan, Source
 from torchft._manager.rank import Position
 from torchft._manager.step.failures import PeerFailed
-from torchft.checkpointing._progress import watched_by
-from torchft.checkpointing._target import Target
+from torchft.checkpointing.client.progress import watched_by
+from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.transport import Unsendable, bounded
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Recovery:
         self._before: Optional[Position] = None
         self._hyperparameters: hyperparameters.Groups = []  # at the begin of the step
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, during the transfer
-        self._target = Target(self._own, writable=False)  # of the current heal
+        self._target = TargetState(self._own, writable=False)  # of the current heal
         self.in_background = in_background
         if transport.in_place and in_background:
             warnings.warn(
@@ -254,7 +254,7 @@ class Recovery:
             metadata = self._ask_source(self._reach(source.manager_address))
             asked = [partial(self.locate, address) for address in plan.additional_sources[: self._additional]]
             several: dict[str, Any] = {"additional_sources": asked} if asked else {}
-            self._target = target = Target(self._own, self._may_write(plan), self._wait.waited_for, has)
+            self._target = target = TargetState(self._own, self._may_write(plan), self._wait.waited_for, has)
             if self._transport.takes_target:
                 several["target"] = target
             self._source = plan.quorum_id, source.replica_id

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence, TypeV
 
 from torchft._manager.rank import Position, RankState, kept_in
 from torchft.checkpointing._rwlock import RWLock
-from torchft.checkpointing._upstream import MAIN_PARTS
+from torchft.checkpointing.codec.upstream import MAIN_PARTS
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -30,11 +30,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torchft._manager.heal.beside import Beside
-from torchft.checkpointing._digest import digest, memory_of
-from torchft.checkpointing._encoding import dtype_name, dtype_of, is_dtensor
-from torchft.checkpointing._memory import HostMemory
-from torchft.checkpointing._places import local_part
-from torchft.checkpointing._staging import copies_for
+from torchft.checkpointing.codec.digest import digest, memory_of
+from torchft.checkpointing.codec.encoding import dtype_name, dtype_of, is_dtensor
+from torchft.checkpointing.codec.layout import local_part
+from torchft.checkpointing.codec.memory import HostMemory
+from torchft.checkpointing.codec.staging import copies_for
 
 # Compared by exact type, because a subclass may do anything. Each type is in the table of
 # tests/unit/manager/test_tracked.py.

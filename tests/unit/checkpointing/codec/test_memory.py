@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.resident import needs_proc, resident
+from torchft.checkpointing.codec import memory
+from torchft.checkpointing.codec.memory import HostMemory, available_memory, huge_pages
+
+GB = 1 << 30
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("v2", "v1", "want"),
+    [
+        ({}, {}, 8 * GB),
+        ({"memory__max": "max\n", "memory__current": "1\n"}, {}, 8 * GB),
+        ({"memory__max": str(4 * GB), "memory__current": str(3 * GB), "memory__stat": "anon 5\n"}, {}, 1 * GB),
+        (
+            {"memory__max": str(4 * GB), "memory__current": str(3 * GB), "memory__stat": f"inactive_file {2 * GB}\n"},
+            {},
+            3 * GB,
+        ),
+        ({"memory__max": str(4 * GB), "memory__current": str(5 * GB), "memory__stat": ""}, {}, 0),
+        ({"memory__max": str(64 * GB), "memory__current": "0", "memory__stat": ""}, {}, 8 * GB),
+        ({"memory__max": "junk", "memory__current": "0", "memory__stat": ""}, {}, 8 * GB),
+        (
+            {},
+            {"memory__limit_in_bytes": str(2 * GB), "memory__usage_in_bytes": str(GB), "memory__stat": "cache 1\n"},
+            1 * GB,
+        ),
+    ],
+)
+def test_the_smallest_limit_counts(tmp_path: Path, v2: dict[str, str], v1: dict[str, str], want: int) -> None:
+    write(tmp_path / "proc", meminfo=f"MemTotal: 9 kB\nMemAvailable: {8 * GB // 1024} kB\n")
+    write(tmp_path / "cgroup", **v2)
+    write(tmp_path / "cgroup" / "memory", **v1)
+    assert available_memory(tmp_path / "proc", tmp_path / "cgroup") == want
+
+
+def test_this_machine_has_available_memory() -> None:
+    free = available_memory()
+    assert free is not None and free > 1 << 20
+
+
+def in_huge_pages() -> int:
+    """Bytes of this process in huge pages."""
+    smaps = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in smaps if line.startswith("AnonHugePages:"))
+
+
+@pytest.mark.parametrize("advice", [None, getattr(mmap, "MADV_HUGEPAGE", None)])
+@pytest.mark.parametrize("size", [1000, (1 << 17) + 1, 65 << 20])
+def test_taken_memory_is_zero(monkeypatch: pytest.MonkeyPatch, advice: int | None, size: int) -> None:
+    monkeypatch.setattr(memory, "_HUGE_PAGES", advice)
+    used = [torch.ones(size, dtype=torch.uint8) for _ in range(4)]
+    del used  # the allocator mostly returns this memory next
+    taker = HostMemory()
+    for _ in range(4):
+        assert not taker.take(size).any()
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="here are no huge pages")
+@pytest.mark.parametrize("sizes", [[65 << 20], [1 << 20] * 70, [1000, (5 << 20) + 1, 200_001] * 12])
+def test_received_tensors_are_in_huge_pages(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
+    """This holds for large tensors and for consecutive ones smaller than a page of 2 MB."""
+    monkeypatch.setattr(memory, "_HUGE_PAGES", mmap.MADV_HUGEPAGE)  # also where this host's balloon makes them slow
+    before, taker = in_huge_pages(), HostMemory()
+    taken = [taker.take(size) for size in sizes]
+    for i, flat in enumerate(taken):
+        flat.fill_(i)
+    assert in_huge_pages() - before > 0.8 * sum(sizes)
+    for i, (flat, size) in enumerate(zip(taken, sizes)):
+        assert flat.untyped_storage().nbytes() == size and bool((flat == i).all())
+
+
+@pytest.mark.parametrize(
+    ("features", "used"),
+    [
+        ([], True),  # no virtual machine, or one without a balloon
+        (["0" * 64], True),
+        (["01100" + "0" * 59], True),
+        (["01100" + "1" + "0" * 58], False),  # as read on a host that reports free pages
+        (["0" * 64, "000001"], False),
+        ([""], True),
+    ],
+)
+def test_huge_pages_are_not_used_where_the_host_takes_back_free_memory(
+    tmp_path: Path, features: list[str], used: bool
+) -> None:
+    for number, text in enumerate(features):
+        write(tmp_path / f"bus/virtio/drivers/virtio_balloon/virtio{number}", features=text + "\n")
+    assert huge_pages(tmp_path) == (mmap.MADV_HUGEPAGE if used else mmap.MADV_NOHUGEPAGE)
+
+
+@needs_proc
+def test_memory_that_is_prepared_is_used_already() -> None:
+    memory, size, slack = HostMemory(), 8 << 20, 2 << 20
+    before = resident()
+    memory.prepare([size, size, 64])
+    assert resident() - before > 2 * size - slack
+    prepared = memory.take(size), memory.take(size)
+    assert prepared[0].data_ptr() != prepared[1].data_ptr() and not any(one.any() for one in prepared)
+    assert resident() - before < 2 * size + slack
+    further = memory.take(size).fill_(1)
+    assert resident() - before > 3 * size - slack
+    assert not any(one.any() for one in prepared) and further.all()
+
+
+@pytest.mark.parametrize("huge", [None, mmap.MADV_HUGEPAGE])
+def test_no_memory(monkeypatch: pytest.MonkeyPatch, huge: int | None) -> None:
+    monkeypatch.setattr(memory, "_HUGE_PAGES", huge)
+    for nbytes in (1 << 62, 1 << 100):
+        with pytest.raises((RuntimeError, MemoryError)):
+            HostMemory().take(nbytes)

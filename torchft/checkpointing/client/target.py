@@ -1,0 +1,178 @@
+"""The state of the healing group: the tensors and devices for the received values."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, OrderedDict
+from contextlib import ExitStack
+from typing import Any, Callable, Dict, Mapping, Optional
+
+import torch
+
+from torchft.checkpointing.codec.encoding import Path, is_dtensor, with_flags
+from torchft.checkpointing.codec.layout import local_part, same_memory, tensors_by_path
+from torchft.checkpointing.codec.staging import Uploads, copies_for
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+class TargetState:
+    """The state that a healing group already has.
+
+    Args:
+        read: returns the group's state, with the structure of the received one
+        writable: whether its tensors may be written during the transfer, because nothing reads them and they are not
+            needed if the transfer fails. Otherwise received tensors stay in host memory until `settle`.
+        waited_for: whether the other groups wait for this transfer as long as data arrives. Its timeout is then one
+            without any data, and not of the whole transfer.
+        has: returns a storage by its name, if the group has all that the source names: these are not received. The
+            KeyError that it raises for another name ends the transfer.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], object],
+        writable: bool,
+        waited_for: bool = False,
+        has: Optional[Callable[[int, str], torch.UntypedStorage]] = None,
+    ) -> None:
+        self._read = read
+        self.has = has
+        self.writable = writable
+        self.waited_for = waited_for
+        # the source's devices of the tensors that were received in host memory
+        self.devices: Dict[Path, str] = {}
+
+    def own(self) -> Dict[Path, torch.Tensor]:
+        """The local tensors by path. Empty if the group's state cannot be read: the heal then uses new tensors."""
+        try:
+            return tensors_by_path(self._read())
+        except Exception as error:
+            logger.warning("this group's own state cannot be read, so the peer's is received in new memory: %r", error)
+            return {}
+
+    def settle(self, state: Any, timeout: float = math.inf) -> Any:
+        """Copies a received state from host memory to the devices: into local tensors with the same shape and dtype,
+        else into new ones. Call it on the training thread while nothing else reads the tensors. The devices have the
+        state when it returns.
+
+        Args:
+            state: the received state
+            timeout: seconds within which a device must take a part of it, of some MB
+
+        Returns:
+            the state with the tensors on their devices. Tensors that belong in host memory are unchanged.
+
+        Raises:
+            TimeoutError: a device did not; the tensors may be partly old and partly new
+        """
+        if not self.devices:
+            return state
+        own = self.own()
+        with torch.no_grad(), ExitStack() as uploads:
+            return _Settling(own, Homes(own, self.devices), self.devices, uploads, timeout).walk(state, ())
+
+
+class Homes:
+    """Chooses the device for a tensor that a group does not have yet.
+
+    Device indices of the source have no meaning here. For a tensor on device D of the source, the chosen device is the
+    one that holds most of this group's counterparts of the source's tensors on D. Only devices that the group's own
+    tensors use are chosen.
+
+    Args:
+        own: the group's tensors
+        devices: the source's devices of its tensors, by path
+    """
+
+    def __init__(self, own: Mapping[Path, torch.Tensor], devices: Mapping[Path, str]) -> None:
+        self._used = {tensor.device for tensor in own.values()}
+        self._counts: Dict[str, Counter[torch.device]] = {}
+        for path in own.keys() & devices.keys():
+            self._counts.setdefault(devices[path], Counter())[own[path].device] += 1
+
+    def of(self, device: str) -> torch.device:
+        """The local device for a tensor that the source has on this device; host memory if that is not known."""
+        if device == "cpu":
+            return CPU
+        if device in self._counts:
+            return self._counts[device].most_common(1)[0][0]
+        alike = [used for used in self._used if used.type == device.partition(":")[0]]
+        return alike[0] if len(alike) == 1 else CPU
+
+
+class _Settling:
+    def __init__(
+        self,
+        own: Dict[Path, torch.Tensor],
+        homes: Homes,
+        devices: Dict[Path, str],
+        until_settled: ExitStack,
+        timeout: float,
+    ) -> None:
+        self._own = own
+        self._homes = homes
+        self._devices = devices
+        self._until_settled = until_settled
+        self._timeout = timeout
+        self._uploads: Dict[torch.device, Uploads] = {}
+
+    def walk(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if kind in (dict, OrderedDict):
+            for key in value:
+                value[key] = self.walk(value[key], (*path, f"[{key!r}]"))
+            return value
+        if kind in (list, tuple):
+            return kind(self.walk(item, (*path, f"[{i}]")) for i, item in enumerate(value))
+        return self._settle(value, path) if isinstance(value, torch.Tensor) else value
+
+    def _settle(self, arrived: torch.Tensor, path: Path) -> torch.Tensor:
+        mine = self._own.get(path)
+        if mine is not None and mine.device != CPU and alike(mine, arrived):
+            if same_memory(mine, arrived):
+                return mine
+            self._copy(local_part(mine), local_part(arrived))
+            return mine
+        home = self._homes.of(self._devices.get(path, "cpu"))
+        return arrived if home == CPU else moved(arrived, home, self._copy)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if not target.is_contiguous() or not source.is_cpu or copies_for(target.device.type) is None:
+            target.copy_(source)
+            return
+        uploads = self._uploads.get(target.device)
+        if uploads is None:
+            uploads = self._uploads[target.device] = Uploads(target.device, self._timeout)
+            self._until_settled.enter_context(uploads)
+        uploads.copy(target, source)
+
+
+def alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether one tensor can be filled with the content of the other."""
+    if is_dtensor(mine) != is_dtensor(theirs):
+        return False
+    a, b = local_part(mine), local_part(theirs)
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def moved(
+    tensor: torch.Tensor, device: torch.device, copy: Callable[[torch.Tensor, torch.Tensor], None]
+) -> torch.Tensor:
+    """Copies the tensor to new memory on a device.
+
+    Args:
+        copy: copies to the first tensor from the second one
+    """
+    flags = tensor.requires_grad + 2 * isinstance(tensor, torch.nn.Parameter)
+    local = local_part(tensor)
+    there = torch.empty_like(local, device=device)
+    copy(there, local)
+    if not is_dtensor(tensor):
+        return with_flags(there, flags)
+    from torch.distributed.tensor import DTensor
+
+    return with_flags(DTensor(there, tensor._spec, requires_grad=False), flags)  # type: ignore[attr-defined]

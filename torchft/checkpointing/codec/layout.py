@@ -1,0 +1,61 @@
+"""The tensors of a state and of its structure, by path."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Dict, Iterator, List, Tuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from torchft.checkpointing.codec.encoding import Path, decode, is_dtensor, is_plain
+from torchft.checkpointing.transport import CheckpointError
+
+
+def tensors_by_path(state: object) -> Dict[Path, torch.Tensor]:
+    """The plain and distributed tensors of a state, by path."""
+    return {
+        tuple(str(key) for key in path): leaf
+        for path, leaf in pytree.tree_flatten_with_path(state)[0]
+        if isinstance(leaf, torch.Tensor) and (is_plain(leaf) or is_dtensor(leaf))
+    }
+
+
+def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
+    """The tensors of a structure, in the order of `decode`. For a malformed structure this raises
+    nothing: `decode` does.
+    """
+    if not isinstance(node, list) or not node:
+        return
+    tag, *items = node
+    if tag in ("T", "D"):
+        plain = node[1] if tag == "D" and len(node) > 1 else node
+        if isinstance(plain, list) and len(plain) == 7 and plain[0] == "T":
+            yield path, node
+    elif tag in ("l", "t", "s"):
+        for i, item in enumerate(items):
+            yield from tensor_nodes(item, (*path, f"[{i}]"))
+    elif tag in ("d", "o"):
+        for key, item in zip(items[::2], items[1::2]):
+            yield from tensor_nodes(key, path)
+            yield from tensor_nodes(item, (*path, f"[{_show_key(key)}]"))
+
+
+def _show_key(key: Any) -> str:
+    """Formats a key as `decode` does in a path; a key that `decode` rejects gets a name that no tensor has."""
+    if not isinstance(key, list):
+        return repr(key)
+    try:
+        return repr(decode(key, [], "a key"))
+    except CheckpointError:
+        return json.dumps(key)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor; any other tensor itself."""
+    return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
+
+
+def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, or their local shards, begin at the same address."""
+    return local_part(tensor).data_ptr() == local_part(other).data_ptr()

@@ -1,0 +1,94 @@
+"""Receives tensors for a device, window by window, through two blocks of host memory; see go/heal/windows.go."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import accumulate
+from typing import Dict, List, Sequence
+
+import torch
+
+from torchft.checkpointing.codec import staging
+from torchft.checkpointing.codec.staging import Copies, Wait, copies_for, two_blocks
+from torchft.checkpointing.native.core import NativeFetch
+from torchft.checkpointing.transport import CheckpointError
+
+
+class Landing:
+    """The regions of a transfer that are on a device. Only verified data is written to them.
+
+    Args:
+        regions: all regions of the transfer, as flat tensors of bytes
+        block_size: size of a block on the network, in bytes
+        what: names the transfer in errors
+    """
+
+    def __init__(self, regions: Sequence[torch.Tensor], block_size: int, what: str) -> None:
+        starts = accumulate((region.numel() for region in regions), initial=0)
+        self._regions = [(start, region) for start, region in zip(starts, regions) if is_staged(region)]
+        self._what = what
+        self.window = max(1, staging.BLOCK // block_size)  # blocks of the network
+        self._nbytes = self.window * block_size
+        self._at: Dict[int, torch.Tensor] = {}  # open windows
+        self._under_way: List[Wait] = []
+        self._until_closed = ExitStack()
+        self._free: List[torch.Tensor] = []
+        # Created after the memory is allocated, so that the copies come after the work that used this memory before.
+        self._copies: Dict[torch.device, Copies] = {}
+        for device in {region.device for _, region in self._regions}:
+            kind = copies_for(device.type)
+            assert kind is not None  # because is_staged(region)
+            self._copies[device] = kind(device)
+        for device, copies in list(self._copies.items())[:1]:
+            try:
+                self._free = self._until_closed.enter_context(two_blocks(device.type, copies, self._nbytes))
+            except (RuntimeError, MemoryError) as error:
+                raise CheckpointError(f"{what}: no memory for blocks of {self._nbytes} bytes: {error}") from error
+
+    def begin(self, fetch: NativeFetch) -> None:
+        """Opens the first windows."""
+        self._open(fetch, list(self._free))
+
+    def take(self, fetch: NativeFetch, windows: List[int]) -> None:
+        """Copies full windows to the device, and opens the next ones in their place.
+
+        Raises:
+            CheckpointError: the device failed
+        """
+        blocks = [self._at.pop(window) for window in windows]
+        try:
+            for window, block in zip(windows, blocks):
+                self._start(window * self._nbytes, block)
+            self._wait()
+        except RuntimeError as error:
+            raise CheckpointError(f"{self._what}: it could not be copied to the device: {error}") from error
+        self._open(fetch, blocks)
+
+    def _open(self, fetch: NativeFetch, blocks: List[torch.Tensor]) -> None:
+        for block in blocks:
+            window = fetch.stage(block)
+            if window >= 0:
+                self._at[window] = block
+
+    def _start(self, begin: int, block: torch.Tensor) -> None:
+        """Queues the copies of a block, which contains the transfer's bytes from `begin` on."""
+        for start, region in self._regions:
+            first, end = max(start, begin), min(start + region.numel(), begin + self._nbytes)
+            if first < end:
+                target, source = region[first - start : end - start], block[first - begin : end - begin]
+                self._under_way.append(self._copies[region.device].start(target, source))
+
+    def _wait(self) -> None:
+        while self._under_way:
+            self._under_way[0]()
+            del self._under_way[0]
+
+    def close(self) -> None:
+        """Waits for the copies. Once the fetch has ended too, nothing writes to the device memory any more."""
+        self._wait()
+        self._until_closed.close()
+
+
+def is_staged(region: torch.Tensor) -> bool:
+    """Whether a region is received through blocks of host memory."""
+    return copies_for(region.device.type) is not None and region.numel() > 0

@@ -1,0 +1,215 @@
+"""The HTTP server of a source: it answers requests for states, and hands targets over to the native core."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import time
+from contextlib import closing
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Optional
+
+from torchft.checkpointing.codec.handshake import DONE, PROTOCOL, Ticket, pack_structure
+from torchft.checkpointing.codec.requests import DECISION, FULL, METADATA, PART, PREFIX, REST, StatePart, parse
+from torchft.checkpointing.codec.token import accepts
+from torchft.checkpointing.native import core
+from torchft.checkpointing.source.offer import Offer
+from torchft.checkpointing.source.pacer import Pacer
+from torchft.checkpointing.source.publisher import NoParts, Publisher, Unavailable, WrongStep
+from torchft.http import _DeadlineSocket, _IPv6HTTPServer
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+# Seconds for a peer to write its request, also the next one on the same connection.
+_REQUEST_TIMEOUT = 30.0
+
+
+class CheckpointServer(_IPv6HTTPServer):
+    def __init__(
+        self,
+        source: Publisher,
+        native: core.ServerSlot,
+        pacer: Pacer,
+        wait_timeout: float,
+    ) -> None:
+        super().__init__(("", 0), _Handler)
+        self.pacer = pacer
+        self.source = source
+        self.native = native
+        self.wait_timeout = wait_timeout
+
+    # Called by `serve_forever` in each of its intervals.
+    def service_actions(self) -> None:
+        self.source.drop_old(time.monotonic())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: CheckpointServer  # type: ignore[assignment]
+    connection: _DeadlineSocket
+    protocol_version = "HTTP/1.1"
+
+    def handle_one_request(self) -> None:
+        self.connection.deadline = time.monotonic() + _REQUEST_TIMEOUT
+        super().handle_one_request()
+
+    def do_GET(self) -> None:
+        request = parse(self.path)
+        if request is None:
+            self._refuse(HTTPStatus.NOT_FOUND, f"no such path: {self.path[:200]}; known: {PREFIX}{{step}}/{{part}}")
+            return
+        if not self._shows_token():
+            self._refuse(HTTPStatus.UNAUTHORIZED, "a request for a checkpoint must prove that it knows the job's token")
+            return
+        # Only after the token was checked: requests without it must not use up `max_connections`.
+        if not self.server.admit(self.connection):
+            self.close_connection = True
+            return
+        step, key = request
+        try:
+            if key.startswith(PART):
+                self._give(self.server.source.part(step, key, self.server.wait_timeout))
+            elif key.startswith(DECISION):
+                quorum_id = _number(key.removeprefix(DECISION))
+                committed = self.server.source.decision(step, quorum_id, self.server.wait_timeout)
+                self._reply(HTTPStatus.OK, json.dumps(committed))
+            else:
+                with self.server.source.reading(step, self.server.wait_timeout) as offer:
+                    self._serve(offer, key)
+        except WrongStep as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        except NoParts as error:
+            self._refuse(HTTPStatus.NOT_FOUND, str(error))
+        except Unavailable as error:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+
+    def _give(self, part: StatePart) -> None:
+        server = self.server.native.get()
+        if server is None or self.headers.get("Upgrade") != PROTOCOL:
+            self._refuse(HTTPStatus.NOT_FOUND, "parts of a state are sent by the native core only")
+            return
+        self._extend_deadline()
+        native = server.offer([(part.memory.data_ptr(), part.memory.numel())], part)
+        with closing(native), closing(native.grant()) as grant:
+            structure = pack_structure([part.memory.numel()], json.dumps(part.value).encode())
+            self._hand_over(server, grant, secrets.token_hex(8), native.block_size, structure)
+
+    def _serve(self, offer: Offer, key: str) -> None:
+        checkpoint = offer.checkpoint
+        native = self._native_offer(offer, key)
+        if native is not None and self.headers.get("Upgrade") == PROTOCOL:
+            self._extend_deadline()
+            offer.want()
+            server, rest = self.server.native.get(), key == REST
+            if server is None:
+                self.close_connection = True
+                return  # the transport is being shut down
+            with offer.granted(native) as grant:
+                structure = offer.checkpoint.structure_frame(rest)
+                if self._hand_over(server, grant, offer.session, native.block_size, structure):
+                    self.server.source.count_served(offer, FULL)
+            return
+        stream = checkpoint.stream(key)
+        if stream is None:
+            self._refuse(
+                HTTPStatus.NOT_FOUND, f"no part {key[:50]!r} here: this source has num_chunks={checkpoint.num_chunks}"
+            )
+            return
+        self._extend_deadline()
+        self.send_response(HTTPStatus.OK)
+        if native is not None:
+            # If the target has requested the native protocol, its request was garbled on the way. This header lets the
+            # target detect that and retry.
+            self.send_header("Upgrade", PROTOCOL)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(stream.nbytes))
+        self.end_headers()
+        # An error after this point closes the connection. The peer detects it, because the body is shorter than its
+        # Content-Length; on a connection that stays open, it would read the next answer as the rest of the body.
+        closes = self.close_connection  # True if the client asked for it, also by HTTP/1.0
+        self.close_connection = True
+        with closing(offer.read(stream, self.connection.abort, self.server.pacer)) as pieces:
+            for piece in pieces:
+                self._extend_deadline()
+                self.connection.sendall(piece)
+        self.close_connection = closes
+        self.server.source.count_served(offer, key)
+
+    def _native_offer(self, offer: Offer, key: str) -> Optional[core.NativeOffer]:
+        if key not in (FULL, METADATA, REST):
+            return None
+        server = self.server.native.get()
+        return None if server is None else offer.native(server, rest=key == REST)
+
+    def _hand_over(
+        self,
+        server: core.NativeServer,
+        grant: core.Grant,
+        session: str,
+        block_size: int,
+        structure: bytes,
+    ) -> bool:
+        """Lets the native core serve this target, and waits for the end of the transfer. Returns whether the target has
+        received everything.
+        """
+        self.close_connection = True  # after the upgrade it carries no further HTTP requests
+        # Otherwise the kernel holds back the frames until the peer acknowledges the headers, which can take 40 ms.
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.send_response(HTTPStatus.SWITCHING_PROTOCOLS)
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Upgrade", PROTOCOL)
+        self.end_headers()
+        ticket = Ticket(server.port, grant.secret, session, block_size)
+        self.connection.sendall(ticket.frame() + structure)
+        return self._receive_done(grant)
+
+    def _receive_done(self, grant: core.Grant) -> bool:
+        """Whether the target reported that it has received everything. Otherwise its connection ended, or it received
+        no data for `wait_timeout`.
+        """
+        received, served = b"", -1
+        while len(received) < len(DONE):
+            self._extend_deadline()
+            try:
+                # Not through rfile, which cannot be read again after a timeout. It holds no byte of DONE: the target
+                # sends that only after it has received everything.
+                more = self.connection.recv_into(buffer := bytearray(len(DONE) - len(received)))
+            except TimeoutError:
+                before, served = served, grant.served
+                if served == before:
+                    return False
+                continue
+            if not more:
+                return False
+            received += buffer[:more]
+        return received == DONE
+
+    def _shows_token(self) -> bool:
+        return accepts((self.headers.get("Authorization") or "").removeprefix("Bearer "))
+
+    def _extend_deadline(self) -> None:
+        self.connection.deadline = time.monotonic() + self.server.wait_timeout
+
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        # In the status line, too, because upstream peers read the reason there. A line break would end it.
+        self._reply(status, reason, " ".join(reason.split()).encode("latin-1", "replace").decode("latin-1"))
+
+    def _reply(self, status: HTTPStatus, text: str, phrase: Optional[str] = None) -> None:
+        self._extend_deadline()
+        body = text.encode()
+        self.send_response(status, phrase)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug("%s: " + format, self.client_address[0], *args)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise NoParts(f"{text[:50]!r} is no id of a quorum")
+    return int(text)

@@ -8,11 +8,15 @@ import faulthandler
 import gc
 import os
 import signal
+from collections.abc import Generator
 
 import pytest
 
 pytest_plugins = ["tests.bounded", "tests.policy"]
 
+# How long after the limit of a test, which pytest-timeout holds with a signal, the process is ended: where the main
+# thread hangs in native code, no Python handles a signal.
+HANGS_S = float(os.environ.get("HANGS_S", "60"))
 # How long the process may take to end after its last test, in seconds.
 EXIT_S = float(os.environ.get("EXIT_S", "120"))
 _STDERR = pytest.StashKey[int]()
@@ -29,6 +33,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.stash[_STDERR] = os.dup(2)  # not captured
     faulthandler.register(signal.SIGQUIT, file=config.stash[_STDERR], all_threads=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ends the process, with the stacks of all threads, if the limit of this test does not end it."""
+    mark = item.get_closest_marker("timeout")
+    limit = mark.args[0] if mark else item.config.getini("timeout")
+    if limit:
+        faulthandler.dump_traceback_later(float(limit) + HANGS_S, exit=True, file=item.config.stash[_STDERR])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

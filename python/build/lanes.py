@@ -32,6 +32,7 @@ END_S = 20.0
 STACKS_S = 2.0
 # Numbers of lines shown of a log, for a part that failed and one that passed.
 SHOWN_FAILED, SHOWN_PASSED = 400, 40
+PYTEST_FRAME = re.compile(r' *File ".*(/_pytest/|/pluggy/|/pytest/|<frozen runpy>)')
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,10 @@ def progress(log: Path) -> str:
 
 
 def tail(text: str, failed: bool) -> str:
-    """The part of a log to show: the failures, or, if all tests passed, the lines after the tests."""
-    lines = text.splitlines()
+    """The part of a log to show: the failures, or, if all tests passed, the lines after the tests. pytest's own frames
+    are left out.
+    """
+    lines = [line for line in text.splitlines() if not PYTEST_FRAME.match(line)]
     if failed:
         begin = next((i for i, line in enumerate(lines) if re.match(r"=+ (FAILURES|ERRORS) =+$", line)), 0)
         most = SHOWN_FAILED

@@ -134,6 +134,22 @@ def test_a_run_of_pytest_that_does_not_end_fails_with_its_stacks(tmp_path: Path)
     assert "in hangs" in log
 
 
+def test_a_test_that_hangs_in_native_code_is_ended_with_its_stacks(tmp_path: Path) -> None:
+    """No Python handles the signal of pytest-timeout meanwhile: tests/conftest.py ends the process."""
+    test = tmp_path / "test_hangs.py"
+    test.write_text(
+        "import ctypes, pytest\n\n@pytest.mark.timeout(0.1)\ndef test_hangs():\n"
+        "    mutex = ctypes.create_string_buffer(64)\n"
+        "    for _ in range(2):  # the second waits for the first\n"
+        "        ctypes.PyDLL(None).pthread_mutex_lock(mutex)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-p", "tests.conftest"]
+    part = Part("a", [*command, str(test)], env={"PYTHONPATH": str(ROOT), "HANGS_S": "1"})
+    (result,) = run([part], 1, tmp_path, lambda line: None, time_s=60)
+    assert (result.status, result.ended) == (1, False)
+    assert "in test_hangs" in (tmp_path / "a.log").read_text()
+
+
 def test_a_part_that_takes_too_long_writes_its_stacks_first(tmp_path: Path) -> None:
     part = hangs_at_its_end(tmp_path, "600")
     log = tmp_path / "a.log"
@@ -194,6 +210,8 @@ def test_the_end_of_a_log_is_shown() -> None:
     assert tail(passed, failed=False).strip() == "==== 3 passed in 0.12s ===="
     go = "ok  \texample.org/go/sim\t12.1s\nok  \texample.org/go/round\t(cached)\n"
     assert tail(go, failed=False) == go.strip()
+    stacks = 'Thread 0x1 (most recent call first):\n  File "/a/test_b.py", line 3 in test\n'
+    assert tail(stacks + '  File "/site-packages/_pytest/main.py", line 4 in _main\n', failed=True) == stacks.strip()
     long = tail("\n".join(str(n) for n in range(1000)), failed=True).splitlines()
     assert long[0] == "... 600 lines left out ..."
     assert long[-1] == "999"

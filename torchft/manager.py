@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft._agreement import COMPARES, CONNECTIONS
+from torchft._agreement import COMPARES, CONNECTIONS, IN_PASSING
 from torchft._forked import Maker
 from torchft._manager.checks.calls import Calls
 from torchft._manager.checks.device import claim_device
@@ -494,6 +494,7 @@ class Manager(Stateful, Stepping):
                     *self._layout.announces,
                     (COMPARES, self._replicas.announces(averages=local_sgd)),
                     (CONNECTIONS, connections),
+                    (IN_PASSING, "1" if self._along is not None and self._why_not_along() is None else ""),
                 ],
             ),
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
@@ -588,8 +589,6 @@ class Manager(Stateful, Stepping):
 
     def _why_not_along(self) -> Optional[str]:
         """The reason why groups of this job must not train along while their state arrives; None if they may."""
-        if not self._use_async_quorum:
-            return "use_async_quorum=False: each step waits for its heals"
         if not self._transport.gives_parts:
             return "the checkpoint transport gives a state at once only, HTTPTransport gives it in parts as well"
         if self._layout.lines is not None and not self._data.adds_gradients:

@@ -389,8 +389,11 @@ def test_a_group_that_joins_with_other_reductions_ends(
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_zero_grad_after_the_forward_pass(cluster: Cluster, use_async_quorum: bool, wrap: Any) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_async_quorum": True}, {"use_async_quorum": False}, {"use_async_quorum": False, "heal": "in_passing"}],
+)
+def test_zero_grad_after_the_forward_pass(cluster: Cluster, settings: dict[str, Any], wrap: Any) -> None:
     """As in many scripts of PyTorch. Gradients of the weights before a heal do not count."""
     counted: dict[int, list[tuple[bool, bool]]] = {0: [], 1: []}  # whether it counts, whether its weights changed
 
@@ -401,10 +404,12 @@ def test_zero_grad_after_the_forward_pass(cluster: Cluster, use_async_quorum: bo
         manager = rank.start_manager(
             load_state_dict=lambda s: model.load_state_dict(s["model"]),
             state_dict=lambda: {"model": model.state_dict()},
-            use_async_quorum=use_async_quorum,
+            **settings,
         )
         ddp, optimizer = wrap(manager, model), OptimizerWrapper(manager, inner)
-        while (step := manager.current_step()) < STEPS:
+        together = 0
+        while together < STEPS:
+            step = manager.current_step()
             if rank.group == 0 and step == JOIN_AT:
                 join.open()
                 rank.cluster.wait_for_another()
@@ -415,6 +420,7 @@ def test_zero_grad_after_the_forward_pass(cluster: Cluster, use_async_quorum: bo
             changed = any(not torch.equal(one, p) for one, p in zip(with_weights, model.parameters()))
             counted[rank.group].append((manager.is_participating(), changed))
             optimizer.step()
+            together += manager.num_participants() == 2 and manager.current_step() > step
         return [p.detach().clone() for p in model.parameters()]
 
     join = Gate()

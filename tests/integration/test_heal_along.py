@@ -196,8 +196,9 @@ def _run(
     return found
 
 
+@pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_a_group_that_joins_has_the_same_bits_and_the_others_lose_no_step(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, use_async_quorum: bool
 ) -> None:
     steps: list[int] = []
 
@@ -206,10 +207,12 @@ def test_a_group_that_joins_has_the_same_bits_and_the_others_lose_no_step(
             assert rank.manager is not None
             steps.append(rank.manager.current_step())
 
-    loop = Loop(together=2, begun=begun)
+    loop = Loop(together=2, begun=begun, settings={"use_async_quorum": use_async_quorum})
     with caplog.at_level(logging.INFO):
         _run(cluster, loop, first=1, later=1)
     assert loop.joined[1] >= LEAST_ROUNDS, "its state came in parts over some steps"
+    first, *_ = loop.histories[1][loop.joined[1]]
+    assert all(participants == 1 + (step > first) for step, _, participants in loop.histories[0])
     assert set(steps) == {0}, "between two steps it tells the step of its own weights, as docs/healing.md says"
     assert all(committed for _, committed, _ in loop.histories[0])
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
@@ -250,10 +253,13 @@ class TwoRanks(Loop):
         return Loop(**{**given, **(self.second if rank.rank == 1 else {})})(rank)
 
 
-def test_the_ranks_of_a_group_end_a_heal_in_one_step(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_the_ranks_of_a_group_end_a_heal_in_one_step(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, use_async_quorum: bool
+) -> None:
     """The first rank has its parts much earlier, and trains along until the other one has its own."""
     wide = {"model": lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))}
-    loop = TwoRanks(together=2, second=wide)
+    loop = TwoRanks(together=2, second=wide, settings={"use_async_quorum": use_async_quorum})
     _run(cluster, loop, first=1, later=1, ranks=2)
     assert loop.joined[1] >= 20, "the second rank has so many parts"
     assert all(committed for _, committed, _ in loop.histories[0])
@@ -350,7 +356,8 @@ def test_a_group_that_differs_heals_along(reported: list[Any], caplog: pytest.Lo
     assert all("one group alone has it" in r.getMessage() for r in whole)
 
 
-def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture, use_async_quorum: bool) -> None:
     """The next quorum names another source. Parts that have arrived are kept."""
 
     def fails(rank: Rank, round: int) -> None:
@@ -366,7 +373,8 @@ def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture) ->
         return bool(crashed) and plan is not None and len(plan.replica_ids) == 2
 
     crashed: list[int] = []
-    loop = Loop(together=2, begun=fails, counts=without_it)
+    settings = {"use_async_quorum": use_async_quorum}
+    loop = Loop(together=2, begun=fails, counts=without_it, settings=settings)
     found = _run(cluster, loop, first=2, later=1)
     assert len(found) == 2 and len(crashed) == 1
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
@@ -550,34 +558,29 @@ def test_tied_weights(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> Non
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"use_async_quorum": False}, "use_async_quorum=False: each step waits for its heals"),
-        ({"checkpoint_transport": None}, "the checkpoint transport gives a state at once only"),
-    ],
-)
-def test_settings_with_which_it_has_no_effect(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], reason: str
-) -> None:
+def test_another_transport_has_no_parts(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     class WholeOnly(HTTPTransport[Any]):
         gives_parts = False
 
     class Each(Loop):
         def __call__(self, rank: Rank) -> Any:
-            if "checkpoint_transport" in settings:
-                self.settings = {"checkpoint_transport": WholeOnly(DEADLINE, 0)}
+            self.settings = {"checkpoint_transport": WholeOnly(DEADLINE, 0)}
             return super().__call__(rank)
 
-    _run(cluster, Each(together=2, settings=settings), first=1, later=1)
-    assert [r for r in caplog.records if "transferred at once" in r.getMessage() and reason in r.getMessage()]
+    _run(cluster, Each(together=2), first=1, later=1)
+    logged = [r.getMessage() for r in caplog.records if "transferred at once" in r.getMessage()]
+    assert len(logged) == 1 and "the checkpoint transport gives a state at once only" in logged[0]
 
 
+@pytest.mark.parametrize("use_async_quorum", [True, False])
 @pytest.mark.parametrize("along", [0, 1])
-def test_one_group_has_it_and_the_other_has_not(cluster: Cluster, caplog: pytest.LogCaptureFixture, along: int) -> None:
+def test_one_group_has_it_and_the_other_has_not(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, along: int, use_async_quorum: bool
+) -> None:
     class Mixed(Loop):
         def __call__(self, rank: Rank) -> Any:
-            own = Loop(**{**self.__dict__, "settings": {"heal_along": rank.group == along}})
+            settings = {"heal_along": rank.group == along, "use_async_quorum": use_async_quorum}
+            own = Loop(**{**self.__dict__, "settings": settings})
             return own(rank)
 
     _run(cluster, Mixed(together=2), first=1, later=1)

@@ -221,13 +221,14 @@ class ConnectsAtOnce(ProcessGroupGloo):
     connects_standby = False  # else the others could be at their end before the newcomer is connected
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "use_async_quorum"), [(0, True), (1, True), (0, False)])
 def test_a_group_joins_while_its_state_arrives_in_parts(
-    workers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    workers: int, use_async_quorum: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It trains along on a unit of weight 0. Its position comes with the last part of the state."""
     monkeypatch.setitem(SETTINGS, "epochs", 40)
-    training = Training(start_with=3, settings={"heal_along": True}, loader={"num_workers": workers})
+    settings = {"heal_along": True, "use_async_quorum": use_async_quorum}
+    training = Training(start_with=3, settings=settings, loader={"num_workers": workers})
     with caplog.at_level(logging.INFO):
         ended = ends_of_a_failure_and_a_join(training, lambda group: ConnectsAtOnce(timeout=DEADLINE))
     check(training, ended)
@@ -249,7 +250,15 @@ def test_a_step_in_which_a_group_fails_is_repeated() -> None:
 LAST = 7  # the number of the last step
 
 
-@pytest.mark.parametrize("settings", [{"use_async_quorum": True}, {"use_async_quorum": False}, {"heal_along": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_async_quorum": True},
+        {"use_async_quorum": False},
+        {"heal_along": True},
+        {"heal_along": True, "use_async_quorum": False},
+    ],
+)
 def test_a_group_that_loses_the_last_step_heals_before_the_others_end(settings: dict[str, Any]) -> None:
     """With heal_along it learns by a request that the others are at the end, and take no further step. Until the answer
     is there, it makes attempts of some milliseconds.

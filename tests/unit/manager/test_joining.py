@@ -39,6 +39,8 @@ def plan(step: int, source: str = "source") -> Any:
         quorum_id=step,
         committed_quorum_id=step - 1,
         num_up_to_date=2,
+        participating_rank=None,
+        in_background=True,
         source=SimpleNamespace(manager_address=source, replica_id=f"{source}/0"),
     )
 

@@ -51,6 +51,25 @@ def test_participants(use_async: bool, allow_heal: bool, rank: Optional[int], pa
 
 
 @pytest.mark.parametrize(
+    ("handles", "max_step", "rank", "participants"),
+    [
+        ("aaa", 20, None, 2),
+        ("aab", 20, 1, 3),  # a group that heals at once
+        ("", 20, 1, 3),
+        ("aaa", 0, 1, 3),  # all groups but one heal at once
+    ],
+)
+def test_participants_of_a_synchronous_quorum_with_heals_in_passing(
+    handles: str, max_step: int, rank: Optional[int], participants: int
+) -> None:
+    """A group that heals may train along, with weight 0, unless the others count on it."""
+    text = {"a": '{"id": "a", "torchft_in_passing": "1"}', "b": '{"id": "b"}'}
+    quorum = result(reconfigure_handles=[text[handle] for handle in handles], max_step=max_step)
+    got = plan(quorum, use_async_quorum=False)
+    assert (got.participating_rank, got.participants, got.in_background) == (rank, participants, False)
+
+
+@pytest.mark.parametrize(
     ("max_rank", "expected"),
     [(0, 0), (1, 1), (2, None), (3, None)],
 )

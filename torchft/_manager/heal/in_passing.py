@@ -165,6 +165,9 @@ class Along:
         progress = self._ranks.group_progress(plan.max_step)
         if progress is Progress.WHOLE and not self._abandoned:
             self._abandon("another rank of this group needs the whole state", plan.max_step)
+        elif plan.participating_rank is not None and not self._abandoned:
+            # with a synchronous quorum, in which not all groups heal in passing
+            self._abandon("the other groups count on the gradients of this one in this step", plan.max_step)
         if self._abandoned:
             self._report(plan.max_step, Progress.WHOLE)
             return Fetch.ALL

@@ -155,7 +155,7 @@ class Target:
             assert self._plan is not None
             total, groups = self.parameters.total, self._plan.num_up_to_date
             limit = math.inf if self._plan.awaits_heals else self._timeout
-            settled, overlap = self.pace.share.settled, self.pace.overlap
+            settled, overlap = self.pace.share.settled, self.pace.overlap if self._plan.in_background else 0.0
             figures = self._measured.quorum(time.monotonic(), total, overlap, groups, limit, settled)
         if figures is None or figures.mode is HealMode.IN_PASSING:
             return None

@@ -7,7 +7,7 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Optional
 
-from torchft._agreement import AVERAGES, HEALS, all_announce
+from torchft._agreement import AVERAGES, HEALS, IN_PASSING, all_announce
 
 if TYPE_CHECKING:
     from torchft._torchft import QuorumResult
@@ -105,11 +105,14 @@ def make_plan(
     """Computes the plan of one rank from a quorum.
 
     If heals run in the background (asynchronous quorum), or are not allowed, only the groups at max_step participate.
-    With a synchronous quorum a group has healed before the step begins, so all participate. ``heal_first`` makes step 0
+    With a synchronous quorum a group has healed before the step begins, so all participate, unless all groups announce
+    that they heal in passing: then a group that is behind may train along, with weight 0. ``heal_first`` makes step 0
     synchronous in any case: all groups but one may heal there, and they participate too.
     """
     in_background = use_async_quorum and not (heal_first and result.max_step == 0)
-    only_up_to_date = in_background or not allow_heal
+    handles = result.reconfigure_handles
+    in_passing = result.max_step > 0 and len(handles) == result.replica_world_size and all_announce(handles, IN_PASSING)
+    only_up_to_date = in_background or in_passing or not allow_heal
     rank = result.max_replica_rank if only_up_to_date else result.replica_rank
     participants = result.max_world_size if only_up_to_date else result.replica_world_size
     if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:

@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from torchft._manager.heal.beside import Beside, stream_beside
+from torchft._manager.heal.beside import Beside
+from torchft.utils import get_stream_context
 
 
 @pytest.fixture
@@ -48,9 +49,45 @@ def test_work_beside_has_ended_with_its_context(late: ModuleType, other: ThreadP
     def write() -> bool:
         with beside.running():
             weights.fill_(2)
-        return stream_beside(weights.device).query()
+            stream = torch.accelerator.current_stream()
+        return stream.query()
 
     assert other.submit(write).result(20)
+
+
+class Shared:
+    """A stream of PyTorch's pool, which has 32 and hands them out in turn, that heals have used."""
+
+    def __init__(self, other: ThreadPoolExecutor) -> None:
+        self.weights = torch.ones(3, device="late")
+        self.beside = Beside(self.weights.device)
+        self.stream = other.submit(self._used).result(20)
+
+    def _used(self) -> torch.Stream:
+        with self.beside.running():
+            return torch.accelerator.current_stream()
+
+    def read(self) -> list[float]:
+        with self.beside.running():
+            return self.weights.cpu().tolist()
+
+
+def test_work_beside_is_not_on_the_stream_of_the_training_thread(late: ModuleType, other: ThreadPoolExecutor) -> None:
+    """The training thread may queue a collective at any time, which waits for a peer that waits for this work."""
+    shared = Shared(other)
+    with get_stream_context(shared.stream):
+        shared.beside.mark()
+        shared.stream.synchronize()
+        with late.held(shared.stream):
+            assert other.submit(shared.read).result(20) == [1, 1, 1]
+
+
+def test_work_beside_is_not_behind_a_collective(late: ModuleType, other: ThreadPoolExecutor) -> None:
+    shared = Shared(other)
+    with late.held(shared.stream):
+        with get_stream_context(shared.stream):
+            shared.weights.fill_(2)  # stands for the collective
+        assert other.submit(shared.read).result(20) == [1, 1, 1]
 
 
 def test_memory_from_beside_is_kept_until_the_training_thread_has_used_it(

@@ -11,6 +11,9 @@ import torch
 
 from torchft.utils import DeviceEvent, get_stream_context, on_device
 
+# So many streams that one of them is free: a process has one training thread and few communicators.
+_STREAMS = 4
+
 
 class Beside:
     """A stream of its own for the work of other threads. For tensors in host memory it does nothing.
@@ -53,16 +56,24 @@ class Beside:
         if self._mark is None:
             yield
             return
-        stream = stream_beside(self._device)
-        with on_device(self._device), get_stream_context(stream):
-            self._mark.follow()
-            try:
-                yield
-            finally:
-                stream.synchronize()
+        with on_device(self._device):
+            stream = self._free_stream()
+            with get_stream_context(stream):
+                self._mark.follow()
+                try:
+                    yield
+                finally:
+                    stream.synchronize()
+
+    def _free_stream(self) -> torch.Stream:
+        """A stream without pending work, which may be a collective that waits for a peer: the peer may wait for the
+        work of :meth:`running`.
+        """
+        streams = [stream for stream in _streams_beside(self._device) if stream != self._trains]
+        return next((stream for stream in streams if stream.query()), streams[0])
 
 
 @lru_cache
-def stream_beside(device: torch.device) -> torch.Stream:
-    """The stream of a device for all heals: CUDA hands out 32 streams in turn, which may be those of a user."""
-    return torch.Stream(device)
+def _streams_beside(device: torch.device) -> list[torch.Stream]:
+    """Streams of a device for all heals. PyTorch's pool has 32, so users and communicators may have the same ones."""
+    return [torch.Stream(device) for _ in range(_STREAMS)]

@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp, TCPStore
 from tests.unit.waiting import wait_until
 from torchft.parameter_server import ParameterServer
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
+from torchft.process_group.reconfigure import create_store_client
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,14 +126,16 @@ def test_session_of_a_client_that_never_connects_ends(server: Sums) -> None:
     connection = http.client.HTTPConnection("localhost", parts.port or 0, timeout=10)
     connection.request("POST", parts.path)
     asked = json.loads(connection.getresponse().read())
-    wait_until(connecting)  # the session is listed before its process group begins to connect
+    address = f"{asked['store_addr']}/session/{asked['session_id']}"
+    store = create_store_client(address, timedelta(seconds=60))
+    store.wait(["0/0"])  # the server's address: Gloo waits for the client's; an abort before that ends the connecting
     connection.close()
     wait_until(lambda: server.sessions() == [])
     assert server.served == []
     assert connecting()  # PyTorch still waits for the client, so the session has not ended by its timeout
     # The client connects late, so that this wait ends before the process does.
     client = Sums.new_process_group()
-    client.configure(f"{asked['store_addr']}/session/{asked['session_id']}", "client", 1, 2)
+    client.configure(address, "client", 1, 2)
     wait_until(lambda: not connecting())
     client.shutdown()
 

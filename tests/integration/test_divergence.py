@@ -39,11 +39,12 @@ class Flip:
 
 @dataclass
 class Training:
-    """Groups with equal training, and bit flips in some of them."""
+    """Groups with equal training, which begin together, and bit flips in some of them."""
 
     flips: list[Flip]
     steps: int
     settings: dict[str, Any]
+    groups: int = GROUPS
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
     crashes: dict[int, int] = field(default_factory=dict)  # by group: the step in whose forward pass it crashes
@@ -63,6 +64,7 @@ class Training:
         ddp = DistributedDataParallel(manager, model)
         optimizer = OptimizerWrapper(manager, inner)
         left = [flip for flip in self.flips if flip.group == rank.group]
+        rank.cluster.wait_for_healthy(self.groups)
         while (step := manager.current_step()) < self.steps:
             while left and left[0].step <= step:
                 self.flip(left.pop(0), model, inner, step)
@@ -115,10 +117,9 @@ def reported() -> Iterator[list[Any]]:
     logger.removeHandler(handler)
 
 
-def run(training: Training, groups: int = GROUPS) -> list[Any]:
-    least = groups - len(training.crashes) if training.settings.get("on_divergence") != "evict" else 1
-    with Cluster(min_replicas=least, make_pg=training.make_pg) as cluster:
-        loops = [cluster.start(training.loop, group) for group in range(groups)]
+def run(training: Training) -> list[Any]:
+    with Cluster(make_pg=training.make_pg) as cluster:
+        loops = [cluster.start(training.loop, group) for group in range(training.groups)]
         return results(*loops)
 
 
@@ -172,15 +173,15 @@ def test_with_replay_a_group_heals_while_another_fails(crash: int, reported: lis
     the difference.
     """
     settings = {"on_divergence": "heal", "replay_failed_step": True}
-    training = Training([Flip(7, 1, 0, 20)], steps=7 + 2 * WITHIN, settings=settings, crashes={3: crash})
-    run(training, groups=4)
+    training = Training([Flip(7, 1, 0, 20)], steps=7 + 2 * WITHIN, settings=settings, groups=4, crashes={3: crash})
+    run(training)
     assert len(training.ended) == 3 and len(set(training.ended.values())) == 1
     assert {(*names(record), record.certain) for record in reported} == {("group_1", True)}
 
 
 def test_of_two_groups_the_second_heals(reported: list[Any]) -> None:
-    training = Training([Flip(7, 0, 0, 23)], steps=7 + WITHIN + 2, settings={"on_divergence": "heal"})
-    run(training, groups=2)
+    training = Training([Flip(7, 0, 0, 23)], steps=7 + WITHIN + 2, settings={"on_divergence": "heal"}, groups=2)
+    run(training)
     assert len(set(training.ended.values())) == 1
     assert {(*names(record), record.certain) for record in reported} == {("group_0", "group_1", False)}
 
@@ -205,14 +206,14 @@ def test_default_of_compare_commits(make_pg: Any, reported: list[Any]) -> None:
         settings={"compare_commits": None},
         make_pg=lambda group: make_pg(timeout=DEADLINE),
     )
-    run(training, groups=3)  # only three groups can name the one that differs
+    run(training)
     assert {names(record)[0] for record in reported} == {"group_1"}
 
 
 @pytest.mark.parametrize("others", [{"compare_commits": 0}, {"compare_commits": 20}])
 def test_groups_with_other_settings_train_together(others: dict[str, Any], reported: list[Any]) -> None:
-    training = Training([Flip(7, 1, 0, 23)], steps=7 + WITHIN + 5, settings={})
-    other = Training([], steps=training.steps, settings=others)
-    with Cluster(min_replicas=2) as cluster:
+    training = Training([Flip(7, 1, 0, 23)], steps=7 + WITHIN + 5, settings={}, groups=2)
+    other = Training([], steps=training.steps, settings=others, groups=2)
+    with Cluster() as cluster:
         results(cluster.start(other.loop, 0), cluster.start(training.loop, 1))
     assert reported == []

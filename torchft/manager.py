@@ -25,6 +25,7 @@ from torch.distributed import ReduceOp
 
 from torchft._agreement import COMPARES, CONNECTIONS, IN_PASSING
 from torchft._forked import Maker
+from torchft._handoff import hand_off, prepare
 from torchft._manager.checks.calls import Calls
 from torchft._manager.checks.device import claim_device
 from torchft._manager.checks.layout import Layout
@@ -197,6 +198,7 @@ class Manager(Stateful, Stepping):
         heal_along: Optional[bool] = None,
         heal: Optional[str] = None,
     ) -> None:
+        prepare()
         self._maker = Maker("Manager")
         self._peers = as_peers(pg)  # raises for a bad process group before the environment is read
         settings = resolve(
@@ -1060,8 +1062,7 @@ class Manager(Stateful, Stepping):
         # The garbage collector may call this on any thread, also on one that this Manager would wait for.
         if self.__dict__.get("_rounds") is None or not self._maker.here or sys.is_finalizing():
             return
-        with suppress(RuntimeError):  # the process is ending, and no thread can be started any more
-            threading.Thread(target=self._end_unreferenced, name="torchft_end", daemon=True).start()
+        hand_off(self._end_unreferenced, "torchft_end")
 
     def _end_unreferenced(self) -> None:
         self._background.enter_thread()

@@ -17,6 +17,7 @@ from tests.late.one_rank import OneRank
 from tests.late.test_step import DEADLINE, Vote
 from tests.promises import ABORT_S, within
 from tests.unit.manager.conftest import Fixture, fixture, quorum
+from torchft._handoff import drain
 from torchft._manager.step.step import StepRequest
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
@@ -192,9 +193,7 @@ def test_the_device_is_that_of_the_step_not_that_of_the_constructor(
 ) -> None:
     # So that no group of an earlier test ends in this block, and asks for a device.
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name == "torchft_reaper":
-            thread.join(10)
+    assert drain(10)
     set_on.clear()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "Stream", None)

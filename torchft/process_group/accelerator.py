@@ -254,30 +254,30 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         super()._release(error)
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
-        thread = abort_elsewhere(self.getBackendName(), pg)
-        self._dropping.append(thread)
-        thread.join(ABORT_TIMEOUT_SEC)
+        abort = abort_elsewhere(self.getBackendName(), pg)
+        self._dropping.append(abort)
+        abort.wait(ABORT_TIMEOUT_SEC)
 
     def _make_room(self, device: torch.device, world_size: int) -> None:
         """Waits until the memory of former communicators is freed, if the next one may not fit beside them.
 
         An abort that has not ended in time is not waited for again: NCCL may hang in it for good.
         """
-        dropping = [thread for thread in self._dropping if thread.is_alive()]
+        dropping = [handed for handed in self._dropping if not handed.over]
         if not dropping or not waits_for_abort(free_bytes(device), communicator_bytes(world_size)):
             return
         began = time.monotonic()
         longest = min(self._connect_timeout.total_seconds() / 2, _LONGEST_WAIT_FOR_MEMORY_SEC)
-        for thread in dropping:
-            thread.join(max(0.0, began + longest - time.monotonic()))
-        if any(thread.is_alive() for thread in dropping):
+        for handed in dropping:
+            handed.wait(max(0.0, began + longest - time.monotonic()))
+        if not all(handed.over for handed in dropping):
             _logger.warning(
                 "%s: %s has little free memory, and the former communicator was not freed within %g s",
                 self.getBackendName(),
                 device,
                 longest,
             )
-        self._dropping = [thread for thread in self._dropping if thread not in dropping]
+        self._dropping = [handed for handed in self._dropping if handed not in dropping]
 
     def _announced(self) -> dict[str, Any]:
         return {**super()._announced(), "first": self._recorded.encode()}

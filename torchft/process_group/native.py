@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, Work
 
+from torchft._handoff import Handed, hand_off
 from torchft.process_group._errors import named_timeout
 from torchft.process_group._gloo.connections import GlooConnections
 from torchft.utils import DeviceThread
@@ -179,23 +181,22 @@ def abort_native(pg: dist.ProcessGroup) -> None:
     last.join(ABORT_TIMEOUT_SEC)
 
 
-def abort_elsewhere(name: str, pg: Any) -> threading.Thread:
+def abort_elsewhere(name: str, pg: Any) -> Handed:
     """Aborts a group or a backend on a separate thread, because NCCL's abort may block. The caller may be the timer
     thread, and a callback that blocks it would delay all timeouts of the process.
     """
-    thread = _abort_thread(name, pg)
-    thread.start()
-    return thread
+    return hand_off(partial(_abort, name, pg), "torchft_abort")
 
 
 def _abort_thread(name: str, pg: Any) -> threading.Thread:
-    def abort() -> None:
-        try:
-            pg.abort()
-        except Exception:
-            _logger.exception("%s: could not abort the old group", name)
+    return DeviceThread(target=_abort, args=(name, pg), name="torchft_abort")
 
-    return DeviceThread(target=abort, name="torchft_abort")
+
+def _abort(name: str, pg: Any) -> None:
+    try:
+        pg.abort()
+    except Exception:
+        _logger.exception("%s: could not abort the old group", name)
 
 
 def reset_flight_recorder() -> None:

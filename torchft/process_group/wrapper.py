@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store, Work
 
 from torchft._checks import check_positive
 from torchft._forked import refusal, threaded
+from torchft._handoff import Handed, hand_off, prepare
 from torchft.process_group._attempt import ConnectionAttempt, running
 from torchft.process_group._errors import copied, named_timeout
 from torchft.process_group._forwarding import Forwarding
@@ -76,6 +77,7 @@ class ProcessGroupWrapper(Forwarding):
     ) -> None:
         super().__init__(0, 1)
         check_positive("timeout", timeout)
+        prepare()
         self._timeout = timeout
         self._pg: Optional[BaseProcessGroup] = pg
         self._given: bool = pg is not None
@@ -83,7 +85,7 @@ class ProcessGroupWrapper(Forwarding):
         if pg is not None and not isinstance(pg, ProcessGroup):
             _owners.add(self)
             threaded(pg)
-        self._dropping: list[threading.Thread] = []  # that abort and destroy former groups
+        self._dropping: list[Handed] = []  # that abort and destroy former groups
         self._operations: Optional[Operations] = None
         self._checker: Optional[Checker] = None
         self._aborted: Optional[Exception] = None
@@ -444,14 +446,17 @@ class ProcessGroupWrapper(Forwarding):
             checker.close(error)
 
     def __del__(self) -> None:
-        # The garbage collector may call this on any thread, so it must not wait. Destroying a Gloo group waits for its
-        # operations, so another thread does that. At exit no thread can be started: see `_release_all`.
+        # The garbage collector may call this on any thread, so it must neither wait nor take a lock. At exit no thread
+        # can be started: see `_release_all`.
         if not hasattr(self, "_given") or sys.is_finalizing():
             return
         if self._given:
             self._leave()
-        else:
-            self._release_both(RuntimeError("the process group is not referenced any more"))
+        elif self._pg is not None or self._standby is not None:
+            hand_off(self._release_unreferenced, "torchft_reaper")
+
+    def _release_unreferenced(self) -> None:
+        self._release_both(RuntimeError("the process group is not referenced any more"))
 
     def _leave(self) -> None:
         """Drops the reference to a native group, without an abort. Calls `reap`, since it may be the last reference."""
@@ -484,7 +489,7 @@ class ProcessGroupWrapper(Forwarding):
 
     def _drop(self, box: list[Any]) -> None:
         """Destroys the only element of `box`, on another thread. The caller holds no other reference."""
-        self._dropping = [thread for thread in self._dropping if thread.is_alive()]
+        self._dropping = [handed for handed in self._dropping if not handed.over]
         try:
             self._interrupt(box[0])
         except Exception:

@@ -9,6 +9,7 @@ from typing import Optional
 import pytest
 import torch
 
+from torchft._handoff import Handed
 from torchft.process_group import ProcessGroupNCCL, accelerator
 from torchft.process_group._device_memory import communicator_bytes, free_bytes, waits_for_abort
 
@@ -50,21 +51,19 @@ def test_an_abort_that_hangs_is_waited_for_once(
 ) -> None:
     group, may_end, waits = ProcessGroupNCCL(timedelta(seconds=0.2)), threading.Event(), []
 
-    class Hanging(threading.Thread):
-        def join(self, timeout: Optional[float] = None) -> None:
-            waits.append(timeout)
-            super().join(timeout)
+    class Hanging(Handed):
+        def wait(self, timeout_sec: float) -> bool:
+            waits.append(timeout_sec)
+            return super().wait(timeout_sec)
 
     monkeypatch.setattr(accelerator, "free_bytes", lambda device: MIB)
-    thread = Hanging(target=may_end.wait, args=(60,), daemon=True)
-    thread.start()
-    group._dropping.append(thread)
+    group._dropping.append(Hanging(lambda: may_end.wait(60), "hangs"))
     try:
         group._make_room(torch.device("cpu"), 1)
         assert waits == [], "a group of one rank needs no buffers"
         group._make_room(torch.device("cpu"), 2)
         group._make_room(torch.device("cpu"), 2)
-        assert len(waits) == 1 and waits[0] is not None and waits[0] <= 0.1, "half of the timeout of connecting"
+        assert len(waits) == 1 and waits[0] <= 0.1, "half of the timeout of connecting"
         assert caplog.text.count("the former communicator was not freed within 0.1 s") == 1
     finally:
         may_end.set()

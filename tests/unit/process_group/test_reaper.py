@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from tests.unit.children import run_python
 from tests.unit.process_group.gloo_peers import DEADLINE_S
+from tests.unit.process_group.peers import Peers, runs_with
+from torchft import _handoff
 from torchft.process_group._gloo import reaper
-from torchft.utils import DeviceThread
 
 # In a separate process: if the destruction kept the GIL, no timeout could fire here.
 _SCRIPT = """
@@ -45,27 +44,20 @@ def test_destroying_a_group_leaves_the_gil_to_its_threads() -> None:
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
 
 
-def test_the_garbage_collector_may_destroy_a_group_on_any_thread() -> None:
-    """Also on a thread that holds the reaper's lock."""
+@runs_with("fresh", alone=True)
+def test_the_garbage_collector_may_destroy_a_group_while_a_thread_starts(fresh: Peers) -> None:
+    """It does so on any thread, also on one that starts while another one waits for that, and holds a lock."""
+    fresh.connect()
 
     def collect() -> None:
-        with reaper._lock:
-            reaper.reap([object()])
+        with threading._active_limbo_lock, _handoff._starter_lock:  # type: ignore[attr-defined]
+            fresh.groups.clear()
 
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(DEADLINE_S)
     assert not thread.is_alive()
-
-
-def test_a_thread_that_has_not_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Starting(DeviceThread):
-        def start(self) -> None:
-            reaper.drain(0)  # as another thread may, at any time
-            super().start()
-
-    monkeypatch.setattr(reaper, "DeviceThread", Starting)
-    reaper.reap([object()]).join(10)
+    assert reaper.drain(DEADLINE_S)
 
 
 def test_a_slow_destruction_causes_no_delay() -> None:

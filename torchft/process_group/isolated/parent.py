@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torchft._checks import check_positive, switch
+from torchft._handoff import hand_off, prepare
 from torchft.process_group._errors import copied
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
@@ -106,7 +107,8 @@ class ProcessGroupBaby(ProcessGroup):
         self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
         # The launcher must not refer to this group, because that would keep the group alive.
         self._workers = Workers(_maker(type(self), self._context), switch(STANDBY_ENV, default=True, given=standby))
-        self._finalizer = weakref.finalize(self, Workers.close, self._workers)
+        prepare()
+        weakref.finalize(self, hand_off, self._workers.close, "torchft_workers")  # workers end under a lock
         self._workers.prepare()
 
     # Peers

@@ -285,7 +285,7 @@ def test_a_group_that_is_collected_while_its_thread_holds_the_locks(store: TCPSt
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
-    assert channel.broken is not None
+    wait_until(lambda: channel.broken is not None, "the group is ended on another thread")
     wait_until(lambda: not workers(), "its workers end")
 
 

@@ -81,7 +81,7 @@ class Loop:
 
     together: int = 3  # number of groups
     steps: int = 5  # number of steps that these groups commit together
-    make: Callable[[nn.Module], optim.Optimizer] = lambda model: optim.Adam(model.parameters(), lr=0.01)
+    make: Callable[[nn.Module], Any] = lambda model: optim.Adam(model.parameters(), lr=0.01)  # or several in a tuple
     model: Callable[[], nn.Module] = lambda: nn.Sequential(
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)
     )
@@ -103,20 +103,22 @@ class Loop:
                 parameter.copy_(torch.randn(parameter.shape, generator=with_seed))
         device = self.device_of(rank)
         model.to(device)
-        inner = self.make(model)
-        schedule = optim.lr_scheduler.ExponentialLR(inner, 0.9)
+        made = self.make(model)
+        inner = made if isinstance(made, tuple) else (made,)
+        schedules = [optim.lr_scheduler.ExponentialLR(one, 0.9) for one in inner]
 
         def load(state: State) -> None:
             model.load_state_dict(state["model"])
-            inner.load_state_dict(state["optimizer"])
-            schedule.load_state_dict(state["schedule"])
+            for one, of in zip([*inner, *schedules], state["optimizers"] + state["schedules"]):
+                one.load_state_dict(of)
 
         def save() -> State:
-            return {"model": model.state_dict(), "optimizer": inner.state_dict(), "schedule": schedule.state_dict()}
+            states = [[one.state_dict() for one in several] for several in (inner, schedules)]
+            return {"model": model.state_dict(), "optimizers": states[0], "schedules": states[1]}
 
         settings = {"heal_along": True, "load_state_dict": load, "state_dict": save, **self.settings}
         manager = rank.start_manager(**settings)
-        optimizer = OptimizerWrapper(manager, inner)
+        optimizers = [OptimizerWrapper(manager, one) for one in inner]
         manager.register_replay_hook(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
         log = self.histories[rank.group] = []
         manager.register_commit_hook(lambda *decision: log.append(decision))
@@ -126,7 +128,8 @@ class Loop:
             self.begun(rank, round)
             if rank.crashed:
                 return None
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             manager.wait_quorum()
             self.agreed(model, manager.current_step())
             self.quorum(rank)
@@ -140,16 +143,19 @@ class Loop:
             self.reduced(rank, round)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             before = manager.current_step()
-            optimizer.step()
+            for optimizer, schedule in zip(optimizers, schedules):
+                step = manager.current_step()
+                optimizer.step()
+                if manager.current_step() > step:
+                    schedule.step()
             if manager.current_step() > before:
-                schedule.step()
                 self.joined.setdefault(rank.group, round)
                 if last is None and manager.num_participants() >= self.together and self.counts(manager):
                     last = manager.current_step() + self.steps
             round += 1
             assert round < 20_000
         assert manager.recovery_seconds()["load"] > 0 or rank.group == 0 or manager.current_step() < 3
-        final = {key: value for key, value in save().items() if key != "schedule"}
+        final = {key: value for key, value in save().items() if key != "schedules"}
         return manager.current_step(), tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), final)
 
 
@@ -264,6 +270,20 @@ def test_the_ranks_of_a_group_end_a_heal_in_one_step(
     assert loop.joined[1] >= 20, "the second rank has so many parts"
     assert all(committed for _, committed, _ in loop.histories[0])
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
+
+
+def _two(model: nn.Module) -> tuple[optim.Optimizer, ...]:
+    """An optimizer for the first layer, and another one for the others."""
+    first, *others = model.children()
+    rest = [parameter for layer in others for parameter in layer.parameters()]
+    return optim.Adam(first.parameters(), lr=0.01), optim.SGD(rest, lr=0.01, momentum=0.9)
+
+
+def test_the_ranks_of_a_group_heal_at_once_with_two_optimizers(cluster: Cluster) -> None:
+    """Each zero_grad asks for a quorum: what arrives after the first is discarded in all ranks, and then loaded."""
+    loop = Loop(together=2, make=_two, settings={"heal": "at_once", "heal_along": None})
+    _run(cluster, loop, first=1, later=1, ranks=2)
+    assert all(committed for _, committed, _ in loop.histories[1])
 
 
 def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

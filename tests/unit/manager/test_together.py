@@ -105,6 +105,20 @@ def test_no_rank_loads_its_state_if_one_has_none() -> None:
     assert not second.reached(LONG), "it arrives after all"
 
 
+def test_a_heal_that_begins_again_in_its_step_is_another_one() -> None:
+    """With two optimizers a group asks for the quorum of a step twice, and discards the state of the first time."""
+    store = HashStore()
+    first, second = make_agreements(store)
+    assert first.refuse()
+    first.begin(1, 7)
+    assert second.refuse()
+    second.begin(1, 7)
+    with ThreadPoolExecutor() as threads:
+        loads = threads.submit(first.reached, LONG)
+        assert second.reached(LONG)
+        assert loads.result(60)
+
+
 def test_a_rank_that_does_not_answer_is_not_waited_for_after_the_timeout() -> None:
     first, second = make_agreements(HashStore())
     assert not first.reached(NONE)

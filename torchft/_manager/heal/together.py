@@ -102,16 +102,20 @@ class Agreement:
         self._name = name
         self._members = members
         self._key = ""  # of the present heal; empty: none, or a single rank
+        self._attempt = (-1, -1, 0)  # quorum id and step of the latest heal, and how many heals with these came before
 
     def begin(self, quorum_id: int, step: int) -> None:
-        """Begins a heal. All ranks have ended the one before: each has asked for this quorum.
+        """Begins a heal. All ranks have ended the one before: each has asked for this quorum. A quorum may be asked for
+        again in a step: with several optimizers, by the ``zero_grad`` of each.
 
         At step 0 a rank heals from the group that is the first for this rank, so others of its group do not heal. No
         rank can be of another step there, and each loads its state alone.
         """
         old, self._key = self._key, ""
+        *last, attempt = self._attempt
+        self._attempt = quorum_id, step, attempt + 1 if last == [quorum_id, step] else 0
         if self._members > 1 and step > 0:
-            self._key = f"torchft/load/{self._name}/{quorum_id}/{step}"
+            self._key = f"torchft/load/{self._name}/{quorum_id}/{step}/{self._attempt[-1]}"
         if old and old != self._key:
             for key in (old, self._received(old)):
                 self._store.delete_key(key)

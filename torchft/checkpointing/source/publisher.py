@@ -82,6 +82,7 @@ class Publisher:
         self._refused: Optional[Tuple[int, str]] = None  # a step without a state to send, and the reason
         self._retired: List[object] = []  # replaced offers, and copies, which `drop_old` frees
         self._parts: Optional[Parts] = None  # None: no part may be read now
+        self._reads_parts = False  # whether a request reads them, without the lock
         self._parts_step = -1  # the last step whose parts could be read, or were refused
         self._no_parts = ""  # why they were refused
         self._decided: Optional[Tuple[int, int]] = None  # step and quorum of the attempt that was decided last
@@ -120,15 +121,13 @@ class Publisher:
 
     def open(self, step: int, parts: Parts) -> None:
         """Offers the state of a step in parts, until `decide` or `disallow`."""
-        with self._cond:
+        with self._closing_parts():
             self._parts, self._parts_step, self._no_parts = parts, step, ""
-            self._cond.notify_all()
 
     def refuse_parts(self, step: int, reason: str) -> None:
         """Answers requests for parts of a step with the reason why there are none."""
-        with self._cond:
-            self._parts, self._parts_step, self._no_parts = None, step, reason
-            self._cond.notify_all()
+        with self._closing_parts():
+            self._parts_step, self._no_parts = step, reason
 
     def decide(self, step: int, quorum_id: int, committed: bool) -> None:
         """Records whether an attempt at a step was committed. After it no part of the step is read."""
@@ -137,10 +136,23 @@ class Publisher:
 
     @contextmanager
     def _closing_parts(self) -> Iterator[None]:
-        self._parts = None  # without the lock, so that no request that waits for the lock reads first
+        """Waits for the end of a read in progress; no other one begins before the block, which holds the lock."""
         with self._cond:
             self._parts = None
+            self._cond.wait_for(lambda: not self._reads_parts)
             yield
+            self._cond.notify_all()
+
+    @contextmanager
+    def _reading_parts(self) -> Iterator[None]:
+        """Releases the lock, which is held, while the parts are read: the state functions of users may be slow."""
+        self._reads_parts = True
+        self._cond.release()
+        try:
+            yield
+        finally:
+            self._cond.acquire()
+            self._reads_parts = False
             self._cond.notify_all()
 
     def part(self, step: int, key: str, timeout: float) -> StatePart:
@@ -153,8 +165,12 @@ class Publisher:
         """
         if not self.gives_parts:
             raise NoParts("this source offers its state at once only")
+
+        def settled() -> bool:
+            return self._closed or (step <= self._parts_step and not self._reads_parts)
+
         with self._cond:
-            if not self._cond.wait_for(lambda: self._closed or step <= self._parts_step, timeout):
+            if not self._cond.wait_for(settled, timeout):
                 raise Unavailable(f"timed out after {timeout:g} s: no parts of step {step} were offered")
             if self._closed:
                 raise Unavailable("this checkpoint server is shut down")
@@ -164,7 +180,8 @@ class Publisher:
             if step != self._parts_step or parts is None:
                 raise WrongStep(f"no part of step {step} is offered any more")
             try:
-                return parts.part(key)
+                with self._reading_parts():
+                    return parts.part(key)
             except ValueError as error:
                 raise NoParts(str(error)) from error
 
@@ -299,15 +316,19 @@ class Publisher:
         def refused() -> bool:
             return self._refused is not None and self._refused[0] == step
 
+        def in_parts() -> bool:
+            return self._parts is not None and self._parts_step == step
+
         def settled() -> bool:
-            return self._closed or self._allowed or refused() or self._offers_whole(step)
+            return self._closed or self._allowed or refused() or (in_parts() and not self._reads_parts)
 
         in_time = self._cond.wait_for(settled, timeout)
+        if not self._closed and not self._allowed and self._parts is not None and in_parts():
+            parts = self._parts
+            with self._reading_parts():
+                parts.whole()
         if self._closed:
             raise Unavailable("this checkpoint server is shut down")
-        parts = self._parts  # read once: the training thread clears it without the lock
-        if not self._allowed and parts is not None and self._parts_step == step:
-            parts.whole()
         if self._refused is not None and refused():
             raise Unavailable(f"the source cannot send its state of step {step}: {self._refused[1]}")
         if not in_time:
@@ -318,10 +339,6 @@ class Publisher:
             raise WrongStep(f"invalid checkpoint requested: serving step {self._step} but got step={step}")
         assert self._offer is not None
         return self._offer
-
-    def _offers_whole(self, step: int) -> bool:
-        """Whether the whole state of a step can be offered, since its parts are."""
-        return self._parts is not None and self._parts_step == step
 
     def count_served(self, offer: Offer, key: str) -> None:
         """Notes that a peer has received a complete part of this checkpoint."""

@@ -49,7 +49,7 @@ def test_a_target_without_memory_costs_the_others_nothing(
     late: Any, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
     """The target twice fails to allocate memory for the state. The source sends it nevertheless, and continues."""
-    new, trains, healed, ended = pg_transport._Places.new, Gate(), threading.Event(), threading.Event()
+    new, trains, healed, ended = pg_transport.Destination, Gate(), threading.Event(), threading.Event()
     failures: list[CheckpointError] = []
 
     def full(*given: Any) -> Any:
@@ -58,7 +58,7 @@ def test_a_target_without_memory_costs_the_others_nothing(
             raise failures[-1]
         return new(*given)
 
-    monkeypatch.setattr(pg_transport._Places, "new", full)
+    monkeypatch.setattr(pg_transport, "Destination", full)
 
     def group(rank: Rank) -> tuple[list[bool], list[float]]:
         device = torch.device("late", rank.group)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tests.late.observed import BLOCK, Observed, numbers, until
-from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing import HTTPTransport, http_transport
 from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.codec import staging
 from torchft.checkpointing.codec.requests import FULL
+from torchft.checkpointing.codec.room import NoRoom, Reservation
 from torchft.checkpointing.codec.staging import Staged, StreamCopies, Uploads
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.offer import Offer
@@ -96,7 +97,10 @@ def test_an_offer_of_device_memory(device: type[Observed], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
 def test_a_heal_from_device_memory(device: type[Observed], num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HTTPTransport, "_may_stage", lambda self, nbytes: (False, None))
+    def full(nbytes: int, share: int) -> Reservation:
+        raise NoRoom(0)
+
+    monkeypatch.setattr(http_transport, "reserve", full)
     state = {
         "w": numbers(3 * BLOCK + 7),
         "b": torch.ones(3, device="late"),

@@ -217,7 +217,7 @@ def held_at_the_tensors(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def stop(self: Any, nbytes: int) -> None:
         announced(self, nbytes)
-        if self.meter is None:  # the source's channel
+        if self.progress is None:  # the source's channel
             torch.accelerator.synchronize()
             late.hold()
 
@@ -260,8 +260,9 @@ def test_no_host_memory_for_tensors_on_a_device(
 ) -> None:
     """The upstream format is not tested: there the target learns a tensor's device only when the tensor arrives."""
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    monkeypatch.setattr(room, "host", room.Host(tmp_path))
-    monkeypatch.setattr(http_transport, "reserve", lambda nbytes, share: None)  # the source has enough
+    monkeypatch.setattr(room, "folder", tmp_path)
+    # the source has enough
+    monkeypatch.setattr(http_transport, "reserve", lambda nbytes, share: room.Reservation())
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = PAIRS[name](stack)
@@ -314,7 +315,7 @@ def test_a_heal_whose_native_group_was_aborted_returns_no_state(late: Any, monke
     def started(self: Any, operations: list[Callable[[], Any]]) -> None:
         def start() -> Any:
             work = operations[0]()
-            if self.meter is not None:  # the target's channel, after the header
+            if self.progress is not None:  # the target's channel, after the header
                 receiving.set()
             return work
 
@@ -322,7 +323,7 @@ def test_a_heal_whose_native_group_was_aborted_returns_no_state(late: Any, monke
 
     def stop(self: Any, nbytes: int) -> None:
         announced(self, nbytes)
-        if self.meter is None:  # the source's channel
+        if self.progress is None:  # the source's channel
             assert may_send.wait(20)
 
     monkeypatch.setattr(pg_transport._Channel, "_wait", started)
@@ -375,12 +376,12 @@ def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
 
     def hold(self: Any, nbytes: int) -> None:
         announced(self, nbytes)
-        if self.meter is not None:  # the target's channel, after the header
+        if self.progress is not None:  # the target's channel, after the header
             late.hold()
 
     def started(self: Any, operations: list[Callable[[], Any]]) -> None:
         wait(self, operations)
-        if self.meter is not None:
+        if self.progress is not None:
             begun.append(operations)
             if len(begun) == 2:
                 both.set()
@@ -418,7 +419,7 @@ def test_a_heal_in_flight_does_not_delay_an_allreduce(late: Any, monkeypatch: py
 
     def stop(self: Any, nbytes: int) -> None:
         announced(self, nbytes)
-        if self.meter is not None:  # the target's channel, after the header
+        if self.progress is not None:  # the target's channel, after the header
             assert may_receive.wait(60)
 
     monkeypatch.setattr(pg_transport._Channel, "announced", stop)

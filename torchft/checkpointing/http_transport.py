@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import closing, suppress
 from datetime import timedelta
-from typing import Callable, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, List, Mapping, Optional, Sequence, TypeVar
 
 from torchft._checks import check_positive
 from torchft._forked import Maker
 from torchft.addresses import heal_hosts
 from torchft.checkpointing.client.deadline import Deadline
-from torchft.checkpointing.client.places import moved_into
-from torchft.checkpointing.client.receive import Memory, receive, receive_part
-from torchft.checkpointing.client.request import Abandon, Answer, ask, describe
+from torchft.checkpointing.client.receive import Memory, Receiver, receive_part
+from torchft.checkpointing.client.request import Abandon, Request
 from torchft.checkpointing.client.target import TargetState
-from torchft.checkpointing.client.upstream import UpstreamHomes, receive_upstream
 from torchft.checkpointing.codec.handshake import Name
-from torchft.checkpointing.codec.memory import available_memory, reserve
+from torchft.checkpointing.codec.memory import reserve
 from torchft.checkpointing.codec.requests import DECISION, FULL, METADATA, REST, StatePart, announce
 from torchft.checkpointing.codec.room import NoRoom, Reservation
-from torchft.checkpointing.codec.token import checkpoint_token
-from torchft.checkpointing.native import core
+from torchft.checkpointing.native.core import NativeServer
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.pacer import Pacer
 from torchft.checkpointing.source.publisher import Parts, Publisher
@@ -106,7 +104,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._checksum = checksum
         self._num_chunks = num_chunks
         self._source = Publisher(keep=self._timeout)
-        self._native = core.ServerSlot(self._timeout, bandwidth_limit, background)
+        self._native = NativeServer(self._timeout, bandwidth_limit, background)
         self._server = CheckpointServer(self._source, self._native, Pacer(bandwidth_limit), self._timeout)
         self._names: Callable[[], Mapping[int, Name]] = dict
         self._receiving: Optional[Abandon] = None
@@ -147,17 +145,10 @@ class HTTPTransport(CheckpointTransport[T]):
         self._publish(step, Checkpoint(state_dict, self._num_chunks, self._names()), 0, Role.ADDITIONAL)
 
     def _publish(self, step: int, checkpoint: Checkpoint, receivers: int, role: Role) -> None:
-        stage, room = self._may_stage(checkpoint.nbytes_on_devices)
-        self._source.publish(step, checkpoint, receivers, stage, role, room)
-
-    def _may_stage(self, nbytes: int) -> Tuple[bool, Optional[Reservation]]:
-        """Whether state on devices may be copied to host memory, and the memory that is reserved for that."""
-        if nbytes == 0 or available_memory() is None:
-            return False, None
-        try:
-            return True, reserve(nbytes, share=2)
-        except NoRoom:
-            return False, None
+        room: Optional[Reservation] = None
+        with suppress(NoRoom):  # tensors on devices are then sent in the upstream format, without a copy
+            room = reserve(checkpoint.nbytes_on_devices, share=2)
+        self._source.publish(step, checkpoint, receivers, role, room)
 
     def allow_checkpoint(self, step: int) -> None:
         """Offers the state of the last `send_checkpoint` again, as the state of `step`.
@@ -211,8 +202,7 @@ class HTTPTransport(CheckpointTransport[T]):
             CheckpointError, CheckpointTimeout: see `CheckpointTransport.recv_checkpoint`
         """
         deadline = Deadline(timeout.total_seconds(), of_progress=True)
-        go, token = core.native(), checkpoint_token()
-        return receive_part(go, metadata, step, key, deadline, token, self._checksum, memory, abandon)
+        return receive_part(Request(metadata, step, key, deadline, abandon), self._checksum, memory)
 
     def recv_decision(
         self, metadata: str, step: int, quorum_id: int, timeout: timedelta, abandon: Abandon
@@ -222,8 +212,8 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             CheckpointError, CheckpointTimeout: it did not answer
         """
-        deadline, key = Deadline(timeout.total_seconds()), f"{DECISION}{quorum_id}"
-        with ask(metadata, step, key, deadline, checkpoint_token(), connected=abandon.connected) as answer:
+        deadline = Deadline(timeout.total_seconds())
+        with Request(metadata, step, f"{DECISION}{quorum_id}", deadline, abandon).ask() as answer:
             assert answer.body is not None
             return {b"true": True, b"false": False}.get(answer.body.read(_DECISION_BYTES))
 
@@ -249,36 +239,16 @@ class HTTPTransport(CheckpointTransport[T]):
                 that is on a device at the source is received on this process's current device of that type. Also says
                 whether the timeout is one of progress, `TargetState.waited_for`.
         """
-        deadline = Deadline(timeout.total_seconds(), of_progress=target is not None and target.waited_for)
-        token = checkpoint_token()
+        waited_for = target is not None and target.waited_for
+        deadline = Deadline(timeout.total_seconds(), waited_for)
         key = REST if target is not None and target.has else FULL if self._num_chunks == 0 else METADATA
-
-        def upstream(answer: Answer) -> T:
-            what = describe(metadata, step, key)
-            homes = UpstreamHomes(what, in_host_memory=self._state_dict is not None or target is not None)
-            got = receive_upstream(answer, metadata, step, key, self._num_chunks, deadline, token, homes.of)
-            if self._state_dict is not None:
-                return moved_into(self._state_dict(), got, what)
-            if target is not None:
-                target.devices = homes.devices(got)
-            return got
-
+        if self._state_dict is not None:
+            target = TargetState(self._state_dict, True, waited_for, target.has if target else None, strict=True)
         self._receiving = Abandon()
+        request = Request(metadata, step, key, deadline, self._receiving)
         try:
-            return receive(
-                core.native(),
-                metadata,
-                step,
-                key,
-                deadline,
-                token=token,
-                checked=self._checksum,
-                own=self._state_dict,
-                target=target,
-                upstream=upstream,
-                additional_sources=additional_sources,
-                abandon=self._receiving,
-            )
+            with closing(Receiver(request, target, self._checksum, self._num_chunks, additional_sources)) as receiver:
+                return receiver.receive()
         finally:
             self._receiving = None
 
@@ -298,7 +268,7 @@ class HTTPTransport(CheckpointTransport[T]):
         # arrives later is refused at once, because the source remains closed.
         limit = self._timeout if wait else 0.0
         self._source.close(limit)
-        self._native.close()
+        self._native.end()
         self._server.shutdown()
         self._server.close_timeout = limit
         self._server.server_close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import struct
 import time
 from collections import deque
@@ -12,22 +11,21 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
 import torch
 from torch.distributed import Work
 
 from torchft._checks import check_positive
 from torchft.checkpointing.client.deadline import Deadline
-from torchft.checkpointing.client.progress import Meter
-from torchft.checkpointing.client.target import CPU, Homes, TargetState
-from torchft.checkpointing.codec.encoding import Encoded, Path, decode, dtype_name, dtype_of, is_dtensor, with_flags
-from torchft.checkpointing.codec.handshake import Structure, pack_structure, parse_structure, read_frame
-from torchft.checkpointing.codec.layout import local_part, tensor_nodes, tensors_by_path
-from torchft.checkpointing.codec.memory import HostMemory, reserve_for_state
-from torchft.checkpointing.codec.room import Reservation
+from torchft.checkpointing.client.places import Destination
+from torchft.checkpointing.client.progress import TransferProgress
+from torchft.checkpointing.client.target import CPU, TargetState
+from torchft.checkpointing.codec.handshake import Structure, parse_structure, read_frame
+from torchft.checkpointing.codec.memory import HostMemory, flat_storage
 from torchft.checkpointing.codec.staging import Unloading, copies_for
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
+from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
 from torchft.process_group._timeout import point_to_point_timeout
 from torchft.process_group.accelerator import AcceleratorProcessGroup
@@ -47,11 +45,10 @@ _PIECE = 32 << 20
 _LEAST_PIECE = 256 << 10
 _PIECES = 64
 _MAX_HEADER = 8 << 30  # bytes; a larger header is refused as malformed
-_MAGIC = 0x746F726368667432  # "torchft2"
+_MAGIC = 0x746F726368667433  # "torchft3"
 _REFUSED = 0x746F726368667421  # "torchft!": followed by a text that says why there is no state
-_ON_CPU, _ON_DEVICE = -1, -2  # in place of a region's number; a tensor on the k-th device has -2 - k
 _MAX_REASON = 10_000  # bytes
-_STEP = struct.Struct("<q")
+_LEAD, _STEP = struct.Struct("<qq"), struct.Struct("<q")
 _EARLY = 0.01  # seconds
 _TAG = 1  # messages between two ranks arrive in order, so one tag suffices
 
@@ -59,7 +56,7 @@ _TAG = 1  # messages between two ranks arrive in order, so one tag suffices
 class PGTransport(CheckpointTransport[T]):
     """Sends the state over a process group between the replica groups.
 
-    A header with the structure and all other values comes first, then the tensors one by one, DTensors as their local
+    A header with the structure and all other values comes first, then the memory of the tensors, of DTensors the local
     shard. `send_checkpoint` returns when all targets have everything, so the source waits for them. If the process
     group works on a device, it returns when all sends are queued there, and `disallow_checkpoint` waits for the device.
     The header uses the safe encoding of `HTTPTransport`.
@@ -125,19 +122,16 @@ class PGTransport(CheckpointTransport[T]):
             return
         channel = self._channel(dst_ranks, f"checkpoint of step {step} to {dst_ranks}", step, timeout)
         try:
-            header = _Header(state_dict)
+            checkpoint = Checkpoint(state_dict)
         except Unsendable as error:
             self._refuse(channel, str(error))
             raise
-        sizes = [storage.nbytes() for storage in header.storages]
-        raw = _STEP.pack(step) + pack_structure(sizes, header.structure, header.devices)
-        body = [torch.frombuffer(bytearray(raw), dtype=torch.uint8)]
-        body += [storage_bytes(storage).cpu() for storage in header.storages]
+        storages = checkpoint.encoded.storages
         with self._released(channel, receiving=False):
-            self._send_text(channel, _MAGIC, torch.cat(body))
-            channel.announced([tensor.numel() * tensor.element_size() for tensor in header.tensors])
-            for tensor in header.tensors:
-                channel.send(tensor)
+            self._send_text(channel, _MAGIC, _STEP.pack(step) + checkpoint.structure_frame())
+            channel.announced([storage.nbytes() for storage in storages])
+            for storage in storages:
+                channel.send(storage_bytes(storage))
         self._sent = channel.queued()
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta) -> None:
@@ -146,14 +140,13 @@ class PGTransport(CheckpointTransport[T]):
             self._refuse(self._channel(dst_ranks, what, step, timeout), reason)
 
     def _refuse(self, channel: _Channel, reason: str) -> None:
-        text = bytearray(reason.encode()[:_MAX_REASON])
         with self._released(channel, receiving=False):
-            self._send_text(channel, _REFUSED, torch.frombuffer(text, dtype=torch.uint8))
+            self._send_text(channel, _REFUSED, reason.encode()[:_MAX_REASON])
         self._sent = channel.queued()
 
-    def _send_text(self, channel: _Channel, magic: int, body: torch.Tensor) -> None:
-        channel.send(torch.tensor([magic, body.numel()], dtype=torch.int64))
-        channel.send(body)
+    def _send_text(self, channel: _Channel, magic: int, body: bytes) -> None:
+        for data in (_LEAD.pack(magic, len(body)), body):
+            channel.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _channel(
         self, ranks: List[int], what: str, step: int, timeout: Optional[timedelta], of_progress: bool = True
@@ -185,26 +178,29 @@ class PGTransport(CheckpointTransport[T]):
             target: chooses the devices of tensors if this transport has no `state_dict`. Also says whether the timeout
                 is one of progress, `TargetState.waited_for`.
         """
-        what = f"checkpoint of step {step} from rank {src_rank}"
-        channel = self._channel([src_rank], what, step, timeout, target is not None and target.waited_for)
+        what, waited_for = f"checkpoint of step {step} from rank {src_rank}", target is not None and target.waited_for
+        if self._state_dict is not None:
+            target = TargetState(self._state_dict, writable=True)
+        channel = self._channel([src_rank], what, step, timeout, waited_for)
         with closing(channel), self._released(channel, receiving=True):
-            sent, structure, flats = self._recv_header(channel)
-            with closing(Meter(what, logger)) as meter:
-                channel.meter = meter
-                sizes = _announced_sizes(structure.tree)
-                meter.expect(sum(sizes))
-                channel.announced(sizes)
+            sent, structure = self._recv_header(channel)
+            with closing(TransferProgress(what, logger)) as progress:
+                channel.progress = progress
+                progress.expect(sum(structure.sizes))
+                channel.announced(structure.sizes)
                 if sent != step:
                     raise CheckpointError(f"{what}: the source sends step {sent}")
-                places = self._places(structure, target)
-                got = decode(
-                    structure.tree, flats, what, lambda path, node: self._recv_tensor(channel, places, path, node)
-                )
-                channel.landed()
-                if (queued := channel.queued()) is not None:
-                    queued.wait()
-                meter.done()
-        return got
+                with closing(Destination(structure, target, what, self._home)) as destination:
+                    for region in destination.regions:
+                        channel.recv(region)
+                    channel.landed()
+                    if (queued := channel.queued()) is not None:
+                        queued.wait()
+                    progress.done()
+                    return destination.state()
+
+    def _home(self, device: str) -> torch.device:
+        return CPU if device == "cpu" else self._device
 
     @contextmanager
     def _released(self, channel: _Channel, receiving: bool) -> Iterator[None]:
@@ -222,32 +218,14 @@ class PGTransport(CheckpointTransport[T]):
                 channel.close()
             raise
 
-    def _places(self, structure: Structure, target: Optional[TargetState]) -> _Places:
-        if self._state_dict is None and target is not None:
-            devices = {path: _source_device(structure, node) for path, node in tensor_nodes(structure.tree, ())}
-            if target.writable:
-                own = target.own()
-                return _Places(structure, own, Homes(own, devices).of)
-            target.devices = {path: device for path, device in devices.items() if device != "cpu"}
-            room = reserve_for_state(sum(_announced_sizes(structure.tree)) if target.devices else 0, "the state")
-            places = _Places(structure, {}, lambda device: CPU)
-            places.room = room  # until everything has arrived
-            return places
-        own = tensors_by_path(self._state_dict()) if self._state_dict is not None else {}
-        return _Places(structure, own, lambda device: CPU if device == "cpu" else self._device)
-
-    def _recv_header(self, channel: _Channel) -> Tuple[int, Structure, List[torch.Tensor]]:
+    def _recv_header(self, channel: _Channel) -> Tuple[int, Structure]:
         what = channel.what
-        lead = torch.zeros(2, dtype=torch.int64)
-        channel.recv(lead)
-        channel.landed()
-        magic, length = lead.tolist()
+        magic, length = _LEAD.unpack(channel.recv_bytes(_LEAD.size))
         if magic not in (_MAGIC, _REFUSED) or not 0 < length <= _MAX_HEADER:
-            raise CheckpointError(f"{what}: no header but {lead.tolist()}; do both groups use this version of torchft?")
-        body = _empty(torch.Size([length]), torch.uint8, CPU, what)
-        channel.recv(body)
-        channel.landed()
-        raw = io.BytesIO(bytes(tensor_memory(body)))
+            raise CheckpointError(
+                f"{what}: no header but {[magic, length]}; do both groups use this version of torchft?"
+            )
+        raw = io.BytesIO(channel.recv_bytes(length))
         if magic == _REFUSED:
             channel.announced([])
             raise CheckpointError(f"{what}: the source cannot send its state: {raw.read().decode(errors='replace')}")
@@ -255,53 +233,9 @@ class PGTransport(CheckpointTransport[T]):
         if len(step) < _STEP.size:
             raise CheckpointError(f"{what}: its header is cut short")
         structure = parse_structure(read_frame(raw, what), what)
-        start = raw.tell()
-        if start + sum(structure.sizes) != length:
-            raise CheckpointError(f"{what}: its header has {length} bytes and announces {start + sum(structure.sizes)}")
-        # clones, because a view may begin at an address that the dtype does not allow
-        return _STEP.unpack(step)[0], structure, [part.clone() for part in body[start:].split(structure.sizes)]
-
-    def _recv_tensor(self, channel: _Channel, places: _Places, path: Path, node: List[Any]) -> Optional[torch.Tensor]:
-        """Receives the next tensor: into the local one if it is equal in layout, else into new memory."""
-        of_dtensor = node[0] == "D"
-        _, _, dtype_name, _, shape, _, flags = node[1] if of_dtensor else node
-        dtype, shape = dtype_of(dtype_name), torch.Size(shape)
-        mine = places.own.get(path)
-        if mine is not None and is_dtensor(mine) == of_dtensor:
-            local = local_part(mine)
-            if local.shape == shape and local.dtype == dtype:
-                channel.recv(local)
-                return mine
-        if of_dtensor:
-            return None  # made from its local part, which comes next
-        fresh = places.new(node, channel.what)
-        channel.recv(fresh)
-        return with_flags(fresh, flags)
-
-
-class _Places:
-    """Chooses the memory for the tensors of one transfer.
-
-    Args:
-        structure: the source's description of its state
-        own: the local tensors, to be filled
-        home: returns the device of other tensors, given their device at the source
-    """
-
-    def __init__(
-        self, structure: Structure, own: Mapping[Path, torch.Tensor], home: Callable[[str], torch.device]
-    ) -> None:
-        self.own = own
-        self._structure = structure
-        self._home = home
-        self._memory = HostMemory()
-        self.room: Optional[Reservation] = None  # of host memory, while the tensors arrive
-
-    def new(self, node: List[Any], what: str) -> torch.Tensor:
-        """Allocates memory for a tensor."""
-        _, _, dtype_name, _, shape, _, _ = node
-        dtype, home = dtype_of(dtype_name), self._home(_source_device(self._structure, node))
-        return _empty(torch.Size(shape), dtype, home, what, self._memory)
+        if raw.tell() != length:
+            raise CheckpointError(f"{what}: its header has {length} bytes, and ends at {raw.tell()}")
+        return _STEP.unpack(step)[0], structure
 
 
 @dataclass
@@ -320,7 +254,7 @@ class _Channel:
     timeout: timedelta
     device: torch.device  # device on which the process group needs tensors
     of_progress: bool = True  # whether the deadline moves with each piece
-    meter: Optional[Meter] = None  # counts the received bytes
+    progress: Optional[TransferProgress] = None  # counts the received bytes
 
     def __post_init__(self) -> None:
         self.of_progress = self.of_progress and self.device.type == "cpu"
@@ -328,7 +262,7 @@ class _Channel:
         self._piece = _LEAST_PIECE
         self._stage: Optional[torch.Tensor] = None
         self._unloading: Optional[Unloading] = None
-        self._left: Optional[deque[int]] = None  # bytes of the tensors still to come; None: not known
+        self._left: Optional[deque[int]] = None  # bytes of the regions still to come; None: not known
         self.broken = False  # set if the other end has an error as well, or has the same deadline
 
     def announced(self, sizes: List[int]) -> None:
@@ -339,23 +273,17 @@ class _Channel:
         self._stage = self._unloading = None
         self._left = deque(sizes)
 
-    def send(self, tensor: torch.Tensor) -> None:
-        """Sends a tensor to all ranks."""
-        for piece in self._pieces(tensor):
+    def send(self, flat: torch.Tensor) -> None:
+        """Sends a flat tensor of bytes to all ranks."""
+        for piece in flat.split(self._piece) if flat.numel() else ():
             here = piece.to(self.device)
             self._wait([partial(self.pg.send, [here], rank, _TAG) for rank in self.ranks])
 
-    def recv(self, tensor: torch.Tensor) -> None:
-        """Receives into a tensor. One in host memory may be complete only after `landed`."""
-        if not tensor.is_contiguous():
-            beside = _empty(tensor.shape, tensor.dtype, CPU, self.what)
-            self.recv(beside)
-            self.landed()
-            tensor.copy_(beside)
-            return
-        unloads = tensor.is_cpu and copies_for(self.device.type) is not None
-        for piece in self._pieces(tensor):
-            if self._is_here(tensor):
+    def recv(self, flat: torch.Tensor) -> None:
+        """Receives into a flat tensor of bytes. One in host memory may be complete only after `landed`."""
+        unloads = flat.is_cpu and copies_for(self.device.type) is not None
+        for piece in flat.split(self._piece) if flat.numel() else ():
+            if self._is_here(flat):
                 here = piece
             elif unloads:
                 here = self._unloaded(piece)
@@ -366,10 +294,16 @@ class _Channel:
                 self._unloading.start()
             elif here is not piece:
                 piece.copy_(here)
-            if self.meter is not None:
-                self.meter.count(piece.numel())
+            if self.progress is not None:
+                self.progress.count(piece.numel())
         if self._left:
             self._left.popleft()
+
+    def recv_bytes(self, length: int) -> bytes:
+        flat = flat_storage(length, self.what, CPU, HostMemory())
+        self.recv(flat)
+        self.landed()
+        return bytes(tensor_memory(flat))
 
     def _unloaded(self, piece: torch.Tensor) -> torch.Tensor:
         """Memory on the device for a piece that is copied to the host while the next one is received."""
@@ -415,17 +349,12 @@ class _Channel:
             return self.broken
         return True
 
-    def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), self._piece):
-            yield flat[start : start + self._piece]
-
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
 
     def _staged(self, nbytes: int) -> torch.Tensor:
         if self._stage is None:
-            self._stage = _empty(torch.Size([self._piece]), torch.uint8, self.device, self.what)
+            self._stage = flat_storage(self._piece, self.what, self.device, HostMemory())
         return self._stage[:nbytes]
 
     def _wait(self, operations: List[Callable[[], Any]]) -> None:
@@ -523,54 +452,3 @@ class _Queued:
         error = channel.error()
         if error is not None:
             raise CheckpointError(f"{channel.what}: {error}") from error
-
-
-class _Header(Encoded):
-    """The header of a state, whose tensors follow one by one in the order of their descriptions."""
-
-    def __init__(self, state: object) -> None:
-        self.tensors: List[torch.Tensor] = []
-        self._devices: Dict[str, int] = {}
-        super().__init__(state)
-
-    @property
-    def devices(self) -> Dict[int, str]:
-        """The devices of the tensors, by number."""
-        return {number: device for device, number in self._devices.items()}
-
-    def _encode_memory(self, tensor: torch.Tensor, flags: int) -> Any:
-        self.tensors.append(tensor.detach())
-        place = _ON_CPU
-        if tensor.device.type != "cpu":
-            place = _ON_DEVICE - self._devices.setdefault(str(tensor.device), len(self._devices))
-        return ["T", place, dtype_name(tensor.dtype), 0, list(tensor.shape), [], flags]
-
-
-def _source_device(structure: Structure, node: List[Any]) -> str:
-    """The source's device for a tensor. For a malformed node this raises nothing: `decode` does."""
-    place = (node[1] if node[0] == "D" else node)[1]
-    return structure.devices.get(_ON_DEVICE - place, "cpu") if type(place) is int else "cpu"
-
-
-def _empty(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, what: str, memory: Optional[HostMemory] = None
-) -> torch.Tensor:
-    nbytes = math.prod(shape) * dtype.itemsize
-    try:
-        if device == CPU and memory is not None:
-            return memory.take(nbytes).view(dtype).view(shape)
-        return torch.empty(shape, dtype=dtype, device=device)
-    except (RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes on {device}") from error
-
-
-def _announced_sizes(tree: Any) -> List[int]:
-    """The bytes of each tensor that follows a header, in order. For a malformed header this raises
-    nothing: `decode` does.
-    """
-    sizes = []
-    for _, node in tensor_nodes(tree, ()):
-        _, _, dtype_name, _, shape, _, _ = node[1] if node[0] == "D" else node
-        with suppress(ValueError, TypeError):
-            sizes.append(math.prod(shape) * dtype_of(dtype_name).itemsize)
-    return sizes

@@ -31,8 +31,8 @@ class Wire:
 
     def __init__(self, source: HTTPTransport[Any], http: list[Fault], data: list[Fault]) -> None:
         self.http = Proxy(urlsplit(source.metadata()).port or 0, http)
-        server = source._native.get()
-        assert server is not None
+        server = source._native
+        assert server.start()
         self._server, self._port = server, server.port
         self.data = Proxy(server.port, data)
         server.port = self.data.port  # the port in its tickets

@@ -152,7 +152,7 @@ def test_no_memory_at_the_target(groups: list[Any], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pg_transport.torch, "zeros", refuse)
     sent, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
     assert sent is None and isinstance(got, CheckpointError)
-    assert str(got) == "checkpoint of step 4 from rank 0: no memory for a tensor of 2800 bytes on cpu"
+    assert str(got) == "checkpoint of step 4 from rank 0: no memory for a tensor of 2800 bytes"
 
 
 @pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1)])

@@ -59,10 +59,22 @@ class TransferProgress:
         self._has_bar = False
         self._watcher: Optional[Watcher] = getattr(_watchers, "watcher", None)
         self._reported = float("-inf")
+        self._lock = threading.Lock()  # guards the counts of several streams
+        self._received = self._total = 0
+
+    def expect(self, nbytes: int) -> None:
+        """Adds to the number of announced bytes; may be called on any thread."""
+        with self._lock:
+            self._total += nbytes
+
+    def count(self, nbytes: int) -> None:
+        """Adds to the number of received bytes; may be called on any thread."""
+        with self._lock:
+            self.update(self._received + nbytes, max(self._received + nbytes, self._total))
 
     def update(self, received: int, total: int) -> None:
         """Called with the bytes that have arrived and the total. Shows them unless it did so just before."""
-        now = self._clock()
+        now, self._received = self._clock(), received
         if self._watcher is not None and now - self._reported >= _REPORT_EVERY:
             self._reported = now
             self._watcher(received, total)
@@ -79,53 +91,18 @@ class TransferProgress:
         self._terminal.flush()
         self._has_bar = True
 
+    def done(self, digest: str = "") -> None:
+        """Called when everything has arrived. Logs `3.400 GB in 5.20 s, 0.65 GB/s`."""
+        gigabytes, seconds = self._received / 1e9, self._clock() - self._start
+        text = f"{gigabytes:.3f} GB in {seconds:.2f} s, {gigabytes / max(seconds, 1e-9):.2f} GB/s"
+        self._log.info("%s: %s%s", self._what, text, digest and f", digest {digest}")
+
     def close(self) -> None:
         """Removes the bar."""
         if self._has_bar and self._terminal is not None:
             self._terminal.write("\r\x1b[K")
             self._terminal.flush()
             self._has_bar = False
-
-
-class Meter:
-    """Counts the bytes received by the streams of one transfer, on any threads, and shows the progress.
-
-    Args:
-        what: names the transfer
-        log: called with each log line
-    """
-
-    def __init__(self, what: str, log: logging.Logger) -> None:
-        self._what = what
-        self._log = log
-        self._lock = threading.Lock()
-        self._progress = TransferProgress(what, log)
-        self._start = time.monotonic()
-        self._received = self._total = 0
-
-    def expect(self, nbytes: int) -> None:
-        """Adds to the number of announced bytes."""
-        with self._lock:
-            self._total += nbytes
-
-    def count(self, nbytes: int) -> None:
-        """Adds to the number of received bytes."""
-        with self._lock:
-            self._received += nbytes
-            self._progress.update(self._received, max(self._received, self._total))
-
-    def done(self) -> None:
-        """Called when everything has arrived."""
-        self._log.info("%s: %s", self._what, summary(self._received, time.monotonic() - self._start))
-
-    def close(self) -> None:
-        """Removes the bar."""
-        self._progress.close()
-
-
-def summary(received: int, seconds: float) -> str:
-    """`3.400 GB in 5.20 s, 0.65 GB/s`"""
-    return f"{received / 1e9:.3f} GB in {seconds:.2f} s, {received / 1e9 / max(seconds, 1e-9):.2f} GB/s"
 
 
 def describe(received: int, total: int, seconds: float) -> str:

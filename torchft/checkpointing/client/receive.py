@@ -1,23 +1,25 @@
-"""The target's side of a transfer: chooses the format, runs the native data plane, and handles broken connections."""
+"""A target receives a state: asks a source, chooses the format, and asks again when a connection breaks."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Callable, Optional, Sequence, Tuple
+from contextlib import closing
+from functools import partial
+from typing import Any, Callable, Optional, Sequence
 
 import torch
 
-from torchft.addresses import host_port
-from torchft.checkpointing.client.deadline import Deadline
-from torchft.checkpointing.client.progress import TransferProgress, summary
-from torchft.checkpointing.client.request import Abandon, Answer, Busy, ask, describe, frames
+from torchft.checkpointing.client.places import Destination, device_like
+from torchft.checkpointing.client.progress import TransferProgress
+from torchft.checkpointing.client.request import Answer, Busy, Request
 from torchft.checkpointing.client.retry import Attempts
 from torchft.checkpointing.client.sources import AdditionalSources
 from torchft.checkpointing.client.target import TargetState
-from torchft.checkpointing.client.transfer import StateTransfer, Transfer
-from torchft.checkpointing.codec.handshake import DONE, Ticket
-from torchft.checkpointing.codec.requests import FULL, REST, StatePart
+from torchft.checkpointing.client.transfer import Transfer
+from torchft.checkpointing.client.upstream import receive_upstream
+from torchft.checkpointing.codec.requests import StatePart
+from torchft.checkpointing.native import core
 from torchft.checkpointing.transport import AdditionalSource, CheckpointError, Interrupted
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -25,137 +27,103 @@ logger: logging.Logger = logging.getLogger(__name__)
 Memory = Callable[[Any, int], torch.Tensor]  # given a part's value and bytes, returns host memory as a flat tensor
 
 
-def receive(
-    go: Any,
-    metadata: str,
-    step: int,
-    key: str,
-    deadline: Deadline,
-    *,
-    token: str = "",
-    checked: bool = True,
-    own: Optional[Callable[[], object]] = None,
-    target: Optional[TargetState] = None,
-    upstream: Callable[[Answer], Any],
-    additional_sources: Sequence[AdditionalSource] = (),
-    abandon: Optional[Abandon] = None,
-) -> Any:
-    """Fetches a state: in the native format if both sides support it, else in the upstream format.
+class Receiver:
+    """Receives one state: in the native format if both sides support it, else in the upstream format.
 
     Args:
-        go: the native library; None if it cannot be used
-        metadata, step, key, token: see `request.ask`
-        deadline: of the whole transfer
+        request: the request for it
+        target: the state of this group, if that is known
         checked: whether blocks carry checksums
-        own: returns the local state, to be filled in place; it must equal the received one in structure
-        target: chooses the devices of tensors if there is no ``own``
-        upstream: reads an answer in the upstream format
+        num_chunks: the number of streams in the upstream format; 0: one
         additional_sources: functions that return the metadata of additional sources
-        abandon: aborts the transfer before the deadline
-
-    Raises:
-        CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
     """
-    what = describe(metadata, step, key)
-    shown = TransferProgress(what, logger)
-    transfer: Optional[StateTransfer] = None
-    attempts, start = Attempts(), time.monotonic()
-    abandon = abandon or Abandon()
-    try:
-        while True:
-            abandon.check(what)
-            before = transfer.received if transfer else 0
-            try:
-                with ask(metadata, step, key, deadline, token, go is not None, abandon.connected) as answer:
-                    if answer.control is None:
-                        return upstream(answer)
-                    transfer, ticket = _open(go, answer, transfer, own, target, checked, what)
-                    additional = additional_sources if checked else ()
-                    with AdditionalSources(transfer, additional, step, _native(key), deadline, token):
-                        status = transfer.run(
-                            host_port(answer.host, ticket.port), ticket.secret, deadline, shown, abandon
-                        )
-                    _send_done(answer, deadline)
-                logger.info("%s: %s, digest %s", what, summary(status.total, time.monotonic() - start), status.digest)
-                return transfer.state()
-            except CheckpointError as error:
-                abandon.check(what)
-                if not isinstance(error, Interrupted):
-                    raise
-                progress = transfer is not None and transfer.received > before
-                pause = attempts.failed(progress, deadline.left, error.retry_after if isinstance(error, Busy) else None)
-                if pause is None:
-                    raise
-                logger.info("%s; trying again", error)
-                time.sleep(pause)
-    finally:
-        shown.close()
-        if transfer is not None:
-            transfer.close()
+
+    def __init__(
+        self,
+        request: Request,
+        target: Optional[TargetState],
+        checked: bool,
+        num_chunks: int,
+        additional_sources: Sequence[AdditionalSource],
+    ) -> None:
+        self._request = request
+        self._target = target
+        self._checked = checked
+        self._num_chunks = num_chunks
+        self._additional = additional_sources if checked else ()
+        self._destination: Optional[Destination] = None
+        self._transfer: Optional[Transfer] = None
+
+    def receive(self) -> Any:
+        """Returns the state.
+
+        Raises:
+            CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
+        """
+        request, attempts = self._request, Attempts()
+        with closing(TransferProgress(request.what, logger)) as progress:
+            while True:
+                request.abandon.check(request.what)
+                before = self._received
+                try:
+                    with request.ask(upgrade=core.native() is not None) as answer:
+                        if answer.control is None:
+                            return receive_upstream(request, answer, self._num_chunks, self._target)
+                        destination = self._fetch(answer, progress)
+                    return destination.state()
+                except CheckpointError as error:
+                    request.abandon.check(request.what)
+                    if not isinstance(error, Interrupted):
+                        raise
+                    retry_after = error.retry_after if isinstance(error, Busy) else None
+                    pause = attempts.failed(self._received > before, request.deadline.left, retry_after)
+                    if pause is None:
+                        raise
+                    logger.info("%s; trying again", error)
+                    time.sleep(pause)
+
+    @property
+    def _received(self) -> int:
+        return self._transfer.received if self._transfer else 0
+
+    def _fetch(self, answer: Answer, progress: TransferProgress) -> Destination:
+        """Fills memory with the state. An interrupted transfer continues if the source still offers the same bytes."""
+        ticket, structure = answer.handshake(self._request.what)
+        if self._transfer is None or self._transfer.session != ticket.session:
+            self.close()
+            home = partial(device_like, self._request.what)
+            to = self._destination = Destination(structure, self._target, self._request.what, home)
+            self._transfer = Transfer(ticket, to.regions, to, self._checked, self._request)
+        assert self._destination is not None
+        with AdditionalSources(self._transfer, structure.sizes, self._additional, self._request):
+            status = self._transfer.run(answer, ticket, progress)
+        progress.done(status.digest)
+        self._transfer.close()
+        return self._destination
+
+    def close(self) -> None:
+        for part in (self._transfer, self._destination):
+            if part is not None:
+                part.close()
 
 
-def receive_part(
-    go: Any,
-    metadata: str,
-    step: int,
-    key: str,
-    deadline: Deadline,
-    token: str,
-    checked: bool,
-    memory: Memory,
-    abandon: Abandon,
-) -> StatePart:
+def receive_part(request: Request, checked: bool, memory: Memory) -> StatePart:
     """Fetches a part of a state; see `HTTPTransport.recv_part`."""
-    what = describe(metadata, step, key)
-    abandon.check(what)
+    what = request.what
+    request.abandon.check(what)
     try:
-        with ask(metadata, step, key, deadline, token, True, abandon.connected) as answer:
+        with request.ask(upgrade=True) as answer:
             if answer.control is None:
                 raise CheckpointError(f"{what}: the source does not send it by the native core")
-            ticket, structure = frames(answer, what)
+            ticket, structure = answer.handshake(what)
             into = memory(structure.tree, sum(structure.sizes))
             if into.numel():
-                transfer, shown = Transfer(go, ticket, [into], into, checked, what), TransferProgress(what, logger)
-                try:
-                    transfer.run(host_port(answer.host, ticket.port), ticket.secret, deadline, shown, abandon)
-                finally:
-                    shown.close()
-                    transfer.close()
-            _send_done(answer, deadline)
+                transfer, progress = Transfer(ticket, [into], into, checked, request), TransferProgress(what, logger)
+                with closing(progress), closing(transfer):
+                    transfer.run(answer, ticket, progress)
+            else:
+                answer.done(request.deadline)
             return StatePart(structure.tree, into)
     except CheckpointError:
-        abandon.check(what)
+        request.abandon.check(what)
         raise
-
-
-def _native(key: str) -> str:
-    """The key by which the native core's sources are asked for what this one names."""
-    return key if key == REST else FULL
-
-
-def _open(
-    go: Any,
-    answer: Answer,
-    transfer: Optional[StateTransfer],
-    own: Optional[Callable[[], object]],
-    target: Optional[TargetState],
-    checked: bool,
-    what: str,
-) -> Tuple[StateTransfer, Ticket]:
-    """Reads the two frames. A running transfer continues if the source still offers the same bytes."""
-    ticket, structure = frames(answer, what)
-    if transfer is not None and transfer.session == ticket.session:
-        return transfer, ticket
-    if transfer is not None:
-        transfer.close()
-    return StateTransfer(go, ticket, structure, own() if own is not None else None, target, checked, what), ticket
-
-
-def _send_done(answer: Answer, deadline: Deadline) -> None:
-    """Reports to the source that the transfer is complete. The end of the connection has the same effect."""
-    assert answer.sock is not None
-    answer.sock.deadline = deadline.at
-    try:
-        answer.sock.sendall(DONE)
-    except OSError as error:
-        logger.debug("the source did not hear that the transfer is done: %s", error)

@@ -1,4 +1,4 @@
-"""The target's side of HTTP: requests a checkpoint from a source, within a deadline."""
+"""A target's request to a source, over HTTP and within a deadline."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Optional, Sequence, Tuple
+from dataclasses import dataclass, field
+from typing import Any, Iterator, Optional, Sequence, Tuple
 
+from torchft.addresses import host_port
 from torchft.checkpointing.client.deadline import Deadline
-from torchft.checkpointing.client.progress import Meter
-from torchft.checkpointing.codec.handshake import PROTOCOL, Garbled, Structure, Ticket, parse_structure, read_frame
+from torchft.checkpointing.codec.handshake import (
+    DONE,
+    PROTOCOL,
+    Garbled,
+    Structure,
+    Ticket,
+    parse_structure,
+    read_frame,
+)
 from torchft.checkpointing.codec.requests import read
-from torchft.checkpointing.codec.stream import Home, read_object
+from torchft.checkpointing.codec.token import checkpoint_token
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Interrupted
 from torchft.http import _DeadlineSocket
 
@@ -66,6 +74,11 @@ class Abandon:
             if self._socket is not None:
                 self._socket.abort()
 
+    @property
+    def reached(self) -> bool:
+        """Whether the source was connected."""
+        return self._socket is not None
+
     def connected(self, sock: _DeadlineSocket) -> None:
         with self._lock:
             self._socket = sock
@@ -80,87 +93,117 @@ class Abandon:
 
 @dataclass
 class Answer:
-    """A source's answer; `control` is the open connection if it agreed to the native data plane."""
+    """A source's answer: a body, or the handshake of the native data plane."""
 
+    sock: _DeadlineSocket
     body: Optional[io.BufferedReader] = None
     length: Optional[int] = None
-    control: Optional[io.BufferedIOBase] = None
-    sock: Optional[_DeadlineSocket] = None
-    host: str = ""  # the address that answered
+    control: Optional[io.BufferedIOBase] = None  # the open connection, if the source agreed to the native data plane
+
+    def handshake(self, what: str) -> Tuple[Ticket, Structure]:
+        """Reads the two frames of the handshake."""
+        assert self.control is not None
+        ticket = Ticket.parse(read_frame(self.control, what), what)
+        return ticket, parse_structure(read_frame(self.control, what), what)
+
+    def data_address(self, ticket: Ticket) -> str:
+        return host_port(str(self.sock.getpeername()[0]), ticket.port)
+
+    def done(self, deadline: Deadline) -> None:
+        """Reports to the source that the transfer is complete. The end of the connection has the same effect."""
+        self.sock.deadline = deadline.at
+        try:
+            self.sock.sendall(DONE)
+        except OSError as error:
+            logger.debug("the source did not hear that the transfer is done: %s", error)
 
 
-@contextmanager
-def ask(
-    metadata: str,
-    step: int,
-    key: str,
-    deadline: Deadline,
-    token: str = "",
-    upgrade: bool = False,
-    connected: Callable[[_DeadlineSocket], None] = lambda sock: None,
-) -> Iterator[Answer]:
-    """Gets `{metadata}{step}/{key}` from a source.
+@dataclass
+class Request:
+    """A request for `{metadata}{step}/{key}`.
 
     Args:
         metadata: the source's metadata, see `codec.requests`
         step: the requested step
-        key: `full`, `metadata` or the number of a chunk
+        key: what is requested, see `codec.requests`
         deadline: of the whole answer; notes the data that arrives
-        token: the job's token, if the source requires one
-        upgrade: offer the native data plane
-        connected: called with the socket, so that another thread can abort it
-
-    Raises:
-        ValueError: `metadata` is malformed
-        Interrupted: the source cannot be reached, or the connection broke
-        Busy: the source has no room for this connection
-        CheckpointError: the source refuses, or its answer cannot be read
-        CheckpointTimeout: the deadline has passed
+        abandon: aborts the request, and the transfer that follows
     """
-    hosts, port, path = read(metadata)
-    what = describe(metadata, step, key)
-    headers = {"Connection": "Upgrade", "Upgrade": PROTOCOL} if upgrade else {"Connection": "close"}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    try:
-        with _connection(hosts, port, deadline.at, connected) as (connection, sock):
-            connection.request("GET", f"{path}{step}/{key}", headers=headers)
-            with connection.getresponse() as response:
-                answer = _answer(response, sock, upgrade, what)
-                sock.deadline, sock.arrived = deadline.arrived(), deadline.arrived  # not earlier: Busy is no progress
-                yield answer
-    except TimeoutError as error:
-        raise CheckpointTimeout(f"{what}: timed out {deadline.passed()}") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise Interrupted(f"{what}: {type(error).__name__}: {error}") from error
 
+    metadata: str
+    step: int
+    key: str
+    deadline: Deadline
+    abandon: Abandon = field(default_factory=Abandon)
 
-def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: bool, what: str) -> Answer:
-    offered = response.getheader("Upgrade") == PROTOCOL
-    if response.status == http.client.SWITCHING_PROTOCOLS and upgrade and offered:
-        return Answer(control=response.fp, sock=sock, host=str(sock.getpeername()[0]))
-    if response.status == http.client.SWITCHING_PROTOCOLS:
-        raise Garbled(f"{what}: the connection ended during the handshake")
-    retry_after = response.getheader("Retry-After") or ""
-    if response.status == http.client.SERVICE_UNAVAILABLE and retry_after.isdecimal():
-        raise Busy(what, min(float(retry_after), _LONGEST_RETRY_AFTER))
-    if response.status != http.client.OK:
-        raise Refused(f"{what}: refused with {response.status}: {_reason(response)}", response.status)
-    if upgrade and offered:
-        # the source accepts each complete upgrade request, so this one was garbled on its way
-        raise Garbled(f"{what}: the request was garbled on its way")
-    return Answer(body=io.BufferedReader(_Body(response), _BUFFER), length=response.length)
+    @property
+    def what(self) -> str:
+        """Names the transfer in errors and logs."""
+        return f"checkpoint of step {self.step} ({self.key}) from {self.metadata}"
 
+    @contextmanager
+    def ask(self, upgrade: bool = False) -> Iterator[Answer]:
+        """Sends the request, and yields the answer.
 
-def fetch(metadata: str, step: int, key: str, deadline: Deadline, token: str, meter: Meter, home: Home) -> Any:
-    """Gets one stream of the upstream format, and decodes its object. See `ask`."""
-    with ask(metadata, step, key, deadline, token) as answer:
-        assert answer.body is not None
-        return read_object(answer.body, describe(metadata, step, key), answer.length, meter=meter, home=home)
+        Args:
+            upgrade: offer the native data plane
 
+        Raises:
+            ValueError: `metadata` is malformed
+            Interrupted: the source cannot be reached, or the connection broke
+            Busy: the source has no room for this connection
+            CheckpointError: the source refuses, or its answer cannot be read
+            CheckpointTimeout: the deadline has passed
+        """
+        hosts, port, path = read(self.metadata)
+        headers = {"Connection": "Upgrade", "Upgrade": PROTOCOL} if upgrade else {"Connection": "close"}
+        if token := checkpoint_token():
+            headers["Authorization"] = f"Bearer {token}"
+        deadline = self.deadline
+        try:
+            with self._connection(hosts, port) as (connection, sock):
+                connection.request("GET", f"{path}{self.step}/{self.key}", headers=headers)
+                with connection.getresponse() as response:
+                    answer = self._answer(response, sock, upgrade)
+                    # not earlier: Busy is no progress
+                    sock.deadline, sock.arrived = deadline.arrived(), deadline.arrived
+                    yield answer
+        except TimeoutError as error:
+            raise CheckpointTimeout(f"{self.what}: timed out {deadline.passed()}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise Interrupted(f"{self.what}: {type(error).__name__}: {error}") from error
 
-def describe(metadata: str, step: int, key: str) -> str:
-    return f"checkpoint of step {step} ({key}) from {metadata}"
+    def _answer(self, response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: bool) -> Answer:
+        what, offered = self.what, response.getheader("Upgrade") == PROTOCOL
+        if response.status == http.client.SWITCHING_PROTOCOLS and upgrade and offered:
+            return Answer(sock, control=response.fp)
+        if response.status == http.client.SWITCHING_PROTOCOLS:
+            raise Garbled(f"{what}: the connection ended during the handshake")
+        retry_after = response.getheader("Retry-After") or ""
+        if response.status == http.client.SERVICE_UNAVAILABLE and retry_after.isdecimal():
+            raise Busy(what, min(float(retry_after), _LONGEST_RETRY_AFTER))
+        if response.status != http.client.OK:
+            raise Refused(f"{what}: refused with {response.status}: {_reason(response)}", response.status)
+        if upgrade and offered:
+            # the source accepts each complete upgrade request, so this one was garbled on its way
+            raise Garbled(f"{what}: the request was garbled on its way")
+        return Answer(sock, io.BufferedReader(_Body(response), _BUFFER), response.length)
+
+    @contextmanager
+    def _connection(
+        self, hosts: Sequence[str], port: int
+    ) -> Iterator[Tuple[http.client.HTTPConnection, _DeadlineSocket]]:
+        # Not urllib, which would use a proxy from the environment between two replica groups.
+        limited = _DeadlineSocket.wrap(_connect(hosts, port, self.deadline.at))
+        limited.deadline = self.deadline.at
+        connection = http.client.HTTPConnection(hosts[0], port)
+        connection.sock = limited
+        self.abandon.connected(limited)
+        try:
+            yield connection, limited
+        finally:
+            connection.close()
+            limited.close()
 
 
 class _Body(io.RawIOBase):
@@ -174,23 +217,6 @@ class _Body(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         return self._response.readinto(buffer)
-
-
-@contextmanager
-def _connection(
-    hosts: Sequence[str], port: int, deadline: float, connected: Callable[[_DeadlineSocket], None]
-) -> Iterator[Tuple[http.client.HTTPConnection, _DeadlineSocket]]:
-    # Not urllib, which would use a proxy from the environment between two replica groups.
-    limited = _DeadlineSocket.wrap(_connect(hosts, port, deadline))
-    limited.deadline = deadline
-    connection = http.client.HTTPConnection(hosts[0], port)
-    connection.sock = limited
-    connected(limited)
-    try:
-        yield connection, limited
-    finally:
-        connection.close()
-        limited.close()
 
 
 def _connect(hosts: Sequence[str], port: int, deadline: float) -> socket.socket:
@@ -211,10 +237,3 @@ def _reason(response: http.client.HTTPResponse) -> str:
     """The source's error text: the body if that is plain text, else (upstream servers) the status line."""
     plain = (response.getheader("Content-Type") or "").startswith("text/plain")
     return (plain and response.read(_ERROR_BODY).decode("utf-8", "replace").strip()) or response.reason
-
-
-def frames(answer: Answer, what: str) -> Tuple[Ticket, Structure]:
-    """Reads the two frames of the handshake."""
-    assert answer.control is not None
-    ticket = Ticket.parse(read_frame(answer.control, what), what)
-    return ticket, parse_structure(read_frame(answer.control, what), what)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any, Dict
+from dataclasses import replace
+from typing import Any, Dict, Optional
 
 import torch
 import torch.utils._pytree as pytree
 
-from torchft.checkpointing.client.deadline import Deadline
-from torchft.checkpointing.client.progress import Meter
-from torchft.checkpointing.client.request import Answer, describe, fetch
-from torchft.checkpointing.client.transfer import _same_kind
+from torchft.checkpointing.client.places import device_like, moved_into
+from torchft.checkpointing.client.progress import TransferProgress
+from torchft.checkpointing.client.request import Answer, Request
+from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.codec.encoding import Path
 from torchft.checkpointing.codec.layout import local_part, tensors_by_path
 from torchft.checkpointing.codec.requests import FULL
-from torchft.checkpointing.codec.stream import Home, read_object
+from torchft.checkpointing.codec.stream import read_object
 from torchft.checkpointing.codec.upstream import without_other_names
 from torchft.checkpointing.transport import CheckpointError
 from torchft.utils import current_device, use_device
@@ -27,73 +28,64 @@ logger: logging.Logger = logging.getLogger(__name__)
 _MAX_STREAMS = 16  # chunks fetched at the same time
 
 
-def receive_upstream(
-    answer: Answer, metadata: str, step: int, key: str, num_chunks: int, deadline: Deadline, token: str, home: Home
-) -> Any:
+def receive_upstream(request: Request, answer: Answer, num_chunks: int, target: Optional[TargetState]) -> Any:
     """Reads the state that a source sends.
 
     Args:
-        answer: the source's answer to the first request
-        metadata, step, key, deadline, token: those of the first request, see `request.ask`
+        request: the first request
+        answer: its answer
         num_chunks: number of streams, if the key is not `full`
-        home: chooses storages, see `stream.read_object`
+        target: gets the devices of the tensors; without it they are received on devices of this process
 
     Raises:
         CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
     """
-    assert answer.body is not None
-    what = describe(metadata, step, key)
-    with closing(Meter(what, logger)) as meter:
-        got = read_object(answer.body, what, answer.length, meter=meter, home=home)
-        if key != FULL:
-            got = _receive_chunks(got, metadata, step, num_chunks, deadline, token, meter, home)
-        meter.done()
-    return without_other_names(got)
+    with closing(TransferProgress(request.what, logger)) as progress:
+        streams = _Streams(request.what, progress, in_host_memory=target is not None)
+        got = streams.read(request, answer)
+        if request.key != FULL:
+            got = _receive_chunks(request, got, num_chunks, streams)
+        progress.done()
+    got = without_other_names(got)
+    if target is None:
+        return got
+    if target.strict:
+        return moved_into(target.own(), got, request.what)
+    target.devices = streams.devices(got)
+    return got
 
 
-def _receive_chunks(
-    spec: object, metadata: str, step: int, n: int, deadline: Deadline, token: str, meter: Meter, home: Home
-) -> Any:
-    if not isinstance(spec, pytree.TreeSpec):
-        raise CheckpointError(f"checkpoint of step {step} from {metadata}: its metadata is a {type(spec)}")
-    threads = min(n, _MAX_STREAMS)
-    with ThreadPoolExecutor(threads, "torchft-fetch", initializer=use_device, initargs=(current_device(),)) as pool:
-        futures = [pool.submit(fetch, metadata, step, str(i), deadline, token, meter, home) for i in range(n)]
-        chunks = [future.result() for future in futures]
-    total = spec.num_leaves
-    for i, chunk in enumerate(chunks):
-        expected = len(range(i, total, n))
-        if not isinstance(chunk, list) or len(chunk) != expected:
-            got = len(chunk) if isinstance(chunk, list) else type(chunk)
-            raise CheckpointError(
-                f"checkpoint of step {step} from {metadata}: chunk {i} of {n} holds {got} values instead of "
-                f"{expected}; num_chunks must be the same in every replica group"
-            )
-    leaves = [chunks[i % n][i // n] for i in range(total)]
-    return pytree.tree_unflatten(leaves, spec)
-
-
-class UpstreamHomes:
-    """Chooses the devices for the storages of a state in the upstream format.
+class _Streams:
+    """Reads the streams of one state, on any threads.
 
     Args:
         what: names the transfer in errors
-        in_host_memory: whether all of them stay in host memory
+        progress: counts the bytes
+        in_host_memory: whether all storages stay in host memory
     """
 
-    def __init__(self, what: str, in_host_memory: bool) -> None:
+    def __init__(self, what: str, progress: TransferProgress, in_host_memory: bool) -> None:
         self._what = what
+        self._progress = progress
         self._in_host_memory = in_host_memory
-        self._devices: Dict[int, str] = {}  # by the address of their memory
+        self._devices: Dict[int, str] = {}  # the source's devices of storages, by the address of their memory here
 
-    def of(self, storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+    def read(self, request: Request, answer: Answer) -> Any:
+        assert answer.body is not None
+        return read_object(answer.body, request.what, answer.length, counter=self._progress, home=self._home)
+
+    def fetch(self, request: Request) -> Any:
+        with request.ask() as answer:
+            return self.read(request, answer)
+
+    def _home(self, storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
         if device == "cpu":
             return storage
-        if self._in_host_memory:
-            if storage.nbytes():
-                self._devices[storage.data_ptr()] = device
-            return storage
-        return storage.to(device=_same_kind(self._what, device))
+        if not self._in_host_memory:
+            return storage.to(device=device_like(self._what, device))
+        if storage.nbytes():
+            self._devices[storage.data_ptr()] = device
+        return storage
 
     def devices(self, state: object) -> Dict[Path, str]:
         """The source's devices for the tensors of a received state that it has on devices."""
@@ -101,3 +93,22 @@ class UpstreamHomes:
             return {}
         at = {path: local_part(tensor).untyped_storage() for path, tensor in tensors_by_path(state).items()}
         return {path: self._devices[s.data_ptr()] for path, s in at.items() if s.data_ptr() in self._devices}
+
+
+def _receive_chunks(request: Request, spec: object, n: int, streams: _Streams) -> Any:
+    what = f"checkpoint of step {request.step} from {request.metadata}"
+    if not isinstance(spec, pytree.TreeSpec):
+        raise CheckpointError(f"{what}: its metadata is a {type(spec)}")
+    threads = min(n, _MAX_STREAMS)
+    with ThreadPoolExecutor(threads, "torchft-fetch", initializer=use_device, initargs=(current_device(),)) as pool:
+        chunks = list(pool.map(streams.fetch, [replace(request, key=str(i)) for i in range(n)]))
+    total = spec.num_leaves
+    for i, chunk in enumerate(chunks):
+        expected = len(range(i, total, n))
+        if not isinstance(chunk, list) or len(chunk) != expected:
+            got = len(chunk) if isinstance(chunk, list) else type(chunk)
+            raise CheckpointError(
+                f"{what}: chunk {i} of {n} holds {got} values instead of {expected}; num_chunks must be the same in "
+                "every replica group"
+            )
+    return pytree.tree_unflatten([chunks[i % n][i // n] for i in range(total)], spec)

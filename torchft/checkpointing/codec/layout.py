@@ -29,7 +29,7 @@ def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
         return
     tag, *items = node
     if tag in ("T", "D"):
-        plain = node[1] if tag == "D" and len(node) > 1 else node
+        plain = plain_node(node) if len(node) > 1 else node
         if isinstance(plain, list) and len(plain) == 7 and plain[0] == "T":
             yield path, node
     elif tag in ("l", "t", "s"):
@@ -39,6 +39,11 @@ def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
         for key, item in zip(items[::2], items[1::2]):
             yield from tensor_nodes(key, path)
             yield from tensor_nodes(item, (*path, f"[{_show_key(key)}]"))
+
+
+def plain_node(node: List[Any]) -> List[Any]:
+    """The description of a tensor, or of the local shard of a DTensor."""
+    return node[1] if node[0] == "D" else node
 
 
 def _show_key(key: Any) -> str:

@@ -7,6 +7,8 @@ import mmap
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
+from glob import glob
 from pathlib import Path
 from sys import maxsize
 from typing import Optional
@@ -22,27 +24,22 @@ logger: logging.Logger = logging.getLogger(__name__)
 _OWN = 128 << 10  # bytes; smaller tensors are allocated on the heap
 _AREA = 64 << 20  # bytes of an area that tensors share; a larger tensor has a separate area
 _ALIGNED = 64  # bytes
+_BALLOONS = "/sys/bus/virtio/drivers/virtio_balloon/*/features"
 _REPORTING = 5  # the bit VIRTIO_BALLOON_F_REPORTING of the balloon's features (VIRTIO 1.2, section 5.5.3)
 
 
-def huge_pages(sys: Path = Path("/sys")) -> Optional[int]:
+@lru_cache(maxsize=1)
+def huge_pages() -> Optional[int]:
     """The advice to the kernel about huge pages: to use them, or not where they are slower; None where there are none.
 
     They are slower in a virtual machine whose host takes back free memory (virtio-balloon with the feature "free page
-    reporting"): it does that in blocks of 2 MB, and supplies such a block again at 0.4 GB/s when it is used
-    (docs/benchmarks.md).
-
-    Args:
-        sys: the mount point of sysfs
+    reporting"): it supplies a block of 2 MB again at 0.4 GB/s when it is used (docs/benchmarks.md).
     """
-    for features in (sys / "bus/virtio/drivers/virtio_balloon").glob("*/features"):
+    for features in glob(_BALLOONS):
         with suppress(OSError):
-            if features.read_text()[_REPORTING : _REPORTING + 1] == "1":
+            if Path(features).read_text()[_REPORTING : _REPORTING + 1] == "1":
                 return getattr(mmap, "MADV_NOHUGEPAGE", None)
     return getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
-
-
-_HUGE_PAGES = huge_pages()
 
 
 class HostMemory:
@@ -85,9 +82,9 @@ class HostMemory:
             except (OSError, OverflowError) as error:
                 raise MemoryError(str(error)) from error
             self._used = 0
-            if _HUGE_PAGES is not None:
+            if (advice := huge_pages()) is not None:
                 with suppress(OSError):  # the kernel does not support huge pages
-                    self._area.madvise(_HUGE_PAGES)
+                    self._area.madvise(advice)
         taken = torch.frombuffer(self._area, dtype=torch.uint8, count=nbytes, offset=self._used)
         self._used += -(-nbytes // _ALIGNED) * _ALIGNED
         return taken
@@ -113,8 +110,8 @@ def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemor
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes{where}") from error
 
 
-def reserve(nbytes: int, share: int = 1) -> Optional[Reservation]:
-    """Reserves host memory that is about to be allocated. None if it is not known how much is free.
+def reserve(nbytes: int, share: int = 1) -> Reservation:
+    """Reserves host memory that is about to be allocated.
 
     Args:
         nbytes: number of bytes
@@ -123,27 +120,24 @@ def reserve(nbytes: int, share: int = 1) -> Optional[Reservation]:
     Raises:
         NoRoom: there is not enough that other processes have not reserved
     """
-    free = available_memory()
-    if free is None:
-        return None
     try:
-        return room.host.reserve(nbytes, lambda: available_memory() or 0, share)
+        return room.reserve(nbytes, available_memory, share)
     except OSError as error:  # the other ranks of this host look at the same bytes
         logger.warning("memory cannot be reserved, so it is divided among the ranks of this host: %s", error)
-        left = free // share // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        left = available_memory() // share // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
         if nbytes > left:
             raise NoRoom(left) from None
-        return None
+        return Reservation()
 
 
-def reserve_for_state(nbytes: int, what: str) -> Optional[Reservation]:
+def reserve_for_state(nbytes: int, what: str) -> Reservation:
     """Reserves host memory for a state that is on devices at the source.
 
     Raises:
         CheckpointError: it does not fit
     """
     try:
-        return reserve(nbytes) if nbytes else None
+        return reserve(nbytes)
     except NoRoom as error:
         raise CheckpointError(
             f"{what}: {nbytes} bytes of it are on a device at the source, and this host has {error.free} free for them "
@@ -152,8 +146,8 @@ def reserve_for_state(nbytes: int, what: str) -> Optional[Reservation]:
         ) from None
 
 
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Optional[int]:
-    """Bytes that can be allocated before the host or this container runs out; None if unknown.
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be allocated before the host or this container runs out; sys.maxsize if that is unknown.
 
     Args:
         proc: the mount point of procfs
@@ -161,8 +155,7 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     """
     limits = [_host_available(proc), _cgroup_available(cgroup, "memory.max", "memory.current")]
     limits.append(_cgroup_available(cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
+    return min((limit for limit in limits if limit is not None), default=maxsize)
 
 
 def _host_available(proc: Path) -> Optional[int]:

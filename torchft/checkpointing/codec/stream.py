@@ -143,7 +143,7 @@ def read_object(
     size: Optional[int] = None,
     storages: Optional[List[torch.Tensor]] = None,
     trusted: bool = False,
-    meter: Optional[Counter] = None,
+    counter: Optional[Counter] = None,
     home: Home = _stay,
 ) -> Any:
     """Reads one stream to its end and returns the object.
@@ -154,7 +154,7 @@ def read_object(
         size: length of the stream in bytes, if it is known
         storages: the storages in their order, if their content is not part of the stream
         trusted: whether this process wrote the stream itself, so that it may hold any type
-        meter: counts the bytes that the stream announces, and those that have arrived
+        counter: counts the bytes that the stream announces, and those that have arrived
         home: chooses the storage to receive into, given a storage and the name of its device at the source. Default:
             the given storage
 
@@ -173,8 +173,8 @@ def read_object(
     if size is not None and announced > size:
         # checked before memory is allocated for it
         raise CheckpointError(f"{what} announces {announced} bytes in its records, and has {size} in all")
-    if meter is not None:
-        meter.expect(announced)
+    if counter is not None:
+        counter.expect(announced)
     records, memory = _Records(), HostMemory()
     given = None if storages is None else iter(storages)
     for entry in entries:
@@ -182,11 +182,11 @@ def read_object(
             records.storages[entry.key] = _given(given, entry, what)
         elif entry.is_storage:
             flat = flat_storage(entry.length, what, torch.device("cpu"), memory)
-            _fill(file, tensor_memory(flat), entry, what, meter)
+            _fill(file, tensor_memory(flat), entry, what, counter)
             records.storages[entry.key] = flat
         else:
             data = bytearray(entry.length)
-            _fill(file, memoryview(data), entry, what, meter)
+            _fill(file, memoryview(data), entry, what, counter)
             records.data[entry.key] = bytes(data)
     if file.read(1):
         raise CheckpointError(f"{what} goes on after its last record")
@@ -239,12 +239,12 @@ def _entry(fields: Dict[str, Any]) -> _Entry:
     return _Entry(key, is_storage, length)
 
 
-def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str, meter: Optional[Counter]) -> None:
+def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str, counter: Optional[Counter]) -> None:
     done = 0
     while done < entry.length:
         n = file.readinto(memory[done : done + _READ_PIECE])
         if not n:
             raise Interrupted(f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes")
         done += n
-        if meter is not None:
-            meter.count(n)
+        if counter is not None:
+            counter.count(n)

@@ -7,7 +7,7 @@ import logging
 import struct
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Sequence, Tuple
 
 from torchft.checkpointing.transport import Role
 
@@ -65,10 +65,9 @@ class _Handle:
 
 
 class NativeServer(_Handle):
-    """Serves offers on a separate port.
+    """Serves offers on a separate port, from the first request of a target on.
 
     Args:
-        go: the native library
         piece_timeout: seconds within which a target must take one piece
         bytes_per_second: limit for all targets together; 0: none
         background: whether to serve with the lowest priority on this host
@@ -76,25 +75,39 @@ class NativeServer(_Handle):
 
     _end = "pyapi_ReleaseStart"
 
-    def __init__(self, go: Any, piece_timeout: float, bytes_per_second: int, background: bool) -> None:
-        super().__init__(go)
-        go.open(self, go.pyapi_HealServerStart, int(piece_timeout * _US), bytes_per_second, background)
-        self.port: int = go.pyapi_HealPort(self._handle)
+    def __init__(self, piece_timeout: float, bytes_per_second: int, background: bool) -> None:
+        self._settings = int(piece_timeout * _US), bytes_per_second, background
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> bool:
+        """Starts the server if it does not run. Returns False if it cannot run, or has ended."""
+        with self._lock:
+            if not self._handle and not self._closed and (go := native()) is not None:
+                self._go = go
+                go.open(self, go.pyapi_HealServerStart, *self._settings)
+                self.port: int = go.pyapi_HealPort(self._handle)
+            return self._handle != 0
+
+    def end(self) -> None:
+        with self._lock:
+            self._closed = True
+            super().end()
 
     def offer(self, regions: Sequence[Tuple[int, int]], owner: object) -> NativeOffer:
         """Offers memory: addresses (or ON_DEVICE) and lengths in bytes. The owner is kept until the offer has ended."""
-        return NativeOffer(self._go, self, regions, owner)
+        return NativeOffer(self, regions, owner)
 
 
 class NativeOffer(_Handle):
     _end = "pyapi_HealOfferEndStart"
 
-    def __init__(self, go: Any, server: NativeServer, regions: Sequence[Tuple[int, int]], owner: object) -> None:
-        super().__init__(go)
-        self._server = server
+    def __init__(self, server: NativeServer, regions: Sequence[Tuple[int, int]], owner: object) -> None:
+        super().__init__(server._go)
+        self.server = server
         self._owners: Dict[object, object] = {None: owner}
-        self._handle = go.pyapi_HealOffer(go.register_memory(_pairs(regions)))
-        self.block_size: int = go.pyapi_HealBlockSize(self._handle)
+        self._handle = self._go.pyapi_HealOffer(self._go.register_memory(_pairs(regions)))
+        self.block_size: int = self._go.pyapi_HealBlockSize(self._handle)
 
     def copied(self, region: int, copy: torch.Tensor, ready: int) -> None:
         """Reports that the first `ready` bytes of a region can be read from the given copy."""
@@ -123,7 +136,7 @@ class NativeOffer(_Handle):
 
     def grant(self) -> Grant:
         """Allows one target to read."""
-        return Grant(self._go, self._go.pyapi_HealGrant(self._server._handle, self._handle))
+        return Grant(self._go, self._go.pyapi_HealGrant(self.server._handle, self._handle))
 
 
 class Grant(_Handle):
@@ -161,7 +174,6 @@ class NativeFetch(_Handle):
     """Fills memory from one or more sources.
 
     Args:
-        go: the native library
         regions: addresses (or ON_DEVICE) and lengths in bytes
         owner: keeps the memory alive
         block_size: the source's block size, in bytes
@@ -174,7 +186,6 @@ class NativeFetch(_Handle):
 
     def __init__(
         self,
-        go: Any,
         regions: Sequence[Tuple[int, int]],
         owner: object,
         block_size: int,
@@ -182,10 +193,10 @@ class NativeFetch(_Handle):
         stall: float,
         window: int,
     ) -> None:
-        super().__init__(go)
-        memory = go.register_memory(_pairs(regions))
+        super().__init__(native())
+        memory = self._go.register_memory(_pairs(regions))
         streams = 0  # the core's default
-        handle = go.pyapi_HealFetch(memory, block_size, streams, checked, int(stall * _US), window)
+        handle = self._go.pyapi_HealFetch(memory, block_size, streams, checked, int(stall * _US), window)
         _registered[handle] = owner
         self._handle = handle
 
@@ -207,28 +218,3 @@ class NativeFetch(_Handle):
         handle = self._handle
         super().end()
         _registered.pop(handle, None)
-
-
-class ServerSlot:
-    """The native server of a transport, started at the first request of a target."""
-
-    def __init__(self, piece_timeout: float, bytes_per_second: int, background: bool) -> None:
-        self._settings = piece_timeout, bytes_per_second, background
-        self._lock = threading.Lock()
-        self._server: Optional[NativeServer] = None
-        self._closed = False
-
-    def get(self) -> Optional[NativeServer]:
-        """Returns the server; None if it cannot be started."""
-        with self._lock:
-            if self._server is None and not self._closed:
-                go = native()
-                self._server = None if go is None else NativeServer(go, *self._settings)
-            return self._server
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            server, self._server = self._server, None
-        if server is not None:
-            server.end()

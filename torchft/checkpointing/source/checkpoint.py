@@ -31,7 +31,9 @@ class Checkpoint:
         CheckpointError: the state refers to itself, or contains an object that cannot be pickled
     """
 
-    def __init__(self, state_dict: object, num_chunks: int, names: Mapping[int, Name] = MappingProxyType({})) -> None:
+    def __init__(
+        self, state_dict: object, num_chunks: int = 0, names: Mapping[int, Name] = MappingProxyType({})
+    ) -> None:
         self.num_chunks = num_chunks
         self.encoded = Encoded(state_dict)
         storages = self.encoded.storages
@@ -59,8 +61,8 @@ class Checkpoint:
                 streams[str(i)] = pickle_object(leaves[i :: self.num_chunks])
         return streams
 
-    def structure_frame(self, rest: bool) -> bytes:
-        """The information for a target of the native data plane, beside its ticket.
+    def structure_frame(self, rest: bool = False) -> bytes:
+        """Describes the storages that a target receives.
 
         Args:
             rest: whether the target has the storages that have names

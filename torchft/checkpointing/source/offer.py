@@ -43,14 +43,12 @@ class Offer:
 
     Args:
         checkpoint: the state
-        stage: whether to copy tensors on a device when a target asks for them
-        room: the memory that is reserved for that copy, until it is made
+        room: the memory that is reserved for a copy of tensors on devices, until that is made; None: there is no copy
     """
 
-    def __init__(self, checkpoint: Checkpoint, stage: bool = False, room: Optional[Reservation] = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, room: Optional[Reservation] = None) -> None:
         self.checkpoint = checkpoint
-        self.stages = stage
-        self._room = room
+        self.room = room
         self.session = secrets.token_hex(8)  # lets a reconnecting target recognize the same bytes
         copies: Dict[torch.device, Optional[Copies]] = {}
         self._blocks: Dict[int, _Block] = {}
@@ -107,8 +105,8 @@ class Offer:
         self._release_room()
 
     def _release_room(self) -> None:
-        if self._room is not None:
-            self._room.release()
+        if self.room is not None:
+            self.room.release()
 
     def native(self, server: NativeServer, rest: bool = False) -> Optional[NativeOffer]:
         """The tensors that the native core may serve; None if some are on a device and are not copied.
@@ -148,7 +146,7 @@ class Offer:
                 grant.end()
 
     def _may_stage(self, block: _Block) -> bool:
-        return block.staged is not None and self.stages and not self._failure
+        return block.staged is not None and self.room is not None and not self._failure
 
     def want(self) -> None:
         """Called on a thread of the server when a native target asks: starts the copy of tensors on a device."""

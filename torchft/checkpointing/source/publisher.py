@@ -93,7 +93,6 @@ class Publisher:
         step: int,
         checkpoint: Checkpoint,
         receivers: int,
-        stage: bool,
         role: Role = Role.ASSIGNED,
         room: Optional[Reservation] = None,
     ) -> None:
@@ -103,17 +102,15 @@ class Publisher:
             step: step of the checkpoint
             checkpoint: the checkpoint
             receivers: number of replica groups that will fetch it
-            stage: whether to copy tensors on a device when a target requests them
             role: the role of this source. Readers of an additional source also read from the assigned one, so
                 `disallow` closes their connections at once
-            room: the memory that is reserved for that copy
+            room: the memory that is reserved for a copy of tensors on devices; None: there is no copy
         """
-        with self._cond:
-            last = self._offer  # read once: another thread may drop it
+        last = self._offer  # read once: another thread may drop it
         if last is not None:
             # the caller did not disallow the previous one, and may change its tensors now
             last.close(self._keep)
-        offer = Offer(checkpoint, stage, room)
+        offer = Offer(checkpoint, room)
         with self._cond:
             self._receivers = receivers
             self._role = role
@@ -219,7 +216,7 @@ class Publisher:
             if self._allowed:
                 self._step = step
                 return
-        offer = Offer(last.checkpoint, last.stages)
+        offer = Offer(last.checkpoint, last.room)
         with self._cond:
             self._set_offer(step, offer)
 

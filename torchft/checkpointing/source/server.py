@@ -31,7 +31,7 @@ class CheckpointServer(_IPv6HTTPServer):
     def __init__(
         self,
         source: Publisher,
-        native: core.ServerSlot,
+        native: core.NativeServer,
         pacer: Pacer,
         wait_timeout: float,
     ) -> None:
@@ -86,29 +86,25 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
     def _give(self, part: StatePart) -> None:
-        server = self.server.native.get()
-        if server is None or self.headers.get("Upgrade") != PROTOCOL:
+        server = self.server.native
+        if self.headers.get("Upgrade") != PROTOCOL or not server.start():
             self._refuse(HTTPStatus.NOT_FOUND, "parts of a state are sent by the native core only")
             return
         self._extend_deadline()
         native = server.offer([(part.memory.data_ptr(), part.memory.numel())], part)
         with closing(native), closing(native.grant()) as grant:
             structure = pack_structure([part.memory.numel()], json.dumps(part.value).encode())
-            self._hand_over(server, grant, secrets.token_hex(8), native.block_size, structure)
+            self._hand_over(native, grant, secrets.token_hex(8), structure)
 
     def _serve(self, offer: Offer, key: str) -> None:
-        checkpoint = offer.checkpoint
-        native = self._native_offer(offer, key)
+        checkpoint, rest = offer.checkpoint, key == REST
+        whole = key in (FULL, METADATA, REST) and self.server.native.start()
+        native = offer.native(self.server.native, rest) if whole else None
         if native is not None and self.headers.get("Upgrade") == PROTOCOL:
             self._extend_deadline()
             offer.want()
-            server, rest = self.server.native.get(), key == REST
-            if server is None:
-                self.close_connection = True
-                return  # the transport is being shut down
             with offer.granted(native) as grant:
-                structure = offer.checkpoint.structure_frame(rest)
-                if self._hand_over(server, grant, offer.session, native.block_size, structure):
+                if self._hand_over(native, grant, offer.session, checkpoint.structure_frame(rest)):
                     self.server.source.count_served(offer, FULL)
             return
         stream = checkpoint.stream(key)
@@ -137,20 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = closes
         self.server.source.count_served(offer, key)
 
-    def _native_offer(self, offer: Offer, key: str) -> Optional[core.NativeOffer]:
-        if key not in (FULL, METADATA, REST):
-            return None
-        server = self.server.native.get()
-        return None if server is None else offer.native(server, rest=key == REST)
-
-    def _hand_over(
-        self,
-        server: core.NativeServer,
-        grant: core.Grant,
-        session: str,
-        block_size: int,
-        structure: bytes,
-    ) -> bool:
+    def _hand_over(self, native: core.NativeOffer, grant: core.Grant, session: str, structure: bytes) -> bool:
         """Lets the native core serve this target, and waits for the end of the transfer. Returns whether the target has
         received everything.
         """
@@ -161,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "Upgrade")
         self.send_header("Upgrade", PROTOCOL)
         self.end_headers()
-        ticket = Ticket(server.port, grant.secret, session, block_size)
+        ticket = Ticket(native.server.port, grant.secret, session, native.block_size)
         self.connection.sendall(ticket.frame() + structure)
         return self._receive_done(grant)
 

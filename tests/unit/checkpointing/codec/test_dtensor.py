@@ -153,8 +153,8 @@ def test_a_mesh_may_be_named_like_tags_of_the_encoding(four_ranks: None) -> None
     encoded = Encoded({"w": want})
     sizes = [storage.nbytes() for storage in encoded.storages]
     tree = json.loads(encoded.structure)
-    places = Places(tree, sizes, {("['w']",): mine}, "the state", fills=lambda device: True)
-    placed_at = places.region(0)  # received directly into the local tensor
+    places = Places(tree, sizes, {("['w']",): mine}, "the state", strict=True)
+    placed_at = places.regions[0]  # received directly into the local tensor
     assert (placed_at.data_ptr(), placed_at.numel()) == (mine.to_local().data_ptr(), 24)
 
 

@@ -62,7 +62,7 @@ def in_huge_pages() -> int:
 @pytest.mark.parametrize("advice", [None, getattr(mmap, "MADV_HUGEPAGE", None)])
 @pytest.mark.parametrize("size", [1000, (1 << 17) + 1, 65 << 20])
 def test_taken_memory_is_zero(monkeypatch: pytest.MonkeyPatch, advice: int | None, size: int) -> None:
-    monkeypatch.setattr(memory, "_HUGE_PAGES", advice)
+    monkeypatch.setattr(memory, "huge_pages", lambda: advice)
     used = [torch.ones(size, dtype=torch.uint8) for _ in range(4)]
     del used  # the allocator mostly returns this memory next
     taker = HostMemory()
@@ -74,7 +74,8 @@ def test_taken_memory_is_zero(monkeypatch: pytest.MonkeyPatch, advice: int | Non
 @pytest.mark.parametrize("sizes", [[65 << 20], [1 << 20] * 70, [1000, (5 << 20) + 1, 200_001] * 12])
 def test_received_tensors_are_in_huge_pages(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
     """This holds for large tensors and for consecutive ones smaller than a page of 2 MB."""
-    monkeypatch.setattr(memory, "_HUGE_PAGES", mmap.MADV_HUGEPAGE)  # also where this host's balloon makes them slow
+    # also where this host's balloon makes them slow
+    monkeypatch.setattr(memory, "huge_pages", lambda: mmap.MADV_HUGEPAGE)
     before, taker = in_huge_pages(), HostMemory()
     taken = [taker.take(size) for size in sizes]
     for i, flat in enumerate(taken):
@@ -96,11 +97,12 @@ def test_received_tensors_are_in_huge_pages(monkeypatch: pytest.MonkeyPatch, siz
     ],
 )
 def test_huge_pages_are_not_used_where_the_host_takes_back_free_memory(
-    tmp_path: Path, features: list[str], used: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: list[str], used: bool
 ) -> None:
+    monkeypatch.setattr(memory, "_BALLOONS", f"{tmp_path}/*/features")
     for number, text in enumerate(features):
-        write(tmp_path / f"bus/virtio/drivers/virtio_balloon/virtio{number}", features=text + "\n")
-    assert huge_pages(tmp_path) == (mmap.MADV_HUGEPAGE if used else mmap.MADV_NOHUGEPAGE)
+        write(tmp_path / f"virtio{number}", features=text + "\n")
+    assert huge_pages.__wrapped__() == (mmap.MADV_HUGEPAGE if used else mmap.MADV_NOHUGEPAGE)
 
 
 @needs_proc
@@ -119,7 +121,7 @@ def test_memory_that_is_prepared_is_used_already() -> None:
 
 @pytest.mark.parametrize("huge", [None, mmap.MADV_HUGEPAGE])
 def test_no_memory(monkeypatch: pytest.MonkeyPatch, huge: int | None) -> None:
-    monkeypatch.setattr(memory, "_HUGE_PAGES", huge)
+    monkeypatch.setattr(memory, "huge_pages", lambda: huge)
     for nbytes in (1 << 62, 1 << 100):
         with pytest.raises((RuntimeError, MemoryError)):
             HostMemory().take(nbytes)

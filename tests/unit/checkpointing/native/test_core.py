@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 import torch
 
-import torchft.checkpointing.http_transport as http_transport
 from tests.promises import ABORT_S, within
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
 from tests.unit.waiting import wait_until
@@ -249,7 +248,7 @@ def test_a_token_is_required(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
             assert sock.recv(100).startswith(b"HTTP/1.1 401"), token
     # the data port requires the secret of the ticket, and without the token a target gets no ticket
     with monkeypatch.context() as patch:
-        patch.setattr(http_transport, "checkpoint_token", lambda: "guess")
+        patch.setattr("torchft.checkpointing.client.request.checkpoint_token", lambda: "guess")
         with pytest.raises(CheckpointError, match="refused with 401: a request for a checkpoint must prove"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     # while the token is replaced, the file lists both tokens: proofs of both are accepted
@@ -258,7 +257,7 @@ def test_a_token_is_required(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert checkpoint_token() != shown
     assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
     with monkeypatch.context() as patch:
-        patch.setattr(http_transport, "checkpoint_token", lambda: shown)
+        patch.setattr("torchft.checkpointing.client.request.checkpoint_token", lambda: shown)
         assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
     monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(tmp_path / "missing"))
     with pytest.raises(ValueError, match=r"TORCHFT_TOKEN_FILE='.*missing' cannot be read"):
@@ -542,7 +541,8 @@ def test_a_deadline_ends_a_transfer(make: Any) -> None:
 def test_a_stranger_at_the_data_port(make: Any) -> None:
     source = make()
     source.send_checkpoint([1], 1, {"w": torch.ones(MB)}, TIMEOUT)
-    port = source._native.get().port
+    assert source._native.start()
+    port = source._native.port
     strangers = [socket.create_connection(("localhost", port), timeout=10) for _ in range(5)]
     for sock, data in zip(strangers, (b"", b"\x00" * 1000, b"tftheal1" + b"x" * 16, b"GET / HTTP/1.1\r\n\r\n", b"tft")):
         sock.sendall(data)

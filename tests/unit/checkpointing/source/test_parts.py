@@ -173,7 +173,7 @@ def test_a_target_that_cannot_take_parts_is_refused(
     source: HTTPTransport[Any], target: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source.offer_parts(7, Number(7))
-    monkeypatch.setattr(source._server.native, "get", lambda: None)
+    monkeypatch.setattr(source._server.native, "start", lambda: False)
     with pytest.raises(Refused, match="by the native core only"):
         ask(target, source, 7)
 

@@ -470,7 +470,7 @@ def test_late_peer_does_not_write_into_the_next_step() -> None:
         if rank.group == 1:
             late.wait()
         else:
-            manager._timeout = timedelta(seconds=1)  # of this collective only: a busy machine may take longer for others
+            manager._timeout = timedelta(seconds=1)  # of this collective only, which the other group delays
         work = manager.allreduce(buffer.fill_(rank.group + 1))
         succeeded = work.wait()
         committed = manager.should_commit(timeout=DEADLINE)

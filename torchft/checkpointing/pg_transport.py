@@ -96,7 +96,7 @@ class PGTransport(CheckpointTransport[T]):
         self._device = torch.device(device)
         self._state_dict = state_dict
         self.in_place = state_dict is not None
-        self._sent: Optional[_Queued] = None
+        self._sent: Optional[_Channel] = None
 
     def metadata(self) -> str:
         return "<n/a>"
@@ -132,7 +132,8 @@ class PGTransport(CheckpointTransport[T]):
             channel.announced([storage.nbytes() for storage in storages])
             for storage in storages:
                 channel.send(storage_bytes(storage))
-        self._sent = channel.queued()
+        channel.mark()
+        self._sent = channel
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta) -> None:
         if dst_ranks:
@@ -142,7 +143,8 @@ class PGTransport(CheckpointTransport[T]):
     def _refuse(self, channel: _Channel, reason: str) -> None:
         with self._released(channel, receiving=False):
             self._send_text(channel, _REFUSED, reason.encode()[:_MAX_REASON])
-        self._sent = channel.queued()
+        channel.mark()
+        self._sent = channel
 
     def _send_text(self, channel: _Channel, magic: int, body: bytes) -> None:
         for data in (_LEAD.pack(magic, len(body)), body):
@@ -194,8 +196,8 @@ class PGTransport(CheckpointTransport[T]):
                     for region in destination.regions:
                         channel.recv(region)
                     channel.landed()
-                    if (queued := channel.queued()) is not None:
-                        queued.wait()
+                    channel.mark()
+                    channel.wait()
                     progress.done()
                     return destination.state()
 
@@ -263,6 +265,7 @@ class _Channel:
         self._stage: Optional[torch.Tensor] = None
         self._unloading: Optional[Unloading] = None
         self._left: Optional[deque[int]] = None  # bytes of the regions still to come; None: not known
+        self._end: Optional[DeviceEvent] = None
         self.broken = False  # set if the other end has an error as well, or has the same deadline
 
     def announced(self, sizes: List[int]) -> None:
@@ -342,8 +345,8 @@ class _Channel:
                 for start in range(0, nbytes, self._piece):
                     piece = self._staged(min(self._piece, nbytes - start))
                     self._wait([partial(self.pg.recv, [piece], self.ranks[0], _TAG)])
-            if (queued := self.queued()) is not None:
-                queued.wait()  # else closing the connection would abort what the other end still sends
+            self.mark()
+            self.wait()  # else closing the connection would abort what the other end still sends
         except Exception as error:
             logger.info("%s: what is left of it cannot be received: %s", self.what, error)
             return self.broken
@@ -385,9 +388,23 @@ class _Channel:
         if isinstance(self.pg, Pairs):
             self.pg.shutdown()
 
-    def queued(self) -> Optional[_Queued]:
-        """The operations so far; on a device they may still be queued."""
-        return None if self.device.type == "cpu" else _Queued(self)
+    def mark(self) -> None:
+        """Marks the end of the operations so far; on a device they may still be queued."""
+        self._end = None if self.device.type == "cpu" else DeviceEvent([self.device])
+
+    def wait(self) -> None:
+        """Polls until the device has finished the marked operations, which may never happen if a peer has failed.
+
+        Raises:
+            CheckpointTimeout: it has not finished by the deadline
+            CheckpointError: the group was aborted in the meantime, so the received data is undefined
+        """
+        if self._end is None:
+            return
+        if not self._end.wait(self.deadline.left):
+            raise self.timed_out(": the device has not ended it")
+        if (error := self.error()) is not None:
+            raise CheckpointError(f"{self.what}: {error}") from error
 
 
 class Pairs:
@@ -429,26 +446,3 @@ class Pairs:
     def shutdown(self) -> None:
         for pair in self._pairs.values():
             pair.shutdown()
-
-
-class _Queued:
-    """The end of a channel's operations on its device."""
-
-    def __init__(self, channel: _Channel) -> None:
-        self._channel = channel
-        self._end = DeviceEvent([channel.device])
-        self.close = channel.close
-
-    def wait(self) -> None:
-        """Polls until the device has finished the operations, which may never happen if a peer has failed.
-
-        Raises:
-            CheckpointTimeout: it has not finished by the deadline
-            CheckpointError: the group was aborted in the meantime, so the received data is undefined
-        """
-        channel = self._channel
-        if not self._end.wait(channel.deadline.left):
-            raise channel.timed_out(": the device has not ended it")
-        error = channel.error()
-        if error is not None:
-            raise CheckpointError(f"{channel.what}: {error}") from error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence
 
 import torch
+import torch.utils._pytree as pytree
 
 from torchft.checkpointing.codec.encoding import Path, is_dtensor, with_flags
 from torchft.checkpointing.codec.layout import local_part, same_memory, tensors_by_path
@@ -77,8 +78,22 @@ class TargetState:
         if not self.devices:
             return state
         own = self.own()
-        with torch.no_grad(), ExitStack() as uploads:
-            return _Settling(own, Homes(own, self.devices), self.devices, uploads, timeout).walk(state, ())
+        homes = Homes(own, self.devices)
+
+        def settled(at: Sequence[object], leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            path = tuple(str(key) for key in at)
+            mine = own.get(path)
+            if mine is None or mine.device == CPU or not _alike(mine, leaf):
+                home = homes.of(self.devices.get(path, "cpu"))
+                return leaf if home == CPU else _moved(leaf, home, uploads)
+            if not same_memory(mine, leaf):
+                uploads.copy(local_part(mine), local_part(leaf))
+            return mine
+
+        with torch.no_grad(), _Uploads(timeout) as uploads:
+            return pytree.tree_map_with_path(settled, state)
 
 
 class Homes:
@@ -109,75 +124,38 @@ class Homes:
         return alike[0] if len(alike) == 1 else CPU
 
 
-class _Settling:
-    def __init__(
-        self,
-        own: Dict[Path, torch.Tensor],
-        homes: Homes,
-        devices: Dict[Path, str],
-        until_settled: ExitStack,
-        timeout: float,
-    ) -> None:
-        self._own = own
-        self._homes = homes
-        self._devices = devices
-        self._until_settled = until_settled
+class _Uploads(ExitStack):
+    """Copies to any devices, which have the data at the end of the context."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__()
         self._timeout = timeout
-        self._uploads: Dict[torch.device, Uploads] = {}
+        self._by_device: Dict[torch.device, Uploads] = {}
 
-    def walk(self, value: Any, path: Path) -> Any:
-        kind = type(value)
-        if kind in (dict, OrderedDict):
-            for key in value:
-                value[key] = self.walk(value[key], (*path, f"[{key!r}]"))
-            return value
-        if kind in (list, tuple):
-            return kind(self.walk(item, (*path, f"[{i}]")) for i, item in enumerate(value))
-        return self._settle(value, path) if isinstance(value, torch.Tensor) else value
-
-    def _settle(self, arrived: torch.Tensor, path: Path) -> torch.Tensor:
-        mine = self._own.get(path)
-        if mine is not None and mine.device != CPU and alike(mine, arrived):
-            if same_memory(mine, arrived):
-                return mine
-            self._copy(local_part(mine), local_part(arrived))
-            return mine
-        home = self._homes.of(self._devices.get(path, "cpu"))
-        return arrived if home == CPU else moved(arrived, home, self._copy)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not target.is_contiguous() or not source.is_cpu or copies_for(target.device.type) is None:
             target.copy_(source)
             return
-        uploads = self._uploads.get(target.device)
+        uploads = self._by_device.get(target.device)
         if uploads is None:
-            uploads = self._uploads[target.device] = Uploads(target.device, self._timeout)
-            self._until_settled.enter_context(uploads)
+            uploads = self._by_device[target.device] = self.enter_context(Uploads(target.device, self._timeout))
         uploads.copy(target, source)
 
 
-def alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+def _alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether one tensor can be filled with the content of the other."""
-    if is_dtensor(mine) != is_dtensor(theirs):
-        return False
     a, b = local_part(mine), local_part(theirs)
-    return a.shape == b.shape and a.dtype == b.dtype
+    return is_dtensor(mine) == is_dtensor(theirs) and a.shape == b.shape and a.dtype == b.dtype
 
 
-def moved(
-    tensor: torch.Tensor, device: torch.device, copy: Callable[[torch.Tensor, torch.Tensor], None]
-) -> torch.Tensor:
-    """Copies the tensor to new memory on a device.
-
-    Args:
-        copy: copies to the first tensor from the second one
-    """
+def _moved(tensor: torch.Tensor, device: torch.device, uploads: _Uploads) -> torch.Tensor:
+    """Copies the tensor to new memory on a device."""
     flags = tensor.requires_grad + 2 * isinstance(tensor, torch.nn.Parameter)
     local = local_part(tensor)
     there = torch.empty_like(local, device=device)
-    copy(there, local)
-    if not is_dtensor(tensor):
-        return with_flags(there, flags)
-    from torch.distributed.tensor import DTensor
+    uploads.copy(there, local)
+    if is_dtensor(tensor):
+        from torch.distributed.tensor import DTensor
 
-    return with_flags(DTensor(there, tensor._spec, requires_grad=False), flags)  # type: ignore[attr-defined]
+        there = DTensor(there, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return with_flags(there, flags)

@@ -16,6 +16,7 @@ compares: if the two differ, or a placement has another type, `encode` returns N
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -51,9 +52,8 @@ class SpecEncoder:
 
 
 def _mesh(mesh: Any) -> List[Any]:
-    root, cut = _root(mesh), None
-    if root is not mesh:
-        cut = list(mesh.mesh_dim_names)
+    root = _root(mesh)
+    cut = None if root is mesh else list(mesh.mesh_dim_names)
     names = root.mesh_dim_names
     groups = next((getattr(root, name) for name in _GROUPS if hasattr(root, name)), None)
     if groups is not None:
@@ -69,19 +69,22 @@ def _root(mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
-def _placement(placement: Any) -> List[Any]:
+@lru_cache(maxsize=1)
+def _kinds() -> Dict[str, Tuple[type, Tuple[str, ...], type]]:
+    """Class, fields and their type of the placements, by tag."""
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
-    kind = type(placement)
-    if kind is Shard:
-        return ["S", placement.dim]
-    if kind is _StridedShard:
-        return ["SS", placement.dim, placement.split_factor]
-    if kind is Replicate:
-        return ["R"]
-    if kind is Partial:
-        return ["+", placement.reduce_op]
-    raise TypeError(f"a placement of type {kind}")
+    return {
+        "S": (Shard, ("dim",), int),
+        "SS": (_StridedShard, ("dim", "split_factor"), int),
+        "R": (Replicate, (), int),
+        "+": (Partial, ("reduce_op",), str),
+    }
+
+
+def _placement(placement: Any) -> List[Any]:
+    tag, fields = next((tag, fields) for tag, (kind, fields, _) in _kinds().items() if kind is type(placement))
+    return [tag, *(getattr(placement, field) for field in fields)]
 
 
 class SpecDecoder:
@@ -176,16 +179,8 @@ def _numbers(numbers: Any) -> List[int]:
 
 
 def _made_placement(node: List[Any]) -> Any:
-    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
-
     tag, *items = node
-    if tag == "S" and len(items) == 1:
-        return Shard(*_numbers(items))
-    if tag == "SS" and len(items) == 2:
-        dim, split_factor = _numbers(items)
-        return _StridedShard(dim, split_factor=split_factor)
-    if tag == "R" and not items:
-        return Replicate()
-    if tag == "+" and len(items) == 1 and isinstance(items[0], str):
-        return Partial(items[0])
-    raise ValueError(f"placement {node}")
+    kind, fields, of = _kinds()[tag]
+    if len(items) != len(fields) or not all(type(item) is of for item in items):
+        raise ValueError(f"placement {node}")
+    return kind(**dict(zip(fields, _numbers(items) if of is int else items)))

@@ -28,7 +28,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from torchft.checkpointing.codec.dtensor import SpecDecoder, SpecEncoder
-from torchft.checkpointing.codec.stream import pickle_object, read_object, storage_bytes
+from torchft.checkpointing.codec.stream import pickle_object, read_object
 from torchft.checkpointing.transport import CheckpointError, Unsendable
 
 _REQUIRES_GRAD, _PARAMETER = 1, 2
@@ -194,22 +194,9 @@ class _Decoder:
                 key = self.decode(key_node, path)
                 target[key] = self.decode(item, (*path, f"[{key!r}]"))
             return target
+        if tag in _PLAIN:
+            return _PLAIN[tag](*items)
         return getattr(self, _LEAVES[tag])(path, node)
-
-    def _int(self, path: Path, node: List[Any]) -> int:
-        return int(node[1], 16)
-
-    def _complex(self, path: Path, node: List[Any]) -> complex:
-        return complex(node[1], node[2])
-
-    def _bytes(self, path: Path, node: List[Any]) -> bytes:
-        return _raw(node[1])
-
-    def _dtype(self, path: Path, node: List[Any]) -> torch.dtype:
-        return dtype_of(node[1])
-
-    def _device(self, path: Path, node: List[Any]) -> torch.device:
-        return torch.device(node[1])
 
     def _tensor(self, path: Path, node: List[Any]) -> torch.Tensor:
         _, region, _, _, _, _, flags = node
@@ -231,16 +218,9 @@ class _Decoder:
         return with_flags(DTensor(made, spec, requires_grad=False), flags)
 
     def _array(self, path: Path, node: List[Any]) -> Any:
-        import numpy as np
-
         _, dtype, shape, where = node
         raw = _raw(where) if isinstance(where, str) else self._flats[_index(where)].numpy().tobytes()
-        return np.frombuffer(raw, dtype=_numpy_dtype(dtype)).reshape(shape).copy()
-
-    def _scalar(self, path: Path, node: List[Any]) -> Any:
-        import numpy as np
-
-        return np.frombuffer(_raw(node[2]), dtype=_numpy_dtype(node[1]))[0]
+        return _numpy_values(dtype, raw).reshape(shape).copy()
 
     def _pickled(self, path: Path, node: List[Any]) -> Any:
         _, prefix, regions, kind = node
@@ -249,18 +229,7 @@ class _Decoder:
         return read_object(io.BytesIO(_raw(prefix)), what, storages=flats, trusted=self._trusted)  # type: ignore[arg-type]
 
 
-_LEAVES = {
-    "i": "_int",
-    "c": "_complex",
-    "b": "_bytes",
-    "dtype": "_dtype",
-    "device": "_device",
-    "T": "_tensor",
-    "D": "_dtensor",
-    "n": "_array",
-    "ns": "_scalar",
-    "P": "_pickled",
-}
+_LEAVES = {"T": "_tensor", "D": "_dtensor", "n": "_array", "P": "_pickled"}
 
 
 def tensor_at(flat: torch.Tensor, node: List[Any]) -> torch.Tensor:
@@ -314,13 +283,13 @@ def _index(region: Any) -> int:
     return region
 
 
-def _numpy_dtype(name: str) -> Any:
+def _numpy_values(name: str, raw: bytes) -> Any:
     import numpy as np
 
     dtype = np.dtype(name) if isinstance(name, str) else None
     if dtype is None or dtype.kind not in _NUMPY_KINDS:
         raise ValueError(f"{name!r} is no plain dtype of numpy")
-    return dtype
+    return np.frombuffer(raw, dtype=dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -339,4 +308,12 @@ def _raw(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-__all__ = ["Encoded", "decode", "storage_bytes"]
+# The values that consist of their items.
+_PLAIN: Dict[str, Callable[..., Any]] = {
+    "i": lambda text: int(text, 16),
+    "c": lambda real, imaginary: complex(real, imaginary),
+    "b": _raw,
+    "dtype": dtype_of,
+    "device": torch.device,
+    "ns": lambda dtype, text: _numpy_values(dtype, _raw(text))[0],
+}

@@ -574,7 +574,7 @@ class Manager(Stateful, Stepping):
         if plan.in_background and (step.reads_state or not plan.serves):
             self._transfer(step, plan)
         else:
-            step.owed = partial(self._transfer, step, plan)
+            step.deferred = partial(self._transfer, step, plan)
 
     def _transfer(self, step: Step, plan: Plan) -> None:
         """Serves this group's state, or fetches a peer's. On the training thread, or after it has read the state."""
@@ -1027,7 +1027,7 @@ class Manager(Stateful, Stepping):
             ValueError: there is no signal, one cannot be handled, or TORCHFT_GRACE_S is malformed.
             RuntimeError: this is not the main thread.
         """
-        self._signals.heed(signals)
+        self._signals.install(signals)
 
     def shutdown(self, wait: bool = True, finished: bool = False) -> None:
         """Ends the manager server, the checkpoint server and the quorum thread. The process group is the caller's.

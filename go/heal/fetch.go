@@ -21,8 +21,8 @@ type Settings struct {
 	Window     int64         // blocks in a window; required if some of the memory is on a device
 }
 
-// Fetch fills memory from one or more sources. If all of them fail, received blocks are kept, and a source that is added later
-// delivers the missing ones.
+// Fetch fills memory from one or more sources. If all of them fail, received blocks are kept, and a source
+// that is added later delivers the missing ones.
 type Fetch struct {
 	settings Settings
 	layout   Layout
@@ -39,8 +39,9 @@ type Fetch struct {
 
 	asksSums chan struct{} // a semaphore: one stream at a time asks for the assigned source's checksums
 
-	mu       sync.Mutex
-	sums     []uint32      // the blocks' checksums that the assigned source has announced; nil until they have arrived
+	mu sync.Mutex
+	// The blocks' checksums that the assigned source has announced; nil until they have arrived.
+	sums     []uint32
 	changed  chan struct{} // closed and replaced when a source ends
 	running  int
 	assigned *source
@@ -61,7 +62,8 @@ func NewFetch(memory *Memory, settings Settings) (*Fetch, error) {
 	if settings.StallAfter <= 0 {
 		settings.StallAfter = 10 * time.Second
 	}
-	f := &Fetch{settings: settings, layout: layout, memory: memory, retries: defaultRetries, asksSums: make(chan struct{}, 1), changed: make(chan struct{})}
+	f := &Fetch{settings: settings, layout: layout, memory: memory, retries: defaultRetries,
+		asksSums: make(chan struct{}, 1), changed: make(chan struct{})}
 	if f.windows, err = newWindows(&f.layout, memory.away, settings.Window); err != nil {
 		return nil, err
 	}
@@ -96,8 +98,8 @@ func (f *Fetch) Add(address, secret string, role Role) error {
 	return nil
 }
 
-// Stage provides host memory for the next window. If it is the memory of an earlier window, that window ends: the caller has copied
-// it to the device. Stage returns the number of the new window, or -1 if none is left.
+// Stage provides host memory for the next window. If it is the memory of an earlier window, that window ends:
+// the caller has copied it to the device. Stage returns the number of the new window, or -1 if none is left.
 func (f *Fetch) Stage(address, length int64) (window int64, err error) {
 	memory, err := region(address, length)
 	if err != nil {
@@ -123,7 +125,8 @@ type Status struct {
 	Full     []int    `json:"full"`    // windows to be copied to a device
 }
 
-// Wait returns when the transfer is done, has failed, or no source is left; when a window is full; or when ctx ends.
+// Wait returns when the transfer is done, has failed, or no source is left; when a window is full; or when
+// ctx ends.
 func (f *Fetch) Wait(ctx context.Context) Status {
 	for {
 		f.mu.Lock()
@@ -145,7 +148,8 @@ func (f *Fetch) Status() Status {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	s := Status{
-		Done: f.digest != "", Running: f.running > 0, Received: f.received.Load(), Total: f.layout.Total, Digest: f.digest,
+		Done: f.digest != "", Running: f.running > 0, Received: f.received.Load(), Total: f.layout.Total,
+		Digest: f.digest,
 		Failed: []string{},
 	}
 	if f.failure != nil {
@@ -154,7 +158,8 @@ func (f *Fetch) Status() Status {
 	for _, err := range f.failed {
 		s.Failed = append(s.Failed, err.Error())
 	}
-	s.Full = f.windows.full() // after Done was read: if Done is true, Full has all windows that were ever filled
+	// After Done was read: if Done is true, Full has all windows that were ever filled.
+	s.Full = f.windows.full()
 	return s
 }
 
@@ -233,16 +238,18 @@ func (f *Fetch) ended(s *source, err error) {
 	f.wake()
 }
 
-// knownSums returns the checksums that the assigned source has announced; nil if it has not announced them yet.
+// knownSums returns the checksums that the assigned source has announced; nil if it has not announced them
+// yet.
 func (f *Fetch) knownSums() ([]uint32, *source) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.sums, f.assigned
 }
 
-// assignedSums returns the checksums that the assigned source announces. Only the streams of additional sources need them: one
-// stream requests the checksums, and the others wait for its result. No lock is held meanwhile. So the streams of the assigned source
-// continue, and may complete the state before the checksums arrive.
+// assignedSums returns the checksums that the assigned source announces. Only the streams of additional
+// sources need them: one stream requests the checksums, and the others wait for its result. No lock is held
+// meanwhile. So the streams of the assigned source continue, and may complete the state before the checksums
+// arrive.
 func (f *Fetch) assignedSums() ([]uint32, error) {
 	select {
 	case f.asksSums <- struct{}{}:
@@ -287,7 +294,8 @@ func (f *Fetch) assignedSums() ([]uint32, error) {
 	return sums, nil
 }
 
-// assignedDigest returns the digest of the assigned source's state, computed from its checksums if they are known.
+// assignedDigest returns the digest of the assigned source's state, computed from its checksums if they are
+// known.
 func (s *source) assignedDigest() (string, error) {
 	f := s.fetch
 	if f.settings.Unchecked {
@@ -344,7 +352,8 @@ func (s *source) run() {
 	f.ended(s, err)
 }
 
-// conclude returns why a source ended early. If the state is complete, it compares the digests and finishes the transfer.
+// conclude returns why a source ended early. If the state is complete, it compares the digests and finishes
+// the transfer.
 func (s *source) conclude(errs []error) (err error) {
 	defer recovered(&err)
 	if err := s.reason(errs); err != nil {
@@ -365,7 +374,8 @@ func recovered(err *error) {
 	}
 }
 
-// reason returns why a source ended without finishing: the source's own reason, or the first error of its streams.
+// reason returns why a source ended without finishing: the source's own reason, or the first error of its
+// streams.
 func (s *source) reason(errs []error) error {
 	if s.fetch.queue.complete() {
 		return nil // other sources delivered what was missing
@@ -397,7 +407,8 @@ func (s *source) end(err error) error {
 	return s.over
 }
 
-// gaveWrong counts a block that differs from the assigned source's. It returns an error after mostGarbled such blocks.
+// gaveWrong counts a block that differs from the assigned source's. It returns an error after mostGarbled
+// such blocks.
 func (s *source) gaveWrong(block int) error {
 	s.mu.Lock()
 	s.wrong++
@@ -411,8 +422,9 @@ func (s *source) gaveWrong(block int) error {
 
 const sumsAtOnce = 1024
 
-// again calls work until it succeeds, or has failed too often in a row without progress. It does not count that the source was busy.
-// A pause ends early, with the error, when done is closed: then the work is no longer needed.
+// again calls work until it succeeds, or has failed too often in a row without progress. It does not count
+// that the source was busy. A pause ends early, with the error, when done is closed: then the work is no
+// longer needed.
 func (s *source) again(done <-chan struct{}, work func() (progress bool, err error)) error {
 	failed := 0
 	for {

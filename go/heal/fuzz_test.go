@@ -57,8 +57,8 @@ func FuzzRequests(f *testing.F) {
 	})
 }
 
-// FuzzAnswers makes a source answer with arbitrary bytes: the target's Wait must end, nothing outside of the target's memory may be
-// written, and the target must not be done before it has received all bytes.
+// FuzzAnswers makes a source answer with arbitrary bytes: the target's Wait must end, nothing outside of the
+// target's memory may be written, and the target must not be done before it has received all bytes.
 func FuzzAnswers(f *testing.F) {
 	header := func(r response, body ...byte) []byte { return append(r.append(nil), body...) }
 	f.Add([]byte{})
@@ -91,12 +91,15 @@ func FuzzAnswers(f *testing.F) {
 			guarded[i] = 0xa5
 		}
 		target := &Memory{regions: [][]byte{guarded[1000:2000:2000]}}
-		fetch, err := NewFetch(target, Settings{BlockSize: 500, Streams: 1, StallAfter: 10 * time.Millisecond})
+		fetch, err := NewFetch(target,
+			Settings{BlockSize: 500, Streams: 1, StallAfter: 10 * time.Millisecond})
 		require.NoError(t, err)
-		// Two attempts: the default ones would take half a second longer for each input, with the same result.
+		// Two attempts: the default ones would take half a second longer for each input, with the same
+		// result.
 		fetch.retries = retries{most: 2}
 		defer fetch.Close()
-		require.NoError(t, fetch.Add(lis.Addr().String(), hex.EncodeToString(make([]byte, secretSize)), Assigned))
+		require.NoError(t, fetch.Add(lis.Addr().String(), hex.EncodeToString(make([]byte, secretSize)),
+			Assigned))
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 		defer cancel()
 		status := fetch.Wait(ctx)

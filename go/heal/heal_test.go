@@ -22,7 +22,8 @@ func filled(rng *rand.Rand, sizes ...int) *Memory {
 	m := empty(sizes...)
 	var seed [32]byte
 	binary.LittleEndian.PutUint64(seed[:], rng.Uint64())
-	fill := rand.NewChaCha8(seed) // writes whole words: with the race detector, each write is checked, so that single bytes would be slow
+	// Writes whole words: with the race detector, each write is checked, so that single bytes would be slow.
+	fill := rand.NewChaCha8(seed)
 	for _, r := range m.regions {
 		_, _ = fill.Read(r)
 	}
@@ -155,7 +156,8 @@ func TestBlocksCoverEverythingOnce(t *testing.T) {
 				moved := int64(0)
 				require.NoError(t, pieces(l.Spans(block, nil), largest, func(piece []Span, n int64) error {
 					if len(piece) > 1 {
-						require.LessOrEqual(t, n, int64(pieceSize)) // packed spans fit into the scratch memory
+						// Packed spans fit into the scratch memory.
+						require.LessOrEqual(t, n, int64(pieceSize))
 					} else {
 						require.LessOrEqual(t, n, max(largest, packBelow))
 					}
@@ -169,15 +171,18 @@ func TestBlocksCoverEverythingOnce(t *testing.T) {
 	}
 }
 
-// Streams and blocks are chosen from the data: a small state needs one stream, a large one has many blocks for each.
+// Streams and blocks are chosen from the data: a small state needs one stream, a large one has many blocks
+// for each.
 func TestSizesAreChosenFromTheData(t *testing.T) {
 	for _, c := range []struct{ total, block, streams int64 }{
-		{0, 256 << 10, 1}, {1, 256 << 10, 1}, {8 << 20, 256 << 10, 1}, {8<<20 + 1, 256 << 10, 2}, {32 << 20, 512 << 10, 4},
+		{0, 256 << 10, 1}, {1, 256 << 10, 1}, {8 << 20, 256 << 10, 1}, {8<<20 + 1, 256 << 10, 2}, {32 << 20,
+			512 << 10, 4},
 		{64 << 20, 1 << 20, 8}, {1 << 30, 4 << 20, 8}, {1 << 40, 4 << 20, 8},
 	} {
 		l, err := NewLayout([]int64{c.total}, 0)
 		require.NoError(t, err)
-		require.Equal(t, []int64{c.block, c.streams}, []int64{l.BlockSize, int64(l.Streams())}, "%d bytes", c.total)
+		require.Equal(t, []int64{c.block, c.streams}, []int64{l.BlockSize, int64(l.Streams())}, "%d bytes",
+			c.total)
 	}
 }
 

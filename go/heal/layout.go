@@ -15,7 +15,8 @@ const (
 	blocksPerStream = 8
 )
 
-// Layout maps blocks to bytes of regions. The regions are laid end to end, and the whole is cut into blocks of one size.
+// Layout maps blocks to bytes of regions. The regions are laid end to end, and the whole is cut into blocks
+// of one size.
 type Layout struct {
 	Total     int64
 	BlockSize int64
@@ -30,12 +31,14 @@ type Span struct {
 	Length int64
 }
 
-// NewLayout lays regions of these sizes end to end. If blockSize is 0, it is chosen from the size of the data.
+// NewLayout lays regions of these sizes end to end. If blockSize is 0, it is chosen from the size of the
+// data.
 func NewLayout(sizes []int64, blockSize int64) (Layout, error) {
 	l := Layout{sizes: sizes, starts: make([]int64, len(sizes))}
 	for i, size := range sizes {
 		if size < 0 || size > math.MaxInt64-l.Total {
-			return Layout{}, fmt.Errorf("region %d has %d bytes: allowed are 0 and more, and fewer than 2^63 in all", i, size)
+			return Layout{}, fmt.Errorf(
+				"region %d has %d bytes: allowed are 0 and more, and fewer than 2^63 in all", i, size)
 		}
 		l.starts[i] = l.Total
 		l.Total += size
@@ -83,18 +86,19 @@ func (l *Layout) Spans(block int, spans []Span) []Span {
 }
 
 const (
-	// checkedSize is the size of pieces with checksums. The checksum is computed right before or after the copy into or out of the
-	// kernel. So a piece must fit into a core's cache, and be large enough for the system calls to cost little (0.48 s of processor
-	// time per GB; 0.55 with 256 KB).
+	// checkedSize is the size of pieces with checksums. The checksum is computed right before or after the
+	// copy into or out of the kernel. So a piece must fit into a core's cache, and be large enough for the
+	// system calls to cost little (0.48 s of processor time per GB; 0.55 with 256 KB).
 	checkedSize = 1 << 20
 	// pieceSize is the size of pieces into which small spans are packed.
 	pieceSize = 256 << 10
-	// packBelow is the size below which spans are packed: a system call for each would cost more than the copy.
+	// packBelow is the size below which spans are packed: a system call for each would cost more than the
+	// copy.
 	packBelow = 16 << 10
 )
 
-// pieces calls yield once for each system call that moves the spans: with a part of one large span, of at most largest bytes, or
-// with several small spans of at most pieceSize bytes together.
+// pieces calls yield once for each system call that moves the spans: with a part of one large span, of at
+// most largest bytes, or with several small spans of at most pieceSize bytes together.
 func pieces(spans []Span, largest int64, yield func(piece []Span, length int64) error) error {
 	for i := 0; i < len(spans); {
 		if spans[i].Length >= packBelow {
@@ -121,8 +125,8 @@ func pieces(spans []Span, largest int64, yield func(piece []Span, length int64) 
 	return nil
 }
 
-// largestPiece returns the largest part of a span that one system call moves. Without checksums it is as large as the largest block
-// that NewLayout chooses, which saves a tenth of the time.
+// largestPiece returns the largest part of a span that one system call moves. Without checksums it is as
+// large as the largest block that NewLayout chooses, which saves a tenth of the time.
 func largestPiece(checked bool) int64 {
 	if checked {
 		return checkedSize

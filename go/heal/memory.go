@@ -14,7 +14,8 @@ type Memory struct {
 // onDevice stands for the address of a region on a device, which is copied through host memory.
 const onDevice = -1
 
-// NewMemory returns a Memory with regions given as pairs of address and length. It does not access the memory.
+// NewMemory returns a Memory with regions given as pairs of address and length. It does not access the
+// memory.
 func NewMemory(pairs []int64) (*Memory, error) {
 	m := &Memory{regions: make([][]byte, len(pairs)/2), away: map[int]int64{}}
 	for i := range m.regions {
@@ -52,6 +53,6 @@ func (m *Memory) Sizes() []int64 {
 	return sizes
 }
 
-// Working is called when a fetch or the service of a connection begins; its result, done, is called when that work ends. The process
-// may give Go more processors meanwhile.
+// Working is called when a fetch or the service of a connection begins; its result, done, is called when that
+// work ends. The process may give Go more processors meanwhile.
 var Working = func() (done func()) { return func() {} }

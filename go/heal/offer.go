@@ -15,11 +15,11 @@ var errEnded = errors.New("the source no longer offers this state")
 
 var errChanged = errors.New("the state changed while it was offered: two readings of a block differ")
 
-// Offer is memory that targets may read: the caller's own, or a copy that the caller has made of it. Memory on a device is read from
-// its copy only: a request waits until the part that it reads has been copied.
+// Offer is memory that targets may read: the caller's own, or a copy that the caller has made of it. Memory
+// on a device is read from its copy only: a request waits until the part that it reads has been copied.
 //
-// Memory is in use while a piece of it is being sent. Revoke and End return when none of the memory that they take back is in use.
-// A target that reads a piece too slowly is disconnected.
+// Memory is in use while a piece of it is being sent. Revoke and End return when none of the memory that they
+// take back is in use. A target that reads a piece too slowly is disconnected.
 type Offer struct {
 	layout Layout
 
@@ -70,7 +70,8 @@ func NewOffer(memory *Memory, blockSize int64) (*Offer, error) {
 // BlockSize returns the size of the offer's blocks in bytes.
 func (o *Offer) BlockSize() int64 { return o.layout.BlockSize }
 
-// Copied announces a copy of a region. From now on its first `ready` bytes are read instead of the original ones.
+// Copied announces a copy of a region. From now on its first `ready` bytes are read instead of the original
+// ones.
 func (o *Offer) Copied(index, address, ready int64) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -82,7 +83,8 @@ func (o *Offer) Copied(index, address, ready int64) error {
 		return err
 	}
 	if ready < 0 || ready > int64(len(copied)) {
-		return fmt.Errorf("copy of region %d: it has %d bytes, and the region has %d", index, ready, len(copied))
+		return fmt.Errorf("copy of region %d: it has %d bytes, and the region has %d", index, ready,
+			len(copied))
 	}
 	o.copies[index] = partial{copied, ready}
 	o.wake()
@@ -103,8 +105,8 @@ func (o *Offer) wake() {
 	o.arrived = make(chan struct{})
 }
 
-// use appends the memory of a piece, which stays in use until done is called. If the piece is on a device, use waits for the copy, at
-// most as long as a target may take for a piece.
+// use appends the memory of a piece, which stays in use until done is called. If the piece is on a device,
+// use waits for the copy, at most as long as a target may take for a piece.
 func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, error) {
 	var expired <-chan time.Time
 	for {
@@ -120,7 +122,8 @@ func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, err
 		case <-c.ended:
 			return memory, net.ErrClosed
 		case <-expired:
-			return memory, fmt.Errorf("timed out: the source did not copy its state from the device within %v", c.server.timeout)
+			return memory, fmt.Errorf(
+				"timed out: the source did not copy its state from the device within %v", c.server.timeout)
 		}
 	}
 }
@@ -160,8 +163,9 @@ func (o *Offer) done(c *connection) {
 	o.changed.Broadcast()
 }
 
-// Revoke takes the caller's own memory back; copies stay offered. Connections that still send it after the grace are closed. The
-// result is false if the memory is in use even after the timeout: then the caller must not change it.
+// Revoke takes the caller's own memory back; copies stay offered. Connections that still send it after the
+// grace are closed. The result is false if the memory is in use even after the timeout: then the caller must
+// not change it.
 func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 	o.mu.Lock()
 	o.state = max(o.state, revoked)
@@ -179,8 +183,8 @@ func (o *Offer) End(timeout time.Duration) bool {
 	return o.wait(func(bool) bool { return true }, 0, timeout)
 }
 
-// wait returns when the memory to be taken back is no longer in use, or the timeout has passed. After the grace it closes the
-// connections.
+// wait returns when the memory to be taken back is no longer in use, or the timeout has passed. After the
+// grace it closes the connections.
 func (o *Offer) wait(matters func(own bool) bool, grace, timeout time.Duration) bool {
 	cutAt, expired := time.Now().Add(grace), false
 	wake := func(expire bool) func() {
@@ -212,8 +216,8 @@ func (o *Offer) wait(matters func(own bool) bool, grace, timeout time.Duration) 
 	}
 }
 
-// note records the checksum of a block. A second reading must give the same one: otherwise the memory was changed while it was
-// offered.
+// note records the checksum of a block. A second reading must give the same one: otherwise the memory was
+// changed while it was offered.
 func (o *Offer) note(block int, crc uint32) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()

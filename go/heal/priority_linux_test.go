@@ -14,11 +14,12 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// init keeps the goroutines of the tests off the main thread. A thread with a lower priority ends with its goroutine. The main
-// thread would not end: it would keep that priority, and be counted below.
+// init keeps the goroutines of the tests off the main thread. A thread with a lower priority ends with its
+// goroutine. The main thread would not end: it would keep that priority, and be counted below.
 func init() { runtime.LockOSThread() }
 
-// yielding counts the threads of this process that run in the background (SCHED_IDLE), and those with the smallest share (nice 19).
+// yielding counts the threads of this process that run in the background (SCHED_IDLE), and those with the
+// smallest share (nice 19).
 func yielding(t *testing.T) (idle, least int) {
 	t.Helper()
 	tasks, err := os.ReadDir("/proc/self/task")
@@ -45,7 +46,8 @@ func (c served) ask(op uint32) {
 	require.NoError(c, err)
 }
 
-// Threads that serve a target have a lower priority than the training of the source, and no thread keeps that priority afterwards.
+// Threads that serve a target have a lower priority than the training of the source, and no thread keeps that
+// priority afterwards.
 func TestServingYieldsToTheTraining(t *testing.T) {
 	idleBefore, leastBefore := yielding(t)
 	if leastBefore > 0 {
@@ -77,7 +79,8 @@ func TestServingYieldsToTheTraining(t *testing.T) {
 	third := connected(t, s, g)
 	third.ask(opBlock)
 	become(1, 2)
-	third.ask(opEqual) // opEqual shows that this server is an additional source: the stream moves to the background
+	// OpEqual shows that this server is an additional source: the stream moves to the background.
+	third.ask(opEqual)
 	become(2, 1)
 	g.Close()
 	become(0, 1)
@@ -85,8 +88,8 @@ func TestServingYieldsToTheTraining(t *testing.T) {
 	become(0, 0)
 }
 
-// Without the setting the streams of the assigned source keep the normal priority, since all groups wait for it. Streams of
-// additional sources still run in the background.
+// Without the setting the streams of the assigned source keep the normal priority, since all groups wait for
+// it. Streams of additional sources still run in the background.
 func TestHelpingYieldsToTheTraining(t *testing.T) {
 	before, _ := yielding(t)
 	s, o := listen(t, time.Minute, 0), offer(t, filled(newRand(t), 1<<20), 0)
@@ -95,7 +98,9 @@ func TestHelpingYieldsToTheTraining(t *testing.T) {
 	idle, least := yielding(t)
 	require.Equal(t, []int{before, 0}, []int{idle, least})
 	c.ask(opEqual)
-	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before+1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before+1 }, time.Minute,
+		time.Millisecond)
 	s.Close()
-	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before }, time.Minute,
+		time.Millisecond)
 }

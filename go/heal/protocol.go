@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// A connection begins with the target's hello: magic and secret. Then the target sends requests, and the source answers
-// them in their order. All numbers are little-endian.
+// A connection begins with the target's hello: magic and secret. Then the target sends requests, and the
+// source answers them in their order. All numbers are little-endian.
 const (
 	magic      = "tftheal1"
 	secretSize = 16
@@ -23,21 +23,23 @@ const (
 
 // The operations of a request.
 const (
-	opBlock  uint32 = 1 + iota // the bytes of a block and their checksum
-	opEqual                    // the same, if the block has the expected checksum; sent to additional sources, see stream.receive
-	opSums                     // the checksums of `expected` blocks from `block` on
-	opDigest                   // the digest of the whole state
+	opBlock uint32 = 1 + iota // the bytes of a block and their checksum
+	// The same, if the block has the expected checksum; sent to additional sources, see stream.receive.
+	opEqual
+	opSums   // the checksums of `expected` blocks from `block` on
+	opDigest // the digest of the whole state
 )
 
 const flagChecksum uint32 = 1
 
-// The status of a response. The header of a response is followed by `length` bytes and their CRC32C. The CRC32C is missing if there are
-// no bytes, and after the bytes of a block if the request lacks flagChecksum.
+// The status of a response. The header of a response is followed by `length` bytes and their CRC32C. The
+// CRC32C is missing if there are no bytes, and after the bytes of a block if the request lacks flagChecksum.
 const (
 	statusOK        uint32 = 0x4b4f4b4f
 	statusDiffer    uint32 = 0x46464944
 	statusWithdrawn uint32 = 0x454e4f47 // the offer has ended; the bytes are the reason as text
-	statusBusy      uint32 = 0x59535542 // too many connections: connect again after `block` milliseconds. The source closes this one
+	// Too many connections: connect again after `block` milliseconds. The source closes this one.
+	statusBusy uint32 = 0x59535542
 )
 
 type request struct{ op, block, expected, flags uint32 }
@@ -83,7 +85,8 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 func checksum(b []byte) uint32 { return crc32.Checksum(b, castagnoli) }
 
-// digest returns a hash of a whole state: of the sizes of its regions, the block size, and the checksum of each block.
+// digest returns a hash of a whole state: of the sizes of its regions, the block size, and the checksum of
+// each block.
 func digest(l *Layout, crcs []uint32) string {
 	sum := sha256.New()
 	words := []uint64{uint64(l.Total), uint64(l.BlockSize), uint64(len(l.sizes))}

@@ -50,7 +50,8 @@ func (q *queue) stuck() bool {
 	return q.sourceFailed && q.out == 0 && len(q.todo) == 0 && len(q.assigned) > 0
 }
 
-// setSourceFailed records whether the assigned source has failed; failed is false when another source has been assigned.
+// setSourceFailed records whether the assigned source has failed; failed is false when another source has
+// been assigned.
 func (q *queue) setSourceFailed(failed bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -58,8 +59,9 @@ func (q *queue) setSourceFailed(failed bool) {
 	q.changed.Broadcast()
 }
 
-// take returns a block to fetch. If there is none and wait is true, take waits for one: the block of a failed fetch returns to the
-// queue, and add queues blocks that were held back. ok is false once all blocks have arrived, or the queue is closed or stuck.
+// take returns a block to fetch. If there is none and wait is true, take waits for one: the block of a failed
+// fetch returns to the queue, and add queues blocks that were held back. ok is false once all blocks have
+// arrived, or the queue is closed or stuck.
 func (q *queue) take(role Role, wait bool) (block int, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -87,8 +89,8 @@ func (q *queue) idle(role Role) bool {
 	return q.waiting[roles-1-role] > 0
 }
 
-// open returns the lists from which a source of this role takes blocks. The assigned source first takes the blocks that only it can
-// deliver.
+// open returns the lists from which a source of this role takes blocks. The assigned source first takes the
+// blocks that only it can deliver.
 func (q *queue) open(role Role) []*[]int {
 	if role == Assigned {
 		return []*[]int{&q.assigned, &q.todo}
@@ -129,7 +131,9 @@ func (q *queue) wrong(block int) error {
 	defer q.mu.Unlock()
 	q.garbled[block]++
 	if q.garbled[block] >= mostGarbled {
-		return fmt.Errorf("block %d came with a wrong checksum %d times: the network or the source's memory is broken", block, mostGarbled)
+		return fmt.Errorf(
+			"block %d came with a wrong checksum %d times: the network or the source's memory is broken",
+			block, mostGarbled)
 	}
 	return nil
 }

@@ -30,12 +30,12 @@ func (r retries) after(failed int) (pause time.Duration, again bool) {
 	return r.pause << (failed - 1), true
 }
 
-// mostGarbled bounds how often one block may arrive garbled, and how many wrong blocks an additional source may deliver. If there
-// are more, they are not transmission errors.
+// mostGarbled bounds how often one block may arrive garbled, and how many wrong blocks an additional source
+// may deliver. If there are more, they are not transmission errors.
 const mostGarbled = 8
 
-// busyError: the source has no room for this connection now. That is no failure: the stream connects again, as long as the transfer
-// lives, and the other streams go on.
+// busyError: the source has no room for this connection now. That is no failure: the stream connects again,
+// as long as the transfer lives, and the other streams go on.
 type busyError struct{ retryAfter time.Duration }
 
 const longestRetryAfter = 10 * time.Second
@@ -61,5 +61,6 @@ func (slowError) Error() string {
 }
 
 func (e wrongError) Error() string {
-	return fmt.Sprintf("it gave %d blocks, the last of them %d, that are not those of the assigned source", e.count, e.last)
+	return fmt.Sprintf("it gave %d blocks, the last of them %d, that are not those of the assigned source",
+		e.count, e.last)
 }

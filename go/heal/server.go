@@ -16,19 +16,20 @@ import (
 )
 
 const (
-	// maxConnections bounds the connections that have sent a hello with a valid secret, except leastOfGrant of each grant: each target
-	// makes progress (one connection for blocks, one for checksums), however many there are. The number of grants is bounded by
-	// that of the HTTP connections over which targets get them.
+	// maxConnections bounds the connections that have sent a hello with a valid secret, except leastOfGrant
+	// of each grant: each target makes progress (one connection for blocks, one for checksums), however many
+	// there are. The number of grants is bounded by that of the HTTP connections over which targets get them.
 	maxConnections = 256
 	leastOfGrant   = 2
-	// When a target should connect again: there may be room after a transfer, and in the lobby after a moment.
-	retryAfter      = 500 * time.Millisecond
-	lobbyRetryAfter = 50 * time.Millisecond
-	helloTimeout    = 10 * time.Second
-	// mostStrangers bounds the connections that have not sent their hello. A target sends its hello at once, so its connection counts
-	// here only for a moment.
-	mostStrangers  = 64
-	strangersOfOne = 32 // from one address, which several targets may share (NAT)
+	// When a target should connect again: there may be room after a transfer, and among those without a hello
+	// after a moment.
+	retryAfter        = 500 * time.Millisecond
+	pendingRetryAfter = 50 * time.Millisecond
+	helloTimeout      = 10 * time.Second
+	// mostPending bounds the connections that have not sent their hello. A target sends its hello at once, so
+	// its connection counts here only for a moment.
+	mostPending  = 64
+	pendingOfOne = 32 // from one address, which several targets may share (NAT)
 )
 
 // Server serves offers to targets that send the secret of a Grant.
@@ -47,7 +48,7 @@ type Server struct {
 	known       int // number of connections with a grant
 	running     sync.WaitGroup
 
-	strangers *admission.Pending
+	pending *admission.Pending
 }
 
 // Grant lets one target read an offer.
@@ -61,18 +62,20 @@ type Grant struct {
 	steady bool // one of its connections has the flag steady
 }
 
-// Listen starts a server on every address of this host, on a free port. timeout is how long a target may take for one piece.
-// bytesPerSecond bounds the rate to all targets together; 0: no bound. With inBackground, the serving threads have the lowest
-// priority on this host. Threads that serve as an additional source always have it.
+// Listen starts a server on every address of this host, on a free port. timeout is how long a target may take
+// for one piece. bytesPerSecond bounds the rate to all targets together; 0: no bound. With inBackground, the
+// serving threads have the lowest priority on this host. Threads that serve as an additional source always
+// have it.
 func Listen(timeout time.Duration, bytesPerSecond int64, inBackground bool) (*Server, error) {
 	listener, err := net.Listen("tcp", ":0")
 	if err != nil {
 		return nil, err
 	}
 	s := &Server{
-		listener: listener, timeout: timeout, background: inBackground, limit: limiter{bytesPerSecond: bytesPerSecond}, most: maxConnections,
+		listener: listener, timeout: timeout, background: inBackground,
+		limit: limiter{bytesPerSecond: bytesPerSecond}, most: maxConnections,
 		grants: map[[secretSize]byte]*Grant{}, connections: map[*connection]bool{},
-		strangers: admission.New(mostStrangers, strangersOfOne),
+		pending: admission.New(mostPending, pendingOfOne),
 	}
 	s.running.Add(1)
 	go s.accept()
@@ -138,7 +141,8 @@ func (s *Server) accept() {
 				slog.Warn("checkpoint server: a connection was not accepted", "error", err)
 			}
 			failed = true
-			time.Sleep(10 * time.Millisecond) // for example, too many files are open: retry when some have been closed
+			// For example, too many files are open: retry when some have been closed.
+			time.Sleep(10 * time.Millisecond)
 			continue
 		}
 		failed = false
@@ -152,7 +156,8 @@ func (s *Server) accept() {
 			defer s.running.Done()
 			defer s.remove(c)
 			if err := c.serve(); err != nil {
-				slog.Debug("checkpoint server: connection ended", "peer", conn.RemoteAddr().String(), "error", err)
+				peer := conn.RemoteAddr().String()
+				slog.Debug("checkpoint server: connection ended", "peer", peer, "error", err)
 			}
 		}()
 	}
@@ -165,7 +170,7 @@ func (s *Server) add(c *connection) bool {
 		return false
 	}
 	s.connections[c] = true
-	c.guest = s.strangers.Add(c.RemoteAddr(), c.turnAway)
+	c.pending = s.pending.Add(c.RemoteAddr(), c.turnAway)
 	s.running.Add(1)
 	return true
 }
@@ -175,7 +180,7 @@ func (s *Server) remove(c *connection) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.connections, c)
-	c.guest.Remove()
+	c.pending.Remove()
 	if c.grant != nil {
 		s.known--
 		c.grant.open--
@@ -190,9 +195,9 @@ func (s *Server) remove(c *connection) {
 
 var errBusy = errors.New("too many connections of targets are open")
 
-// enter returns the grant for a secret, and counts the connection. The error is errEnded without such a grant, and errBusy if
-// the connection has to come again. The first connection of each grant is steady, so that a background transfer makes progress even
-// if no processor is ever idle.
+// enter returns the grant for a secret, and counts the connection. The error is errEnded without such a
+// grant, and errBusy if the connection has to come again. The first connection of each grant is steady, so
+// that a background transfer makes progress even if no processor is ever idle.
 func (s *Server) enter(c *connection, secret [secretSize]byte) (*Grant, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -200,7 +205,7 @@ func (s *Server) enter(c *connection, secret [secretSize]byte) (*Grant, error) {
 	switch {
 	case grant == nil:
 		return nil, errEnded
-	case !c.guest.Remove():
+	case !c.pending.Remove():
 		return nil, net.ErrClosed // turned away meanwhile
 	case s.known >= s.most && grant.open >= leastOfGrant:
 		return nil, errBusy
@@ -216,7 +221,7 @@ func (s *Server) enter(c *connection, secret [secretSize]byte) (*Grant, error) {
 type connection struct {
 	net.Conn
 	server     *Server
-	guest      *admission.Conn
+	pending    *admission.Conn
 	grant      *Grant // server.mu guards grant, worked and steady
 	worked     func() // the result of Working; nil before enter
 	steady     bool   // in a background transfer: it keeps a small share of a busy processor (leastShare)
@@ -236,10 +241,10 @@ func (c *connection) cut() {
 	abort(c.Conn)
 }
 
-// turnAway ends a connection for which the lobby has no room. It does not block: this is the first answer on the connection, so the
-// kernel has room for it.
+// turnAway ends a connection for which there is no room before its hello. It does not block: this is the
+// first answer on the connection, so the kernel has room for it.
 func (c *connection) turnAway() {
-	_, _ = c.Write(busy(lobbyRetryAfter))
+	_, _ = c.Write(busy(pendingRetryAfter))
 	c.once.Do(func() { close(c.ended) })
 	_ = c.Close() // unlike cut, it lets the kernel send the answer
 }
@@ -275,7 +280,9 @@ func (c *connection) serve() (err error) {
 		return err
 	}
 	c.out = make([]byte, 0, pieceSize+2*responseSize)
-	prepare(c.Conn) // after the hello, not before: blocking reads occupy a thread, and unauthorized clients could open many connections
+	// After the hello, not before: blocking reads occupy a thread, and unauthorized clients could open many
+	// connections.
+	prepare(c.Conn)
 	switch {
 	case !c.server.background: // normal priority: the whole job may wait for this transfer
 	case c.steady:
@@ -285,8 +292,8 @@ func (c *connection) serve() (err error) {
 	}
 	var b [requestSize]byte
 	for {
-		// A target sends requests ahead of the answers. So if no request arrives within the timeout, the target has failed, or
-		// has stopped reading.
+		// A target sends requests ahead of the answers. So if no request arrives within the timeout, the
+		// target has failed, or has stopped reading.
 		_ = c.SetDeadline(time.Now().Add(c.server.timeout))
 		if _, err := io.ReadFull(c, b[:]); err != nil {
 			if errors.Is(err, io.EOF) {
@@ -308,7 +315,8 @@ func (c *connection) answer(g *Grant, r request) error {
 			return fmt.Errorf("request for block %d: the offer has %d blocks", r.block, o.layout.Blocks())
 		}
 		if r.op == opEqual {
-			if !c.additional { // only additional sources get opEqual, and the target does not depend on them: lowest priority
+			// Only additional sources get opEqual, and the target does not depend on them: lowest priority.
+			if !c.additional {
 				c.additional = true
 				background()
 			}
@@ -325,7 +333,9 @@ func (c *connection) answer(g *Grant, r request) error {
 		first, end := 0, o.layout.Blocks()
 		if r.op == opSums {
 			if int64(r.block)+int64(r.expected) > int64(end) {
-				return fmt.Errorf("request for the checksums of %d blocks from block %d: the offer has %d blocks", r.expected, r.block, end)
+				return fmt.Errorf(
+					"request for the checksums of %d blocks from block %d: the offer has %d blocks",
+					r.expected, r.block, end)
 			}
 			first, end = int(r.block), int(r.block+r.expected)
 		}
@@ -368,40 +378,44 @@ func (c *connection) check(o *Offer, block int) (uint32, error) {
 	return crc, o.note(block, crc)
 }
 
-// send writes a block. An error after the header ends the connection, so the target sees that the announced block is incomplete.
+// send writes a block. An error after the header ends the connection, so the target sees that the announced
+// block is incomplete.
 func (c *connection) send(g *Grant, r request) error {
 	o := g.offer
 	length := o.layout.Length(int(r.block))
-	// A checksum that was computed for another target is reused: if the memory has changed since, the checksum does not match the
-	// data, and the target refuses the block.
+	// A checksum that was computed for another target is reused: if the memory has changed since, the
+	// checksum does not match the data, and the target refuses the block.
 	crc, known := o.sum(int(r.block))
 	summing := r.flags&flagChecksum != 0 && !known
 	c.out = response{statusOK, r.block, uint32(length)}.append(c.out[:0])
 	c.spans = o.layout.Spans(int(r.block), c.spans[:0])
 	begun := false
-	err := pieces(c.spans, largestPiece(summing || c.server.limit.bytesPerSecond > 0), func(piece []Span, n int64) (err error) {
-		if err := c.server.limit.wait(n, c.ended); err != nil {
-			return err
-		}
-		if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
-			if begun { // the target would read the reason as bytes of the block
+	err := pieces(c.spans, largestPiece(summing || c.server.limit.bytesPerSecond > 0),
+		func(piece []Span, n int64) (err error) {
+			if err := c.server.limit.wait(n, c.ended); err != nil {
 				return err
 			}
-			return c.withdrawn(r, err)
-		}
-		defer o.done(c)
-		begun = true
-		g.served.Add(n)
-		if err := c.write(c.memory); err != nil {
-			return err
-		}
-		if summing { // after the write: the kernel's copy reads memory faster, and leaves the piece in the processor's cache
-			for _, part := range c.memory {
-				crc = updateChecksum(crc, part)
+			if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
+				if begun { // the target would read the reason as bytes of the block
+					return err
+				}
+				return c.withdrawn(r, err)
 			}
-		}
-		return nil
-	})
+			defer o.done(c)
+			begun = true
+			g.served.Add(n)
+			if err := c.write(c.memory); err != nil {
+				return err
+			}
+			// After the write: the kernel's copy reads memory faster, and leaves the piece in the processor's
+			// cache.
+			if summing {
+				for _, part := range c.memory {
+					crc = updateChecksum(crc, part)
+				}
+			}
+			return nil
+		})
 	if err != nil {
 		return err
 	}
@@ -416,7 +430,8 @@ func (c *connection) send(g *Grant, r request) error {
 	return c.flush()
 }
 
-// write sends the content of out, and then parts. Small parts are collected in out, large ones are written without a copy.
+// write sends the content of out, and then parts. Small parts are collected in out, large ones are written
+// without a copy.
 func (c *connection) write(parts [][]byte) error {
 	for _, part := range parts {
 		if len(part) < packBelow && len(c.out)+len(part) <= cap(c.out) {
@@ -467,8 +482,8 @@ func (c *connection) withdrawn(r request, reason error) error {
 func (c *connection) last(reason error) error {
 	_ = c.flush()
 	if tcp, ok := c.Conn.(*net.TCPConn); ok {
-		// If requests are still unread, Close would send a reset, and the answer could get lost. So wait until the target closes
-		// the connection.
+		// If requests are still unread, Close would send a reset, and the answer could get lost. So wait
+		// until the target closes the connection.
 		_ = tcp.CloseWrite()
 		_ = tcp.SetDeadline(time.Now().Add(time.Second))
 		_, _ = io.Copy(io.Discard, tcp)
@@ -484,8 +499,8 @@ type limiter struct {
 	next time.Time // when the rate allows the next piece
 }
 
-// wait returns when the rate allows n more bytes, or with an error when ended is closed. With a low rate that many connections share, the
-// wait can take hours; the end of the server must not be delayed by it.
+// wait returns when the rate allows n more bytes, or with an error when ended is closed. With a low rate that
+// many connections share, the wait can take hours; the end of the server must not be delayed by it.
 func (l *limiter) wait(n int64, ended <-chan struct{}) error {
 	if l.bytesPerSecond <= 0 {
 		return nil

@@ -9,7 +9,8 @@ import (
 // blockFor is how long a thread may block in the kernel for one read or write before it checks its deadline.
 const blockFor = 500 * time.Millisecond
 
-// prepare makes reads and writes of a connection block in the kernel, which is faster for large blocks (letBlock).
+// prepare makes reads and writes of a connection block in the kernel, which is faster for large blocks
+// (letBlock).
 func prepare(conn net.Conn) {
 	if tcp, ok := conn.(*net.TCPConn); ok {
 		letBlock(tcp)

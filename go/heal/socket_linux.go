@@ -8,9 +8,10 @@ import (
 	"syscall"
 )
 
-// letBlock makes reads and writes block in the kernel. Go's sockets do not: a large read becomes many small ones with a goroutine
-// switch and a poll between them, which together take as long as the copy itself. A call that blocks for blockFor returns EAGAIN, and
-// Go waits for the socket with its poller until the deadline, as for any other one.
+// letBlock makes reads and writes block in the kernel. Go's sockets do not: a large read becomes many small
+// ones with a goroutine switch and a poll between them, which together take as long as the copy itself. A
+// call that blocks for blockFor returns EAGAIN, and Go waits for the socket with its poller until the
+// deadline, as for any other one.
 func letBlock(tcp *net.TCPConn) {
 	raw, err := tcp.SyscallConn()
 	if err != nil {
@@ -37,7 +38,8 @@ func readBlocking(tcp *net.TCPConn, b []byte) (done int, err error) {
 		n, failed := 0, error(nil)
 		err := raw.Read(func(fd uintptr) bool {
 			n, _, failed = syscall.Recvfrom(int(fd), b[done:], syscall.MSG_WAITALL)
-			return !errors.Is(failed, syscall.EAGAIN) // on EAGAIN, raw.Read waits for data or the deadline, and calls again
+			// On EAGAIN, raw.Read waits for data or the deadline, and calls again.
+			return !errors.Is(failed, syscall.EAGAIN)
 		})
 		switch {
 		case err != nil:

@@ -61,7 +61,8 @@ func TestAbortEndsThreadsInTheKernel(t *testing.T) {
 	ended := make(chan error, 2)
 	go func() { _, err := readFull(near, make([]byte, 1)); ended <- err }()
 	go func() { _, err := near.Write(make([]byte, 256<<20)); ended <- err }() // more than any buffer holds
-	time.Sleep(20 * time.Millisecond)                                         // usually both threads are in the kernel by then
+	// Usually both threads are in the kernel by then.
+	time.Sleep(20 * time.Millisecond)
 	abort(near)
 	for range 2 {
 		select {

@@ -66,7 +66,10 @@ func TestWrongBlocksOfAnAdditionalSourceDoNotFailTheTransfer(t *testing.T) {
 	}
 	const secret = "00112233445566778899aabbccddeeff"
 	for name, add := range map[string]func(f *Fetch) error{
-		"with checksums that fit the wrong blocks": func(f *Fetch) error { return f.Add(honestUntilTheEnd(t, other, "", nil), secret, Additional) },
+		"with checksums that fit the wrong blocks": func(f *Fetch) error {
+			return f.Add(honestUntilTheEnd(t,
+				other, "", nil), secret, Additional)
+		},
 		"with the right checksums": func(f *Fetch) error { // as if its memory had changed since
 			o := offer(t, other, small)
 			for block := range o.layout.Blocks() {
@@ -93,12 +96,14 @@ func TestWrongBlocksOfAnAdditionalSourceDoNotFailTheTransfer(t *testing.T) {
 	}
 }
 
-// A source that fails is replaced by another one. This holds for the assigned one, too, once its checksums are known.
+// A source that fails is replaced by another one. This holds for the assigned one, too, once its checksums
+// are known.
 func TestASourceThatFailsIsReplaced(t *testing.T) {
 	for name, fails := range map[string]Role{"assigned": Assigned, "additional": Additional} {
 		t.Run(name, func(t *testing.T) {
 			source, target := filled(newRand(t), 4<<20), empty(4<<20)
-			servers := map[Role]*Server{Assigned: listen(t, time.Minute, 2<<20), Additional: listen(t, time.Minute, 2<<20)}
+			servers := map[Role]*Server{Assigned: listen(t, time.Minute, 2<<20),
+				Additional: listen(t, time.Minute, 2<<20)}
 			f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 			var grants []*Grant
 			for role, s := range servers {
@@ -106,7 +111,8 @@ func TestASourceThatFailsIsReplaced(t *testing.T) {
 				grants = append(grants, g)
 				require.NoError(t, f.Add(address(s), g.Secret(), role))
 			}
-			require.Eventually(t, func() bool { return grants[0].Served() > 0 && grants[1].Served() > 0 }, time.Minute, time.Millisecond)
+			require.Eventually(t, func() bool { return grants[0].Served() > 0 && grants[1].Served() > 0 },
+				time.Minute, time.Millisecond)
 			servers[fails].Close()
 			status := wait(t, f)
 			for !status.Done && status.Running {
@@ -118,7 +124,8 @@ func TestASourceThatFailsIsReplaced(t *testing.T) {
 	}
 }
 
-// When the only source fails, Wait returns. Blocks that have arrived are kept, and a new source sends the rest.
+// When the only source fails, Wait returns. Blocks that have arrived are kept, and a new source sends the
+// rest.
 func TestATransferContinuesWithANewGrant(t *testing.T) {
 	source, target := filled(newRand(t), 4<<20), empty(4<<20)
 	s := listen(t, time.Minute, 16<<20)
@@ -150,7 +157,8 @@ func TestReceivedCountsWholeBlocksOnce(t *testing.T) {
 	f := newFetch(t, target, Settings{BlockSize: block, Streams: 1})
 	grant := s.Grant(o)
 	require.NoError(t, f.Add(address(s), grant.Secret(), Assigned))
-	require.Eventually(t, func() bool { return f.Status().Received%block != 0 }, time.Minute, time.Microsecond)
+	require.Eventually(t, func() bool { return f.Status().Received%block != 0 }, time.Minute,
+		time.Microsecond)
 	grant.Close()
 	require.False(t, wait(t, f).Done)
 	require.Zero(t, f.Status().Received%block)
@@ -161,7 +169,8 @@ func TestReceivedCountsWholeBlocksOnce(t *testing.T) {
 	requireSame(t, source, target)
 }
 
-// Wait returns if only a failed source has the remaining blocks, so that the caller can add that source again.
+// Wait returns if only a failed source has the remaining blocks, so that the caller can add that source
+// again.
 func TestWaitEndsIfOnlyAFailedSourceHasTheRest(t *testing.T) {
 	source, target := filled(newRand(t), 4<<20), empty(4<<20)
 	other := clone(source)
@@ -180,7 +189,8 @@ func TestWaitEndsIfOnlyAFailedSourceHasTheRest(t *testing.T) {
 	status := wait(t, f)
 	require.False(t, status.Done || status.Running, status)
 	require.Contains(t, status.Failed[0]+status.Failed[1], errEnded.Error())
-	require.GreaterOrEqual(t, status.Received, int64(3<<20)) // the other source has sent all blocks that are equal
+	// The other source has sent all blocks that are equal.
+	require.GreaterOrEqual(t, status.Received, int64(3<<20))
 	require.NoError(t, f.Add(address(a), a.Grant(o).Secret(), Assigned))
 	require.True(t, wait(t, f).Done)
 	requireSame(t, source, target)
@@ -205,7 +215,8 @@ func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
 	requireSame(t, copied, target)
 }
 
-// A target that does not read does not delay the end of the offer, after which the owner may change the memory.
+// A target that does not read does not delay the end of the offer, after which the owner may change the
+// memory.
 func TestASlowReaderIsCutOff(t *testing.T) {
 	s, o := listen(t, time.Minute, 0), offer(t, filled(newRand(t), 64<<20), 0)
 	g := s.Grant(o)
@@ -234,7 +245,8 @@ func TestTheEndDoesNotWaitForTheRate(t *testing.T) {
 		_, err := conn.Write(request{op: opBlock, block: block}.append(nil))
 		require.NoError(t, err)
 	}
-	_, err := io.ReadFull(conn, make([]byte, responseSize+small)) // the first block comes at once, and the second one has to wait
+	// The first block comes at once, and the second one has to wait.
+	_, err := io.ReadFull(conn, make([]byte, responseSize+small))
 	require.NoError(t, err)
 	require.Eventually(t, func() bool {
 		s.limit.mu.Lock()
@@ -289,14 +301,17 @@ func TestMalformedRequestsEndTheConnection(t *testing.T) {
 	}
 }
 
-// If a source's memory changes during the transfer, the digest that it announces differs from that of the bytes that it sent.
+// If a source's memory changes during the transfer, the digest that it announces differs from that of the
+// bytes that it sent.
 func TestADigestThatDiffersIsAnError(t *testing.T) {
 	memory := filled(newRand(t), 3*small)
-	for name, announced := range map[string]string{"the same": "", "another": "0123456789abcdef0123456789abcdef"} {
+	for name, announced := range map[string]string{"the same": "",
+		"another": "0123456789abcdef0123456789abcdef"} {
 		t.Run(name, func(t *testing.T) {
 			target := empty(3 * small)
 			f := newFetch(t, target, Settings{BlockSize: small, Streams: 1})
-			require.NoError(t, f.Add(honestUntilTheEnd(t, memory, announced, nil), "00112233445566778899aabbccddeeff", Assigned))
+			require.NoError(t, f.Add(honestUntilTheEnd(t, memory, announced, nil),
+				"00112233445566778899aabbccddeeff", Assigned))
 			status := wait(t, f)
 			require.Equal(t, announced == "", status.Done)
 			if announced == "" {
@@ -304,12 +319,14 @@ func TestADigestThatDiffersIsAnError(t *testing.T) {
 				return
 			}
 			require.Empty(t, status.Digest)
-			require.Regexp(t, "^the state has the digest [0-9a-f]{32} here and "+announced+" at the source$", status.Failure)
+			require.Regexp(t, "^the state has the digest [0-9a-f]{32} here and "+announced+" at the source$",
+				status.Failure)
 		})
 	}
 }
 
-// Only additional sources may answer that a block differs. If the assigned source does, it is broken: the target must not ask it for ever.
+// Only additional sources may answer that a block differs. If the assigned source does, it is broken: the
+// target must not ask it for ever.
 func TestTheAssignedSourceMustSendItsBlocks(t *testing.T) {
 	address := answering(t, func(r request) []byte { return response{statusDiffer, r.block, 0}.append(nil) })
 	f := newFetch(t, empty(3*small), Settings{BlockSize: small, Streams: 1})
@@ -322,13 +339,17 @@ func TestTheAssignedSourceMustSendItsBlocks(t *testing.T) {
 	require.Contains(t, status.Failed[0], errGarbled.Error())
 }
 
-// honestUntilTheEnd serves blocks with correct checksums, and then the given digest; "": the correct one. before is called with the
-// operation of each request.
-func honestUntilTheEnd(t *testing.T, memory *Memory, announced string, before func(op uint32)) (address string) {
+// honestUntilTheEnd serves blocks with correct checksums, and then the given digest; "": the correct one.
+// before is called with the operation of each request.
+func honestUntilTheEnd(t *testing.T, memory *Memory, announced string,
+	before func(op uint32)) (address string) {
 	t.Helper()
 	l, err := NewLayout(memory.Sizes(), small)
 	require.NoError(t, err)
-	block := func(i uint32) []byte { return memory.regions[0][int64(i)*small : int64(i)*small+l.Length(int(i))] }
+	block := func(i uint32) []byte {
+		begin := int64(i) * small
+		return memory.regions[0][begin : begin+l.Length(int(i))]
+	}
 	if announced == "" {
 		var crcs []uint32
 		for i := range l.Blocks() {
@@ -376,7 +397,8 @@ func answering(t *testing.T, answer func(request) []byte) (address string) {
 	return lis.Addr().String()
 }
 
-// A source that does not answer the request for its checksums may still send all blocks: that completes the transfer.
+// A source that does not answer the request for its checksums may still send all blocks: that completes the
+// transfer.
 func TestAStalledRequestDoesNotDelayOthers(t *testing.T) {
 	source, target := filled(newRand(t), 1<<20), empty(1<<20)
 	asked, over := make(chan struct{}), make(chan struct{})
@@ -394,7 +416,8 @@ func TestAStalledRequestDoesNotDelayOthers(t *testing.T) {
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2, StallAfter: 5 * time.Minute})
 	require.NoError(t, f.Add(honestUntilTheEnd(t, source, "", before), secret, Assigned))
 	other := listen(t, time.Minute, 0)
-	require.NoError(t, f.Add(address(other), other.Grant(offer(t, clone(source), small)).Secret(), Additional))
+	require.NoError(t, f.Add(address(other), other.Grant(offer(t, clone(source), small)).Secret(),
+		Additional))
 	status := wait(t, f)
 	require.True(t, status.Done, status)
 	requireSame(t, source, target)
@@ -430,8 +453,8 @@ func TestASlowSourceIsDropped(t *testing.T) {
 	requireSame(t, source, target)
 }
 
-// forward forwards connections to a server. After the first kilobytes of answers on a connection, pause is called before each read and
-// returns how much may be read.
+// forward forwards connections to a server. After the first kilobytes of answers on a connection, pause is
+// called before each read and returns how much may be read.
 func forward(t *testing.T, to string, pause func() (most int)) (address string) {
 	t.Helper()
 	l, err := net.Listen("tcp", "localhost:0")

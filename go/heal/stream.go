@@ -14,10 +14,11 @@ const (
 	dialTimeout = 5 * time.Second
 	// ahead is how many requests are kept pending on a stream, so that the source always has the next one.
 	ahead = 2
-	// slowAfter is how long a block may take while streams of other sources are idle. After that, one of these streams fetches the
-	// block.
+	// slowAfter is how long a block may take while streams of other sources are idle. After that, one of
+	// these streams fetches the block.
 	slowAfter = 2 * time.Second
-	// lookEvery is the interval at which an incomplete read checks whether slowAfter or StallAfter has passed.
+	// lookEvery is the interval at which an incomplete read checks whether slowAfter or StallAfter has
+	// passed.
 	lookEvery = 500 * time.Millisecond
 )
 
@@ -70,7 +71,8 @@ func (st *stream) write(b []byte) error {
 	if err == nil {
 		return nil
 	}
-	answer := st.scratch[:responseSize] // a busy source closes the connection after its answer, which may still be unread
+	// A busy source closes the connection after its answer, which may still be unread.
+	answer := st.scratch[:responseSize]
 	if st.read(answer) == nil {
 		if _, busy := parseResponse(answer); errors.As(busy, new(busyError)) {
 			return busy
@@ -86,8 +88,8 @@ func (st *stream) read(b []byte) error {
 	return err
 }
 
-// fill is like read, for a part of a block whose transfer began at a given time. It also fails if the block has taken longer than
-// slowAfter and a stream of another source is idle, which then fetches the block.
+// fill is like read, for a part of a block whose transfer began at a given time. It also fails if the block
+// has taken longer than slowAfter and a stream of another source is idle, which then fetches the block.
 func (st *stream) fill(b []byte, began time.Time) error {
 	f := st.source.fetch
 	last := time.Now() // when the last bytes arrived
@@ -156,8 +158,9 @@ func (st *stream) request(block int, sums []uint32) request {
 	return r
 }
 
-// receive reads the answer to the oldest request. A block of an additional source must have the checksum that the assigned source
-// has announced (sums): the checksum sent with the block only proves that it arrived unchanged.
+// receive reads the answer to the oldest request. A block of an additional source must have the checksum that
+// the assigned source has announced (sums): the checksum sent with the block only proves that it arrived
+// unchanged.
 func (st *stream) receive(block int, sums []uint32) error {
 	f := st.source.fetch
 	r, err := st.header(block)
@@ -170,7 +173,8 @@ func (st *stream) receive(block int, sums []uint32) error {
 		return nil
 	}
 	if int64(r.length) != f.layout.Length(block) {
-		return fmt.Errorf("block %d has %d bytes at the source and %d here", block, r.length, f.layout.Length(block))
+		return fmt.Errorf("block %d has %d bytes at the source and %d here", block, r.length,
+			f.layout.Length(block))
 	}
 	crc, err := st.body(block)
 	if err != nil {
@@ -219,8 +223,10 @@ func (st *stream) header(block int) (response, error) {
 			return r, err
 		}
 		return r, st.source.end(withdrawnError{string(reason)})
-	case r.block != uint32(block), r.status != statusOK && (r.status != statusDiffer || st.source.role == Assigned):
-		return r, fmt.Errorf("answer %#x for block %d instead of %d: %w", r.status, r.block, block, errGarbled)
+	case r.block != uint32(block),
+		r.status != statusOK && (r.status != statusDiffer || st.source.role == Assigned):
+		return r, fmt.Errorf("answer %#x for block %d instead of %d: %w", r.status, r.block, block,
+			errGarbled)
 	}
 	return r, nil
 }
@@ -236,7 +242,8 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	checked, began := !f.settings.Unchecked, time.Now()
 	st.spans = f.layout.Spans(block, st.spans[:0])
 	for _, span := range st.spans {
-		if memory := f.memory.regions[span.Region]; memory != nil { // staging memory is reused, so its pages are mapped already
+		// Staging memory is reused, so its pages are mapped already.
+		if memory := f.memory.regions[span.Region]; memory != nil {
 			populate(memory[span.Offset : span.Offset+span.Length])
 		}
 	}
@@ -264,8 +271,8 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	return crc, err
 }
 
-// tooSlow ends the stream, so that its blocks return to the queue for idle streams. An additional source is not used any more. The
-// stream to the assigned source reconnects: some blocks may be available only there.
+// tooSlow ends the stream, so that its blocks return to the queue for idle streams. An additional source is
+// not used any more. The stream to the assigned source reconnects: some blocks may be available only there.
 func (st *stream) tooSlow() error {
 	if st.source.role != Assigned {
 		return st.source.end(slowError{})

@@ -6,10 +6,11 @@ import (
 	"sync"
 )
 
-// windows organizes the transfer to devices. A window consists of consecutive blocks, which are fetched into a stage, that is,
-// memory of the host. When all of them have arrived and been checked, Python copies them to the device, and provides the stage
-// again for the next window. With two stages the network and the device are busy at the same time. Blocks with host memory only
-// belong to no window: they are fetched directly into that memory.
+// windows organizes the transfer to devices. A window consists of consecutive blocks, which are fetched into
+// a stage, that is, memory of the host. When all of them have arrived and been checked, Python copies them to
+// the device, and provides the stage again for the next window. With two stages the network and the device
+// are busy at the same time. Blocks with host memory only belong to no window: they are fetched directly into
+// that memory.
 type windows struct {
 	layout *Layout
 	away   map[int]int64
@@ -59,8 +60,8 @@ func (w *windows) of(window int) (blocks []int) {
 
 var errStageInUse = errors.New("the stage is in use")
 
-// open assigns a stage to the next window, and returns the window's number and the blocks to fetch. The number is -1 if no window is
-// left.
+// open assigns a stage to the next window, and returns the window's number and the blocks to fetch. The
+// number is -1 if no window is left.
 func (w *windows) open(memory []byte) (window int, blocks []int, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

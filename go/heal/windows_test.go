@@ -34,8 +34,8 @@ func stageOf(b []byte) (address, length int64) {
 	return int64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b))
 }
 
-// load does what the target does in Python: it copies full windows to the device, and provides their staging memory for other windows.
-// It provides memory for two windows at a time.
+// load does what the target does in Python: it copies full windows to the device, and provides their staging
+// memory for other windows. It provides memory for two windows at a time.
 func (d device) load(t *testing.T, f *Fetch) Status {
 	t.Helper()
 	stages := map[int64][]byte{}
@@ -80,9 +80,10 @@ func TestStateOnADeviceArrivesThroughStages(t *testing.T) {
 		sizes, away []int
 		window      int64
 	}{
-		"all":                      {[]int{1 << 20}, []int{0}, 8},
-		"one block":                {[]int{10}, []int{0}, 8},
-		"small ones":               {[]int{100, 1000, 10_000, 20_000, 7, 7, 7, 40_000, 1, 30_000}, []int{0, 2, 4, 6, 8}, 1},
+		"all":       {[]int{1 << 20}, []int{0}, 8},
+		"one block": {[]int{10}, []int{0}, 8},
+		"small ones": {[]int{100, 1000, 10_000, 20_000, 7, 7, 7, 40_000, 1, 30_000},
+			[]int{0, 2, 4, 6, 8}, 1},
 		"some":                     {[]int{1 << 18, 5, 1<<18 + 3, 1 << 18, 0, 77}, []int{0, 2, 5}, 2},
 		"in between":               {[]int{1 << 18, 100, 1 << 18}, []int{1}, 1},
 		"all blocks in one window": {[]int{1 << 18, 100, 1 << 18}, []int{0, 1, 2}, 1 << 20},
@@ -92,7 +93,8 @@ func TestStateOnADeviceArrivesThroughStages(t *testing.T) {
 				source := filled(newRand(t), c.sizes...)
 				target := onDevices(empty(c.sizes...), c.away...)
 				s := listen(t, time.Minute, 0)
-				f := newFetch(t, target.host, Settings{BlockSize: small, Streams: 3, Window: c.window, Unchecked: unchecked})
+				f := newFetch(t, target.host,
+					Settings{BlockSize: small, Streams: 3, Window: c.window, Unchecked: unchecked})
 				require.NoError(t, f.Add(address(s), s.Grant(offer(t, source, small)).Secret(), Assigned))
 				status := target.load(t, f)
 				require.True(t, status.Done, status)
@@ -114,7 +116,8 @@ func TestWindowsAreFetchedInTheirOrder(t *testing.T) {
 	require.Equal(t, []int{3, 0, 1, 2, 4}, got)
 }
 
-// The assigned source fails, and an additional one continues: blocks that have arrived are kept, also those in staging memory.
+// The assigned source fails, and an additional one continues: blocks that have arrived are kept, also those
+// in staging memory.
 func TestStagesOutliveASource(t *testing.T) {
 	source, target := filled(newRand(t), 2<<20, 1<<20), onDevices(empty(2<<20, 1<<20), 0)
 	a, b := listen(t, time.Minute, 2<<20), listen(t, time.Minute, 2<<20)
@@ -170,7 +173,8 @@ func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 		require.NoError(t, o.Copied(0, at, end))
 		// all copied blocks arrive, and no more: a block is not sent before all of it was copied
 		whole := end - end%small
-		require.Eventually(t, func() bool { return f.Status().Received >= whole }, time.Minute, time.Millisecond)
+		require.Eventually(t, func() bool { return f.Status().Received >= whole }, time.Minute,
+			time.Millisecond)
 		if end < 1<<20 {
 			require.LessOrEqual(t, f.Status().Received, end)
 		}
@@ -181,16 +185,19 @@ func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 	require.ErrorContains(t, o.Copied(0, at, 1<<20+1), "it has 1048577 bytes, and the region has 1048576")
 }
 
-// A wait for a copy ends when the copy fails, when the source withdraws the offer or ends, or when the copy is too slow.
+// A wait for a copy ends when the copy fails, when the source withdraws the offer or ends, or when the copy
+// is too slow.
 func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 	for name, c := range map[string]struct {
 		end   func(*Offer)
 		error string
 	}{
-		"failed":  {func(o *Offer) { o.CopyFailed("out of memory") }, "the source could not copy its state from the device: out of memory"},
+		"failed": {func(o *Offer) { o.CopyFailed("out of memory") },
+			"the source could not copy its state from the device: out of memory"},
 		"revoked": {func(o *Offer) { o.Revoke(0, time.Second) }, errRevoked.Error()},
 		"ended":   {func(o *Offer) { o.End(time.Second) }, errEnded.Error()},
-		"late":    {func(*Offer) {}, "timed out: the source did not copy its state from the device within 2s"},
+		"late": {func(*Offer) {},
+			"timed out: the source did not copy its state from the device within 2s"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			timeout := time.Minute
@@ -209,8 +216,9 @@ func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 	}
 }
 
-// If an error occurs after a part of a block was sent, the connection ends: the target would take a response with the reason for the
-// rest of the block. The second region, which is yet to be sent when the copy fails, is as long as a response.
+// If an error occurs after a part of a block was sent, the connection ends: the target would take a response
+// with the reason for the rest of the block. The second region, which is yet to be sent when the copy fails,
+// is as long as a response.
 func TestAReasonNeverFollowsAPartOfABlock(t *testing.T) {
 	source := filled(newRand(t), packBelow, responseSize, packBelow)
 	s, o := listen(t, time.Minute, 0), offer(t, onDevices(source, 2).host, 1<<20)

@@ -40,8 +40,8 @@ import replay
 import restart
 import startup
 import step
-import strangers
 import throughput
+import unauthenticated
 from common import REPOSITORY, Side
 from processes import JobFailed, ours_path
 from upstream import REQUIREMENTS, UpstreamUnavailable, install
@@ -63,7 +63,7 @@ PARTS = {
     "local_sgd": local_sgd,
     "replay": replay,
     "divergence": divergence,
-    "strangers": strangers,
+    "unauthenticated": unauthenticated,
 }
 ROUNDS = {
     "startup": 10,
@@ -82,7 +82,7 @@ ROUNDS = {
     "quantized": 8,
     "replay": 10,
     "divergence": 10,
-    "strangers": 7,
+    "unauthenticated": 7,
 }
 OURS, UPSTREAM = "ours", "upstream"
 

@@ -20,7 +20,7 @@ from tests.integration.test_heal_along import one_part_a_step as one_part_a_step
 from tests.late import load
 from tests.late.test_jobs import on_device
 from torchft._manager.heal.beside import Beside
-from torchft._manager.heal.tracked import Parameters, Unfit
+from torchft._manager.heal.tracked import Parameters, Unsupported
 
 load()
 from tests.late.group import ProcessGroupLate  # noqa: E402
@@ -123,7 +123,7 @@ def test_a_group_that_joins_has_the_same_bits(
 def test_a_learning_rate_on_a_device_falls_back_by_name(late: ModuleType) -> None:
     weight = torch.ones(2, device="late", requires_grad=True)
     adam = optim.Adam([weight], lr=torch.tensor(0.1, device="late"), capturable=True)
-    with pytest.raises(Unfit, match=r"'lr' of the optimizer is a tensor of shape \[\] on late:0"):
+    with pytest.raises(Unsupported, match=r"'lr' of the optimizer is a tensor of shape \[\] on late:0"):
         Parameters([adam]).hyperparameters()
 
 
@@ -138,5 +138,5 @@ def test_gradients_on_a_device_are_copied(late: ModuleType) -> None:
 
 def test_parameters_on_several_devices_are_healed_at_once(late: ModuleType) -> None:
     parameters = [torch.ones(2, device=f"late:{index}", requires_grad=True) for index in (0, 1)]
-    with pytest.raises(Unfit, match="parameter 1 is on late:1, and parameter 0 on late:0"):
+    with pytest.raises(Unsupported, match="parameter 1 is on late:1, and parameter 0 on late:0"):
         Parameters([optim.SGD(parameters)]).check()

@@ -106,7 +106,7 @@ class Signals:
         self._logged = False
         self._over = False  # closed by a thread that could not restore the handlers: only the main one can
 
-    def heed(
+    def install(
         self,
         numbers: tuple[int, ...],
         end: Callable[[int], Any] = os._exit,
@@ -146,7 +146,7 @@ class Signals:
         """Called by the script's ``draining()``. Handlers can be installed on the main thread only."""
         if self._default and _on_main_thread():
             numbers, self._default = self._default, ()
-            self.heed(numbers)
+            self.install(numbers)
 
     def drain_request(self, log: Callable[[str], None]) -> bool:
         """Whether the quorum request must carry this rank's request to drain. Logs it, because a handler must not

@@ -54,9 +54,9 @@ class Stepping:
         begun = self._check_begun("wait_quorum")
         try:
             begun.result()
-            owed, self._current.owed = self._current.owed, None
-            if owed is not None:
-                owed()
+            deferred, self._current.deferred = self._current.deferred, None
+            if deferred is not None:
+                deferred()
         except RuntimeError as e:
             refused = self._layout.explain(e, self._group_rank)
             if refused is None:

@@ -30,7 +30,7 @@ _MOST_PASSES = 4
 _ACCUMULATE = "each unit of a step belongs into `with unit.accumulate(model)`, with the same models"
 
 
-class Outcome(IntEnum):
+class PassOutcome(IntEnum):
     """The result of a pass. The result of a group is the largest value among its ranks."""
 
     DONE = 0  # the parameters have their gradients
@@ -96,7 +96,7 @@ class ReproducibleSum:
         """Begins a step with the scales of the last committed one."""
         if self._total is not None:
             self._total.abandon()
-        self._outcome: Optional[Outcome] = None
+        self._outcome: Optional[PassOutcome] = None
         self._error: Optional[Exception] = None
         self.passes = 0
         self._added = 0  # number of units added in this pass
@@ -124,7 +124,7 @@ class ReproducibleSum:
         """Whether another pass over the units follows. The result is the same on all ranks of all groups with the same
         sum.
         """
-        return self._outcome is Outcome.REPEAT
+        return self._outcome is PassOutcome.REPEAT
 
     def verify(self, units: int) -> None:
         """Raises an error unless the gradients are those of a batch with this many units. A heal must be
@@ -132,14 +132,14 @@ class ReproducibleSum:
         """
         if self._error is not None:
             raise self._error
-        if self._outcome is not Outcome.DONE or self._total is None:
+        if self._outcome is not PassOutcome.DONE or self._total is None:
             raise PassFailed(f"reproducible_reduction=True: the step has no sum of gradients; {_ACCUMULATE}")
         if self._total.units != units:
             raise SamplesDiffer(f"{self._total.units} units were reduced, {units} belong to the batch")
 
     def commit(self) -> None:
         """Commits the step."""
-        if self._total is not None and self._outcome is Outcome.DONE:
+        if self._total is not None and self._outcome is PassOutcome.DONE:
             self._total.commit()
 
     # Parts of the above
@@ -175,27 +175,27 @@ class ReproducibleSum:
             total.load_state_dict(self._saved)
         return total
 
-    def _reduce(self, total: ExactSum) -> Outcome:
+    def _reduce(self, total: ExactSum) -> PassOutcome:
         if self._group is not None:
             self._add_in_group(total.buffers, dist.ReduceOp.SUM)
         if not self._manager._sum_integers(total.buffers):
-            return Outcome.FAILED
+            return PassOutcome.FAILED
         try:
             complete = total.read()
         except ScalesDiffer as e:  # all groups raise it, so none waits for this rank
             self._error = e
-            return Outcome.FAILED
+            return PassOutcome.FAILED
         if complete:
-            return Outcome.DONE
+            return PassOutcome.DONE
         if self.passes < _MOST_PASSES:
-            return Outcome.REPEAT
+            return PassOutcome.REPEAT
         self._error = PassFailed(
             f"the gradients of the same units did not fit in {_MOST_PASSES} passes: they differ from pass to pass; "
             "random numbers (reproducible_rng=True) and kernels must be deterministic"
         )
-        return Outcome.FAILED
+        return PassOutcome.FAILED
 
-    def _agree(self, outcome: Outcome) -> Outcome:
+    def _agree(self, outcome: PassOutcome) -> PassOutcome:
         """Makes either all ranks of the group repeat the pass or none, because a pass needs all of them."""
         if self._group is None:
             return outcome
@@ -206,7 +206,7 @@ class ReproducibleSum:
             return outcome
         failure = PassFailed("another rank of this group did not get the sum of the step")
         self._manager._report_own_error(failure)  # other groups may have begun the next pass
-        return Outcome.FAILED
+        return PassOutcome.FAILED
 
     def _add_in_group(self, tensors: list[torch.Tensor], op: Any) -> None:
         assert self._group is not None

@@ -1,7 +1,7 @@
 """The items of an ElasticDataLoader: an optimizer step, and the units that this rank computes in it.
 
 A step is correct only if the gradients of all its units are in the reduction. So each unit records its
-:meth:`Unit.accumulate`, and :meth:`Step.check` is called before gradients are reduced and before the group votes.
+:meth:`Unit.accumulate`, and :meth:`LoaderStep.check` is called before gradients are reduced and before the group votes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Unit:
             (``reproducible_reduction``).
     """
 
-    def __init__(self, step: Step, place: int, data: Any, weight: float, seed: Optional[int]) -> None:
+    def __init__(self, step: LoaderStep, place: int, data: Any, weight: float, seed: Optional[int]) -> None:
         planned = step._share.units[place]
         exact = step._loader._exact
         self.data = data
@@ -103,7 +103,7 @@ class Unit:
                 stack.enter_context(model.no_sync())
 
 
-class Step:
+class LoaderStep:
     """The work of one rank in one optimizer step: iterate once over its units.
 
     With ``reproducible_reduction`` the iteration may yield all units a second time (``unit.repeated``); their gradients

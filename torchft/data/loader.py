@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchft._manager.signals import heeded
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
-from torchft.data._step import Membership, Step, Unit, UnitsSkipped
+from torchft.data._step import LoaderStep, Membership, Unit, UnitsSkipped
 from torchft.data.agreement import GroupAction, next_action
 from torchft.data.local_steps import Account
 from torchft.data.position import DataPlan, DataPosition, PositionDiffers, RankShare, Stamp
@@ -142,7 +142,7 @@ class ElasticDataLoader:
         self._account = Account()  # counts the samples of LocalSGD's or DiLoCo's inner steps
         self._local_steps: Optional[LocalSteps] = None
         self._counted = 0
-        self._step: Optional[Step] = None  # the step that has begun and is not decided
+        self._step: Optional[LoaderStep] = None  # the step that has begun and is not decided
         self._skipped: Optional[UnitsSkipped] = None  # why the last step was lost
         manager._attach_loader(self)
         manager.register_state_dict_fn(STATE_KEY, self.load_state_dict, self.state_dict)
@@ -247,7 +247,7 @@ class ElasticDataLoader:
         if self._exact is not None and not (self._step is None and self.at_end):
             self._exact.verify(self._plan.num_units(self._position))
 
-    def _check_units(self, step: Optional[Step]) -> None:
+    def _check_units(self, step: Optional[LoaderStep]) -> None:
         if step is None and self.at_end:
             return
         try:
@@ -270,10 +270,10 @@ class ElasticDataLoader:
 
     # Steps
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[LoaderStep]:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> LoaderStep:
         """Begins a step.
 
         Raises:
@@ -316,7 +316,7 @@ class ElasticDataLoader:
         membership = Membership(plan.participating_rank, plan.participants)
         share = self.share(*membership)
         self._expect(membership, share)
-        self._step = Step(self, share, membership)
+        self._step = LoaderStep(self, share, membership)
         return self._step
 
     def _check_ranks_alike(self, before: DataPosition) -> None:
@@ -401,7 +401,7 @@ class ElasticDataLoader:
         where = f"epoch {self._position.epoch}, batch {self._position.batch}"
         logger.log(level, "%s: inner steps so far: %s", where, self._account)
 
-    def _next_inner(self, local_steps: LocalSteps) -> Step:
+    def _next_inner(self, local_steps: LocalSteps) -> LoaderStep:
         """Begins an inner step. The batch is divided among the groups of the last quorum; no quorum is requested."""
         manager = self._manager
         if not local_steps.entered:
@@ -424,7 +424,7 @@ class ElasticDataLoader:
         # With this factor, the losses of a group add up to the mean over its own samples.
         self._scale = self._plan.batch_size(share.position) / max(1, of_group)
         self._expect(membership, share)
-        self._step = Step(self, share, membership)
+        self._step = LoaderStep(self, share, membership)
         return self._step
 
     # Reading
@@ -454,7 +454,7 @@ class ElasticDataLoader:
         self._reader = iter(self._dataloader)
         return self._reader
 
-    def _read(self, step: Step, place: int) -> Unit:
+    def _read(self, step: LoaderStep, place: int) -> Unit:
         position, unit = step.position, step._share.units[place]
         key = Key(position, unit.number)
         again, self._again = self._again, None

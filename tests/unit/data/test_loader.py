@@ -21,7 +21,7 @@ from torchft._manager.quorum.plan import Plan as QuorumPlan
 from torchft._manager.settings import resolve
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
-from torchft.data._step import Step, StepEnded, UnitsSkipped
+from torchft.data._step import LoaderStep, StepEnded, UnitsSkipped
 from torchft.data.position import DataPlan, DataPosition, PositionDiffers
 from torchft.manager import Manager
 
@@ -97,7 +97,7 @@ def make(dataset: Any = DATA, manager: Optional[Alone] = None, **settings: Any) 
     return ElasticDataLoader(manager or Alone(), dataset, **{**SIZES, **settings})
 
 
-def train(loader: ElasticDataLoader) -> Generator[tuple[Step, list[Any]], Optional[bool], None]:
+def train(loader: ElasticDataLoader) -> Generator[tuple[LoaderStep, list[Any]], Optional[bool], None]:
     """Trains steps, each of which is committed unless the caller sends False."""
     for step in loader:
         committed = yield step, list(step)
@@ -246,7 +246,7 @@ def report(worker: int) -> None:
 def leaves_on_sigterm() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test of a command may have left a handler
     heeding = signals.Signals()
-    heeding.heed((signal.SIGTERM,))
+    heeding.install((signal.SIGTERM,))
     yield
     assert signals._watch is not None and signals._watch._deadline.left(0.0) is None, "it was not for this process"
     heeding.close(lambda: False)
@@ -377,11 +377,11 @@ def test_a_step_of_the_manager_without_units_is_not_committed() -> None:
 # The end of a step
 
 
-def uses_it_again(step: Step) -> None:
+def uses_it_again(step: LoaderStep) -> None:
     next(iter(step))
 
 
-def keeps_its_units(step: Step) -> None:
+def keeps_its_units(step: LoaderStep) -> None:
     with kept[0].accumulate():
         pass
 
@@ -391,7 +391,7 @@ kept: list[Any] = []
 
 @pytest.mark.parametrize("use", [uses_it_again, keeps_its_units])
 @pytest.mark.parametrize("end", ["a decision", "the next step", "another quorum"])
-def test_units_of_a_step_that_has_ended_are_refused(use: Callable[[Step], None], end: str) -> None:
+def test_units_of_a_step_that_has_ended_are_refused(use: Callable[[LoaderStep], None], end: str) -> None:
     """Their gradients would be added to those of another batch, or to those of other groups' parts of it."""
     manager = Alone()
     loader = make(manager=manager)

@@ -14,8 +14,8 @@ from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_joining import DEADLINE_SEC, plan
 from torchft._agreement import HEALS, announced
 from torchft._manager.heal import in_passing
-from torchft._manager.heal.giving import Giver, StepParts
 from torchft._manager.heal.in_passing import Along, Fetch
+from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.tracked import Parameters
 
 
@@ -159,7 +159,7 @@ def test_a_source_describes_its_parameters_once(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("key", ["part.0.7.0.0", "part.3.2.0.0", "part.0.0.0.7", "rest.0.1.0.1"])
 def test_a_part_that_does_not_exist_is_refused(key: str) -> None:
-    parts = StepParts(*Giver([torch.optim.SGD(nn.Linear(2, 2).parameters())]).parameters(), lambda: None)
+    parts = StepParts(*PartServer([torch.optim.SGD(nn.Linear(2, 2).parameters())]).parameters(), lambda: None)
     assert parts.part("part.1.3.0.6").memory.numel() == 8
     with pytest.raises(ValueError, match=r"there is no part of the elements|is no part of a state"):
         parts.part(key)

@@ -18,9 +18,9 @@ from torch import nn
 from tests.unit.waiting import wait_until
 from torchft._manager.heal import joining
 from torchft._manager.heal.along import FIRST, NOTHING, Ask
-from torchft._manager.heal.giving import Giver, StepParts
 from torchft._manager.heal.in_passing import Along, Fetch
 from torchft._manager.heal.joining import Target
+from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.together import Agreement, Ranks
 from torchft._manager.heal.tracked import Parameters
@@ -73,7 +73,7 @@ class Peer:
         _held(self.answers, abandon)
         if not self.errors.empty():
             raise self.errors.get()
-        part = StepParts(*Giver([self.optimizer]).parameters(), lambda: None).part(key)
+        part = StepParts(*PartServer([self.optimizer]).parameters(), lambda: None).part(key)
         memory(part.value, part.memory.numel()).copy_(part.memory)
         return part
 

@@ -178,7 +178,7 @@ def wait_until_received() -> None:
 def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
     times, ended = [0.0], queue.SimpleQueue[int]()
     heeding = Signals()
-    heeding.heed((USR1,), ended.put, lambda: times[-1])
+    heeding.install((USR1,), ended.put, lambda: times[-1])
     signal.raise_signal(USR1)
     wait_until_received()
     times.append(SAME_REQUEST_SEC)
@@ -191,7 +191,7 @@ def test_a_handler_that_the_script_installs_later_decides() -> None:
     """The script may need longer than the grace period, or ignore the signal. torchft must not end its process then."""
     times, ended = [0.0], queue.SimpleQueue[int]()
     heeding = Signals()
-    heeding.heed((USR1, USR2), ended.put, lambda: times[-1])
+    heeding.install((USR1, USR2), ended.put, lambda: times[-1])
     signal.signal(USR1, lambda number, frame: None)
 
     def twice(number: int) -> None:
@@ -216,7 +216,7 @@ def test_the_previous_wakeup_file_descriptor_gets_all_signals() -> None:
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
     heeding = Signals()
-    heeding.heed((USR1,))
+    heeding.install((USR1,))
     signal.raise_signal(USR1)
     assert select.select([read], [], [], LONG_S)[0] and os.read(read, 9) == bytes([USR1])
     module._end_watch()
@@ -288,7 +288,7 @@ import multiprocessing, os, signal, sys, time
 from torchft._manager import signals
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 heeding = signals.Signals()
-heeding.heed((signal.SIGTERM,))
+heeding.install((signal.SIGTERM,))
 for _ in range(20):
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
     child.start()
@@ -311,7 +311,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
 while os.dup(0) < 1100:  # as a trainer with many files and connections
     pass
 from torchft._manager.signals import Signals
-Signals().heed((signal.SIGTERM,))
+Signals().install((signal.SIGTERM,))
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 libc.pthread_mutex_lock(mutex)
 print("ready", flush=True)

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.optim import optimizer as all_optimizers
 
 from tests.unit.resident import needs_proc, resident
-from torchft._manager.heal.tracked import ELEMENTWISE, Parameters, Unfit
+from torchft._manager.heal.tracked import ELEMENTWISE, Parameters, Unsupported
 from torchft.checkpointing.codec.layout import local_part
 
 FORMS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
@@ -229,7 +229,7 @@ class _Own(optim.Adam):
     ],
 )
 def test_the_reason_of_a_fallback_is_named(make: Callable[[nn.Module], optim.Optimizer], reason: str) -> None:
-    with pytest.raises(Unfit, match=reason):
+    with pytest.raises(Unsupported, match=reason):
         Parameters([make(_model())]).check()
 
 
@@ -238,7 +238,7 @@ def test_optimizers_that_step_by_norms_or_matrices_fall_back(name: str) -> None:
     """Some of them are in PyTorch; for the others the test makes a class, as scripts do."""
     weight = nn.Parameter(torch.ones(2, 2))
     make = getattr(optim, name, None) or type(name, (optim.SGD,), {})
-    with pytest.raises(Unfit, match=f"the optimizer is {name}: known to step each element by itself are SGD, Adam"):
+    with pytest.raises(Unsupported, match=f"the optimizer is {name}: known to step each element by itself are SGD"):
         Parameters([make([weight], lr=0.1)]).check()
 
 
@@ -251,10 +251,10 @@ def test_parameters_in_another_order_are_found() -> None:
     ours.step({0}, {0: torch.ones(2)}, ours.hyperparameters())
     optimizer.param_groups[0]["params"] = [other, one]
     assert Parameters([optimizer]).layout() == layout
-    with pytest.raises(Unfit, match="the parameter groups of an optimizer were changed"):
+    with pytest.raises(Unsupported, match="the parameter groups of an optimizer were changed"):
         ours.step({0}, {0: torch.ones(2)}, ours.hyperparameters())
     optimizer.param_groups[0]["params"] = [one]
-    with pytest.raises(Unfit, match="the parameter groups of an optimizer were changed"):
+    with pytest.raises(Unsupported, match="the parameter groups of an optimizer were changed"):
         ours.check_groups()
 
 
@@ -265,7 +265,7 @@ def test_step_hooks_fall_back(register: str) -> None:
     owner, of = (all_optimizers, "optimizer_") if of_all else (optimizer, "")
     hook = getattr(owner, f"register_{of}step_{when}_hook")(lambda *_: None)
     try:
-        with pytest.raises(Unfit, match="SGD has hooks of its steps"):
+        with pytest.raises(Unsupported, match="SGD has hooks of its steps"):
             Parameters([optimizer]).check()
     finally:
         hook.remove()
@@ -273,7 +273,7 @@ def test_step_hooks_fall_back(register: str) -> None:
 
 
 def test_a_missing_optimizer_falls_back() -> None:
-    with pytest.raises(Unfit, match="no OptimizerWrapper"):
+    with pytest.raises(Unsupported, match="no OptimizerWrapper"):
         Parameters([]).check()
 
 
@@ -281,14 +281,14 @@ def test_several_optimizers_fall_back() -> None:
     """A source steps one of them in a step of the Manager. Gradients do not show which one: those of the generator and
     of the discriminator of a GAN, for example, exist in the steps of both.
     """
-    with pytest.raises(Unfit, match="there are 2 optimizers"):
+    with pytest.raises(Unsupported, match="there are 2 optimizers"):
         Parameters([optim.Adam(_model().parameters()) for _ in range(2)]).check()
 
 
 def test_sparse_gradients_fall_back() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(Unfit, match="the gradient of parameter 0 is sparse"):
+    with pytest.raises(Unsupported, match="the gradient of parameter 0 is sparse"):
         Parameters([optim.SGD(embedding.parameters())]).gradients({0}, {})
 
 

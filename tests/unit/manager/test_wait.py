@@ -16,7 +16,7 @@ from torch.distributed import HashStore, TCPStore
 from tests.unit.waiting import wait_until
 from torchft._agreement import HEALS, announce
 from torchft._manager.heal import wait as wait_module
-from torchft._manager.heal.wait import Counter, HealWait
+from torchft._manager.heal.wait import HealWait, SharedCounter
 from torchft._manager.quorum.plan import Plan
 from torchft._manager.rank import RankState
 from torchft.process_group.reconfigure import Handle, create_store_client
@@ -81,7 +81,7 @@ def make(stack: ExitStack, ranks: int = 1, timeout: timedelta = LONG, native: bo
 
 def test_a_counter_has_the_progress_of_all_and_how_many_are_ready() -> None:
     store = HashStore()
-    a, b = Counter(store, "key", 2), Counter(store, "key", 2)
+    a, b = SharedCounter(store, "key", 2), SharedCounter(store, "key", 2)
     assert not a.count(False, False)
     assert b.count(True, False) and a.count(False, False) and not a.count(False, False)
     assert a.count(False, True) and not a.count(False, True), "it is ready once"

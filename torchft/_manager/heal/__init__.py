@@ -6,7 +6,8 @@ Both ways:
     wait: lets the other groups wait for a heal that makes progress. background: the CUDA stream of a heal.
 
 In passing, while all groups train:
-    in_passing: whether it is possible. mode: whether it is worth it (pure). joining: the target's side. giving: the
-    source's. along and pace: the target's decisions (pure). tracked: parameters and optimizer state, cut into parts.
-    beside: device work in turns with the training thread. together: all ranks of a group end the heal in one step.
+    in_passing: whether it is possible. mode: whether it is worth it (pure). joining: the target's side.
+    part_server: the source's. along and pace: the target's decisions (pure). tracked: parameters and optimizer state,
+    cut into parts. beside: device work in turns with the training thread. together: all ranks of a group end the heal
+    in one step.
 """

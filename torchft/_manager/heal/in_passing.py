@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Optional
 
 import torch
 
-from torchft._manager.heal.giving import Giver, StepParts
 from torchft._manager.heal.joining import Locate, Target
+from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.together import Progress, Ranks
-from torchft._manager.heal.tracked import Parameters, Unfit
+from torchft._manager.heal.tracked import Parameters, Unsupported
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -80,14 +80,14 @@ class Along:
         self._ranks = ranks
         self._logger = logger
         self._make_target = partial(Target, transport=transport, locate=locate, timeout=timeout, logger=logger)
-        self._giver = Giver(optimizers)
+        self._part_server = PartServer(optimizers)
         self._prepared: Optional[Parameters] = None
         self._target: Optional[Target] = None
         self._ends = False  # whether the rest of the state is fetched in the present step
         self._abandoned = False  # until the next heal
         self._gives = False  # whether this group offers the state of the present step in parts
         if transport.gives_parts:
-            transport.prepare_parts(self._giver.names)
+            transport.prepare_parts(self._part_server.names)
 
     def prepare(self) -> None:
         """Called before this group requests its first quorum: later, all groups would wait for this work."""
@@ -113,7 +113,7 @@ class Along:
                 parameters.check()
                 parameters.check_groups()
                 parameters.beside.mark()
-        except Unfit:
+        except Unsupported:
             return None
         return parameters
 
@@ -144,9 +144,9 @@ class Along:
         reason = self._refuses()
         try:
             if reason is not None:
-                raise Unfit(reason)
-            self._transport.offer_parts(plan.max_step, StepParts(*self._giver.parameters(), whole))
-        except Unfit as e:
+                raise Unsupported(reason)
+            self._transport.offer_parts(plan.max_step, StepParts(*self._part_server.parameters(), whole))
+        except Unsupported as e:
             self._transport.refuse_parts(plan.max_step, str(e))
             return False
         self._gives = True
@@ -176,11 +176,13 @@ class Along:
             parameters = prepared or Parameters(self._optimizers)
             try:
                 if reason := self._refuses():
-                    raise Unfit(reason)
+                    raise Unsupported(reason)
                 if not may_write:
-                    raise Unfit("one group alone has it: if that failed, this group would go on with its own weights")
+                    raise Unsupported(
+                        "one group alone has it: if that failed, this group would go on with its own weights"
+                    )
                 parameters.check()
-            except Unfit as e:
+            except Unsupported as e:
                 self._abandon(str(e), plan.max_step)
                 return Fetch.ALL
             self.began = time.monotonic()
@@ -188,7 +190,7 @@ class Along:
         try:
             target.quorum(plan, together=progress is Progress.READY)
         except Exception as e:
-            target.abandon(str(e) if isinstance(e, Unfit) else repr(e))
+            target.abandon(str(e) if isinstance(e, Unsupported) else repr(e))
         reason = target.heal.abandoned
         if self._chooses and reason is None and not target.heal.ends:
             reason = target.why_at_once()
@@ -226,7 +228,7 @@ class Along:
         try:
             target.advance(reduced)
         except Exception as e:
-            target.abandon(str(e) if isinstance(e, Unfit) else repr(e))
+            target.abandon(str(e) if isinstance(e, Unsupported) else repr(e))
         self.wrote = self.wrote or target.wrote
         assert target.heal.step is not None
         if target.heal.abandoned is not None:

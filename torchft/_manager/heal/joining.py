@@ -27,7 +27,7 @@ import torch
 from torchft._manager.heal.along import NOTHING, Ask, Heal, Outcome
 from torchft._manager.heal.mode import Measured
 from torchft._manager.heal.pace import Pace
-from torchft._manager.heal.tracked import Parameters, Unfit
+from torchft._manager.heal.tracked import Parameters, Unsupported
 from torchft._manager.observe.lifetime import weakly
 from torchft._manager.settings import HealMode
 from torchft.checkpointing.client.request import Abandon, Busy, Refused
@@ -343,7 +343,7 @@ class Target:
     def _begin(self, ask: Ask, plan: Plan, value: Any, nbytes: int) -> torch.Tensor:
         """Takes up the description of a part that begins to arrive. Returns the memory for it."""
         if value["layout"] != self._layout:
-            raise Unfit("parameters or optimizers differ from the source's")
+            raise Unsupported("parameters or optimizers differ from the source's")
         self.parameters.sizes(ask.begin, ask.end, value["states"], nbytes)  # before there is memory for it
         with self._cond:
             if self._plan is plan:
@@ -372,7 +372,7 @@ class Target:
     def _failed(self, plan: Plan, error: Exception) -> None:
         if self._plan is not plan or not self._open:
             return
-        if isinstance(error, Unfit):
+        if isinstance(error, Unsupported):
             self.heal.abandon(str(error))
         elif isinstance(error, Refused) and error.status not in _OF_THIS_STEP:
             self.heal.abandon(f"the source: {error}")

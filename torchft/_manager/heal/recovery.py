@@ -119,7 +119,7 @@ class Recovery:
             )
         # After a failed load some weights may have changed, and after a failed transfer in place some or all of them.
         # Until a load succeeds the weights belong to no step: they must not be trained on or served.
-        self._spoiled = False
+        self._inconsistent = False
 
     @property
     def _additional(self) -> int:
@@ -143,8 +143,8 @@ class Recovery:
         """
         if self.along is not None:
             self.along.follow(plan)
-            self._spoiled = self._spoiled or self.along.wrote
-        if self._spoiled and not plan.heal:
+            self._inconsistent = self._inconsistent or self.along.wrote
+        if self._inconsistent and not plan.heal:
             raise RuntimeError(
                 f"a heal of this group did not get to its end, so its weights are of no step, and quorum "
                 f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
@@ -248,7 +248,7 @@ class Recovery:
     def _fetch(self, plan: Plan, has: Optional[Callable[[int, str], torch.UntypedStorage]] = None) -> Position:
         assert plan.source is not None
         source: Source = plan.source
-        self._spoiled = self._spoiled or (self.along is not None and self.along.wrote)
+        self._inconsistent = self._inconsistent or (self.along is not None and self.along.wrote)
         self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"), bounded(f"healing from {source.manager_address}"):
             metadata = self._ask_source(self._reach(source.manager_address))
@@ -261,7 +261,7 @@ class Recovery:
             try:
                 self._check_peers()  # failures reported after this line reach peer_failed
                 in_place = self._transport.in_place or (self._transport.takes_target and target.writable)
-                self._spoiled = self._spoiled or in_place
+                self._inconsistent = self._inconsistent or in_place
                 with watched_by(self._progressed):
                     state = self._transport.recv_checkpoint(
                         src_rank=source.replica_rank,
@@ -369,7 +369,7 @@ class Recovery:
         """Ends a step in which this group trains along, before it votes: see :meth:`Along.advance`."""
         assert self.along is not None
         self.along.advance(reduced)
-        self._spoiled = self._spoiled or self.along.wrote
+        self._inconsistent = self._inconsistent or self.along.wrote
 
     def refuse(self) -> None:
         """Called when this rank will not receive its state in this step: the other ranks do not load theirs either."""
@@ -403,13 +403,13 @@ class Recovery:
                 self._user_state.load(state["user"])
                 self._set_hyperparameters(state, own)
         except BaseException as e:  # also Ctrl-C, after which a notebook may go on
-            self._spoiled = True
+            self._inconsistent = True
             if self.along is not None:
                 self.along.stop()  # the weights that were compared may have been changed
             self._logger.exception(f"the state of a peer could not be loaded: {e}")
             raise
         self._before = None
-        self._spoiled = False
+        self._inconsistent = False
         if self.along is not None:
             self.along.healed()
         self._logger.recovery_event(before.step if before else 0, self.phases)

@@ -49,7 +49,7 @@ Json = Any
 State = defaultdict[torch.Tensor, Any]
 
 
-class Unfit(Exception):
+class Unsupported(Exception):
     """A heal in passing is not possible, for the reason given."""
 
 
@@ -85,35 +85,37 @@ class Parameters:
         self.beside = Beside(self.device if copies_for(self.device.type) is not None else _CPU)
 
     def check(self) -> None:
-        """Raises Unfit with the reason if the parameters cannot be healed in passing."""
+        """Raises Unsupported with the reason if the parameters cannot be healed in passing."""
         if not self.all:
-            raise Unfit("no OptimizerWrapper of this Manager shows which tensors are parameters")
+            raise Unsupported("no OptimizerWrapper of this Manager shows which tensors are parameters")
         if len(self.optimizers) > 1:
             # The others may have gradients too, which the source does not apply in that step.
-            raise Unfit(f"there are {len(self.optimizers)} optimizers, and a step of the Manager is one of them alone")
+            raise Unsupported(
+                f"there are {len(self.optimizers)} optimizers, and a step of the Manager is one of them alone"
+            )
         for optimizer in self.optimizers:
             kind = type(optimizer)
             if kind not in ELEMENTWISE:
                 known = ", ".join(one.__name__ for one in ELEMENTWISE)
-                raise Unfit(f"the optimizer is {kind.__name__}: known to step each element by itself are {known}")
+                raise Unsupported(f"the optimizer is {kind.__name__}: known to step each element by itself are {known}")
             own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
             if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-                raise Unfit(f"{kind.__name__} has hooks of its steps, which may change anything")
+                raise Unsupported(f"{kind.__name__} has hooks of its steps, which may change anything")
         seen: set[int] = set()
         for number, parameter in enumerate(self.all):
             local = local_part(parameter)
             if type(parameter) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(parameter):
-                raise Unfit(f"parameter {number} is a {type(parameter).__name__}, not a plain tensor")
+                raise Unsupported(f"parameter {number} is a {type(parameter).__name__}, not a plain tensor")
             if local.layout != torch.strided:
-                raise Unfit(f"parameter {number} is not a dense tensor")
+                raise Unsupported(f"parameter {number} is not a dense tensor")
             if not local.is_cpu and copies_for(local.device.type) is None:
-                raise Unfit(f"parameter {number} is on {local.device}, a kind of device on which this is not tested")
+                raise Unsupported(f"parameter {number} is on {local.device}, on which this is not tested")
             if local.device != self.device:
-                raise Unfit(f"parameter {number} is on {local.device}, and parameter 0 on {self.device}")
+                raise Unsupported(f"parameter {number} is on {local.device}, and parameter 0 on {self.device}")
             storage = local.untyped_storage()
             padded = is_dtensor(parameter)  # FSDP2 pads the shards of all ranks to equal sizes
             if (storage.nbytes() != local.nbytes and not padded) or (storage.data_ptr() in seen and local.nbytes):
-                raise Unfit(f"parameter {number} shares its memory with another tensor")
+                raise Unsupported(f"parameter {number} shares its memory with another tensor")
             seen.add(storage.data_ptr())
 
     def prepare(self) -> None:
@@ -142,12 +144,10 @@ class Parameters:
         return [value.dtype for value in state[parameter].values() if _alike(value, parameter)]
 
     def check_groups(self) -> None:
-        """Raises Unfit if the parameters of the optimizers, or their order, have changed since the start: parts are
-        ranges of all elements.
-        """
+        """Raises Unsupported if the parameters, or their order, have changed: parts are ranges of all elements."""
         present = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(present) != len(self.all) or any(one is not other for one, other in zip(present, self.all)):
-            raise Unfit("the parameter groups of an optimizer were changed during the heal")
+            raise Unsupported("the parameter groups of an optimizer were changed during the heal")
 
     def layout(self) -> str:
         """A digest of the types of the optimizers and the layouts of the parameters.
@@ -337,7 +337,7 @@ class Parameters:
             into: the gradients kept before; the memory of copies is reused.
 
         Raises:
-            Unfit: a gradient is sparse.
+            Unsupported: a gradient is sparse.
         """
         kept: dict[int, torch.Tensor] = {}
         borrowed, self._versions = self._versions, {}
@@ -361,7 +361,7 @@ class Parameters:
         """The present gradients of these parameters, without copies, to be applied at once.
 
         Raises:
-            Unfit: a gradient is sparse.
+            Unsupported: a gradient is sparse.
         """
         found = {number: gradient for number in numbers if (gradient := self.all[number].grad) is not None}
         for number, gradient in found.items():
@@ -384,7 +384,7 @@ class Parameters:
         fail.
 
         Raises:
-            Unfit: the parameters of the optimizers have changed since the start.
+            Unsupported: the parameters of the optimizers have changed since the start.
         """
         self.check_groups()
         number = 0
@@ -423,7 +423,7 @@ def _step_with(optimizer: Optimizer, groups: list[dict[str, Any]], state: State)
 
 def _check_dense(number: int, gradient: torch.Tensor) -> None:
     if gradient.layout != torch.strided:
-        raise Unfit(f"the gradient of parameter {number} is sparse")
+        raise Unsupported(f"the gradient of parameter {number} is sparse")
 
 
 def _line(parameter: torch.Tensor) -> str:
@@ -482,7 +482,7 @@ def _plain(key: str, value: Any, device: torch.device = _CPU) -> Json:
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         kind = f"tensor of shape {list(value.shape)} on {value.device}"
-    raise Unfit(f"{key!r} of the optimizer is a {kind}, which does not go with one parameter")
+    raise Unsupported(f"{key!r} of the optimizer is a {kind}, which does not go with one parameter")
 
 
 def _value(plain: Json) -> Any:

@@ -45,7 +45,7 @@ _LOOK_SEC = 0.01
 _READY = 1 << 32
 
 
-class Counter:
+class SharedCounter:
     """A counter of progress in a store, as one of those that share it sees it.
 
     Args:
@@ -96,8 +96,8 @@ class _Wait:
         self,
         address: str,
         clients: dict[str, Store],
-        column: Callable[[Store], Counter],
-        group: Optional[Callable[[], Counter]],
+        column: Callable[[Store], SharedCounter],
+        group: Optional[Callable[[], SharedCounter]],
     ) -> None:
         self._address = address
         self._clients = clients
@@ -185,11 +185,11 @@ class HealWait:
             yield
             return
         old, self._key = self._key, f"heals/{plan.quorum_id}/{plan.max_step}"
-        column, group = partial(Counter, key=self._key, members=plan.replica_world_size, old=old), None
+        column, group = partial(SharedCounter, key=self._key, members=plan.replica_world_size, old=old), None
         if self._group_world_size > 1:
             own = f"torchft/{self._name}/"
             members, old = self._group_world_size, own + old if old else ""
-            group = partial(Counter, self._store, own + self._key, members, old)
+            group = partial(SharedCounter, self._store, own + self._key, members, old)
         self._now = now = _Wait(store, self._clients, column, group)
         try:
             yield

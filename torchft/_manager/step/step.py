@@ -142,12 +142,12 @@ class Step:
         thread: the training thread.
         healing: whether this group contributes zeros, because it heals.
         error: the first error; None if there is none.
-        owed: what the training thread has to do when it waits for the quorum, because the user's functions run on
+        deferred: what the training thread has to do when it waits for the quorum, because the user's functions run on
             no other thread; None: nothing.
         reads_state: whether the training thread waits for the answer when the step begins, and fills :attr:`served`.
     """
 
-    owed: Optional[Callable[[], None]] = None
+    deferred: Optional[Callable[[], None]] = None
     reads_state = False
     _served: Optional[Future[dict[str, Any]]] = None
 

@@ -30,7 +30,7 @@ Home = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 _READ_PIECE = 32 << 20  # bytes per read at most, so that the progress is visible
 
 
-class Counter(Protocol):
+class ByteCounter(Protocol):
     """Counts the bytes of streams."""
 
     def expect(self, nbytes: int) -> None:
@@ -143,7 +143,7 @@ def read_object(
     size: Optional[int] = None,
     storages: Optional[List[torch.Tensor]] = None,
     trusted: bool = False,
-    counter: Optional[Counter] = None,
+    counter: Optional[ByteCounter] = None,
     home: Home = _stay,
 ) -> Any:
     """Reads one stream to its end and returns the object.
@@ -239,7 +239,9 @@ def _entry(fields: Dict[str, Any]) -> _Entry:
     return _Entry(key, is_storage, length)
 
 
-def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str, counter: Optional[Counter]) -> None:
+def _fill(
+    file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str, counter: Optional[ByteCounter]
+) -> None:
     done = 0
     while done < entry.length:
         n = file.readinto(memory[done : done + _READ_PIECE])

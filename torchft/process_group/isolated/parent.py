@@ -36,7 +36,7 @@ from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.operation import _OpMetadata, operation
 from torchft.process_group.isolated.sharing import Notify, Sharing
-from torchft.process_group.isolated.standby import Worker, Workers, WorkerTimedOut, started
+from torchft.process_group.isolated.standby import WorkerProcess, Workers, WorkerTimedOut, started
 from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
 
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
@@ -97,7 +97,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._timeout = _as_timeout(timeout)
         self._reconfigure_timeout: Optional[timedelta] = None
         self._context = switch(STANDBY_CONTEXT_ENV, given=standby_context)
-        self._worker: Optional[Worker] = None
+        self._worker: Optional[WorkerProcess] = None
         self._peers: Optional[tuple[int, int]] = None
         # Whether there was a worker before.
         self._warm = False
@@ -170,7 +170,7 @@ class ProcessGroupBaby(ProcessGroup):
             self._end(error)
             raise copied(error)
 
-    def _take(self) -> Worker:
+    def _take(self) -> WorkerProcess:
         # Set before the worker has answered, so that an abort also ends a worker that is still connecting.
         self._worker = worker = self._workers.take()
         return worker
@@ -307,7 +307,7 @@ class ProcessGroupBaby(ProcessGroup):
         finally:
             del self._starting[op.op_id]
 
-    def _connected(self) -> Worker:
+    def _connected(self) -> WorkerProcess:
         """The worker that is connected with peers.
 
         Raises:
@@ -417,14 +417,14 @@ def _reduction(opts: Any, kind: type) -> Any:
     return made
 
 
-def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]:
+def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], WorkerProcess]:
     """Returns a launcher of workers for groups of a class."""
     sharing = group._sharing
 
     def make_sharing(device: int, notify: Notify) -> Sharing:
         return importlib.import_module(sharing[protocol.DEVICES[device]]).trainer(notify)
 
-    def make() -> Worker:
+    def make() -> WorkerProcess:
         if group.__module__ == "__main__":
             raise ValueError(
                 f"{group.__qualname__} is defined in __main__, which a worker does not import: put it into a module"
@@ -436,7 +436,7 @@ def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]
             "sharing": sharing,
             "prepare": _current_device() if context else None,
         }
-        return Worker(settings, group._name, make_sharing)
+        return WorkerProcess(settings, group._name, make_sharing)
 
     return make
 

@@ -1,9 +1,9 @@
 """The trainer's side of the fork server: one server per trainer process, and standby workers.
 
-Server    the server process: started with the first group, shared by all groups, ended some seconds after the
-          last one
-Worker    a worker process: its channel, and how it is ended
-Workers   the workers of one group: hands out the standby worker, and starts the next one
+Server         the server process: started with the first group, shared by all groups, ended some seconds after the
+               last one
+WorkerProcess  a worker process: its channel, and how it is ended
+Workers        the workers of one group: hands out the standby worker, and starts the next one
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ atexit.register(servers.close)
 os.register_at_fork(after_in_child=servers.forget)
 
 
-class Worker:
+class WorkerProcess:
     """One worker's process.
 
     Args:
@@ -252,12 +252,12 @@ class Workers:
         standby: whether a standby worker is kept.
     """
 
-    def __init__(self, make: Callable[[], Worker], standby: bool) -> None:
+    def __init__(self, make: Callable[[], WorkerProcess], standby: bool) -> None:
         self._make = make
         self._standby = standby
         self._lock = threading.RLock()
-        self._next: Optional[Worker] = None
-        self._given: Optional[Worker] = None
+        self._next: Optional[WorkerProcess] = None
+        self._given: Optional[WorkerProcess] = None
         self._used = False
 
     def prepare(self) -> None:
@@ -269,7 +269,7 @@ class Workers:
             if self._standby and (self._next is None or self._next.channel.broken is not None):
                 self._next = self._make()
 
-    def first(self) -> Worker:
+    def first(self) -> WorkerProcess:
         """The worker that `take` will return; it is started if there is none."""
         self.prepare()
         with self._lock:
@@ -277,7 +277,7 @@ class Workers:
                 self._next = self._make()
             return self._next
 
-    def take(self) -> Worker:
+    def take(self) -> WorkerProcess:
         """The standby worker, or a new one. Only an answer shows that it is alive; see `started`."""
         self.prepare()
         with self._lock:
@@ -306,7 +306,7 @@ class Workers:
             servers.release()
 
 
-def started(get: Callable[[], Worker]) -> Worker:
+def started(get: Callable[[], WorkerProcess]) -> WorkerProcess:
     """A worker that has answered. One that ends before it answers is replaced.
 
     Standby workers end with their server, and the trainer does not notice that at once. Only an answer shows that a

@@ -1,12 +1,12 @@
-"""The slow-down of a heal while clients without a valid request (strangers) connect to the checkpoint server: goal 1.5.
+"""The slow-down of a heal while clients without a valid request  connect to the checkpoint server: goal 1.5.
 
-The strangers connect from a separate process: first more of them than the server accepts, then 200 per second. They
+They connect from a separate process: first more of them than the server accepts, then 200 per second. They
 keep their connections open; half of them send nothing, half the beginning of a request. One target fetches a state in
-the native format and one in the upstream format, in turns with and without strangers. On busy processors, the processor
+the native format and one in the upstream format, in turns with and without them. On busy processors, the processor
 time of both ends, in benchmarks.json, is more reliable than the duration of a heal. The native core's port is measured
-by `go test ./heal -run '^$' -bench AmongStrangers` (in go/).
+by `go test ./heal -run '^$' -bench AmongUnauthenticated` (in go/).
 
-    python python/bench/run.py strangers
+    python python/bench/run.py unauthenticated
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEAD = b"GET /checkpoint/1/full HTTP/1.1\r\n"
 
 
 class Worker:
-    """The source, the target, or the strangers."""
+    """The source, the target, or the unauthenticated clients."""
 
     def do_usage(self) -> dict[str, Any]:
         return {"rss": 0, "cpu_s": time.process_time()}
@@ -104,7 +104,7 @@ class Worker:
 
 
 def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, Any]:
-    """Return, per format: seconds alone and among strangers, and their ratio in the same round."""
+    """Return, per format: seconds alone and among unauthenticated connections, and their ratio in the same round."""
     from common import Spread
 
     figures: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, 
                         others.do("go")
                 row = {"alone": took[False], "among": took[True], "ratio": took[True] / took[False]}
                 rows.append({**row, "cpu_alone": cpu[False], "cpu_among": cpu[True]})
-                progress(f"strangers, {name}, round {number + 1}/{rounds}: {row['ratio']:.2f} of the time alone")
+                progress(f"unauthenticated, {name}, round {number + 1}/{rounds}: {row['ratio']:.2f} of the time alone")
             source.do("end")
         finally:
             for process in processes:
@@ -152,7 +152,7 @@ def tables(result: dict[str, Any], _ours: str, _upstream: str) -> str:
         spread = {key: Spread(**value) for key, value in figures.items()}
         ratio = f"{spread['ratio'].text()} {verdict(spread['ratio'].median <= GOAL)}"
         rows.append([name, spread["alone"].text(), spread["among"].text(), ratio])
-    return markdown_table(["format", "alone, s", "among strangers, s", f"ratio (goal <= {GOAL:g})"], rows)
+    return markdown_table(["format", "alone, s", "with unauthenticated, s", f"ratio (goal <= {GOAL:g})"], rows)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from torchft._manager.heal.along import COMPARED, MOST, Ask
-from torchft._manager.heal.tracked import Parameters, Unfit
+from torchft._manager.heal.tracked import Parameters, Unsupported
 from torchft.checkpointing.codec.requests import StatePart
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Giver:
+class PartServer:
     """The parameters of a source.
 
     Args:
@@ -28,13 +28,13 @@ class Giver:
         """The parameters and their layout, which must equal the target's. Called on the training thread.
 
         Raises:
-            Unfit: they cannot be healed in passing.
+            Unsupported: they cannot be healed in passing.
         """
         try:
             if self._known is not None and self._known[0].optimizers == list(self._optimizers):
                 self._known[0].check_groups()
                 return self._known
-        except Unfit:
+        except Unsupported:
             pass  # a parameter group was added
         parameters = Parameters(self._optimizers)
         parameters.check()
@@ -45,7 +45,7 @@ class Giver:
         """The names of the storages of the parameters and their optimizer state, by address."""
         try:
             return self.parameters()[0].storages()
-        except Unfit:
+        except Unsupported:
             return {}
 
 
@@ -82,6 +82,6 @@ class StepParts:
                     "states": states,
                     "digest": parameters.digest(ask.same_from, ask.same_to),
                 }
-        except Unfit as e:
+        except Unsupported as e:
             raise ValueError(str(e)) from e
         return StatePart(value, memory)

@@ -18,9 +18,9 @@ import (
 	"github.com/torchft/torchft/go/internal/admission"
 )
 
-// strangers opens connections to a server without a secret, or with a wrong one: first as many as a client can hold open at once, and then
-// 200 per second until the test ends. It closes none of them.
-func strangers(t testing.TB, address string) {
+// unauthenticated opens connections to a server without a secret, or with a wrong one: first as many as a
+// client can hold open at once, and then 200 per second until the test ends. It closes none of them.
+func unauthenticated(t testing.TB, address string) {
 	var kept []net.Conn
 	open := func(number int) {
 		conn, err := net.Dial("tcp", address)
@@ -62,7 +62,7 @@ func TestUnauthorizedConnectionsDelayNoHeal(t *testing.T) {
 	source := filled(newRand(t), 3*small, 40*small, 7)
 	target := empty(3*small, 40*small, 7)
 	s := listen(t, time.Minute, 0)
-	strangers(t, address(s)) // from the same address as the target
+	unauthenticated(t, address(s)) // from the same address as the target
 	o := offer(t, source, small)
 	for range 5 {
 		f := newFetch(t, target, Settings{BlockSize: o.BlockSize()})
@@ -73,16 +73,16 @@ func TestUnauthorizedConnectionsDelayNoHeal(t *testing.T) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	assert.LessOrEqual(t, s.strangers.Len(), mostStrangers)
+	assert.LessOrEqual(t, s.pending.Len(), mostPending)
 }
 
-// More targets than a server has connections for heal all the same, each over at least one connection. Their connections also exceed
-// the limits of the lobby, whatever address they come from.
+// More targets than a server has connections for heal all the same, each over at least one connection. Their
+// connections also exceed the limits of admission, whatever address they come from.
 func TestManyTargetsOfABusyServerHeal(t *testing.T) {
 	const targets = 12
 	source := filled(newRand(t), 16*small)
 	s := listen(t, time.Minute, targets*16*small/2) // two seconds in total, more than defaultRetries bridge
-	s.most, s.strangers = 3, admission.New(2, 1)
+	s.most, s.pending = 3, admission.New(2, 1)
 	o := offer(t, source, small)
 	var fetches []*Fetch
 	for range targets {
@@ -130,7 +130,8 @@ func TestATargetWaitsForABusySource(t *testing.T) {
 	requireSame(t, source, target)
 }
 
-// A target reads that the server is busy, also if its own message was still on the way when the server closed the connection.
+// A target reads that the server is busy, also if its own message was still on the way when the server closed
+// the connection.
 func TestAConnectionWithoutRoomIsToldWhenToRetry(t *testing.T) {
 	answer := func(conn net.Conn) error {
 		b := make([]byte, responseSize)
@@ -141,38 +142,38 @@ func TestAConnectionWithoutRoomIsToldWhenToRetry(t *testing.T) {
 		return err
 	}
 	s := listen(t, time.Minute, 0)
-	s.most, s.strangers = 0, admission.New(1, 1)
+	s.most, s.pending = 0, admission.New(1, 1)
 	g := s.Grant(offer(t, filled(newRand(t), small), small))
 	early, err := net.Dial("tcp", address(s))
 	require.NoError(t, err)
 	defer early.Close()
-	require.Eventually(t, func() bool { return s.strangers.Len() == 1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return s.pending.Len() == 1 }, time.Minute, time.Millisecond)
 	known := func() int {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		return s.known
 	}
-	for i := range leastOfGrant { // the first of them takes the place of the early one in the lobby
+	for i := range leastOfGrant { // the first of them takes the place of the early one
 		connected(t, s, g)
 		require.Eventually(t, func() bool { return known() == i+1 }, time.Minute, time.Millisecond)
 	}
 	late := connected(t, s, g)
 	_, _ = early.Write(append([]byte(magic), g.secret[:]...))
-	require.Equal(t, busyError{lobbyRetryAfter}, answer(early))
+	require.Equal(t, busyError{pendingRetryAfter}, answer(early))
 	require.Equal(t, busyError{retryAfter}, answer(late))
 	require.Equal(t, leastOfGrant, known())
 }
 
 // A heal of 268 MB, with and without unauthorized connections.
-func BenchmarkAmongStrangers(b *testing.B) {
-	for _, name := range []string{"alone", "among strangers"} {
+func BenchmarkAmongUnauthenticated(b *testing.B) {
+	for _, name := range []string{"alone", "among unauthenticated"} {
 		b.Run(name, func(b *testing.B) {
 			source, target := benchMemory(1), benchMemory(2)
 			s, err := Listen(time.Minute, 0, false)
 			require.NoError(b, err)
 			b.Cleanup(s.Close)
 			if name != "alone" {
-				strangers(b, address(s))
+				unauthenticated(b, address(s))
 			}
 			measured(b, func() {
 				o, err := NewOffer(source, 0)

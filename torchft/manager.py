@@ -1008,7 +1008,7 @@ class Manager(Stateful, Stepping):
         The first call on the main thread also calls :meth:`leave_on` with the signals that TORCHFT_LEAVE_ON names, if
         it is set; ``torchft run`` sets it to SIGTERM by default.
         """
-        self._signals.heed_default()
+        self._signals.install_default()
         return self._is_draining()
 
     def leave_on(self, *signals: int) -> None:

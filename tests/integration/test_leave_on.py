@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
     with Cluster() as built:
         yield built
     signal.signal(signal.SIGTERM, before)  # a drained group keeps its handler until the process ends
-    signals._heeding.clear()
+    signals._installed.clear()
     signals._end_watch()
 
 

@@ -133,8 +133,8 @@ class Signals:
                 f"leave_on() was called on the thread {threading.current_thread().name!r}: Python lets only the main "
                 "thread install handlers of signals; call it there"
             )
-        if self not in _heeding:
-            _heeding.append(self)
+        if self not in _installed:
+            _installed.append(self)
         if _watch is None:
             _watch = _Watch(DrainDeadline(grace.total_seconds()), end, clock)
         for number in numbers:
@@ -142,8 +142,8 @@ class Signals:
                 self._previous[number] = signal.getsignal(number)
                 signal.signal(number, self._handle)
 
-    def heed_default(self) -> None:
-        """Called by the script's ``draining()``. Handlers can be installed on the main thread only."""
+    def install_default(self) -> None:
+        """Installs the default handlers, for the script's ``draining()``; on the main thread only."""
         if self._default and _on_main_thread():
             numbers, self._default = self._default, ()
             self.install(numbers)
@@ -167,12 +167,12 @@ class Signals:
             leaving: returns whether the group drains, also if only another rank got the signal.
         """
         self._default = ()
-        if self not in _heeding or self.wanted or leaving():
+        if self not in _installed or self.wanted or leaving():
             return
-        _heeding.remove(self)
+        _installed.remove(self)
         if _on_main_thread():
             self._restore()
-            if not _heeding:
+            if not _installed:
                 _end_watch()
         else:
             self._over = True
@@ -196,19 +196,19 @@ class Signals:
 
 
 # Handlers, the wakeup file descriptor and the grace period belong to the process, so all its Managers share them.
-_heeding: list[Signals] = []
+_installed: list[Signals] = []
 _watch: Optional[_Watch] = None
 
 
-def heeded() -> list[int]:
+def installed() -> list[int]:
     """The signals that any Manager of this process handles."""
-    return sorted({number for signals in _heeding for number in signals._previous})
+    return sorted({number for signals in _installed for number in signals._previous})
 
 
 def replaced(number: int) -> bool:
     """Whether the script has since installed a handler that does not call the Managers' handlers."""
     current = signal.getsignal(number)
-    return not any(signals.wanted or current == signals._handle for signals in _heeding)
+    return not any(signals.wanted or current == signals._handle for signals in _installed)
 
 
 def _on_main_thread() -> bool:
@@ -232,8 +232,8 @@ def _before_fork() -> None:
     """Blocks the signals during a fork, until the child has restored its handlers. Before that, a signal to the child
     would be handled as one to its parent.
     """
-    if _heeding:
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+    if _installed:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, installed())
 
 
 def _after_fork() -> None:
@@ -244,9 +244,9 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     global _watch
-    for signals in _heeding:
+    for signals in _installed:
         signals._restore()
-    _heeding.clear()
+    _installed.clear()
     if _watch is not None:
         _watch.forked()
         _watch = None
@@ -300,7 +300,7 @@ class _Watch:
         return True
 
     def forked(self) -> None:
-        """Called in a forked child, which does not have the thread."""
+        """Closes the pipe in a forked child, which does not have the thread."""
         current = signal.set_wakeup_fd(-1)
         if current != self._write:
             signal.set_wakeup_fd(current)
@@ -324,10 +324,10 @@ class _Watch:
                 with contextlib.suppress(OSError):
                     os.write(self._next, received)
             for number in received:
-                if number in heeded():
+                if number in installed():
                     last = number
                     self._deadline.asked(self._clock())
-                    for signals in [] if replaced(number) else _heeding:
+                    for signals in [] if replaced(number) else _installed:
                         if number in signals._previous:
                             signals.report()
             why = self._deadline.over(self._clock())

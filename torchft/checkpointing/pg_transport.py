@@ -269,7 +269,7 @@ class _Channel:
         self.broken = False  # set if the other end has an error as well, or has the same deadline
 
     def announced(self, sizes: List[int]) -> None:
-        """Called when the number of bytes is known. A small state is cut into smaller pieces, which
+        """Takes over the number of bytes. A small state is cut into smaller pieces, which
         take little memory.
         """
         self._piece = min(_PIECE, max(_LEAST_PIECE, sum(sizes) // _PIECES))

@@ -106,7 +106,7 @@ class CheckpointTransport(Generic[T], ABC):
         """
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
-        """Called instead of `send_checkpoint` if there is no state to send, so that the targets need not wait for it.
+        """Tells the targets that there is no state to send, instead of `send_checkpoint`: they need not wait for it.
 
         Args:
             dst_ranks, step, timeout: as in `send_checkpoint`
@@ -123,7 +123,7 @@ class CheckpointTransport(Generic[T], ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no additional sources")
 
     def disallow_checkpoint(self) -> None:
-        """Called before the state changes: after this call the tensors that were sent are not read any more.
+        """Ends the reading of tensors that were sent, before the state changes.
 
         Waits while they are being read.
         """

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchft._manager.signals import heeded
+from torchft._manager.signals import installed
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
 from torchft.data._step import LoaderStep, Membership, Unit, UnitsSkipped
@@ -450,7 +450,7 @@ class ElasticDataLoader:
 
     def _start_reading(self, tasks: Iterator[Task]) -> Iterator[Any]:
         self._batches.tasks = tasks
-        self._dataloader.worker_init_fn = WorkerInit(heeded(), self._worker_init_fn)
+        self._dataloader.worker_init_fn = WorkerInit(installed(), self._worker_init_fn)
         self._reader = iter(self._dataloader)
         return self._reader
 

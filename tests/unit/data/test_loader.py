@@ -245,11 +245,11 @@ def report(worker: int) -> None:
 @pytest.fixture
 def leaves_on_sigterm() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test of a command may have left a handler
-    heeding = signals.Signals()
-    heeding.install((signal.SIGTERM,))
+    handlers = signals.Signals()
+    handlers.install((signal.SIGTERM,))
     yield
     assert signals._watch is not None and signals._watch._deadline.left(0.0) is None, "it was not for this process"
-    heeding.close(lambda: False)
+    handlers.close(lambda: False)
     assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
 
 

@@ -32,7 +32,7 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    module._heeding.clear()
+    module._installed.clear()
     module._end_watch()
     assert signal.set_wakeup_fd(-1) == -1
     assert not [thread for thread in threading.enumerate() if thread.name == "torchft_signals"]
@@ -106,10 +106,10 @@ def test_the_handler_of_the_script_is_called_and_restored(fixture: Any) -> None:
     manager.leave_on(USR1)
     manager.leave_on(USR1, USR2)  # another call changes nothing
     assert signal.getsignal(USR1) == signal.getsignal(USR2) == manager._signals._handle
-    assert module.heeded() == [USR1, USR2]
+    assert module.installed() == [USR1, USR2]
     manager.shutdown()
     assert signal.getsignal(USR1) is scripts and signal.getsignal(USR2) is signal.SIG_DFL
-    assert module.heeded() == [] and signal.set_wakeup_fd(-1) == -1
+    assert module.installed() == [] and signal.set_wakeup_fd(-1) == -1
     signal.raise_signal(USR1)
     assert calls == [USR1] and not manager._signals.wanted
 
@@ -125,15 +125,17 @@ def test_a_process_of_torchft_run_drains_on_a_signal_if_its_script_calls_drainin
     monkeypatch.setenv("TORCHFT_LEAVE_ON", "SIGUSR1, SIGUSR2")
     manager = fixture.manager()
     manager.start_quorum()
-    assert manager.should_commit() and module.heeded() == [], "a script that never calls draining() would never leave"
-    assert on_another_thread(manager.draining) is None and module.heeded() == []
-    assert not manager.draining() and module.heeded() == [USR1, USR2]
+    assert manager.should_commit() and module.installed() == [], (
+        "a script that never calls draining() would never leave"
+    )
+    assert on_another_thread(manager.draining) is None and module.installed() == []
+    assert not manager.draining() and module.installed() == [USR1, USR2]
     signal.raise_signal(USR2)
     assert manager._signals.wanted
 
     ended = fixture.manager()
     ended.shutdown()
-    assert not ended.draining() and ended._signals not in module._heeding
+    assert not ended.draining() and ended._signals not in module._installed
 
 
 @pytest.mark.parametrize("text", ["SIGKILL", "TERM", "SIGTERM SIGINT", "15"])
@@ -154,7 +156,7 @@ def test_two_managers_of_a_process_both_get_a_signal(fixture: Any) -> None:
     assert second._signals.wanted and third._signals.wanted
     second.shutdown()
     third.shutdown()
-    assert module.heeded() == [USR1]
+    assert module.installed() == [USR1]
 
 
 def test_ctrl_c_does_not_interrupt_a_draining_process(fixture: Any) -> None:
@@ -177,8 +179,8 @@ def wait_until_received() -> None:
 
 def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
     times, ended = [0.0], queue.SimpleQueue[int]()
-    heeding = Signals()
-    heeding.install((USR1,), ended.put, lambda: times[-1])
+    handlers = Signals()
+    handlers.install((USR1,), ended.put, lambda: times[-1])
     signal.raise_signal(USR1)
     wait_until_received()
     times.append(SAME_REQUEST_SEC)
@@ -190,8 +192,8 @@ def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> 
 def test_a_handler_that_the_script_installs_later_decides() -> None:
     """The script may need longer than the grace period, or ignore the signal. torchft must not end its process then."""
     times, ended = [0.0], queue.SimpleQueue[int]()
-    heeding = Signals()
-    heeding.install((USR1, USR2), ended.put, lambda: times[-1])
+    handlers = Signals()
+    handlers.install((USR1, USR2), ended.put, lambda: times[-1])
     signal.signal(USR1, lambda number, frame: None)
 
     def twice(number: int) -> None:
@@ -207,7 +209,7 @@ def test_a_handler_that_the_script_installs_later_decides() -> None:
     assert ended.empty()
     twice(USR2)
     assert ended.get(timeout=LONG_S) == 128 + USR2 and ended.empty()
-    assert heeding.wanted
+    assert handlers.wanted
 
 
 def test_the_previous_wakeup_file_descriptor_gets_all_signals() -> None:
@@ -215,8 +217,8 @@ def test_the_previous_wakeup_file_descriptor_gets_all_signals() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
-    heeding = Signals()
-    heeding.install((USR1,))
+    handlers = Signals()
+    handlers.install((USR1,))
     signal.raise_signal(USR1)
     assert select.select([read], [], [], LONG_S)[0] and os.read(read, 9) == bytes([USR1])
     module._end_watch()
@@ -253,7 +255,7 @@ def test_leave_on_works_on_the_main_thread_only(fixture: Any) -> None:
     signal.signal(USR1, lambda number, frame: calls.append(number))
     manager.leave_on(USR1)
     assert on_another_thread(manager.shutdown) is None
-    assert module.heeded() == []
+    assert module.installed() == []
     signal.raise_signal(USR1)
     assert calls == [USR1] and not manager._signals.wanted
     assert signal.getsignal(USR1) != manager._signals._handle
@@ -287,8 +289,8 @@ FORKS = """
 import multiprocessing, os, signal, sys, time
 from torchft._manager import signals
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-heeding = signals.Signals()
-heeding.install((signal.SIGTERM,))
+handlers = signals.Signals()
+handlers.install((signal.SIGTERM,))
 for _ in range(20):
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
     child.start()
@@ -296,7 +298,7 @@ for _ in range(20):
     child.join()
     assert child.exitcode == -signal.SIGTERM, child.exitcode
 assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-assert signals._watch._deadline.left(0.0) is None and not heeding.wanted, "it is not for the parent"
+assert signals._watch._deadline.left(0.0) is None and not handlers.wanted, "it is not for the parent"
 """
 
 

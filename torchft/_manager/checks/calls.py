@@ -89,7 +89,7 @@ class Calls:
         self._judge: Optional[tuple[str, Store]] = None
 
     def begin(self, plan: Plan, new_here: bool) -> None:
-        """Called when the process group has been connected with the groups of a plan.
+        """Begins the comparison of calls with the groups of a plan, once they are connected.
 
         Args:
             plan: the plan of this rank.
@@ -115,7 +115,7 @@ class Calls:
             self._logger.warn(f"the first calls in quorum {plan.quorum_id} are not compared: {e}")
 
     def check(self, collectives: Collectives, tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) -> None:
-        """Called before each reduction. A new member waits here until the other group has made the same call.
+        """Compares a call before it is made. A new member waits until the other group has made the same one.
 
         Raises:
             LayoutDiffers: the other group makes another call.
@@ -138,7 +138,7 @@ class Calls:
             raise self.differs
 
     def end(self, lost: bool) -> None:
-        """Called when no further call of the step will come.
+        """Ends the list of this step's calls.
 
         Args:
             lost: whether this rank votes against the step, so that calls may be missing.

@@ -78,21 +78,19 @@ class Loader(Protocol):
         ...
 
     def send_samples(self) -> int:
-        """Called when a comparison begins. Returns the number of this rank's samples in the tensors that are
-        reduced.
-        """
+        """Begins a comparison. Returns the number of this rank's samples in the tensors that are reduced."""
         ...
 
     def samples_averaged(self, counted: int) -> None:
-        """Called with the number of samples in an average of LocalSGD or DiLoCo, before the average is committed."""
+        """Notes the number of samples in an average of LocalSGD or DiLoCo, before the average is committed."""
         ...
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
-        """Called if groups train on their own between two averages."""
+        """Makes a step of the loader one of a group that trains on its own between two averages."""
         ...
 
     def inner_step_ended(self) -> None:
-        """Called after a step of this group's optimizer between two averages."""
+        """Counts a step of this group's optimizer between two averages."""
         ...
 
     def verify(self) -> None:
@@ -128,8 +126,8 @@ class BatchCheck:
         self._work: Optional[_ManagedWork] = None
 
     def reduces(self, step: Step) -> None:
-        """Called before a tensor is reduced, which may hold gradients. Each rank checks in every step that its units
-        are complete, because peers compare sample counts in the first step of a quorum only.
+        """Checks, before a tensor is reduced that may hold gradients, that the units of this rank are complete: in
+        every step, because peers compare sample counts in the first step of a quorum only.
 
         Raises:
             UnitsSkipped: this rank has left out some of its units.
@@ -154,7 +152,7 @@ class BatchCheck:
         return torch.tensor(entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device)
 
     def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
-        """Called after the reduction was begun. ``work`` is None if that failed; the step has failed then, too."""
+        """Notes a reduction that was begun. ``work`` is None if that failed; the step has failed then, too."""
         self._sums, self._work = (sums, work) if work is not None else (None, None)
 
     def verify(self, step: Step) -> None:
@@ -270,9 +268,7 @@ class Data:
         self._layout.add(NAME, [*loader.settings, f"reproducible_reduction={self._reproducible}"])
 
     def attach_local_steps(self, local_steps: LocalSteps) -> None:
-        """Called by LocalSGD and DiLoCo: each group trains alone between two steps of the Manager, which average
-        weights.
-        """
+        """For LocalSGD and DiLoCo: each group trains alone between two steps of the Manager, which average weights."""
         self._local_steps = local_steps
         self._choose_check()
 
@@ -338,7 +334,7 @@ class Data:
         return self.adds_gradients and step.undecided and not len(step.collectives)
 
     def inner_step_ended(self) -> None:
-        """Called by LocalSGD and DiLoCo after a step of this group's optimizer between two averages."""
+        """Counts a step of this group's optimizer between two averages of LocalSGD or DiLoCo."""
         if self._loader is not None:
             self._loader.inner_step_ended()
 

@@ -30,15 +30,15 @@ class Background:
         self._used = False
 
     def begin(self) -> None:
-        """Called on the training thread when a step begins."""
+        """Remembers the calling thread, which trains, its device, and what is queued there when a step begins."""
         self._trainer = threading.get_ident()
         if current_device() is not None:
             self._device = torch.accelerator.current_stream().device
             self._before = DeviceEvent([self._device])
 
     def enter_thread(self) -> None:
-        """Called on a thread that acts for the training thread, for example on a new quorum or on a failure: makes the
-        training thread's device the current one there. Does nothing on the training thread itself.
+        """Makes the training thread's device the current one of a thread that acts for it, for example on a new quorum
+        or on a failure. Does nothing on the training thread itself.
         """
         if self._device is not None and threading.get_ident() != self._trainer:
             use_device(self._device.index)

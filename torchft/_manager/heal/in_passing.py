@@ -90,7 +90,7 @@ class Along:
             transport.prepare_parts(self._part_server.names)
 
     def prepare(self) -> None:
-        """Called before this group requests its first quorum: later, all groups would wait for this work."""
+        """Prepares the optimizers before this group requests its first quorum: later, all groups would wait for it."""
         self._prepared = None
         if self._refuses() is not None:
             return
@@ -118,14 +118,14 @@ class Along:
         return parameters
 
     def follow(self, plan: Plan) -> None:
-        """Called for each quorum, before the group acts on it."""
+        """Takes up a quorum, before the group acts on it: ends the heal if the group is up to date."""
         self._gives = False
         if not plan.heal:
             self.stop()
             self._prepared = None
 
     def decided(self, plan: Plan, committed: bool) -> None:
-        """Called when this group has decided on a step; targets can request the decision."""
+        """Publishes the decision of this group on a step, which targets can request."""
         if self._gives:
             self._transport.note_decision(plan.max_step, plan.quorum_id, committed)
 
@@ -254,13 +254,13 @@ class Along:
             self._abandon(str(error), plan.max_step)
 
     def reduces(self) -> None:
-        """Called by the training thread when it reduces a tensor."""
+        """Ends the time in which requests follow each other: the training thread reduces a tensor."""
         target = self._target
         if target is not None:
             target.reduces()
 
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
-        """Called on any thread when a group of a quorum is reported to have failed."""
+        """Ends the waits for a source that is reported to have failed; on any thread."""
         target = self._target
         if target is not None:
             target.peer_failed(quorum_id, replica_id)
@@ -271,7 +271,7 @@ class Along:
         return target.how_far() if target is not None else "the state of a peer is transferred at once"
 
     def healed(self) -> None:
-        """Called when a state was loaded: the next heal may be in passing."""
+        """Forgets an earlier heal, once a state was loaded: the next one may be in passing."""
         self._abandoned = self.wrote = False
         target = self._target
         if target is not None:

@@ -148,8 +148,8 @@ class Target:
         return False
 
     def why_at_once(self) -> Optional[str]:
-        """Called after each quorum. Returns why this heal should end, and the whole state be transferred at once;
-        None: it should not, or that is not known.
+        """Why this heal should end after a quorum, and the whole state be transferred at once; None: it should not,
+        or that is not known.
         """
         with self._cond:
             assert self._plan is not None

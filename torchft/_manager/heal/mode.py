@@ -70,7 +70,7 @@ class Measured:
         self._seconds = 0.0
 
     def part(self, nbytes: int, elements: int, seconds: float) -> None:
-        """Called when a part has arrived.
+        """Counts a part that has arrived.
 
         Args:
             nbytes: its bytes, with optimizer state.
@@ -84,7 +84,7 @@ class Measured:
     def quorum(
         self, now: float, elements: int, overlap_sec: float, groups: int, timeout_sec: float, settled: bool
     ) -> Optional[Figures]:
-        """Called at each quorum. Returns figures after some steps, and none once they were measured at a settled pace.
+        """Begins a step. Returns figures after some steps, and none once they were measured at a settled pace.
 
         Before the pace has settled, the figures have the best one that is possible, so that a heal which would lose
         less at once even then does not go on.

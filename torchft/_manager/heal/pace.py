@@ -56,7 +56,7 @@ class Share:
         return self._costs or self.value == 1.0
 
     def step(self, seconds: float, undisturbed: bool = True) -> None:
-        """Called at the end of a step; sets the share of the next one.
+        """Ends a step, and sets the share of the next one.
 
         Args:
             seconds: the duration of the step.
@@ -120,7 +120,7 @@ class Pace:
         self._paused = False  # whether a request has waited for the end of a quiet step
 
     def quorum(self, now: float) -> None:
-        """Called when a quorum is known: until the first reduction there is mostly no pause.
+        """Begins a step, whose quorum is known: until the first reduction there is mostly no pause.
 
         The duration of an earlier request no longer counts: the request may have waited for the source's next step.
         """
@@ -130,7 +130,7 @@ class Pace:
         self._in_pass, self._began, self._spent, self._paused = True, now, 0.0, False
 
     def reduces(self, now: float) -> None:
-        """Called before each reduction of a step."""
+        """Ends the time before the first reduction of a step; further calls do nothing."""
         if self._in_pass:
             assert self._began is not None
             self._in_pass, self.overlap = False, max(0.0, now - self._began)
@@ -140,7 +140,7 @@ class Pace:
         return seconds / self._last if self._last else 1.0
 
     def spent(self, began: float, now: float) -> None:
-        """Called when a request was answered, or an answer was taken up, in the time from ``began`` to ``now``."""
+        """Counts a time from ``began`` to ``now`` in which a request was answered, or an answer taken up."""
         if self._began is not None:
             self._spent += max(0.0, now - max(began, self._began))
 

@@ -349,7 +349,7 @@ class Recovery:
         return client._checkpoint_metadata(self._group_rank, timeout=timeout)
 
     def stop_joining(self) -> None:
-        """Called in a step whose gradients this group does not receive: parts of its state that have arrived are of an
+        """Drops the parts that have arrived, in a step whose gradients this group does not receive: they are of an
         earlier step, and are fetched again.
         """
         if self.along is not None:
@@ -372,7 +372,7 @@ class Recovery:
         self._inconsistent = self._inconsistent or self.along.wrote
 
     def refuse(self) -> None:
-        """Called when this rank will not receive its state in this step: the other ranks do not load theirs either."""
+        """Tells the other ranks that this one receives no state in this step: they do not load theirs either."""
         try:
             self._agreement.refuse()
         except Exception as e:

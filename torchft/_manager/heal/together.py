@@ -126,11 +126,11 @@ class Agreement:
         return bool(self._key)
 
     def refuse(self) -> bool:
-        """Called by a rank that has not received its state. Returns False if all ranks load theirs, this one too."""
+        """For a rank that has not received its state. Returns False if all ranks load theirs, this one too."""
         return not self.needed or self._decide(_DISCARD) == _DISCARD
 
     def reached(self, timeout: timedelta) -> bool:
-        """Called by a rank that has received its state. Waits for the others, and returns whether it loads the state.
+        """For a rank that has received its state. Waits for the others, and returns whether it loads the state.
 
         After the timeout, all ranks discard their states.
         """

@@ -126,7 +126,7 @@ class Transfers:
             step.joined()
 
     def decided(self, step: Step, committed: bool) -> None:
-        """Called after the group's vote."""
+        """Lets targets know how the group has decided on a step."""
         if step.plan is not None:
             self._recovery.decided(step.plan, committed)
 

@@ -203,7 +203,7 @@ class HealWait:
         return Handle.decode(plan.handles[0]).store
 
     def received(self, nbytes: int) -> None:
-        """Called during this rank's heal, with the bytes that have arrived."""
+        """Reports progress of this rank's heal: the bytes that have arrived."""
         now = self._now
         if now is not None:
             now.received = max(now.received, nbytes)

@@ -66,12 +66,12 @@ _running: weakref.WeakKeyDictionary[Any, Life] = weakref.WeakKeyDictionary()
 
 
 def began(manager: Any, life: Life) -> None:
-    """Called when a Manager is complete."""
+    """Records a Manager that is complete."""
     _running[manager] = life
 
 
 def ended(manager: Any) -> None:
-    """Called when a Manager is shut down."""
+    """Forgets a Manager that is shut down."""
     _running.pop(manager, None)
 
 

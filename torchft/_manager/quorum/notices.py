@@ -52,7 +52,7 @@ class FailureListener:
         self._thread.start()
 
     def end(self) -> None:
-        """Called before the client is shut down, which ends the thread."""
+        """Announces that the client is shut down, which ends the thread silently."""
         self._ending.set()
 
     def join(self) -> None:

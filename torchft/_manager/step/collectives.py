@@ -129,8 +129,8 @@ class Collectives:
             self._aborting.release()
 
     def retire(self) -> None:
-        """Called when the next step begins: from now on, a late failure of this step's collectives aborts nothing.
-        Waits for an abort that is in progress.
+        """Makes late failures of this step's collectives abort nothing, since the next step begins. Waits for an abort
+        that is in progress.
         """
         with self._aborting:
             self._retired = True

@@ -92,7 +92,7 @@ class Failures:
         self._callbacks: list[FailureCallback] = []
 
     def begin(self, step: Step) -> None:
-        """Called when a step begins: from now on, a reported failure ends this step's collectives."""
+        """Makes reported failures end the collectives of a step that begins."""
         with self._lock:
             self._step = step
 
@@ -111,7 +111,7 @@ class Failures:
             self._connecting = False
 
     def follow(self, quorum_id: int, peers: Optional[Iterable[str]] = None) -> None:
-        """Called for a new quorum.
+        """Makes failures in a new quorum count.
 
         Args:
             quorum_id: id of the quorum.

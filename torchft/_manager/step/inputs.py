@@ -94,7 +94,7 @@ class Inputs:
         return self._kept
 
     def settle(self) -> None:
-        """Called when all reductions of the step have ended."""
+        """Notes the versions of the results, once all reductions of the step have ended."""
         for kept in self._kept:
             kept.settle()
 

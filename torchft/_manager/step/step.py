@@ -193,7 +193,7 @@ class Step:
             self.state = after(self.state, event)
 
     def follow(self, plan: Plan) -> None:
-        """Called when its quorum is known."""
+        """Takes over the plan of its quorum."""
         self._take(plan)
         self.healing = plan.heal
         self._on(Event.BEHIND if plan.heal else Event.QUORUM)
@@ -205,16 +205,16 @@ class Step:
         self.peers: Sequence[str] = plan.replica_ids if plan is not None else ()
 
     def loaded(self) -> None:
-        """Called when a peer's state was loaded."""
+        """Records that a peer's state was loaded."""
         self._on(Event.LOADED)
 
     def joined(self) -> None:
-        """Called if the state was loaded before the step began, so that this group's gradients count."""
+        """Lets this group's gradients count: the state was loaded before the step began."""
         self.healing = False
         self._on(Event.JOINED)
 
     def failed(self, error: Exception) -> None:
-        """Called for each error: this group will vote against the step. The first error is kept as the cause."""
+        """Makes this group vote against the step. The first error is kept as the cause."""
         with self._lock:
             if self.error is None:
                 self.error = ExceptionWithTraceback(error)
@@ -236,7 +236,7 @@ class Step:
                 self.state = StepState.TRAINING
 
     def connected(self) -> None:
-        """Called when the process group is connected with the peers of this step."""
+        """Allows aborts: the process group is connected with the peers of this step."""
         self._connected = True
         if self._aborts:
             self.collectives.abort()
@@ -265,11 +265,11 @@ class Step:
             return yes
 
     def decided(self, committed: bool) -> None:
-        """Called when the group has decided."""
+        """Records the decision of the group."""
         self._on(Event.COMMIT if committed else Event.LOSE)
 
     def dropped(self) -> None:
-        """Called when the next step begins before the group has decided on this one."""
+        """Ends a step on which the group has not decided when the next one begins."""
         self._on(Event.DROP)
 
     @property

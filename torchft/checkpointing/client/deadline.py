@@ -27,7 +27,7 @@ class Deadline:
         self.at = self._start + timeout
 
     def arrived(self) -> float:
-        """Called when data has arrived. Returns the deadline."""
+        """Moves the deadline, since data has arrived. Returns it."""
         if self._of_progress:
             self.at = self._clock() + self._timeout
         return self.at

@@ -73,7 +73,7 @@ class TransferProgress:
             self.update(self._received + nbytes, max(self._received + nbytes, self._total))
 
     def update(self, received: int, total: int) -> None:
-        """Called with the bytes that have arrived and the total. Shows them unless it did so just before."""
+        """Shows the bytes that have arrived and the total, unless it did so just before."""
         now, self._received = self._clock(), received
         if self._watcher is not None and now - self._reported >= _REPORT_EVERY:
             self._reported = now
@@ -92,7 +92,7 @@ class TransferProgress:
         self._has_bar = True
 
     def done(self, digest: str = "") -> None:
-        """Called when everything has arrived. Logs `3.400 GB in 5.20 s, 0.65 GB/s`."""
+        """Logs `3.400 GB in 5.20 s, 0.65 GB/s`, once everything has arrived."""
         gigabytes, seconds = self._received / 1e9, self._clock() - self._start
         text = f"{gigabytes:.3f} GB in {seconds:.2f} s, {gigabytes / max(seconds, 1e-9):.2f} GB/s"
         self._log.info("%s: %s%s", self._what, text, digest and f", digest {digest}")

@@ -19,7 +19,7 @@ class Attempts:
         self._failed = 0  # consecutive attempts without progress
 
     def failed(self, progress: bool, left: float, retry_after: Optional[float] = None) -> Optional[float]:
-        """Called when an attempt was interrupted.
+        """Counts an interrupted attempt.
 
         Args:
             progress: whether the attempt received more of the checkpoint

@@ -149,7 +149,7 @@ class Offer:
         return block.staged is not None and self.room is not None and not self._failure
 
     def want(self) -> None:
-        """Called on a thread of the server when a native target asks: starts the copy of tensors on a device."""
+        """Starts the copy of tensors on a device, when a native target asks; on a thread of the server."""
         use_device(self._device)
         with self._cond:
             away = [block for block in self._blocks.values() if block.staged is not None and block.mine is None]

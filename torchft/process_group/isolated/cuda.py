@@ -355,7 +355,7 @@ class TrainerEnd:
         self._notify(note, descriptor)
 
     def _dropped(self, notes: int) -> None:
-        """Called when the worker has read `notes` notes and unmapped the storages that they name."""
+        """Frees the storages that the first `notes` notes name: the worker has unmapped them."""
         freed: list[_Export] = []
         with self._lock:
             while self._announced and next(iter(self._announced)) <= notes:

@@ -84,7 +84,7 @@ class ProcessGroupBaby(ProcessGroup):
 
     @classmethod
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        """Called in the worker: connects with the peers over `store`. Each peer does the same."""
+        """In the worker: connects with the peers over `store`. Each peer does the same."""
         raise NotImplementedError(f"{cls.__name__}._create_pg")
 
     def __init__(

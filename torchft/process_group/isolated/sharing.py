@@ -99,7 +99,7 @@ class Borrowing(End, Protocol):
         ...
 
     def notified(self, note: Any, descriptor: Optional[int]) -> None:
-        """Called with a note of the trainer's end. Closes the descriptor that came with it."""
+        """Takes up a note of the trainer's end, and closes the descriptor that came with it."""
 
 
 def is_plain(end: End) -> bool:

@@ -169,5 +169,5 @@ class Pages:
             return None
 
     def give_back(self, page: tuple[Page, int]) -> None:
-        """Called when the page's worker has ended."""
+        """Keeps a page whose worker has ended, for the next one."""
         self._free.append(page)

@@ -119,21 +119,26 @@ class Cluster:
 
     def wait_for_waiters(self, count: int) -> None:
         """Waits until this number of groups wait for a quorum. Groups whose quorum stands wait for none."""
-        self._poll("waiters", count)
+        self._poll(f"{count} waiters", lambda now: now["waiters"] >= count)
+
+    def wait_for_waiter(self, group: int) -> None:
+        """Waits until this group waits for a quorum; others may wait for one, too."""
+        name = f"group_{group}:"
+        self._poll(f"waiting {name}", lambda now: any(m["waiting"] and name in m["replica_id"] for m in now["members"]))
 
     def wait_for_another(self) -> None:
         """Waits until two groups are in the quorum, or one waits to join it."""
-        self._poll("waiters", 1, lambda now: len(now["quorum"]) > 1)
+        self._poll("other group", lambda now: now["waiters"] >= 1 or len(now["quorum"]) > 1)
 
     def wait_for_healthy(self, count: int) -> None:
         """Waits until this number of groups are healthy. From then on none of them gets a quorum alone."""
-        self._poll("healthy", count)
+        self._poll(f"{count} healthy groups", lambda now: now["healthy"] >= count)
 
-    def _poll(self, what: str, count: int, unless: Callable[[Any], bool] = lambda now: False) -> None:
+    def _poll(self, what: str, reached: Callable[[Any], bool]) -> None:
         deadline = time.monotonic() + 60
-        while (now := (status := self.status())[what]) < count and not unless(status):
+        while not reached(status := self.status()):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: {now} of {count}")
+                raise TimeoutError(f"no {what}: {status}")
             time.sleep(0.01)
 
     def __enter__(self) -> Cluster:

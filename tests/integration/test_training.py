@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Callable, Iterator, Optional
@@ -41,14 +42,15 @@ class Loop:
     settings: dict[str, Any] = field(default_factory=dict)
     # Called at the start of each step, by (group, step, incarnation)
     events: dict[tuple[int, int, int], Callable[[Rank], None]] = field(default_factory=dict)
-    lives: dict[int, int] = field(default_factory=dict)
+    lives: Counter[tuple[int, int]] = field(default_factory=Counter)  # by group and rank: its starts
     load: Optional[Callable[[int, torch.Tensor, dict[str, Any]], None]] = None
     history: dict[tuple[int, int], list[tuple[int, bool, int]]] = field(default_factory=dict)
     errors: dict[int, list[str]] = field(default_factory=dict)
     begun: dict[int, list[int]] = field(default_factory=dict)  # the step at which each round of the loop began
 
     def __call__(self, rank: Rank) -> list[float]:
-        life = self.lives[rank.group] = self.lives.get(rank.group, -1) + 1 if rank.rank == 0 else self.lives[rank.group]
+        life = self.lives[rank.group, rank.rank]
+        self.lives[rank.group, rank.rank] += 1
         weights = torch.full((4,), float(rank.group))  # differ until init_sync
 
         def load(state: dict[str, Any]) -> None:

@@ -527,7 +527,7 @@ class Manager(Stateful, Stepping):
             state, optimizers = self._manager_state_dict(), self._replicas.state.optimizers
             if optimizers:
                 state = {**state, hyperparameters.KEY: hyperparameters.read(optimizers)}
-            step.served.set_result(state)
+            step.served.set_result(state if self._along is None else self._along.fixed(state))
         except BaseException as e:
             step.served.set_exception(e)
             if not isinstance(e, Exception):  # Ctrl-C

@@ -507,6 +507,34 @@ def test_frozen_weights_come_with_the_rest(cluster: Cluster, caplog: pytest.LogC
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
+class Marked(nn.Linear):
+    """Has a buffer that is changed in the middle of a step, and notes what is loaded into it."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 32)
+        self.register_buffer("mark", torch.zeros(1))
+        self.loaded: list[float] = []
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.loaded.append(state_dict[f"{prefix}mark"].item())
+
+
+def test_buffers_are_of_the_begin_of_the_step(cluster: Cluster) -> None:
+    """A target fetches them in the middle of a step, when the source has changed them already."""
+    made: list[Marked] = []
+
+    def model() -> nn.Module:
+        made.append(Marked())
+        return nn.Sequential(made[-1], nn.ReLU(), nn.Linear(32, 1))
+
+    loop = Loop(together=2, model=model, agreed=lambda model, step: model[0].mark.fill_(step))  # type: ignore
+    _run(cluster, loop, first=1, later=1, same=False)
+    first, *_ = loop.histories[1][loop.joined[1]]
+    (loaded,) = [value for one in made for value in one.loaded]
+    assert loaded == first - 1
+
+
 def _adds_a_parameter(optimizer: optim.Optimizer) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
@@ -18,6 +18,8 @@ from torchft._manager.heal.joining import Locate, Target
 from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.together import Progress, Ranks
 from torchft._manager.heal.tracked import Parameters, Unsupported
+from torchft.checkpointing.source.offer import with_copies
+from torchft.utils import DeviceEvent
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -83,6 +85,7 @@ class Along:
         self._part_server = PartServer(optimizers)
         self._prepared: Optional[Parameters] = None
         self._target: Optional[Target] = None
+        self._copied = DeviceEvent(())  # behind the copies of the last state
         self._ends = False  # whether the rest of the state is fetched in the present step
         self._abandoned = False  # until the next heal
         self._gives = False  # whether this group offers the state of the present step in parts
@@ -128,6 +131,22 @@ class Along:
         """Publishes the decision of this group on a step, which targets can request."""
         if self._gives:
             self._transport.note_decision(plan.max_step, plan.quorum_id, committed)
+
+    def fixed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Fixes a state that a target may request in the middle of the step: what a forward pass may change is copied.
+        Called on the training thread.
+        """
+        if not self._transport.gives_parts or self._refuses() is not None:
+            return state
+        fixed, devices = with_copies(state, self._part_server.addresses())
+        self._copied = DeviceEvent(device for device in devices if device.type != "cpu")
+        return fixed
+
+    def read(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the state that was :meth:`fixed`, behind whose copies later work of this thread runs."""
+        state = read()
+        self._copied.follow()
+        return state
 
     def offer(self, plan: Plan, whole: Callable[[], None]) -> bool:
         """Offers the state of a step in parts.

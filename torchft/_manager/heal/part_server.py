@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
+import torch
+
 from torchft._manager.heal.along import COMPARED, MOST, Ask
 from torchft._manager.heal.tracked import Parameters, Unsupported
+from torchft.checkpointing.codec.layout import local_part
 from torchft.checkpointing.codec.requests import StatePart
 
 if TYPE_CHECKING:
@@ -40,6 +43,17 @@ class PartServer:
         parameters.check()
         self._known = parameters, parameters.layout()
         return self._known
+
+    def addresses(self) -> set[int]:
+        """The addresses of the parameters and their optimizer state, which change only when a step ends."""
+        found: set[int] = set()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    values = parameter, *optimizer.state.get(parameter, {}).values()
+                    tensors = [local_part(value) for value in values if isinstance(value, torch.Tensor)]
+                    found.update(one.data_ptr() for one in tensors if one.layout == torch.strided)
+        return found
 
     def names(self) -> dict[int, tuple[int, str]]:
         """The names of the storages of the parameters and their optimizer state, by address."""

@@ -173,6 +173,8 @@ class Recovery:
         Raises:
             Exception: the transport failed.
         """
+        if self.along is not None:
+            read = partial(self.along.read, read)
         if self.along is not None and self.along.offer(plan, partial(self._offer_whole, plan, read)):
             return
         self._offer(plan, read)

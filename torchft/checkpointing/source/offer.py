@@ -6,10 +6,12 @@ import logging
 import secrets
 import threading
 from contextlib import closing, contextmanager
-from typing import Callable, Dict, Generator, Iterator, List, Optional
+from typing import Any, Callable, Container, Dict, Generator, Iterator, List, Optional, Set, Tuple
 
 import torch
+import torch.utils._pytree as pytree
 
+from torchft.checkpointing.codec.encoding import is_plain, with_flags
 from torchft.checkpointing.codec.memory import HostMemory
 from torchft.checkpointing.codec.room import Reservation
 from torchft.checkpointing.codec.staging import Copies, Staged, copies_for
@@ -30,6 +32,38 @@ _SMALL_TENSOR = 1 << 20
 _SMALL_TENSORS = 16 << 20
 _PIECE_GRACE = 0.1  # seconds that `close` grants a reader for its current piece
 _CUT_OFF_TIMEOUT = 10.0  # seconds within which a reader must end after its connection was cut
+
+
+def with_copies(state: object, kept: Container[int]) -> Tuple[Any, Set[torch.device]]:
+    """Copies the small tensors of a state that is offered later, when a forward pass may have changed them.
+
+    Args:
+        state: the state
+        kept: addresses of tensors that do not change before the end of the step
+
+    Returns:
+        the state with copies in place of these tensors, and the devices on which they are queued
+    """
+    copies: Dict[int, torch.Tensor] = {}
+    left = _SMALL_TENSORS
+
+    def copied(leaf: Any) -> Any:
+        nonlocal left
+        if not isinstance(leaf, torch.Tensor) or not is_plain(leaf) or leaf.data_ptr() in kept:
+            return leaf
+        storage = leaf.untyped_storage()
+        if storage._cdata not in copies:
+            if storage.nbytes() > min(left, _SMALL_TENSOR):
+                return leaf
+            left -= storage.nbytes()
+            copies[storage._cdata] = storage_bytes(storage).clone()
+        copy = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        copy.set_(copies[storage._cdata].untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+        return with_flags(copy, leaf.requires_grad + 2 * isinstance(leaf, torch.nn.Parameter))
+
+    with torch.no_grad():
+        state = pytree.tree_map(copied, state)
+    return state, {copy.device for copy in copies.values()}
 
 
 class Offer:

@@ -35,7 +35,6 @@ from torchft._manager.connection import Connection
 from torchft._manager.edge import GroupServer, Transport, as_peers, as_server
 from torchft._manager.extras import OwnExtras
 from torchft._manager.heal import hyperparameters
-from torchft._manager.heal.background import Background
 from torchft._manager.heal.in_passing import Along, StillHealing
 from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.state import Stateful
@@ -68,6 +67,7 @@ from torchft._manager.settings import (
     resolve,
 )
 from torchft._manager.signals import Signals, leave_on_from_env
+from torchft._manager.step.background import Background
 from torchft._manager.step.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.step.errors import Errors, ExceptionWithTraceback
 from torchft._manager.step.failures import FailureCallback, Failures
@@ -293,14 +293,10 @@ class Manager(Stateful, Stepping):
         self._failures = Failures(
             settings.enable_error_bus,
             first,
-            current_step=self._rank_state.current_step,
-            abort=self._peers.abort,
-            report=self._errors.of_collective,
-            fetching=lambda: self._recovery.fetching and not self._connection.apart,
-            transferring=self._background.busy,
-            awaiting_heal=lambda: self._heal_wait.waiting,
-            user_function=lambda: self._user_state.running,
-            enter_thread=self._background.enter_thread,
+            rank_state=self._rank_state,
+            peers=self._peers,
+            errors=self._errors,
+            background=self._background,
             logger=self._logger,
         )
         self._connection = Connection(
@@ -355,7 +351,7 @@ class Manager(Stateful, Stepping):
             self._transport,
             self._background,
             self._rank_state,
-            averages_weights=lambda: self._data.averages_weights,
+            data=self._data,
             errors=self._errors,
             logger=self._logger,
         )

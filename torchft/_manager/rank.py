@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 
 class Position(NamedTuple):
@@ -15,6 +17,13 @@ class Position(NamedTuple):
     # The quorum in which the weights were committed: groups that were separated can reach the same step with different
     # weights.
     committed_quorum_id: int
+
+
+class Activity(NamedTuple):
+    """See :meth:`RankState.doing`."""
+
+    what: str
+    waits: bool
 
 
 class RankState:
@@ -35,6 +44,26 @@ class RankState:
         self.step = 0
         self.quorum_id = -1
         self.computed = False
+        self._activities: list[Activity] = []
+
+    @contextmanager
+    def doing(self, what: str, waits: bool = True) -> Iterator[None]:
+        """Surrounds what may take long, for the lighthouse, which asks a rank that makes no progress what it does.
+
+        Args:
+            what: in the present tense, without a subject.
+            waits: whether it is a wait for other groups, or for the device.
+        """
+        activity = Activity(what, waits)
+        self._activities.append(activity)
+        try:
+            yield
+        finally:
+            self._activities.remove(activity)
+
+    def activity(self, waits: bool) -> Optional[Activity]:
+        """The first of the activities in progress of that kind."""
+        return next((activity for activity in list(self._activities) if activity.waits == waits), None)
 
     # The same values under the names of the Manager's attributes, which upstream's _ManagerLogger reads.
 

@@ -27,7 +27,7 @@ FOREIGN = {"ProcessGroup", "Work", "_Work", "Future", "Manager", "ManagerClient"
 
 # Exceptions: file, code, reason.
 ALLOWED = {
-    ("_manager/heal/background.py", "getattr(leaf, '_local_tensor', leaf)"): "only a DTensor has a local tensor",
+    ("_manager/step/background.py", "getattr(leaf, '_local_tensor', leaf)"): "only a DTensor has a local tensor",
     ("_manager/settings.py", "getattr(settings, name)"): "a field of the settings, by its name",
     ("_quantization/exchange.py", "getattr(pg, '_peers_now', lambda: pg)"): "public functions get any process group",
     ("_quantization/exchange.py", "hasattr(pg, 'getBackendName')"): "the same",

@@ -143,9 +143,8 @@ class Group:
         self.network = Network(self.name)
         self.errors = MagicMock()
         self.failures = Failures(
-            True, MagicMock(), current_step=MagicMock(), abort=MagicMock(), report=MagicMock(),
-            fetching=MagicMock(), transferring=MagicMock(), awaiting_heal=MagicMock(),
-            user_function=MagicMock(), enter_thread=MagicMock(), logger=MagicMock(),
+            True, MagicMock(), rank_state=MagicMock(), peers=MagicMock(), errors=MagicMock(),
+            background=MagicMock(), logger=MagicMock(),
         )  # fmt: skip
         settings, layout = MagicMock(timeout=None), MagicMock()
         self.connection = Connection(

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Optional
 
 import pytest
 import torch
 
 from torchft._manager.heal.state import UserState
+from torchft._manager.rank import RankState
 
 
 def test_read_and_load_all_parts() -> None:
-    state = UserState(timeout_sec=5)
+    state = UserState(RankState(timedelta(seconds=5)))
     loaded = {}
     for key in ("model", "data"):
         state.register(key, lambda value, key=key: loaded.__setitem__(key, value), lambda key=key: f"{key} state")
@@ -29,21 +31,21 @@ def test_read_and_load_all_parts() -> None:
     ],
 )
 def test_the_main_part_is_found_by_the_name_of_any_generation(parts: dict[str, int], expected: int) -> None:
-    state, loaded = UserState(timeout_sec=5), list[int]()
+    state, loaded = UserState(RankState(timedelta(seconds=5))), list[int]()
     state.register("default", loaded.append, lambda: 1)
     state.load(parts)
     assert loaded == [expected]
 
 
 def test_key_twice() -> None:
-    state = UserState(timeout_sec=5)
+    state = UserState(RankState(timedelta(seconds=5)))
     state.register("model", print, dict)
     with pytest.raises(ValueError, match=r"'model' is registered already; keys: \['model'\]"):
         state.register("model", print, dict)
 
 
 def test_nothing_registered() -> None:
-    state = UserState(timeout_sec=5)
+    state = UserState(RankState(timedelta(seconds=5)))
     with pytest.raises(RuntimeError, match="set_state_dict_fns"):
         state.read()
     with pytest.raises(RuntimeError, match="set_state_dict_fns"):
@@ -51,14 +53,14 @@ def test_nothing_registered() -> None:
 
 
 def test_source_without_a_part() -> None:
-    state = UserState(timeout_sec=5)
+    state = UserState(RankState(timedelta(seconds=5)))
     state.register("model", print, dict)
     with pytest.raises(RuntimeError, match=r"lacks \['model'\]; it has \['other'\]"):
         state.load({"other": 1})
 
 
 def test_reading_waits_while_disallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = UserState(timeout_sec=30)
+    state = UserState(RankState(timedelta(seconds=30)))
     state.register("model", print, lambda: 1)
     state.disallow_read()
     state.disallow_read()  # a second call has no further effect
@@ -86,7 +88,7 @@ def test_reading_waits_while_disallowed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_reading_ends_at_its_timeout() -> None:
-    state = UserState(timeout_sec=0.01)
+    state = UserState(RankState(timedelta(seconds=0.01)))
     state.register("model", print, lambda: 1)
     state.disallow_read()
     with pytest.raises(TimeoutError):
@@ -94,20 +96,28 @@ def test_reading_ends_at_its_timeout() -> None:
 
 
 def test_the_function_that_runs_is_named() -> None:
-    state, named = UserState(timeout_sec=5), list[str]()
-    state.register("model", lambda value: named.append(state.running), lambda: named.append(state.running))
+    rank, named = RankState(timedelta(seconds=5)), list[object]()
+    state = UserState(rank)
+    state.register(
+        "model",
+        lambda value: named.append(rank.activity(waits=False)),
+        lambda: named.append(rank.activity(waits=False)),
+    )
     state.load(state.read())
-    assert named == ["state_dict function 'model'", "load_state_dict function 'model'"] and state.running == ""
+    assert named == [
+        ("runs the state_dict function 'model'", False),
+        ("runs the load_state_dict function 'model'", False),
+    ]
     state.register("bad", lambda value: None, lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         state.read()
-    assert state.running == ""
+    assert rank.activity(waits=False) is None
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
     """Adam would fail at its next step."""
     mine, theirs = (kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in (torch.optim.Adam, torch.optim.SGD))
-    state = UserState(timeout_sec=5)
+    state = UserState(RankState(timedelta(seconds=5)))
     state.optimizers = [mine]
     state.register("optimizer", mine.load_state_dict, mine.state_dict)
     state.load(state.read())

@@ -110,6 +110,10 @@ def test_counters_of_earlier_steps_are_deleted(stack: ExitStack, ranks: int) -> 
     assert counts[1] == counts[2] == counts[0]
 
 
+def waits(wait: HealWait) -> bool:
+    return wait._rank_state.activity(waits=True) == ("waits for a group that heals", True)
+
+
 def test_a_group_waits_until_the_other_one_has_healed(stack: ExitStack) -> None:
     job = make(stack)
     survivor, target = job.waits[0, 0], job.waits[1, 0]
@@ -119,14 +123,14 @@ def test_a_group_waits_until_the_other_one_has_healed(stack: ExitStack) -> None:
         with survivor.following(job.plan(0)):
             pass
         waited = pool.submit(survivor.wait)
-        wait_until(lambda: survivor.waiting)
+        wait_until(lambda: waits(survivor))
         for nbytes in (10, 20):
             before = cast(Any, survivor._now).moved_at
             target.received(nbytes)
             wait_until(lambda before=before: cast(Any, survivor._now).moved_at > before)
         assert not waited.done()
     waited.result(60)
-    assert not survivor.waiting
+    assert not waits(survivor)
     target.wait()
     target.wait()  # later reductions of the step
     assert not target.waited_for
@@ -153,7 +157,7 @@ def test_a_failure_of_a_peer_ends_the_wait(stack: ExitStack) -> None:
         pass
     pool = stack.enter_context(ThreadPoolExecutor(1))
     waited = pool.submit(survivor.wait)
-    wait_until(lambda: survivor.waiting)
+    wait_until(lambda: waits(survivor))
     job.failed.append(PeerFailed("group 1 has failed"))
     with pytest.raises(PeerFailed):
         waited.result(60)
@@ -175,7 +179,7 @@ def test_the_ranks_of_a_group_begin_together(stack: ExitStack, native: bool) -> 
 
     steps = [pool.submit(step, *of) for of in job.waits]
     waiting = [wait for of, wait in job.waits.items() if of != (1, 1)]
-    wait_until(lambda: all(wait.waiting for wait in waiting))
+    wait_until(lambda: all(waits(wait) for wait in waiting))
     before = [cast(Any, wait._now).moved_at for wait in waiting]
     job.waits[1, 1].received(5)
     # also the ranks whose own counterparts have healed learn of the progress

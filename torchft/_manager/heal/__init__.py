@@ -3,7 +3,7 @@
 Both ways:
     state: the state of a group, and the user's functions for it. hyperparameters: those of its optimizers.
     recovery: serves, fetches and loads the state. transfers: calls recovery at the right moments of a step.
-    wait: lets the other groups wait for a heal that makes progress. background: the CUDA stream of a heal.
+    wait: lets the other groups wait for a heal that makes progress.
 
 In passing, while all groups train:
     in_passing: whether it is possible. mode: whether it is worth it (pure). joining: the target's side.

@@ -126,11 +126,6 @@ class Recovery:
         return self._sources - 1 if self._transport.several_sources else 0
 
     @property
-    def fetching(self) -> bool:
-        """Whether a heal is running that the other groups wait for."""
-        return self._before is not None and self.pending is None and not self.joining
-
-    @property
     def joining(self) -> bool:
         """Whether this group trains along while its state arrives in parts."""
         return self.along is not None and self.along.joining

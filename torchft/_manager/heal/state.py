@@ -26,15 +26,14 @@ class UserState:
         read_fns: key to the function that returns that part.
         lock: held for reading while state is collected; ``disallow_read`` holds it for writing.
         optimizers: those that the Manager knows; their state is a part of the user's.
-        running: which of the functions runs now, for reports of a group that makes no progress; empty: none.
     """
 
-    def __init__(self, timeout_sec: float) -> None:
+    def __init__(self, rank_state: RankState) -> None:
+        self._rank_state = rank_state
         self.load_fns: dict[str, Callable[[Any], None]] = {}
         self.read_fns: dict[str, Callable[[], Any]] = {}
-        self.lock = RWLock(timeout=timeout_sec)
+        self.lock = RWLock(timeout=rank_state.timeout.total_seconds())
         self.optimizers: Sequence[Optimizer] = ()
-        self.running = ""
         self._readable = True
 
     def register(self, key: str, load: Callable[[T], None], read: Callable[[], T]) -> None:
@@ -61,11 +60,8 @@ class UserState:
             return {key: self._run("state_dict", key, read) for key, read in self.read_fns.items()}
 
     def _run(self, kind: str, key: str, function: Callable[..., T], *args: Any) -> T:
-        self.running = f"{kind} function {key!r}"
-        try:
+        with self._rank_state.doing(f"runs the {kind} function {key!r}", waits=False):
             return function(*args)
-        finally:
-            self.running = ""
 
     def load(self, parts: dict[str, Any]) -> None:
         """Loads all parts. The main part is accepted under any of its names.
@@ -132,7 +128,7 @@ class Stateful:
         self._batches_committed = 0
         # the quorum in which the weights were committed; -1: none since this process began
         self._committed_quorum_id = -1
-        self._user_state = UserState(timeout.total_seconds())
+        self._user_state = UserState(self._rank_state)
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Optional
 from torchft._manager.heal.in_passing import StillHealing
 
 if TYPE_CHECKING:
+    from torchft._manager.checks.loader import Data
     from torchft._manager.edge import Transport
-    from torchft._manager.heal.background import Background
     from torchft._manager.heal.recovery import Recovery
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
     from torchft._manager.rank import Position, RankState
+    from torchft._manager.step.background import Background
     from torchft._manager.step.errors import Errors
     from torchft._manager.step.step import Step
 
@@ -26,7 +27,7 @@ class Transfers:
         transport: the transport that ``recovery`` uses.
         background: the CUDA stream of the transfers.
         rank_state: has the rank's step, and the timeout of a device.
-        averages_weights: whether a step averages weights.
+        data: whether a step averages weights.
         errors: takes the errors of transfers.
         logger: the Manager's logger.
     """
@@ -38,11 +39,11 @@ class Transfers:
         background: Background,
         rank_state: RankState,
         *,
-        averages_weights: Callable[[], bool],
+        data: Data,
         errors: Errors,
         logger: _ManagerLogger,
     ) -> None:
-        self._averages_weights = averages_weights
+        self._data = data
         self._recovery = recovery
         self._transport = transport
         self._background = background
@@ -67,7 +68,8 @@ class Transfers:
             try:
                 self._recovery.serve(plan, state)
                 if plan.heal:
-                    return self._recovery.heal(plan, at_once)
+                    with self._rank_state.doing("fetches the state of a peer"):
+                        return self._recovery.heal(plan, at_once)
             except Exception as e:
                 self._logger.exception(f"healing failed: {e}")
                 self._recovery.refuse()
@@ -113,7 +115,7 @@ class Transfers:
         """Only keeps an error, since the peers count on this group in their collectives. But if this group was to heal
         before weights are averaged, its zeros must not be in the average: then all groups lose the step.
         """
-        if plan is not None and plan.heal and not plan.in_background and self._averages_weights():
+        if plan is not None and plan.heal and not plan.in_background and self._data.averages_weights:
             self._errors.of_this_rank(error)
         else:
             self._errors.keep(error)

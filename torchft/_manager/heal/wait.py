@@ -164,7 +164,6 @@ class HealWait:
         self._group_rank = group_rank
         self._group_world_size = group_world_size
         self._logger = logger
-        self.waiting = False
         self._key = ""  # of the latest counters
         self._clients: dict[str, Store] = {}
         self._now: Optional[_Wait] = None
@@ -218,18 +217,18 @@ class HealWait:
         now = self._now
         if now is None:
             return
-        self.waiting, begun, timeout = True, time.monotonic(), self._rank_state.timeout.total_seconds()
+        begun, timeout = time.monotonic(), self._rank_state.timeout.total_seconds()
         try:
-            while not now.attempt.wait(_LOOK_SEC):
-                self._check_peers()
-                if time.monotonic() - max(begun, now.moved_at) > timeout:
-                    raise TimeoutError(
-                        f"timed out: a group of this quorum heals, and has received nothing for {timeout:g} s"
-                    )
+            with self._rank_state.doing("waits for a group that heals"):
+                while not now.attempt.wait(_LOOK_SEC):
+                    self._check_peers()
+                    if time.monotonic() - max(begun, now.moved_at) > timeout:
+                        raise TimeoutError(
+                            f"timed out: a group of this quorum heals, and has received nothing for {timeout:g} s"
+                        )
             if now.attempt.error is not None:
                 self._logger.warn(f"it is not known whether all groups have healed: {now.attempt.error}")
         finally:
-            self.waiting = False
             self._end(now)
 
     def end(self) -> None:

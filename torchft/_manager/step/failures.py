@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Optional
 from torchft._torchft import MemberFailure
 
 if TYPE_CHECKING:
+    from torchft._manager.edge import Peers
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.step.collectives import Collectives
+    from torchft._manager.rank import RankState
+    from torchft._manager.step.background import Background
+    from torchft._manager.step.errors import Errors
     from torchft._manager.step.step import Step
 
 _logger = logging.getLogger("torchft.manager")
@@ -43,14 +46,10 @@ class Failures:
     Args:
         enabled: whether failures end anything (``enable_error_bus``).
         step: a placeholder until the first step begins.
-        current_step: returns the number of the step in progress.
-        abort: aborts the process group.
-        report: called with the error and with the running collectives that the error ends.
-        fetching: returns whether this rank waits for the state of a peer.
-        transferring: returns whether a device still has to send or receive a state.
-        awaiting_heal: returns whether a thread waits for a group that heals.
-        user_function: returns which of the user's functions of the state runs; empty: none.
-        enter_thread: makes the device of the training thread the current one of the listener's thread.
+        rank_state: the step in progress, and what the rank does.
+        peers: the process group.
+        errors: takes the error that a failure is for running collectives.
+        background: the device of the training thread, and its transfers of a state.
         logger: the Manager's logger.
     """
 
@@ -59,26 +58,18 @@ class Failures:
         enabled: bool,
         step: Step,
         *,
-        current_step: Callable[[], int],
-        abort: Callable[[], None],
-        report: Callable[[Exception, Collectives], None],
-        fetching: Callable[[], bool],
-        transferring: Callable[[], bool],
-        awaiting_heal: Callable[[], bool],
-        user_function: Callable[[], str],
-        enter_thread: Callable[[], None],
+        rank_state: RankState,
+        peers: Peers,
+        errors: Errors,
+        background: Background,
         logger: _ManagerLogger,
     ) -> None:
         self.enabled = enabled
-        self._enter_thread = enter_thread
         self._step = step
-        self._current_step = current_step
-        self._abort = abort
-        self._report = report
-        self._fetching = fetching
-        self._transferring = transferring
-        self._awaiting_heal = awaiting_heal
-        self._user_function = user_function
+        self._rank_state = rank_state
+        self._process_group = peers
+        self._errors = errors
+        self._background = background
         self._logger = logger
         # Held while a failure ends the collectives of a step, and while a step begins. Otherwise a failure of an old
         # quorum could end the collectives of a step that has just begun with other peers.
@@ -142,7 +133,7 @@ class Failures:
         """
         if not self.enabled:
             return
-        self._enter_thread()
+        self._background.enter_thread()
         for handle in (self._end_collectives, self._end_connecting, *self._callbacks):
             try:
                 handle(failure)
@@ -166,21 +157,21 @@ class Failures:
             if mine and not self._connecting and self._running():
                 error = PeerFailed(failure)
                 self._logger.warn(str(error))
-                self._report(error, collectives)
+                self._errors.of_collective(error, collectives)
 
     def _running(self) -> bool:
-        return self._step.collectives.running() is not None or self._transferring()
+        return self._step.collectives.running() is not None or self._background.busy()
 
     def _has_done_its_part(self, failure: MemberFailure) -> bool:
         """Whether a member of the present quorum has failed after its part of the step in progress."""
         # Not the step of the plan: while the quorum stands, that is the one in which it began.
         plan = self._step.plan
-        return plan is not None and failure.quorum_id == plan.quorum_id and self._current_step() < failure.step
+        return plan is not None and failure.quorum_id == plan.quorum_id and self._rank_state.step < failure.step
 
     def _end_connecting(self, failure: MemberFailure) -> None:
         # Repeated: an abort that comes before the process group has begun to connect ends nothing.
         while self._connecting and failure.quorum_id == self._quorum_id:
-            self._abort()
+            self._process_group.abort()
             time.sleep(_ABORT_AGAIN_SEC)
 
     def stalled(self, failure: MemberFailure) -> None:
@@ -196,19 +187,17 @@ class Failures:
 
     def progress(self) -> tuple[bool, str]:
         """Whether this rank waits for other groups, and what it does. The lighthouse asks only if a step takes long."""
-        self._enter_thread()
+        self._background.enter_thread()
         collectives = self._step.collectives
         running = collectives.running()
-        if function := self._user_function():  # on the training thread: no later call comes before it ends
-            return False, f"runs the {function}"
+        if function := self._rank_state.activity(waits=False):  # on the training thread: no call comes before it ends
+            return False, function.what
         if self._connecting:
             return True, "connects with its peers"
         if running is not None:
             return True, f"waits for its peers in collective {running} of this step"
-        if self._fetching():
-            return True, "fetches the state of a peer"
-        if self._awaiting_heal():
-            return True, "waits for a group that heals"
-        if self._transferring():
+        if wait := self._rank_state.activity(waits=True):
+            return True, wait.what
+        if self._background.busy():
             return True, "waits for its device to send or receive a state"
         return False, f"computes, after {len(collectives)} collectives of this step"

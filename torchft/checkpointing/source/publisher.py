@@ -320,8 +320,8 @@ class Publisher:
             return self._closed or self._allowed or refused() or (in_parts() and not self._reads_parts)
 
         in_time = self._cond.wait_for(settled, timeout)
-        if not self._closed and not self._allowed and self._parts is not None and in_parts():
-            parts = self._parts
+        parts = self._parts
+        if not (self._closed or self._allowed or self._reads_parts) and parts is not None and in_parts():
             with self._reading_parts():
                 parts.whole()
         if self._closed:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from tests.unit.flickering import cleared_after_each_look
 from torchft.checkpointing.codec.requests import StatePart
 from torchft.checkpointing.source.checkpoint import Checkpoint
-from torchft.checkpointing.source.publisher import Publisher
+from torchft.checkpointing.source.publisher import Publisher, Unavailable
 
 
 def test_a_checkpoint_that_is_dropped_while_the_next_one_is_published() -> None:
@@ -48,6 +49,8 @@ def test_a_slow_state_function_delays_no_other_request() -> None:
     with ThreadPoolExecutor(3) as pool:
         read = pool.submit(request)
         assert began.wait(60)
+        with pytest.raises(Unavailable), source.reading(7, 0.01):
+            pass
         decided, taken_back = pool.submit(source.decision, 6, 1, 60), pool.submit(takes_back)
         try:
             assert decided.result(20) is True

@@ -187,7 +187,8 @@ class Request:
         if upgrade and offered:
             # the source accepts each complete upgrade request, so this one was garbled on its way
             raise Garbled(f"{what}: the request was garbled on its way")
-        return Answer(sock, io.BufferedReader(_Body(response), _BUFFER), response.length)
+        body: Any = io.BufferedReader(response, _BUFFER)  # type: ignore[type-var]
+        return Answer(sock, body, response.length)
 
     @contextmanager
     def _connection(
@@ -204,19 +205,6 @@ class Request:
         finally:
             connection.close()
             limited.close()
-
-
-class _Body(io.RawIOBase):
-    """The body of a response as a raw stream, for any framing."""
-
-    def __init__(self, response: http.client.HTTPResponse) -> None:
-        self._response = response
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._response.readinto(buffer)
 
 
 def _connect(hosts: Sequence[str], port: int, deadline: float) -> socket.socket:

@@ -105,9 +105,6 @@ class Encoded:
             return ["D", local, self._specs.encode(spec) or self._pickle(spec, path), flags]
         if not is_plain(tensor):
             return self._pickle(tensor, path)
-        return self._encode_memory(tensor, flags)
-
-    def _encode_memory(self, tensor: torch.Tensor, flags: int) -> Any:
         region = self._region(tensor.untyped_storage())
         dtype = dtype_name(tensor.dtype)
         return ["T", region, dtype, tensor.storage_offset(), list(tensor.shape), list(tensor.stride()), flags]

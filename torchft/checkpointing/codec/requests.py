@@ -60,9 +60,11 @@ def parse(path: str) -> Optional[Tuple[int, str]]:
     if not path.startswith(PREFIX) or len(parts) != 2:
         return None
     step, key = parts
-    if not (step.isascii() and step.removeprefix("-").isdigit() and len(step) < 20 and key):
-        return None
-    return int(step), key
+    return (int(step), key) if is_number(step.removeprefix("-")) and key else None
+
+
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 19
 
 
 def _without_also(path: str) -> Tuple[str, List[str]]:

@@ -1,7 +1,5 @@
 """Moves device memory to or from the network, or other host memory, through two blocks of host memory: one is filled
 while the other is emptied.
-
-`Copies` is the interface; `copies_for` returns the implementation for a device type.
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Protocol, Type
+from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Type
 
 import torch
 
@@ -21,23 +19,10 @@ _KEPT = 4  # blocks per device type kept for the next reader: page-locked memory
 Wait = Callable[[], None]
 
 
-class Copies(Protocol):
-    """Copies from and to one device, in the order in which they are queued."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Orders the copies behind the work that was queued on the device before."""
-
-    def block(self, nbytes: int) -> torch.Tensor:
-        """Allocates host memory that the device reads and writes directly (page-locked)."""
-        ...
-
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
-        """Queues a copy between device and block. Returns a function that waits until it has ended."""
-        ...
-
-
 class StreamCopies:
-    """Copies on a separate stream, for CUDA and backends with the same interface."""
+    """Copies from and to one device on a separate stream, in the order in which they are queued, and behind the work
+    that was queued on the device before. For CUDA and backends with the same interface.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._backend: Any = getattr(torch, device.type)
@@ -47,9 +32,11 @@ class StreamCopies:
         self._stream.wait_event(before)
 
     def block(self, nbytes: int) -> torch.Tensor:
+        """Allocates host memory that the device reads and writes directly (page-locked)."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
+        """Queues a copy between device and block. Returns a function that waits until it has ended."""
         with self._backend.stream(self._stream):
             target.copy_(source, non_blocking=True)
             ended = self._backend.Event()
@@ -57,14 +44,11 @@ class StreamCopies:
         return ended.synchronize
 
 
-KINDS: Dict[str, Type[Copies]] = {"cuda": StreamCopies, "xpu": StreamCopies}
-
-
-def copies_for(kind: str) -> Optional[Type[Copies]]:
-    """Returns the class of copies for a device type, such as "cuda"; None for a type without a tested class."""
-    if kind == torch._C._get_privateuse1_backend_name() and hasattr(getattr(torch, kind, None), "Stream"):
-        return StreamCopies  # an accelerator that registers itself has CUDA's interface
-    return KINDS.get(kind)
+def copies_for(kind: str) -> Optional[Type[StreamCopies]]:
+    """Returns the class of copies for a device type, such as "cuda"; None for a type that is not tested."""
+    # an accelerator that registers itself has CUDA's interface
+    registered = kind == torch._C._get_privateuse1_backend_name() and hasattr(getattr(torch, kind, None), "Stream")
+    return StreamCopies if registered or kind in ("cuda", "xpu") else None
 
 
 _lock = threading.Lock()
@@ -72,7 +56,7 @@ _free: Dict[str, List[torch.Tensor]] = {}
 
 
 @contextmanager
-def two_blocks(kind: str, copies: Copies, nbytes: int = 0) -> Iterator[List[torch.Tensor]]:
+def two_blocks(kind: str, copies: StreamCopies, nbytes: int = 0) -> Iterator[List[torch.Tensor]]:
     """Two blocks for one reader. No copy may be in progress when the context ends.
 
     Args:
@@ -99,7 +83,7 @@ class Staged:
         copies: the copies for its device
     """
 
-    def __init__(self, source: torch.Tensor, copies: Copies) -> None:
+    def __init__(self, source: torch.Tensor, copies: StreamCopies) -> None:
         self._source = source
         self._copies = copies
         self._lock = threading.Lock()

@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Tuple
+from typing import Any, Callable, Dict, List, Optional, Protocol, Tuple
 
 import torch
 import torch._weights_only_unpickler as restricted
@@ -133,10 +133,6 @@ class _Records:
         return "torchft"
 
 
-def _stay(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
-    return storage
-
-
 def read_object(
     file: io.BufferedIOBase,
     what: str,
@@ -144,7 +140,7 @@ def read_object(
     storages: Optional[List[torch.Tensor]] = None,
     trusted: bool = False,
     counter: Optional[ByteCounter] = None,
-    home: Home = _stay,
+    home: Optional[Home] = None,
 ) -> Any:
     """Reads one stream to its end and returns the object.
 
@@ -179,7 +175,10 @@ def read_object(
     given = None if storages is None else iter(storages)
     for entry in entries:
         if entry.is_storage and given is not None:
-            records.storages[entry.key] = _given(given, entry, what)
+            flat = next(given, None)
+            if flat is None or flat.numel() != entry.length:
+                raise CheckpointError(f"{what} lacks the {entry.length} bytes of record {entry.key}")
+            records.storages[entry.key] = flat
         elif entry.is_storage:
             flat = flat_storage(entry.length, what, torch.device("cpu"), memory)
             _fill(file, tensor_memory(flat), entry, what, counter)
@@ -193,19 +192,14 @@ def read_object(
     return _make_object(records, what, trusted or pickle_allowed(), home)
 
 
-def _given(storages: Iterator[torch.Tensor], entry: _Entry, what: str) -> torch.Tensor:
-    flat = next(storages, None)
-    if flat is None or flat.numel() != entry.length:
-        raise CheckpointError(f"{what} lacks the {entry.length} bytes of record {entry.key}")
-    return flat
-
-
-def _make_object(records: _Records, what: str, any_type: bool, home: Home = _stay) -> Any:
+def _make_object(records: _Records, what: str, any_type: bool, home: Optional[Home] = None) -> Any:
     structure = records.data.get("data.pkl", b"")
     if b"torch.distributed.tensor" in structure:
         import torch.distributed.tensor  # noqa: F401  its import allows the parts of a DTensor
     try:
-        return _load(records, home, pickle if any_type else restricted, encoding="utf-8")
+        return _load(
+            records, home or (lambda storage, _: storage), pickle if any_type else restricted, encoding="utf-8"
+        )
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
     except Exception as error:

@@ -9,7 +9,7 @@ from typing import Dict, List, Sequence
 import torch
 
 from torchft.checkpointing.codec import staging
-from torchft.checkpointing.codec.staging import Copies, Wait, copies_for, two_blocks
+from torchft.checkpointing.codec.staging import StreamCopies, Wait, copies_for, two_blocks
 from torchft.checkpointing.native.core import NativeFetch
 from torchft.checkpointing.transport import CheckpointError
 
@@ -34,7 +34,7 @@ class Landing:
         self._until_closed = ExitStack()
         self._free: List[torch.Tensor] = []
         # Created after the memory is allocated, so that the copies come after the work that used this memory before.
-        self._copies: Dict[torch.device, Copies] = {}
+        self._copies: Dict[torch.device, StreamCopies] = {}
         for device in {region.device for _, region in self._regions}:
             kind = copies_for(device.type)
             assert kind is not None  # because is_staged(region)

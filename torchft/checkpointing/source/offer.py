@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torchft.checkpointing.codec.encoding import is_plain, with_flags
 from torchft.checkpointing.codec.memory import HostMemory
 from torchft.checkpointing.codec.room import Reservation
-from torchft.checkpointing.codec.staging import Copies, Staged, copies_for
+from torchft.checkpointing.codec.staging import Staged, StreamCopies, copies_for
 from torchft.checkpointing.codec.stream import Pickled, storage_bytes, tensor_memory
 from torchft.checkpointing.native.core import ON_DEVICE, Grant, NativeOffer, NativeServer
 from torchft.checkpointing.source.checkpoint import Checkpoint
@@ -84,7 +84,7 @@ class Offer:
         self.checkpoint = checkpoint
         self.room = room
         self.session = secrets.token_hex(8)  # lets a reconnecting target recognize the same bytes
-        copies: Dict[torch.device, Optional[Copies]] = {}
+        copies: Dict[torch.device, Optional[StreamCopies]] = {}
         self._blocks: Dict[int, _Block] = {}
         for region, storage in enumerate(checkpoint.encoded.storages):
             device = storage.device
@@ -301,7 +301,7 @@ class Offer:
 class _Block:
     """One storage of the state, and its copy if there is one."""
 
-    def __init__(self, region: int, storage: torch.UntypedStorage, copies: Optional[Copies]) -> None:
+    def __init__(self, region: int, storage: torch.UntypedStorage, copies: Optional[StreamCopies]) -> None:
         self.region = region  # number of the storage in the state
         self.nbytes = storage.nbytes()
         self.mine: Optional[torch.Tensor] = None  # the copy, once it is complete

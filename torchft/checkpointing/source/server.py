@@ -13,7 +13,17 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Optional
 
 from torchft.checkpointing.codec.handshake import DONE, PROTOCOL, Ticket, pack_structure
-from torchft.checkpointing.codec.requests import DECISION, FULL, METADATA, PART, PREFIX, REST, StatePart, parse
+from torchft.checkpointing.codec.requests import (
+    DECISION,
+    FULL,
+    METADATA,
+    PART,
+    PREFIX,
+    REST,
+    StatePart,
+    is_number,
+    parse,
+)
 from torchft.checkpointing.codec.token import accepts
 from torchft.checkpointing.native import core
 from torchft.checkpointing.source.offer import Offer
@@ -60,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
         if request is None:
             self._refuse(HTTPStatus.NOT_FOUND, f"no such path: {self.path[:200]}; known: {PREFIX}{{step}}/{{part}}")
             return
-        if not self._shows_token():
+        if not accepts((self.headers.get("Authorization") or "").removeprefix("Bearer ")):
             self._refuse(HTTPStatus.UNAUTHORIZED, "a request for a checkpoint must prove that it knows the job's token")
             return
         # Only after the token was checked: requests without it must not use up `max_connections`.
@@ -72,8 +82,10 @@ class _Handler(BaseHTTPRequestHandler):
             if key.startswith(PART):
                 self._give(self.server.source.part(step, key, self.server.wait_timeout))
             elif key.startswith(DECISION):
-                quorum_id = _number(key.removeprefix(DECISION))
-                committed = self.server.source.decision(step, quorum_id, self.server.wait_timeout)
+                quorum_id = key.removeprefix(DECISION)
+                if not is_number(quorum_id):
+                    raise NoParts(f"{quorum_id[:50]!r} is no id of a quorum")
+                committed = self.server.source.decision(step, int(quorum_id), self.server.wait_timeout)
                 self._reply(HTTPStatus.OK, json.dumps(committed))
             else:
                 with self.server.source.reading(step, self.server.wait_timeout) as offer:
@@ -169,9 +181,6 @@ class _Handler(BaseHTTPRequestHandler):
             received += buffer[:more]
         return received == DONE
 
-    def _shows_token(self) -> bool:
-        return accepts((self.headers.get("Authorization") or "").removeprefix("Bearer "))
-
     def _extend_deadline(self) -> None:
         self.connection.deadline = time.monotonic() + self.server.wait_timeout
 
@@ -190,9 +199,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("%s: " + format, self.client_address[0], *args)
-
-
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise NoParts(f"{text[:50]!r} is no id of a quorum")
-    return int(text)

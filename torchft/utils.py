@@ -40,6 +40,27 @@ def get_stream_context(
     return cast(Any, stream) if torch.accelerator.is_available() else nullcontext()
 
 
+# So many streams that one of them is free: a process has one training thread and few communicators.
+_STREAMS = 4
+
+
+@functools.cache
+def _own_streams(device: torch.device) -> list[torch.Stream]:
+    return [torch.get_device_module(device.type).Stream(device) for _ in range(_STREAMS)]
+
+
+def free_stream(device: torch.device, trains: Optional[torch.Stream] = None) -> torch.Stream:
+    """A stream without pending work. PyTorch's pool has 32 streams, and hands them out to users and communicators too.
+    Work on one of theirs may wait for a collective, whose peer may wait for that work.
+
+    Args:
+        trains: the stream of the training thread, which is not returned; None: the current one.
+    """
+    trains = torch.accelerator.current_stream(device) if trains is None else trains
+    streams = [stream for stream in _own_streams(device) if stream != trains]
+    return next((stream for stream in streams if stream.query()), streams[0])
+
+
 def on_device(device: Optional[torch.device]) -> ContextManager[object]:
     """A context in which `device` is the current one; None, or the CPU, leaves the current device as it is."""
     if device is None or device.index is None or device.type == "cpu":

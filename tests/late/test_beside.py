@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import ModuleType
 
 import pytest
 import torch
 
 from torchft._manager.heal.beside import Beside
+from torchft._manager.step.background import Background
+from torchft.checkpointing.codec.staging import StreamCopies
 from torchft.utils import get_stream_context
 
 
@@ -106,3 +109,26 @@ def test_memory_from_beside_is_kept_until_the_training_thread_has_used_it(
         del state
         later = other.submit(allocate, 9.0).result(20)
     assert (read_late[0].item(), later[0].item()) == (7.0, 9.0)
+
+
+def test_a_heal_at_once_is_not_behind_a_collective(late: ModuleType, other: ThreadPoolExecutor) -> None:
+    """Neither the stream of a heal nor that of its copies."""
+    source, device = torch.ones(3, device="late"), torch.device("late", 0)
+    background = Background()
+
+    def heal() -> tuple[list[float], list[torch.Stream]]:
+        background.begin()
+        copies = StreamCopies(device)
+        with background.running():
+            stream, read = torch.accelerator.current_stream(), source.cpu().tolist()
+        background.join(timedelta(seconds=20))
+        return read, [stream, copies._stream]
+
+    read, streams = other.submit(heal).result(20)
+    assert read == [1, 1, 1]
+    for stream in streams:
+        with late.held(stream):
+            with get_stream_context(stream):
+                torch.zeros(3, device="late").fill_(2)  # stands for the collective
+            read, again = other.submit(heal).result(20)
+            assert read == [1, 1, 1] and stream not in again

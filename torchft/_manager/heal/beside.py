@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Optional
 
 import torch
 
-from torchft.utils import DeviceEvent, get_stream_context, on_device
-
-# So many streams that one of them is free: a process has one training thread and few communicators.
-_STREAMS = 4
+from torchft.utils import DeviceEvent, free_stream, get_stream_context, on_device
 
 
 class Beside:
@@ -57,23 +53,10 @@ class Beside:
             yield
             return
         with on_device(self._device):
-            stream = self._free_stream()
+            stream = free_stream(self._device, self._trains)
             with get_stream_context(stream):
                 self._mark.follow()
                 try:
                     yield
                 finally:
                     stream.synchronize()
-
-    def _free_stream(self) -> torch.Stream:
-        """A stream without pending work, which may be a collective that waits for a peer: the peer may wait for the
-        work of :meth:`running`.
-        """
-        streams = [stream for stream in _streams_beside(self._device) if stream != self._trains]
-        return next((stream for stream in streams if stream.query()), streams[0])
-
-
-@lru_cache
-def _streams_beside(device: torch.device) -> list[torch.Stream]:
-    """Streams of a device for all heals. PyTorch's pool has 32, so users and communicators may have the same ones."""
-    return [torch.Stream(device) for _ in range(_STREAMS)]

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree
 
 from torchft._manager.observe.ranges import ranged
-from torchft.utils import DeviceEvent, current_device, get_stream_context, poll, use_device
+from torchft.utils import DeviceEvent, current_device, free_stream, get_stream_context, poll, use_device
 
 
 class Background:
@@ -26,6 +26,7 @@ class Background:
         self._stream: Optional[torch.Stream] = None
         self._trainer: Optional[int] = None  # identity of the training thread
         self._device: Optional[torch.device] = None
+        self._trains: Optional[torch.Stream] = None  # the training thread's
         self._before: Optional[DeviceEvent] = None  # what the training thread had queued when the step began
         self._used = False
 
@@ -33,7 +34,8 @@ class Background:
         """Remembers the calling thread, which trains, its device, and what is queued there when a step begins."""
         self._trainer = threading.get_ident()
         if current_device() is not None:
-            self._device = torch.accelerator.current_stream().device
+            self._trains = torch.accelerator.current_stream()
+            self._device = self._trains.device
             self._before = DeviceEvent([self._device])
 
     def enter_thread(self) -> None:
@@ -48,11 +50,11 @@ class Background:
         """Makes the heal's stream current, behind all work that the training thread had queued when the step began.
         That work produced the state that is served, or may still read the memory that a heal overwrites.
         """
-        if self._before is None:
+        if self._before is None or self._device is None:
             yield
             return
-        if self._stream is None or self._stream.device != self._device:
-            self._stream = torch.Stream(self._device)
+        if self._stream is None or self._stream.device != self._device or not self._used:
+            self._stream = free_stream(self._device, self._trains)
         self._used = True
         with get_stream_context(self._stream):
             self._before.follow()

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Typ
 
 import torch
 
-from torchft.utils import poll
+from torchft.utils import free_stream, poll
 
 BLOCK = 32 << 20  # bytes; holds several of the blocks that are sent over the network
 _KEPT = 4  # blocks per device type kept for the next reader: page-locked memory is slow to allocate, and scarce
@@ -28,7 +28,7 @@ class StreamCopies:
         self._backend: Any = getattr(torch, device.type)
         before = self._backend.Event()
         before.record(self._backend.current_stream(device))
-        self._stream = self._backend.Stream(device)
+        self._stream = free_stream(device)
         self._stream.wait_event(before)
 
     def block(self, nbytes: int) -> torch.Tensor:
@@ -223,7 +223,7 @@ class Unloading:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._backend: Any = getattr(torch, device.type)
         self._device = device
-        self._stream = self._backend.Stream(device)
+        self._stream = free_stream(device)
         self._stages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._blocks = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         # The piece in host memory for the data of each stage, and the event behind the copy; None: there is no copy.

@@ -41,7 +41,7 @@ from torchft._manager.heal.state import Stateful
 from torchft._manager.heal.together import Agreement, Ranks
 from torchft._manager.heal.transfers import Transfers
 from torchft._manager.heal.wait import HealWait
-from torchft._manager.observe.lifetime import Life, began, earlier, ended
+from torchft._manager.lifetime import Life, began, earlier, ended
 from torchft._manager.observe.log import _ManagerLogger
 from torchft._manager.observe.phases import Incidents
 from torchft._manager.observe.ranges import ranged

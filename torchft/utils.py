@@ -6,6 +6,8 @@ import ctypes
 import functools
 import threading
 import time
+import types
+import weakref
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterable, Optional, Union, cast
 
@@ -268,3 +270,8 @@ def poll(done: Callable[[], bool], timeout: float) -> bool:
         time.sleep(pause)
         pause = min(1.5 * pause, _MAX_PAUSE_SEC)
     return True
+
+
+def weakly(call: Callable[..., Any]) -> Callable[[], Optional[Callable[..., Any]]]:
+    """Returns a function that returns ``call``; None if that is a method of an object which no longer exists."""
+    return weakref.WeakMethod(call) if isinstance(call, types.MethodType) else lambda: call

@@ -11,5 +11,6 @@ What all rooms rest on:
 What the Manager is put together from, above the rooms:
     connection: connects the process group with the members of a quorum, by the decisions of handover (pure).
     stepping: the methods that return properties of the current step. extras: the methods that torchft's wrappers call
-    on a Manager beside the public ones. signals: the signals that drain a group.
+    on a Manager beside the public ones. signals: the signals that drain a group. lifetime: ends Managers that nobody
+    has shut down.
 """

@@ -215,7 +215,7 @@ class Connection:
                 raise
             # The other group raises this error and ends. This group votes no and does not connect, because the groups
             # would reduce different tensors. The next quorum does not contain the other group.
-            self._errors.reported(e)
+            self._errors.recurring(e, f"another group differs: {e}")
             self.unsupported = True
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")

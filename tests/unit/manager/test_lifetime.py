@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from tests.unit.waiting import wait_until
-from torchft._manager.observe.lifetime import Life, weakly
+from torchft._manager.lifetime import Life
 from torchft.checkpointing import HTTPTransport
 from torchft.coordination import LighthouseServer
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
@@ -27,6 +27,7 @@ from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
 from torchft.process_group.reconfigure import host_store
+from torchft.utils import weakly
 
 MINUTE = timedelta(seconds=60)
 

@@ -1,7 +1,7 @@
 """The heals of one rank in passing, as source and as target: parts of a state are sent while all groups train.
 
 This module decides whether a heal can be done in passing. If not, the state is transferred at once, and the log says
-why. giving.py implements the source, joining.py the target. A heal in passing ends as one at once, of what is left.
+why. part_server.py is the source, joining.py the target. A heal in passing ends as one at once, of what is left.
 """
 
 from __future__ import annotations

@@ -28,13 +28,12 @@ from torchft._manager.heal.along import NOTHING, Ask, Heal, Outcome
 from torchft._manager.heal.mode import Measured
 from torchft._manager.heal.pace import Pace
 from torchft._manager.heal.tracked import Parameters, Unsupported
-from torchft._manager.observe.lifetime import weakly
 from torchft._manager.settings import HealMode
 from torchft.checkpointing.client.request import Abandon, Busy, Refused
 from torchft.checkpointing.client.retry import Attempts
 from torchft.checkpointing.codec.requests import StatePart
 from torchft.checkpointing.transport import CheckpointError
-from torchft.utils import DeviceThread
+from torchft.utils import DeviceThread, weakly
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Transport

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
-from torchft._manager.observe.lifetime import weakly
 from torchft._torchft import ManagerClient, MemberFailure
+from torchft.utils import weakly
 
 _logger = logging.getLogger("torchft.manager")
 

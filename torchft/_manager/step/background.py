@@ -1,4 +1,4 @@
-"""The CUDA stream of a heal, separate from that of the training thread, which continues to compute.
+"""The training thread's device, and the stream of a heal beside it: the training thread continues to compute.
 
 The device is the current device of the training thread when the step begins: a training loop may set it after the
 Manager is made, and each thread has its own current device. No stream is made in a process that uses no device.

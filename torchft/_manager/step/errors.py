@@ -86,9 +86,9 @@ class Errors:
         step.abort()
         self._incidents.ended("abort")
 
-    def reported(self, e: Exception) -> None:
-        """Keeps an error while no peer waits for this rank, and which would recur in a replay of the step."""
-        self.refuse_replay(f"the training loop reported an error: {e}")
+    def recurring(self, e: Exception, reason: str) -> None:
+        """Keeps an error while no peer waits for this rank. It would recur in a replay, which ``reason`` explains."""
+        self.refuse_replay(reason)
         self.lose(e)
 
     def refuse_replay(self, reason: str) -> None:

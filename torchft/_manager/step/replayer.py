@@ -152,7 +152,7 @@ class Replayer:
                 hook()  # copies the reduced tensors to where the optimizer reads them, for example
         except Exception as e:
             self._logger.exception(f"a replay hook failed: {e}")
-            self._errors.reported(e)
+            self._errors.recurring(e, f"a replay hook failed: {e}")
 
     def _why_not(self, inputs: Inputs, replays: int) -> Optional[str]:
         if self._hooks:

@@ -2,16 +2,14 @@
 notebook was run again), and one without references.
 
 A thread that waits for a Manager's notices or quorums must not keep the Manager alive, so it refers to its methods by
-:func:`weakly`.
+:func:`torchft.utils.weakly`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import types
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 if TYPE_CHECKING:
@@ -93,8 +91,3 @@ def earlier(life: Life) -> list[Any]:
                 its.thread.name,
             )
     return found
-
-
-def weakly(call: Callable[..., Any]) -> Callable[[], Optional[Callable[..., Any]]]:
-    """Returns a function that returns ``call``; None if that is a method of an object which no longer exists."""
-    return weakref.WeakMethod(call) if isinstance(call, types.MethodType) else lambda: call

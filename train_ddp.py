@@ -80,10 +80,10 @@ def main(args: argparse.Namespace) -> nn.Module:
             for grad in [p.grad for p in net.parameters() if p.grad is not None]:
                 dist.all_reduce(grad)
         optimizer.step()  # steps only if all ranks of this group succeeded; otherwise the same batch is repeated
-        number = manager.current_step()
-        if rank == 0 and number % 50 == 0:
+        number, reports = manager.current_step(), rank == 0 and step.committed  # else the weights may be half a heal's
+        if reports and number % 50 == 0:
             print(f"group {group} step {number} loss {loss.item():.4f} groups {step.participants}", flush=True)
-        if checkpoint and rank == 0 and number % args.checkpoint_every == 0:
+        if checkpoint and reports and number % args.checkpoint_every == 0:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save({name: part.state_dict() for name, part in parts.items()}, f"{checkpoint}.partial")
             os.replace(f"{checkpoint}.partial", checkpoint)  # the file is complete whenever it exists

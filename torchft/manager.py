@@ -744,6 +744,9 @@ class Manager(Stateful, Stepping):
             self._settle()
         return plan
 
+    def _weights_are_inconsistent(self) -> bool:
+        return self._recovery.inconsistent
+
     def _sum_integers(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Sums tensors over the participating groups, in place, and waits on the host. Returns False if the
         step has failed.

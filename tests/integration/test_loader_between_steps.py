@@ -69,7 +69,7 @@ class Scheduled:
             for p in net.parameters():
                 manager.allreduce(p.grad).wait()
             optimizer.step()
-            if manager.current_step() == number:
+            if not step.committed:
                 continue
             self.rates.setdefault(manager.current_step() - 1, set()).add(sgd.param_groups[0]["lr"])
             schedule.step()

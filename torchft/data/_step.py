@@ -112,7 +112,11 @@ class LoaderStep:
     Attributes:
         position: position of the step: epoch, and batch of that epoch.
         participants: groups whose gradients count.
+        committed: whether the step was committed; None before ``optimizer.step()``, and with LocalSGD and DiLoCo. If it
+            is False, the weights may be those of a heal that has not ended: do not save them.
     """
+
+    committed: Optional[bool] = None
 
     def __init__(self, loader: ElasticDataLoader, share: RankShare, membership: Membership) -> None:
         self._loader = loader

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 STATE_KEY = "torchft.data"  # key of the position in the state of a heal
+_OF_NO_STEP = "of_no_step"  # marks a state that was saved with weights of no step
 
 # Arguments of PyTorch's DataLoader that are refused because the job's plan determines them.
 _DECIDED = {
@@ -145,7 +146,7 @@ class ElasticDataLoader:
         self._step: Optional[LoaderStep] = None  # the step that has begun and is not decided
         self._skipped: Optional[UnitsSkipped] = None  # why the last step was lost
         manager._attach_loader(self)
-        manager.register_state_dict_fn(STATE_KEY, self.load_state_dict, self.state_dict)
+        manager.register_state_dict_fn(STATE_KEY, self.load_state_dict, self._state)
         manager.register_commit_hook(self._decided)
 
     # Positions
@@ -180,7 +181,16 @@ class ElasticDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position, for a checkpoint. It belongs to the weights after the optimizer's step, so save both then. It
         is the same in all groups, and a job may resume from it with any number of groups.
+
+        While this group heals in passing, its weights are of no step. A state of that time cannot be loaded, so that no
+        job resumes from a checkpoint with such weights.
         """
+        state = self._state()
+        if self._manager._weights_are_inconsistent():
+            state[_OF_NO_STEP] = True
+        return state
+
+    def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(self._plan.save(self._position))
         if self._local_steps is not None:
             state["samples"] = self._account.save()
@@ -193,8 +203,14 @@ class ElasticDataLoader:
 
         Raises:
             PositionDiffers: it was saved with another dataset, seed or global batch size.
-            ValueError: with ``reproducible_reduction``: it belongs to another model.
+            ValueError: it was saved while a group healed in passing, with weights of no step; or, with
+                ``reproducible_reduction``, it belongs to another model.
         """
+        if state_dict.get(_OF_NO_STEP):
+            raise ValueError(
+                "the checkpoint was saved while its group healed in passing; its weights are of no step: use another "
+                "one, and save only after a step that was committed (`if step.committed`)"
+            )
         position = self._plan.load(state_dict)
         if "samples" in state_dict:
             self._account.load(state_dict["samples"])
@@ -262,7 +278,9 @@ class ElasticDataLoader:
         if self._local_steps is not None:
             self._average_decided(self._local_steps, committed)
             return
-        self._step = None
+        ended, self._step = self._step, None
+        if ended is not None:
+            ended.committed = committed
         if committed:
             if self._exact is not None:
                 self._exact.commit()

@@ -54,6 +54,10 @@ class Alone(Manager):
         self.up_to_date = 1
         self.groups = 1
         self.passed = 0
+        self.inconsistent = False
+
+    def _weights_are_inconsistent(self) -> bool:
+        return self.inconsistent
 
     def _attach_loader(self, loader: Any) -> None:
         pass
@@ -122,10 +126,13 @@ def test_each_sample_once_an_epoch_in_the_order_of_the_plan(num_workers: int) ->
 
 def test_a_lost_step_is_repeated() -> None:
     steps = train(make(shuffle=False))
-    _, first = next(steps)
-    _, again = steps.send(False)
+    step, first = next(steps)
+    assert step.committed is None
+    repeated, again = steps.send(False)
+    assert step.committed is False
     assert [unit.data[0].tolist() for unit in first] == [unit.data[0].tolist() for unit in again] == [[0, 1], [2, 3]]
     _, second = next(steps)
+    assert repeated.committed is True
     assert [unit.data[0].tolist() for unit in second] == [[4, 5], [6, 7]]
 
 
@@ -143,6 +150,16 @@ def test_a_job_resumes_at_a_saved_position() -> None:
     (unit,) = next(train(restored))[1]
     assert ours != list(unit.indices)  # the first loader is one step ahead
     assert list(unit.indices) == [index for unit in next(train(loader))[1] for index in unit.indices]
+
+
+def test_a_checkpoint_with_weights_of_no_step_is_refused() -> None:
+    manager = Alone()
+    loader = make(manager=manager)
+    manager.inconsistent = True
+    with pytest.raises(ValueError, match=r"saved while its group healed in passing.*if step\.committed"):
+        make().load_state_dict(loader.state_dict())
+    manager.inconsistent = False
+    make().load_state_dict(loader.state_dict())
 
 
 def test_a_position_of_other_data_is_refused() -> None:

@@ -126,6 +126,11 @@ class Recovery:
         return self._sources - 1 if self._transport.several_sources else 0
 
     @property
+    def inconsistent(self) -> bool:
+        """Whether this group's weights are of no step: a heal has changed some of them, and has not ended."""
+        return self._inconsistent
+
+    @property
     def joining(self) -> bool:
         """Whether this group trains along while its state arrives in parts."""
         return self.along is not None and self.along.joining

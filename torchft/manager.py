@@ -154,8 +154,9 @@ class Manager(Stateful, Stepping):
             another group) or "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says (report).
         heal: "at_once": a group that joins gets its state within one step, for which the others wait. "in_passing": it
             trains along with weight 0 while its state arrives in parts, so that they do not wait: docs/healing.md says
-            what that covers. "auto": begins in passing, and goes on so if that loses less time of all groups. All
-            groups should have the same; None: as TORCHFT_HEAL says (at_once).
+            what that covers. "auto": begins in passing if the state is large and two groups have
+            it, and goes on so if that loses less time of all groups. All groups should have the same; None: as
+            TORCHFT_HEAL says ("auto" with a :class:`torchft.data.ElasticDataLoader`, else "at_once").
         heal_along: True stands for ``heal="in_passing"``, False for "at_once"; None: as TORCHFT_HEAL_ALONG says.
 
     Raises:
@@ -304,7 +305,7 @@ class Manager(Stateful, Stepping):
             self._replica_id,
             settings,
             self._layout,
-            may_wait=lambda: self._along is not None and self._peers.connects_standby and not self._why_not_along(),
+            may_wait=lambda: self._along is not None and self._peers.connects_standby and not self._along.why_not(),
             failures=self._failures,
             errors=self._errors,
             logger=self._logger,
@@ -335,17 +336,7 @@ class Manager(Stateful, Stepping):
             agreement=Agreement(self._store, self._replica_id, settings.group_world_size if self._server.native else 1),
             logger=self._logger,
         )
-        if settings.heal is not HealMode.AT_ONCE:
-            self._along = self._recovery.along = Along(
-                self._transport,
-                self._replicas.state.optimizers,
-                self._recovery.locate,
-                self._why_not_along,
-                Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
-                settings.timeout.total_seconds(),
-                self._logger,
-                chooses=settings.heal is HealMode.AUTO,
-            )
+        self._heal_by(settings.heal or HealMode.AT_ONCE)
         self._transfers = Transfers(
             self._recovery,
             self._transport,
@@ -371,6 +362,20 @@ class Manager(Stateful, Stepping):
         self._trace = step_trace(self._replica_id, self._group_rank)
         failures = self._failures
         self._server.listen(failures.member_failed, failures.stalled, failures.regressed, failures.progress)
+
+    def _heal_by(self, mode: HealMode) -> None:
+        settings = self._settings
+        if mode is not HealMode.AT_ONCE:
+            self._along = self._recovery.along = Along(
+                self._transport,
+                self._replicas.state.optimizers,
+                self._recovery.locate,
+                self._why_not_along,
+                Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
+                settings.timeout.total_seconds(),
+                self._logger,
+                chooses=mode is HealMode.AUTO,
+            )
 
     def _make_step(
         self,
@@ -492,7 +497,7 @@ class Manager(Stateful, Stepping):
                     *self._layout.announces,
                     (COMPARES, self._replicas.announces(averages=local_sgd)),
                     (CONNECTIONS, connections),
-                    (IN_PASSING, "1" if self._along is not None and self._why_not_along() is None else ""),
+                    (IN_PASSING, "1" if self._along is not None and self._along.why_not() is None else ""),
                 ],
             ),
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
@@ -504,9 +509,13 @@ class Manager(Stateful, Stepping):
             traceparent=self._trace.asks(self._step),
         )
         begin = partial(rounds.begin, partial(self._follow, step), sent, request.timeout)
-        # The first forward and backward pass takes longer than later ones: the others do not wait for it.
         step.reads_state = reads_state
-        self._round = begin() if self._along is None or not first else LateRound(begin, self._along.prepare)
+        along = self._along if first else None
+        if along is not None and self._data.adds_gradients:
+            along.prepare()  # its batch depends on the quorum
+        late = along is not None and not self._data.adds_gradients and along.why_not() is None
+        # The first forward and backward pass takes longer than later ones: the others do not wait for it.
+        self._round = LateRound(begin, along.prepare) if along is not None and late else begin()
         if not self._round.asks:
             step.reads_state = False
         elif reads_state:
@@ -729,6 +738,8 @@ class Manager(Stateful, Stepping):
 
     def _attach_loader(self, loader: Loader) -> None:
         self._data.attach(loader, begun=self._round is not None)
+        if self._settings.heal is None and self._data.adds_gradients:
+            self._heal_by(HealMode.AUTO)
 
     def _loader_can_use_step(self) -> bool:
         return self._round is not None and self._data.usable(self._current)

@@ -17,6 +17,7 @@ from tests.integration.test_divergence import WITHIN, Flip, Training, names, run
 from tests.integration.test_divergence import reported as reported
 from tests.integration.test_replay import DRAIN_SEC, OPERATION
 from torchft._manager.heal import along, joining
+from torchft._manager.heal import mode as modes
 from torchft._manager.heal.along import NOTHING, Ask, Heal
 from torchft._manager.heal.mode import Figures
 from torchft._manager.settings import HealMode
@@ -27,6 +28,7 @@ from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 
 State = dict[str, Any]
+AUTO = {"heal": "auto", "heal_along": None}
 
 
 @pytest.fixture
@@ -87,6 +89,7 @@ class Loop:
     )
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     settings: dict[str, Any] = field(default_factory=dict)
+    initial: int = 1  # number of groups at step 0, if they have several ranks
     agreed: Callable[[nn.Module, int], None] = lambda model, step: None  # called in each round once its step is known
     begun: Callable[[Rank, int], None] = lambda rank, round: None  # called at the start of each round of the loop
     quorum: Callable[[Rank], None] = lambda rank: None  # called in each round once its quorum is known
@@ -154,7 +157,8 @@ class Loop:
                     last = manager.current_step() + self.steps
             round += 1
             assert round < 20_000
-        assert manager.recovery_seconds()["load"] > 0 or rank.group == 0 or manager.current_step() < 3
+        first = rank.group == rank.rank % self.initial  # all other groups heal from it at step 0
+        assert manager.recovery_seconds()["load"] > 0 or first or manager.current_step() < 3
         final = {key: value for key, value in save().items() if key != "schedules"}
         return manager.current_step(), tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), final)
 
@@ -484,14 +488,49 @@ def test_auto_chooses_after_some_steps(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: HealMode
 ) -> None:
     monkeypatch.setattr(Figures, "mode", mode)
-    settings = {"heal": "auto", "heal_along": None}
+    monkeypatch.setattr(modes, "LITTLE", 0)
     with caplog.at_level(logging.INFO):
-        _run(cluster, Loop(together=2, settings=settings), first=1, later=1)
+        _run(cluster, Loop(settings=AUTO), first=2, later=1)
     logged = [r.getMessage() for r in caplog.records]
     assert [text for text in logged if "training along from step" in text]
     whole = [text for text in logged if "transferred at once" in text]
     assert len(whole) == (mode is HealMode.AT_ONCE)
     assert all("s of all groups together, and the rest in parts would lose" in text for text in whole)
+
+
+def test_with_auto_one_rank_of_a_group_has_a_small_state(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It connects and heals at once, so the other one does, too. The other groups lose no step."""
+    monkeypatch.setattr(modes, "LITTLE", 10_000)
+    wide = {"model": lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))}
+    loop = TwoRanks(second=wide, settings=AUTO, initial=2)
+    with caplog.at_level(logging.INFO):
+        _run(cluster, loop, first=2, later=1, ranks=2)
+    logged = [r.getMessage() for r in caplog.records]
+    assert [text for text in logged if "another rank of this group needs the whole state" in text]
+    assert all(committed for group in (0, 1) for _, committed, _ in loop.histories[group])
+
+
+def test_with_auto_a_group_whose_only_source_fails_trains_on_with_its_own_weights(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source fails as soon as the other group is in its quorum."""
+
+    def fails(rank: Rank) -> None:
+        assert rank.manager is not None
+        plan = rank.manager._current.plan
+        if rank.group == 0 and plan is not None and plan.replica_world_size == 2:
+            rank.crash()
+
+    monkeypatch.setattr(modes, "LITTLE", 0)
+    loop = Loop(together=1, steps=1, quorum=fails, counts=lambda manager: manager._replica_id.startswith("group_1"))
+    loop.settings = AUTO
+    with caplog.at_level(logging.INFO):
+        (ended,) = _run(cluster, loop, first=1, later=1)
+    assert ended[0] == loop.steps + 1, "it began anew"
+    logged = [r.getMessage() for r in caplog.records]
+    assert not [text for text in logged if "training along from step" in text]
 
 
 def test_frozen_weights_come_with_the_rest(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

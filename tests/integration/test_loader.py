@@ -15,9 +15,12 @@ from torch.utils.data import TensorDataset
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from torchft import Optimizer
+from torchft._manager.heal import mode
+from torchft._manager.settings import HealMode
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data._step import UnitsSkipped
+from torchft.data.loader import _OF_NO_STEP
 from torchft.data.position import DataPlan, DataPosition
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.manager import Manager, WorldSizeMode
@@ -83,6 +86,7 @@ class Training:
     # The weight of each sample in the step that a group committed, by (group, step)
     committed: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    unusable: list[int] = field(default_factory=list)  # groups whose weights were of no step after one that they lost
     lost_one: Gate = field(default_factory=Gate)
 
     def __call__(self, rank: Rank) -> Optional[torch.Tensor]:
@@ -135,12 +139,15 @@ class Training:
             before = manager.current_step()
             participating = manager.is_participating()
             optimizer.step()
-            if manager.current_step() > before:
-                assert participating or not seen
+            assert step.committed is (manager.current_step() > before)
+            usable = _OF_NO_STEP not in loader.state_dict()  # a job may resume from a checkpoint of now
+            if step.committed:
+                assert usable and (participating or not seen)
                 self.committed[rank.group, before] = seen
             else:
                 error = manager.errored()
                 self.lost.append(str(error.original_exception) if error else "")
+                self.unusable += [] if usable else [rank.group]
                 self.lost_one.open()
         assert loader.position == DataPosition(SETTINGS["epochs"], 0)
         return flat(net).cpu()
@@ -221,21 +228,42 @@ class ConnectsAtOnce(ProcessGroupGloo):
     connects_standby = False  # else the others could be at their end before the newcomer is connected
 
 
-@pytest.mark.parametrize(("workers", "use_async_quorum"), [(0, True), (1, True), (0, False)])
+@pytest.mark.parametrize(
+    ("settings", "workers", "little"),
+    [
+        ({"heal_along": True}, 0, None),
+        ({"heal_along": True}, 1, None),
+        ({"heal_along": True, "use_async_quorum": False}, 0, None),
+        ({}, 0, 0),
+        ({"use_async_quorum": False}, 0, 0),
+        ({}, 0, None),
+    ],
+)
 def test_a_group_joins_while_its_state_arrives_in_parts(
-    workers: int, use_async_quorum: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any],
+    workers: int,
+    little: Optional[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It trains along on a unit of weight 0. Its position comes with the last part of the state."""
+    """It trains along on a unit of weight 0. Its position comes with the last part of the state. That is the default
+    with a loader, unless the state is small.
+    """
+    if little is not None:
+        monkeypatch.setattr(mode, "LITTLE", little)
+        monkeypatch.setattr(mode.Figures, "mode", HealMode.IN_PASSING)
     monkeypatch.setitem(SETTINGS, "epochs", 40)
-    settings = {"heal_along": True, "use_async_quorum": use_async_quorum}
     training = Training(start_with=3, settings=settings, loader={"num_workers": workers})
     with caplog.at_level(logging.INFO):
         ended = ends_of_a_failure_and_a_join(training, lambda group: ConnectsAtOnce(timeout=DEADLINE))
     check(training, ended)
     assert sum(weights is not None for weights in ended) == 3
     logged = [record.getMessage() for record in caplog.records]
-    assert any("training along from step" in text for text in logged)
-    assert not [text for text in logged if "transferred at once" in text]
+    in_passing = "heal_along" in settings or little is not None
+    assert any("training along from step" in text for text in logged) == in_passing
+    assert all("it has about 0.0 MB" in text for text in logged if "transferred at once" in text)
+    assert any("transferred at once" in text for text in logged) != in_passing
+    assert set(training.unusable) == ({2} if in_passing else set())
 
 
 def test_a_step_in_which_a_group_fails_is_repeated() -> None:
@@ -260,16 +288,13 @@ LAST = 7  # the number of the last step
     ],
 )
 def test_a_group_that_loses_the_last_step_heals_before_the_others_end(settings: dict[str, Any]) -> None:
-    """With heal_along it learns by a request that the others are at the end, and take no further step. Until the answer
-    is there, it makes attempts of some milliseconds.
-    """
     training = Training(start_with=3, settings=settings)
     training.events[1, 0, LAST] = lambda rank: "failed"
     with Cluster(min_replicas=3) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(3)))
     check(training, ended, incomplete=frozenset({LAST}))
     # Its own failure, and the step that shows it that there is no more data
-    assert len(training.lost) <= (10 if "heal_along" in settings else 2)
+    assert len(training.lost) <= 2
 
 
 def plain(manager: Manager, net: nn.Module) -> nn.Module:

@@ -82,7 +82,7 @@ class Settings:
     # known (replicas.py).
     compares_by_default: bool = False
     on_divergence: OnDivergence = OnDivergence.REPORT
-    heal: HealMode = HealMode.AT_ONCE
+    heal: Optional[HealMode] = None  # None: auto with an ElasticDataLoader, else at once
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -196,13 +196,15 @@ def _on_divergence(given: Optional[str]) -> OnDivergence:
         raise ValueError(f"{name}={value!r}: allowed are {', '.join(each.value for each in OnDivergence)}") from None
 
 
-def _heal(given: Optional[str], along: Optional[bool]) -> HealMode:
-    """How groups heal. ``along`` and its variable are other names of in_passing and at_once."""
+def _heal(given: Optional[str], along: Optional[bool]) -> Optional[HealMode]:
+    """How groups heal; None: nothing is set. ``along`` and its variable are other names of in_passing and at_once."""
     if given is not None and along is not None:
         raise ValueError(f"heal={given!r} and heal_along={along}: these are two names of one setting, pass one of them")
     name = HEAL_ENV if given is None else "heal"
     value = os.environ.get(HEAL_ENV) if given is None and along is None else given
     if value is None:
+        if along is None and not os.environ.get(HEAL_ALONG_ENV, "").strip():
+            return None
         return HealMode.IN_PASSING if switch(HEAL_ALONG_ENV, given=along) else HealMode.AT_ONCE
     try:
         return HealMode(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,19 +16,21 @@ from tests.unit.manager.test_joining import DEADLINE_SEC, plan
 from torchft._agreement import HEALS, announced
 from torchft._manager.heal import in_passing
 from torchft._manager.heal.in_passing import Along, Fetch
+from torchft._manager.heal.mode import LITTLE
 from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.tracked import Parameters
+from torchft.checkpointing import HTTPTransport
 
 
 def plan_of_source(step: int) -> Any:
     return SimpleNamespace(max_step=step, quorum_id=3, heal=False, recover_dst=[1])
 
 
-def along_of(optimizers: Any, transport: Any = None, logger: Any = None, refuses: Any = None) -> Along:
-    transport = transport or MagicMock(gives_parts=True)
-    return Along(
-        transport, optimizers, str, refuses or (lambda: None), MagicMock(), DEADLINE_SEC, logger or MagicMock()
-    )
+def along_of(
+    optimizers: Any, transport: Any = None, logger: Any = None, refuses: Any = None, chooses: bool = False
+) -> Along:
+    transport, logger = transport or MagicMock(gives_parts=True), logger or MagicMock()
+    return Along(transport, optimizers, str, refuses or (lambda: None), MagicMock(), DEADLINE_SEC, logger, chooses)
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -44,6 +47,55 @@ def test_at_step_0_the_state_is_transferred_at_once(step: int) -> None:
     try:
         fetch = along.join(plan(step), may_write=True)
         assert (fetch is Fetch.NOTHING) == along.joining == (step > 0)
+    finally:
+        along.stop()
+
+
+LARGE = LITTLE // 12 + 1  # elements with Adam
+
+
+@pytest.mark.parametrize(
+    ("chooses", "elements", "groups", "reason"),
+    [
+        (True, LARGE, 2, ""),
+        (True, LARGE, 1, "one group alone has it"),
+        (True, 100, 2, "it has about 0.0 MB"),
+        (False, 100, 1, ""),
+    ],
+)
+def test_what_auto_decides_before_a_heal(chooses: bool, elements: int, groups: int, reason: str) -> None:
+    logger = MagicMock()
+    optimizers = [torch.optim.Adam([nn.Parameter(torch.zeros(elements))])]
+    along = along_of(optimizers, logger=logger, chooses=chooses)
+    try:
+        decided = plan(1)
+        decided.num_up_to_date = groups
+        assert (along.join(decided, may_write=True) is Fetch.NOTHING) == along.joining == (not reason)
+        assert not logger.warn.called, "it is no failure"
+        assert not reason or reason in logger.info.call_args.args[0]
+        assert (along.why_not() is None) == (reason.startswith("one group") or not reason)
+    finally:
+        along.stop()
+
+
+def test_auto_looks_again_when_there_is_another_optimizer() -> None:
+    optimizers: list[Any] = []
+    along = along_of(optimizers, chooses=True)
+    assert along.why_not() == "no OptimizerWrapper of this Manager shows which tensors are parameters"
+    optimizers.append(torch.optim.Adam([nn.Parameter(torch.zeros(LARGE))]))
+    assert along.why_not() is None
+
+
+def test_a_source_that_announces_no_parts_is_asked_for_none() -> None:
+    """At the begin of a heal, and later: it has reached the end of its data meanwhile."""
+    along = along_of([torch.optim.SGD(nn.Linear(2, 2).parameters())])
+    at_end = plan(1)
+    at_end.gives_parts = False
+    assert along.join(at_end, may_write=True) is Fetch.ALL
+    along.healed()
+    try:
+        assert along.join(plan(2), may_write=True) is Fetch.NOTHING
+        assert along.join(at_end, may_write=True) is Fetch.ALL and not along.joining
     finally:
         along.stop()
 
@@ -104,7 +156,8 @@ def test_nothing_is_prepared_where_groups_do_not_train_along() -> None:
 
 
 def test_the_manager_prepares_before_its_first_request(fixture: Fixture) -> None:
-    manager = fixture.manager(heal_along=True)
+    transport = HTTPTransport[Any](timedelta(seconds=DEADLINE_SEC), 0)
+    manager = fixture.manager(heal_along=True, checkpoint_transport=transport)
     assert manager._along is not None and manager._rounds is not None
     calls: list[str] = []
     begin = manager._rounds.begin

@@ -41,6 +41,8 @@ def plan(step: int, source: str = "source") -> Any:
         num_up_to_date=2,
         participating_rank=None,
         in_background=True,
+        gives_parts=True,
+        awaits_heals=True,
         source=SimpleNamespace(manager_address=source, replica_id=f"{source}/0"),
     )
 

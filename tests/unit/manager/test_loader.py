@@ -23,6 +23,7 @@ from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data.agreement import Verdict
 from torchft.data.position import DataPlan, DataPosition, RankShare, SamplesDiffer, Stamp
+from torchft.local_sgd import LocalSGD
 from torchft.manager import Manager
 from torchft.process_group import ManagedProcessGroup, ProcessGroupDummy
 from torchft.work import _DummyWork
@@ -47,6 +48,26 @@ def attach(manager: Manager, peers: Optional[Fixture] = None) -> ElasticDataLoad
     if peers is not None:
         announce_the_same(manager, peers)
     return loader
+
+
+@pytest.mark.parametrize(
+    ("given", "chooses"),
+    [({}, True), ({"heal": "auto"}, True), ({"heal_along": True}, False), ({"heal": "at_once"}, None)],
+)
+def test_how_groups_with_a_loader_heal(fixture: Fixture, given: dict[str, Any], chooses: Optional[bool]) -> None:
+    manager = fixture.manager(**given)
+    assert manager._along is None or given
+    attach(manager)
+    assert (manager._along._chooses if manager._along is not None else None) is chooses
+    assert manager._recovery.along is manager._along
+
+
+def test_by_default_groups_that_average_weights_heal_at_once(fixture: Fixture) -> None:
+    manager = fixture.manager(use_async_quorum=False)
+    net = nn.Linear(1, 1)
+    with LocalSGD(manager, net, torch.optim.SGD(net.parameters()), sync_every=2):
+        attach(manager)
+        assert manager._along is None
 
 
 def native_handle(handle: str, manager: Manager) -> str:

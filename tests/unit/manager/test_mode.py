@@ -7,10 +7,28 @@ from typing import Optional
 
 import pytest
 
-from torchft._manager.heal.mode import Figures, Measured
+from torchft._manager.heal.mode import LITTLE, Figures, Measured, why_at_once
 from torchft._manager.settings import HealMode
 
 GB, MB = 1e9, 1e6
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "groups", "reason"),
+    [
+        (0, 5, "it has about 0.0 MB"),  # no optimizer is known
+        (LITTLE - 1, None, "it has about 25.0 MB"),
+        (LITTLE, None, ""),
+        (LITTLE, 2, ""),
+        (LITTLE, 1, "one group alone has it"),
+        (1 << 34, 1, "one group alone has it"),
+        (1 << 34, 100, ""),
+        (1 << 10, 1, "it has about 0.0 MB"),
+    ],
+)
+def test_what_is_decided_before_a_heal_begins(nbytes: int, groups: Optional[int], reason: str) -> None:
+    decided = why_at_once(nbytes, groups)
+    assert bool(decided) == bool(reason) and (decided or "").startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,22 @@ def test_the_backend_averages(handles: str, participants: int, expected: bool) -
 
 
 @pytest.mark.parametrize(
+    ("handles", "source", "expected"),
+    [
+        ("ap", 1, True),
+        ("ap", 0, False),
+        ("bp", 0, True),  # not known: a process group of the user's
+        ("", 0, True),
+    ],
+)
+def test_the_source_gives_parts(handles: str, source: int, expected: bool) -> None:
+    ours, parts = '"torchft_heals": "1"', '"torchft_in_passing": "1"'
+    text = {"a": f'{{"id": "a", {ours}}}', "b": "{}", "p": f'{{"id": "p", {ours}, {parts}}}'}
+    quorum = result(reconfigure_handles=[text[handle] for handle in handles], recover_src_replica_rank=source)
+    assert plan(quorum).gives_parts is expected
+
+
+@pytest.mark.parametrize(
     ("handles", "fields", "expected"),
     [
         ("aaa", {}, True),

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
 from torchft._manager import settings
 from torchft._manager.quorum import group
-from torchft._manager.settings import Settings, extract_trailing_digits, get_timeout, global_rank, resolve
+from torchft._manager.settings import HealMode, Settings, extract_trailing_digits, get_timeout, global_rank, resolve
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
@@ -189,7 +189,10 @@ def test_the_action_of_a_group_that_differs(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("given", "variables", "mode"),
     [
-        ({}, {}, "at_once"),
+        ({}, {}, None),
+        ({}, {"TORCHFT_HEAL_ALONG": ""}, None),
+        ({}, {"TORCHFT_HEAL_ALONG": "0"}, "at_once"),
+        ({"heal_along": False}, {}, "at_once"),
         ({"heal": "auto"}, {"TORCHFT_HEAL": "in_passing", "TORCHFT_HEAL_ALONG": "1"}, "auto"),
         ({}, {"TORCHFT_HEAL": "auto", "TORCHFT_HEAL_ALONG": "1"}, "auto"),
         ({"heal_along": True}, {"TORCHFT_HEAL": "at_once"}, "in_passing"),
@@ -197,10 +200,12 @@ def test_the_action_of_a_group_that_differs(monkeypatch: pytest.MonkeyPatch) -> 
         ({}, {"TORCHFT_HEAL_ALONG": "1"}, "in_passing"),
     ],
 )
-def test_how_groups_heal(given: Any, variables: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_groups_heal(
+    given: Any, variables: dict[str, str], mode: Optional[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert make(**given).heal.value == mode
+    assert make(**given).heal == (HealMode(mode) if mode else None)
 
 
 def test_bad_settings_of_heals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,7 @@ def test_what_is_prepared_changes_nothing(kind: Callable[..., optim.Optimizer], 
     before = str(optimizers[0].state_dict())
     Parameters([optimizers[0]]).prepare()
     assert str(optimizers[0].state_dict()) == before
+    nbytes = Parameters([optimizers[0]]).nbytes()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     for step in range(3):
         for one, optimizer in zip((model, twin), optimizers):
@@ -140,6 +141,10 @@ def test_what_is_prepared_changes_nothing(kind: Callable[..., optim.Optimizer], 
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     assert str(optimizers[0].state_dict()) == str(optimizers[1].state_dict())
+    (plain,) = [optimizers[0].state_dict()["state"]]
+    counted = [p.nbytes for p in model.parameters()]
+    counted += [v.nbytes for state in plain.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
+    assert nbytes == sum(counted), "the bytes of the model and of its state after some steps"
 
 
 def test_kernels_are_loaded_and_no_memory_is_used_where_state_or_gradients_are_missing(

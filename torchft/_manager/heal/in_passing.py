@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from torchft._manager.heal.joining import Locate, Target
+from torchft._manager.heal.mode import why_at_once
 from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.together import Progress, Ranks
 from torchft._manager.heal.tracked import Parameters, Unsupported
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torchft._manager.edge import Transport
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
+
+
+_NO_PARTS = "the source offers no parts of it in this step"
 
 
 class StillHealing(RuntimeError):
@@ -53,7 +57,7 @@ class Along:
         ranks: the ranks of this group, which all end a heal in the same step.
         timeout: seconds without any data after which a request fails.
         logger: the Manager's logger.
-        chooses: whether a heal in passing ends, and the state is transferred at once, if that loses less time.
+        chooses: whether a state is transferred at once if that loses less time (mode.py).
 
     Attributes:
         began: when the present heal began, by time.monotonic().
@@ -83,6 +87,9 @@ class Along:
         self._logger = logger
         self._make_target = partial(Target, transport=transport, locate=locate, timeout=timeout, logger=logger)
         self._part_server = PartServer(optimizers)
+        self._known: Optional[list[Optimizer]] = None  # those of the next two
+        self._unsupported: Optional[str] = None
+        self._nbytes = 0
         self._prepared: Optional[Parameters] = None
         self._target: Optional[Target] = None
         self._copied = DeviceEvent(())  # behind the copies of the last state
@@ -92,10 +99,30 @@ class Along:
         if transport.gives_parts:
             transport.prepare_parts(self._part_server.names)
 
+    def why_not(self, groups: Optional[int] = None) -> Optional[str]:
+        """Returns why this group heals at once, as far as that is known before a heal; None: it may heal in passing.
+        Called on the training thread first, in each step.
+
+        Args:
+            groups: number of groups that have the state; None: not known yet.
+        """
+        reason = self._refuses()
+        if reason is not None or not self._chooses:
+            return reason
+        if self._known is None or self._known != list(self._optimizers):
+            self._known = list(self._optimizers)
+            try:
+                parameters = Parameters(self._known)
+                parameters.check()
+                self._unsupported, self._nbytes = None, parameters.nbytes()
+            except Exception as e:
+                self._unsupported = str(e)
+        return self._unsupported or why_at_once(self._nbytes, groups)
+
     def prepare(self) -> None:
         """Prepares the optimizers before this group requests its first quorum: later, all groups would wait for it."""
         self._prepared = None
-        if self._refuses() is not None:
+        if self.why_not() is not None:
             return
         parameters = Parameters(self._optimizers)
         try:
@@ -186,7 +213,8 @@ class Along:
             self._abandon("another rank of this group needs the whole state", plan.max_step)
         elif plan.participating_rank is not None and not self._abandoned:
             # with a synchronous quorum, in which not all groups heal in passing
-            self._abandon("the other groups count on the gradients of this one in this step", plan.max_step)
+            counted = "the other groups count on the gradients of this one in this step"
+            self._abandon(self.why_not() or counted, plan.max_step, chosen=self._chooses)
         if self._abandoned:
             self._report(plan.max_step, Progress.WHOLE)
             return Fetch.ALL
@@ -194,15 +222,17 @@ class Along:
         if target is None:
             parameters = prepared or Parameters(self._optimizers)
             try:
-                if reason := self._refuses():
+                if reason := self.why_not(plan.num_up_to_date):
                     raise Unsupported(reason)
+                if not plan.gives_parts:
+                    raise Unsupported(_NO_PARTS)
                 if not may_write:
                     raise Unsupported(
                         "one group alone has it: if that failed, this group would go on with its own weights"
                     )
                 parameters.check()
             except Unsupported as e:
-                self._abandon(str(e), plan.max_step)
+                self._abandon(str(e), plan.max_step, chosen=self._chooses)
                 return Fetch.ALL
             self.began = time.monotonic()
             self._target = target = self._make_target(parameters)
@@ -210,11 +240,13 @@ class Along:
             target.quorum(plan, together=progress is Progress.READY)
         except Exception as e:
             target.abandon(str(e) if isinstance(e, Unsupported) else repr(e))
-        reason = target.heal.abandoned
+        reason, chosen = target.heal.abandoned, False
+        if reason is None and not target.heal.ends and not plan.gives_parts:
+            reason, chosen = _NO_PARTS, self._chooses
         if self._chooses and reason is None and not target.heal.ends:
-            reason = target.why_at_once()
+            reason, chosen = target.why_at_once(), True
         if reason is not None:
-            self._abandon(reason, plan.max_step)
+            self._abandon(reason, plan.max_step, chosen)
             return Fetch.ALL
         self._ends = target.heal.ends
         return Fetch.REST if self._ends else Fetch.NOTHING
@@ -261,11 +293,12 @@ class Along:
         except Exception as e:
             self._logger.warn(f"the other ranks of the group do not know how far the heal of this one is: {e}")
 
-    def _abandon(self, reason: str, step: int) -> None:
+    def _abandon(self, reason: str, step: int, chosen: bool = False) -> None:
         self.stop()
         self._abandoned = True
         self._report(step, Progress.WHOLE)
-        self._logger.warn(f"the state is transferred at once, and the other groups wait for it: {reason}")
+        log = self._logger.info if chosen else self._logger.warn
+        log(f"the state is transferred at once, and the other groups wait for it: {reason}")
 
     def failed(self, plan: Plan, error: Exception) -> None:
         """Gives up a heal in passing, because the rest of its state did not arrive."""

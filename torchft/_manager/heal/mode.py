@@ -1,5 +1,7 @@
 """Decides whether a group takes over a state at once or in passing, so that a job loses the least time. Pure code.
 
+:func:`why_at_once` decides at the first quorum of a heal, :class:`Measured` after some steps in passing.
+
 At once, all groups wait for the transfer, apart from what passes before the first reduction of the step. In passing,
 none waits, but the group that heals is missing for longer: parts are requested in a part of the time only, which costs
 the others at most :data:`COST` of it. The loss is counted in seconds of groups that do not train.
@@ -17,6 +19,22 @@ from torchft._manager.settings import HealMode
 _LAST_STEPS = 2
 # Steps that are measured at a settled pace, one of them without requests, and those before the first figures.
 _STEPS, _FIRST_STEPS = 9, 3
+# Bytes of a state that a link of 100 MB/s transfers in a quarter of a second. In passing it would take some steps.
+LITTLE = 25_000_000
+
+
+def why_at_once(nbytes: int, groups: Optional[int] = None) -> Optional[str]:
+    """Decides without measurements: returns why a state is transferred at once; None: the heal begins in passing.
+
+    Args:
+        nbytes: bytes of the state.
+        groups: number of groups that have it; None: not known yet.
+    """
+    if nbytes < LITTLE:
+        return f"it has about {nbytes / 1e6:.1f} MB"
+    if groups == 1:
+        return "one group alone has it: if that failed during a heal in passing, this group would have to end"
+    return None
 
 
 class Figures(NamedTuple):

@@ -19,7 +19,7 @@ import hashlib
 import json
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import Any
@@ -123,15 +123,23 @@ class Parameters:
         kernels of the optimizers, and in host memory uses the pages of the optimizer state that is missing.
         """
         sizes: list[int] = []
+        for optimizer, parameter, found in self._rehearsed():
+            if self._maps(parameter) and not optimizer.state.get(parameter):
+                sizes += [parameter.numel() * one.itemsize for one in found]
+        self._memory.prepare(sizes)
+
+    def nbytes(self) -> int:
+        """The bytes of the parameters, and of the optimizer state that they have after a step."""
+        state = sum(local_part(p).numel() * one.itemsize for _, p, found in self._rehearsed() for one in found)
+        return state + sum(local_part(parameter).nbytes for parameter in self.all)
+
+    def _rehearsed(self) -> Iterator[tuple[Optimizer, torch.Tensor, list[torch.dtype]]]:
+        """Yields each parameter that is trained, and the types of its optimizer state that have its layout."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-                for dtype in {parameter.dtype for parameter in trained}:
-                    found = self._rehearse(optimizer, group, dtype)
-                    for parameter in trained:
-                        if parameter.dtype == dtype and self._maps(parameter) and not optimizer.state.get(parameter):
-                            sizes += [parameter.numel() * one.itemsize for one in found]
-        self._memory.prepare(sizes)
+                found = {dtype: self._rehearse(optimizer, group, dtype) for dtype in {p.dtype for p in trained}}
+                yield from ((optimizer, parameter, found[parameter.dtype]) for parameter in trained)
 
     def _rehearse(self, optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> list[torch.dtype]:
         """Steps a small parameter of its own. Returns the types of its state that have the parameter's layout."""

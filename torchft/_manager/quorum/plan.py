@@ -7,7 +7,7 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Optional
 
-from torchft._agreement import AVERAGES, HEALS, IN_PASSING, all_announce
+from torchft._agreement import AVERAGES, HEALS, IN_PASSING, all_announce, announced
 
 if TYPE_CHECKING:
     from torchft._torchft import QuorumResult
@@ -82,6 +82,14 @@ class Plan:
         """
         may_heal = self.num_up_to_date < self.replica_world_size or self.max_step == 0
         return may_heal and 1 < self.replica_world_size == len(self.handles) and all_announce(self.handles, HEALS)
+
+    @cached_property
+    def gives_parts(self) -> bool:
+        """Whether the assigned source may offer its state in parts, as far as its handle shows."""
+        if self.source is None or self.source.replica_rank >= len(self.handles):
+            return True
+        handle = self.handles[self.source.replica_rank]
+        return not announced(handle, HEALS) or bool(announced(handle, IN_PASSING))
 
 
 @dataclass(frozen=True)

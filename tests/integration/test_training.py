@@ -629,6 +629,6 @@ def test_shutdown_leaves_nothing() -> None:
         results(*(cluster.start(Loop(steps=2), group=group) for group in range(2)))
     assert reaper.drain(timeout_sec=10)
     deadline = time.monotonic() + 10  # a thread that looks after cut connections ends within a second
-    while left := {t.name for t in threading.enumerate()} - before - {"torchft_timeouts"}:
+    while left := {t.name for t in threading.enumerate()} - before - {"torchft_timeouts", "torchft_hand_off"}:
         assert time.monotonic() < deadline, f"threads that outlived their Manager: {left}"
         time.sleep(0.02)

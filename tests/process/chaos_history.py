@@ -18,6 +18,8 @@ from torch.distributed import TCPStore
 from torchft.launch import process_tree
 
 ENDS_S = 60.0  # seconds after a trainer's end within which its processes must have ended
+# Threads that belong to the process and remain: the timer for futures, and the one that starts others.
+OF_THE_PROCESS = {"torchft_timeouts", "torchft_hand_off"}
 
 
 @dataclass
@@ -129,8 +131,7 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
             assert not end["listens"] or end["kind"] == "native", (
                 f"{child.name} still listens on the ports {end['listens']}: it has {end['holders']}"
             )
-            # The timer thread for futures belongs to the process and remains.
-            threads = [name for name in end["left"] if name.startswith("torchft") and name != "torchft_timeouts"]
+            threads = [name for name in end["left"] if name.startswith("torchft") and name not in OF_THE_PROCESS]
             assert not threads, f"threads of {child.name} are left: {threads}"
 
 

@@ -146,7 +146,7 @@ def test_allow_offers_the_last_checkpoint_again(make: Any) -> None:
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     source.disallow_checkpoint()
     source.disallow_checkpoint()
-    with pytest.raises(TimeoutError, match=r"timed out after 0.2 seconds"):
+    with pytest.raises(TimeoutError, match=r"timed out after \d+\.\d seconds"):
         target.recv_checkpoint(0, source.metadata(), 1, SHORT)
     source.allow_checkpoint(2)
     assert target.recv_checkpoint(0, source.metadata(), 2, TIMEOUT) == {"a": 1}

@@ -73,7 +73,7 @@ def test_a_slow_answer_ends_at_the_deadline(make: Any) -> None:
     thread.start()
     start = time.monotonic()
     metadata = f"http://localhost:{listener.getsockname()[1]}/checkpoint/"
-    with pytest.raises(TimeoutError, match=r"step 7 .* timed out after 0.3 seconds"):
+    with pytest.raises(TimeoutError, match=r"step 7 .* timed out after \d+\.\d seconds"):
         make().recv_checkpoint(0, metadata, 7, timedelta(seconds=0.3))
     assert time.monotonic() - start < within(0.3)
     stop.set()

@@ -533,7 +533,7 @@ def test_a_deadline_ends_a_transfer(make: Any) -> None:
     source = make(bandwidth_limit=MB)
     source.send_checkpoint([1], 1, {"w": torch.ones(4 * MB)}, TIMEOUT)
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"step 1 .* timed out after 0.5 seconds"):
+    with pytest.raises(TimeoutError, match=r"step 1 .* timed out after \d+\.\d seconds"):
         make().recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=0.5))
     assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
 

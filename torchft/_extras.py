@@ -42,6 +42,15 @@ class Extras:
         be healed in passing.
         """
 
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begins a step for an optimizer, unless another one has begun it for both."""
+        self._manager.start_quorum()
+
+    def end(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Ends the step for an optimizer, unless another one has ended it for both. Returns whether it is committed."""
+        committed: bool = self._manager.should_commit()
+        return committed
+
     def register_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         """Registers parameters of a model that have the same bits in all groups: they are compared."""
 

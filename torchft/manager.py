@@ -267,6 +267,7 @@ class Manager(Stateful, Stepping):
         """Makes the parts that a step needs, the logger first. The group is known by now."""
         settings = self._settings
         self._commit_failures = 0
+        self._committed = False  # the latest decision for an OptimizerWrapper
         self._commit_hooks: List[CommitHook] = []
         self._has_left = False
         self._logger = _ManagerLogger(self._rank_state, self._replica_id, self._group_rank, self._server.report)
@@ -358,6 +359,8 @@ class Manager(Stateful, Stepping):
             self._replayer,
             self._replicas.state,
             self._layout,
+            self._begin_for,
+            self._end_for,
         )
         self._trace = step_trace(self._replica_id, self._group_rank)
         failures = self._failures
@@ -443,6 +446,29 @@ class Manager(Stateful, Stepping):
         if at_once:
             self._settle()
 
+    def _begin_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begins a step for an optimizer, unless it shares the one that another optimizer has begun.
+
+        With groups of upstream, which request a quorum for each optimizer, all groups do so.
+        """
+        step, begun = self._current, self._round
+        shares = step.undecided and step.sharing.begins(optimizer, len(step.collectives))
+        if shares and begun is not None:
+            with suppress(Exception):  # `wait_quorum` raises it
+                shares = self._planner.plan(begun.answer(), step.request.allow_heal).without_upstream
+        if not shares:
+            self.start_quorum()
+        self._current.sharing.begin(optimizer)
+
+    def _end_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Ends the step for an optimizer, unless it shares the decision for another one. Returns whether it steps."""
+        step = self._current
+        if step.sharing.ends(optimizer, len(step.collectives)) and (step.error is None or not self._committed):
+            return self._committed
+        self._committed = self.should_commit()
+        self._current.sharing.end(optimizer, len(self._current.collectives))
+        return self._committed
+
     def _begin_round(self, request: StepRequest, inputs: Optional[Inputs] = None, reads_state: bool = False) -> None:
         """Begins an attempt at a step.
 
@@ -478,6 +504,8 @@ class Manager(Stateful, Stepping):
         self._calls.end(lost=True)
         self._heal_wait.end()
         step = self._make_step(request, inputs, self._current.plan)
+        if inputs is not None:
+            step.sharing = self._current.sharing
         self._current.collectives.retire()  # the next quorum may connect the process group with other peers
         self._current = self._errors.step = step
         self._failures.begin(step)

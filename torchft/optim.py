@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class OptimizerWrapper(WrappedOptimizer):
     """Wraps an optimizer so that each of its steps is a step of the Manager.
 
-    ``zero_grad`` starts the quorum; ``step`` votes, and steps only if the step is committed. All other methods and
-    attributes are those of the wrapped optimizer. Its hooks run only for committed steps, with the wrapped optimizer as
-    their argument. For a ``torch.amp.GradScaler`` both are the same optimizer.
+    ``zero_grad`` starts the quorum; ``step`` votes, and steps only if the step is committed. If several optimizers of a
+    Manager begin before anything is reduced, and step after all of it, they share one step of the Manager: one quorum
+    and one vote. All other methods and attributes are those of the wrapped optimizer. Its hooks run only for committed
+    steps, with the wrapped optimizer as their argument. For a ``torch.amp.GradScaler`` both are the same optimizer.
 
     A copy wraps a copy of the wrapped optimizer, and has the same Manager, which neither compares nor heals the copy's
     state. A pickle holds no Manager: wrap ``optim`` of the unpickled object anew to train with it.
@@ -32,20 +33,19 @@ class OptimizerWrapper(WrappedOptimizer):
         optim: the optimizer to wrap.
     """
 
-    _of_this_process = ("manager",)
+    _of_this_process = ("manager", "_extras")
     _remedy = "wrap its attribute `optim` anew"
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
-        self.manager = manager  # before the base class: its own attribute
+        self.manager, self._extras = manager, extras_of(manager)  # before the base class: its own attributes
         super().__init__(optim)
-        extras = extras_of(manager)
-        extras.register_gradients(self._gradients)
-        extras.register_optimizer(optim)
+        self._extras.register_gradients(self._gradients)
+        self._extras.register_optimizer(optim)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: starts the quorum, then clears the gradients."""
         if not _makes_state():
-            self.manager.start_quorum()
+            self._extras.begin(self.optim)
         self.optim.zero_grad(set_to_none)
 
     def step(self, closure: Optional[object] = None, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -66,7 +66,7 @@ class OptimizerWrapper(WrappedOptimizer):
                 f"closure={closure!r}: step() takes none, optimizers that call a closure are not supported: the groups "
                 "agree on a step before it is applied, and a closure would compute it again"
             )
-        if _makes_state() or self.manager.should_commit():
+        if _makes_state() or self._extras.end(self.optim):
             return self.optim.step(**kwargs)
         return None
 

@@ -284,7 +284,7 @@ def _two(model: nn.Module) -> tuple[optim.Optimizer, ...]:
 
 
 def test_the_ranks_of_a_group_heal_at_once_with_two_optimizers(cluster: Cluster) -> None:
-    """Each zero_grad asks for a quorum: what arrives after the first is discarded in all ranks, and then loaded."""
+    """Both share a step of the Manager: one quorum, and one vote."""
     loop = Loop(together=2, make=_two, settings={"heal": "at_once", "heal_along": None})
     _run(cluster, loop, first=1, later=1, ranks=2)
     assert all(committed for _, committed, _ in loop.histories[1])

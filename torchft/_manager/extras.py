@@ -35,6 +35,8 @@ class OwnExtras(Extras):
         replayer: Replayer,
         replicated: RegisteredState,
         layout: Layout,
+        begin: Callable[[torch.optim.Optimizer], None],
+        end: Callable[[torch.optim.Optimizer], bool],
     ) -> None:
         self._rank_state = rank_state
         self._peers = peers
@@ -45,6 +47,8 @@ class OwnExtras(Extras):
         self._replayer = replayer
         self._replicated = replicated
         self._layout = layout
+        self._begin = begin
+        self._end = end
 
     def refuse_replay(self, reason: str) -> None:
         self._errors.refuse_replay(reason)
@@ -61,6 +65,12 @@ class OwnExtras(Extras):
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._replicated.add_optimizer(optimizer)
         self._layout.add_optimizer(optimizer)
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self._begin(optimizer)
+
+    def end(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._end(optimizer)
 
     def register_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         self._replicated.add_parameters(named)

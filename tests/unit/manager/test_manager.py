@@ -24,6 +24,7 @@ from torchft.manager import (
     WorldSizeMode,
     _ManagedFuture,
 )
+from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupDummy
 from torchft.work import _DummyWork
 
@@ -64,6 +65,37 @@ def test_step_is_committed(fixture: Fixture) -> None:
     assert manager.should_commit()
     assert manager.state_dict() == {"step": 1, "batches_committed": 2}
     fixture.transport.disallow_checkpoint.assert_called_once()
+
+
+@pytest.mark.parametrize(("of", "requests"), [("torchft", 1), ("upstream", 2)])
+def test_optimizers_that_begin_together_share_a_step(
+    fixture: Fixture, make_quorum: Quorum, of: str, requests: int
+) -> None:
+    """With a quorum for each, a group that joins between the two would be one behind the others."""
+    texts = ((HEALS, "1"),) if of == "torchft" else ()
+    groups = ProcessGroupDummy(0, 1), fixture.pg
+    handles = [announce(pg.get_reconfigure_handle(), texts) for pg in groups]
+    fixture.client._quorum.return_value = make_quorum(reconfigure_handles=handles, max_step=1)
+    manager = fixture.manager()
+    manager.load_state_dict({"step": 1, "batches_committed": 1})
+    both = [OptimizerWrapper(manager, torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)) for _ in range(2)]
+    for round in (1, 2):
+        for optimizer in both:
+            optimizer.zero_grad()
+        manager.wait_quorum()
+        assert fixture.client._quorum.call_count == round * requests
+        for optimizer in both:
+            optimizer.step()
+    assert manager.current_step() == 1 + 2 * requests
+    both[0].zero_grad()
+    manager.wait_quorum()
+    both[0].zero_grad()
+    manager.wait_quorum()
+    assert fixture.client._quorum.call_count == 2 * requests + 2, "a step that is begun again has another quorum"
+    manager.allreduce(torch.ones(2)).wait()
+    both[1].zero_grad()
+    manager.wait_quorum()
+    assert fixture.client._quorum.call_count == 2 * requests + 3, "what was reduced is of the first one alone"
 
 
 def test_the_quorum_request_has_all_fields(fixture: Fixture, make_quorum: Quorum) -> None:

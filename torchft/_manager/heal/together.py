@@ -105,8 +105,8 @@ class Agreement:
         self._attempt = (-1, -1, 0)  # quorum id and step of the latest heal, and how many heals with these came before
 
     def begin(self, quorum_id: int, step: int) -> None:
-        """Begins a heal. All ranks have ended the one before: each has asked for this quorum. A quorum may be asked for
-        again in a step: with several optimizers, by the ``zero_grad`` of each.
+        """Begins a heal. All ranks have ended the one before: each has asked for this quorum. A script may have begun
+        the step again.
 
         At step 0 a rank heals from the group that is the first for this rank, so others of its group do not heal. No
         rank can be of another step there, and each loads its state alone.

@@ -81,7 +81,12 @@ class Plan:
         in all groups of a quorum.
         """
         may_heal = self.num_up_to_date < self.replica_world_size or self.max_step == 0
-        return may_heal and 1 < self.replica_world_size == len(self.handles) and all_announce(self.handles, HEALS)
+        return may_heal and self.replica_world_size > 1 and self.without_upstream
+
+    @cached_property
+    def without_upstream(self) -> bool:
+        """Whether no group is upstream's: those do not announce that they wait for heals."""
+        return len(self.handles) == self.replica_world_size and all_announce(self.handles, HEALS)
 
     @cached_property
     def gives_parts(self) -> bool:

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from torchft._manager.step.errors import ExceptionWithTraceback
+from torchft._manager.step.sharing import Sharing
 
 if TYPE_CHECKING:
     from torchft._manager.quorum.plan import Plan
@@ -144,6 +145,7 @@ class Step:
         error: the first error; None if there is none.
         deferred: what the training thread has to do when it waits for the quorum, because the user's functions run on
             no other thread; None: nothing.
+        sharing: the optimizers that step in it.
         reads_state: whether the training thread waits for the answer when the step begins, and fills :attr:`served`.
     """
 
@@ -167,6 +169,7 @@ class Step:
         self.began = time.monotonic()
         self.thread = threading.get_ident()
         self.healing = False
+        self.sharing = Sharing()
         self.error: Optional[ExceptionWithTraceback] = None
         self._enough = True
         self._lock = threading.Lock()

@@ -201,7 +201,7 @@ class Connection:
         if self.apart:
             self.members = []
         if way is Way.KEEP or way is Way.BESIDE:
-            self._failures.follow(plan.quorum_id, self.members)
+            self._failures.follow(plan.quorum_id, None if self.apart else self.members)
             if way is Way.BESIDE:
                 self._connect_standby(name, plan)
             else:

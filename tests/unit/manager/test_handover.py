@@ -372,3 +372,21 @@ def test_a_group_that_joins_and_fails_costs_the_others_nothing() -> None:
         history.round()
     assert [group.network.waits for group in others] == waits
     assert not any(group.lost for group in others) and len(others[0].committed) == 14
+
+
+def test_a_group_that_waits_for_its_connection_learns_of_a_failure() -> None:
+    """Before its vote it waits for all groups of the quorum, of which the failed one does not get ready."""
+    history = History(0)
+    history.join()
+    history.join()
+    for _ in range(6):
+        history.end_attempts(1.0)
+        history.round()
+    history.join()
+    history.round()
+    first, _, joining = history.groups.values()
+    assert joining.connection.apart and not first.connection.apart
+    joining.failures.check()
+    history.fail(first.name)
+    with pytest.raises(PeerFailed):
+        joining.failures.check()

@@ -267,7 +267,8 @@ class Manager(Stateful, Stepping):
         """Makes the parts that a step needs, the logger first. The group is known by now."""
         settings = self._settings
         self._commit_failures = 0
-        self._committed = False  # the latest decision for an OptimizerWrapper
+        self._shared_decision = False  # the latest decision for an OptimizerWrapper
+        self._optimizer_that_votes: Optional[torch.optim.Optimizer] = None  # the one that votes
         self._commit_hooks: List[CommitHook] = []
         self._has_left = False
         self._logger = _ManagerLogger(self._rank_state, self._replica_id, self._group_rank, self._server.report)
@@ -463,11 +464,16 @@ class Manager(Stateful, Stepping):
     def _end_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Ends the step for an optimizer, unless it shares the decision for another one. Returns whether it steps."""
         step = self._current
-        if step.sharing.ends(optimizer, len(step.collectives)) and (step.error is None or not self._committed):
-            return self._committed
-        self._committed = self.should_commit()
+        if step.sharing.ends(optimizer, len(step.collectives)) and (step.error is None or not self._shared_decision):
+            self._recovery.steps_too(optimizer)
+            return self._shared_decision
+        self._optimizer_that_votes = optimizer
+        try:
+            self._shared_decision = self.should_commit()
+        finally:
+            self._optimizer_that_votes = None
         self._current.sharing.end(optimizer, len(self._current.collectives))
-        return self._committed
+        return self._shared_decision
 
     def _begin_round(self, request: StepRequest, inputs: Optional[Inputs] = None, reads_state: bool = False) -> None:
         """Begins an attempt at a step.
@@ -961,7 +967,7 @@ class Manager(Stateful, Stepping):
             self._errors.lose(error)
         step = self._current
         if step.healing and arrived:
-            self._transfers.advance(step)
+            self._transfers.advance(step, self._optimizer_that_votes)
             self._transfers.load(step)
         try:
             self._data.verify(step)

@@ -290,6 +290,31 @@ def test_the_ranks_of_a_group_heal_at_once_with_two_optimizers(cluster: Cluster)
     assert all(committed for _, committed, _ in loop.histories[1])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_two_optimizers(cluster: Cluster, caplog: pytest.LogCaptureFixture, ranks: int, use_async_quorum: bool) -> None:
+    loop = Loop(together=2, make=_two, settings={"use_async_quorum": use_async_quorum})
+    _run(cluster, loop, first=1, later=1, ranks=ranks)
+    assert loop.joined[1] >= LEAST_ROUNDS, "its state came in parts over some steps"
+    assert all(committed for _, committed, _ in loop.histories[0])
+    assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
+
+
+def test_a_vote_that_is_no_step_of_an_optimizer(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """With several optimizers the target has to know which one steps."""
+
+    def votes(rank: Rank, round: int) -> None:
+        if rank.group == 1 and not voted and halfway(cluster, 1):
+            assert rank.manager is not None
+            voted.append(round)
+            rank.manager.should_commit()
+
+    voted: list[int] = []
+    _run(cluster, Loop(together=2, make=_two, reduced=votes), first=1, later=1)
+    logged = [r.getMessage() for r in caplog.records if "transferred at once" in r.getMessage()]
+    assert len(logged) == 1 and "a vote was not the step of one" in logged[0]
+
+
 def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     loop = TwoRanks(together=2, second={"make": lambda model: _Own(model.parameters())})
     _run(cluster, loop, first=1, later=1, ranks=2)
@@ -380,8 +405,12 @@ def test_a_group_that_differs_heals_along(reported: list[Any], caplog: pytest.Lo
     assert all("one group alone has it" in r.getMessage() for r in whole)
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture, use_async_quorum: bool) -> None:
+@pytest.mark.parametrize(
+    ("use_async_quorum", "make"), [(True, Loop.make), (False, Loop.make), (True, _two)], ids=["", "synchronous", "two"]
+)
+def test_the_source_fails(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, use_async_quorum: bool, make: Callable[[nn.Module], Any]
+) -> None:
     """The next quorum names another source. Parts that have arrived are kept."""
 
     def fails(rank: Rank, round: int) -> None:
@@ -398,7 +427,7 @@ def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture, us
 
     crashed: list[int] = []
     settings = {"use_async_quorum": use_async_quorum}
-    loop = Loop(together=2, begun=fails, counts=without_it, settings=settings)
+    loop = Loop(together=2, make=make, begun=fails, counts=without_it, settings=settings)
     found = _run(cluster, loop, first=2, later=1)
     assert len(found) == 2 and len(crashed) == 1
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]

@@ -82,7 +82,7 @@ def test_parts_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer],
         sent = json.loads(json.dumps(theirs.hyperparameters()))
         _gradients(source, step, at_once)
         _gradients(target, step, at_once)
-        kept = ours.gradients(tracked, kept)
+        kept = ours.gradients(tracked, ours.copies(kept))
         own = [p.grad for p in target.parameters()]
         ours.step(tracked, kept, sent)
         assert all(a is b for a, b in zip(own, (p.grad for p in target.parameters())))
@@ -207,10 +207,11 @@ def test_gradients_are_copied_where_the_loop_changes_them(to_none: bool) -> None
     model = nn.Linear(2, 2)
     optimizer = optim.Adam(model.parameters())
     ours = Parameters([optimizer])
+    kept: dict[int, torch.Tensor] = {}
     for borrowed in (True, to_none):
         model(torch.ones(1, 2)).sum().backward()
         expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        kept = ours.gradients({0, 1}, {})
+        kept = ours.gradients({0, 1}, ours.copies(kept))
         assert (kept[0] is model.weight.grad) == borrowed
         optimizer.zero_grad(to_none)
         model(2 * torch.ones(1, 2)).sum().backward()
@@ -282,12 +283,19 @@ def test_a_missing_optimizer_falls_back() -> None:
         Parameters([]).check()
 
 
-def test_several_optimizers_fall_back() -> None:
-    """A source steps one of them in a step of the Manager. Gradients do not show which one: those of the generator and
-    of the discriminator of a GAN, for example, exist in the steps of both.
-    """
-    with pytest.raises(Unsupported, match="there are 2 optimizers"):
-        Parameters([optim.Adam(_model().parameters()) for _ in range(2)]).check()
+def test_one_of_several_optimizers_steps() -> None:
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    optimizers = [optim.Adam(model.parameters()) for model in models]
+    ours = Parameters(optimizers)
+    ours.check()
+    assert [ours.numbers(one) for one in (*optimizers, None)] == [{0, 1}, {2, 3}, set()]
+    before = [p.detach().clone() for p in ours.all]
+    for p in ours.all:
+        p.grad = torch.ones_like(p)
+    numbers = ours.numbers(optimizers[1])
+    ours.step(numbers, ours.gradients(numbers, {}), ours.hyperparameters())
+    assert [torch.equal(*both) for both in zip(before, ours.all)] == [True, True, False, False]
+    assert not optimizers[0].state
 
 
 def test_sparse_gradients_fall_back() -> None:

@@ -267,17 +267,26 @@ class Along:
         """Whether a heal in passing is in progress, so that this group trains along."""
         return self._target is not None and not self._ends
 
-    def advance(self, reduced: bool) -> None:
+    def advance(self, reduced: bool, optimizer: Optional[Optimizer] = None) -> None:
         """Ends a step of a group that trains along, on the training thread, before it votes.
 
         Args:
             reduced: whether all of the step's reductions have succeeded.
+            optimizer: the one that steps if the step is committed; None: not known.
         """
+        self._end_step(lambda target: target.advance(reduced, optimizer))
+
+    def steps_too(self, optimizer: Optimizer) -> None:
+        """Ends a step for another optimizer, which shares the vote."""
+        if self.joining:
+            self._end_step(lambda target: target.steps_too(optimizer))
+
+    def _end_step(self, end: Callable[[Target], None]) -> None:
         target = self._target
         if target is None:  # a shutdown on another thread
             return
         try:
-            target.advance(reduced)
+            end(target)
         except Exception as e:
             target.abandon(str(e) if isinstance(e, Unsupported) else repr(e))
         self.wrote = self.wrote or target.wrote

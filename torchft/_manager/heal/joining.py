@@ -36,6 +36,8 @@ from torchft.checkpointing.transport import CheckpointError
 from torchft.utils import DeviceThread, weakly
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from torchft._manager.edge import Transport
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
@@ -100,6 +102,9 @@ class Target:
         self._located: dict[str, str] = {}  # where sources offer their state
         self._hyperparameters: dict[int, Any] = {}  # of the source, by step
         self._kept: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.Tensor] = {}  # gradients kept before, whose memory is used again
+        self._voted = False  # whether this group has voted since the latest quorum
+        self._keeps = self._committed = False  # whether that vote's gradients are kept, or applied
         self._early = False  # whether _kept was applied since the last vote, while the training loop may change it
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._measured = Measured()
@@ -123,7 +128,7 @@ class Target:
                 with self.parameters.beside.running():
                     self._apply_kept(plan.max_step - 1)
             self._hyperparameters.pop(plan.max_step, None)  # of an earlier attempt at this step
-            self._open = self._takes = True
+            self._open, self._takes, self._voted = True, True, False
             if before is None:
                 self._logger.info(f"training along from step {plan.max_step} on while the state arrives in parts")
                 self._thread.start()
@@ -208,12 +213,18 @@ class Target:
         step, left = self.heal.step, self._first_until - time.monotonic()
         self._cond.wait_for(lambda: step in self._hyperparameters or not self._asks(), max(0.0, left))
 
-    def advance(self, reduced: bool) -> None:
+    def advance(self, reduced: bool, optimizer: Optional[Optimizer] = None) -> None:
         """Ends a step before the vote: applies or keeps the gradient.
 
         Args:
             reduced: whether all of the step's reductions have succeeded.
+            optimizer: the one that steps if the step is committed; None: not known.
+
+        Raises:
+            Unsupported: it is not known which of several optimizers step.
         """
+        if self._several and (optimizer is None or self._voted):
+            raise Unsupported("of several optimizers, a vote was not the step of one, or was the second in a step")
         with self._marked():
             heal = self.heal
             self._await_first()
@@ -226,20 +237,36 @@ class Target:
             self._takes = False
             if self._early:
                 self._unchanged()
-            self._early = False
-            keeps = reduced and heal.abandoned is None and heal.step in self._hyperparameters
-            if keeps:
+            self._early, self._voted = False, True
+            self._keeps = reduced and heal.abandoned is None and heal.step in self._hyperparameters
+            if self._keeps:
                 heal.keep()
-        committed = keeps and self._source_committed()
+        self._committed = self._keeps and self._source_committed()
         with self._marked():
-            numbers = self.parameters.begun(heal.here)
-            if committed:
-                assert heal.step is not None
+            if self._committed:
                 heal.committed()
-                self._kept = {}
-                self._step(self.parameters.present_gradients(numbers), heal.step)
-            elif keeps:
-                self._kept = self.parameters.gradients(numbers, self._kept)
+            if self._keeps:
+                self._kept, self._copies = {}, self.parameters.copies(self._kept)
+            self._use_gradients(optimizer)
+
+    def steps_too(self, optimizer: Optimizer) -> None:
+        """Ends a step for another optimizer, which shares the vote: applies or keeps its gradients."""
+        with self._marked():
+            self._use_gradients(optimizer)
+
+    @property
+    def _several(self) -> bool:
+        return len(self.parameters.optimizers) > 1
+
+    def _use_gradients(self, optimizer: Optional[Optimizer]) -> None:
+        numbers = self.parameters.begun(self.heal.here)
+        if self._several:
+            numbers &= self.parameters.numbers(optimizer)
+        if self._committed:
+            assert self.heal.step is not None
+            self._step(self.parameters.present_gradients(numbers), self.heal.step)
+        elif self._keeps:
+            self._kept.update(self.parameters.gradients(numbers, self._copies))
 
     @contextmanager
     def _marked(self) -> Iterator[None]:

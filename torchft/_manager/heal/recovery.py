@@ -367,11 +367,17 @@ class Recovery:
         assert self.along is not None
         return self.along.how_far()
 
-    def advance(self, reduced: bool) -> None:
+    def advance(self, reduced: bool, optimizer: Optional[Optimizer] = None) -> None:
         """Ends a step in which this group trains along, before it votes: see :meth:`Along.advance`."""
         assert self.along is not None
-        self.along.advance(reduced)
+        self.along.advance(reduced, optimizer)
         self._inconsistent = self._inconsistent or self.along.wrote
+
+    def steps_too(self, optimizer: Optimizer) -> None:
+        """Ends a step in which this group trains along for another optimizer, which shares the vote."""
+        if self.along is not None:
+            self.along.steps_too(optimizer)
+            self._inconsistent = self._inconsistent or self.along.wrote
 
     def refuse(self) -> None:
         """Tells the other ranks that this one receives no state in this step: they do not load theirs either."""

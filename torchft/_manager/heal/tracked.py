@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import accumulate
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import optim
@@ -88,11 +88,6 @@ class Parameters:
         """Raises Unsupported with the reason if the parameters cannot be healed in passing."""
         if not self.all:
             raise Unsupported("no OptimizerWrapper of this Manager shows which tensors are parameters")
-        if len(self.optimizers) > 1:
-            # The others may have gradients too, which the source does not apply in that step.
-            raise Unsupported(
-                f"there are {len(self.optimizers)} optimizers, and a step of the Manager is one of them alone"
-            )
         for optimizer in self.optimizers:
             kind = type(optimizer)
             if kind not in ELEMENTWISE:
@@ -188,6 +183,10 @@ class Parameters:
     def begun(self, end: int) -> set[int]:
         """Numbers of the parameters with elements below ``end``. Once all elements are, these are all parameters."""
         return set(range(len(self.all) if end >= self.total else bisect_left(self._starts, end)))
+
+    def numbers(self, optimizer: Optional[Optimizer]) -> set[int]:
+        """Numbers of the parameters of an optimizer."""
+        return {number for number, one in enumerate(self._of) if one is optimizer}
 
     def _ranges(self, begin: int, end: int) -> list[tuple[int, int, int]]:
         """The elements from ``begin`` to ``end``: numbers of parameters, and ranges of elements of each."""
@@ -342,13 +341,12 @@ class Parameters:
 
         Args:
             numbers: numbers of the parameters.
-            into: the gradients kept before; the memory of copies is reused.
+            into: copies of gradients kept before, see :meth:`copies`: their memory is used again.
 
         Raises:
             Unsupported: a gradient is sparse.
         """
         kept: dict[int, torch.Tensor] = {}
-        borrowed, self._versions = self._versions, {}
         for number in numbers:
             gradient = self.all[number].grad
             if gradient is None:
@@ -359,11 +357,16 @@ class Parameters:
                 self._versions[number] = gradient._version
                 kept[number] = gradient
                 continue
-            copied = None if number in borrowed else into.get(number)
+            copied = into.get(number)
             if copied is None or copied.dtype != gradient.dtype:
                 copied = torch.empty_like(gradient)
             kept[number] = copied.copy_(gradient.detach())
         return kept
+
+    def copies(self, kept: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Returns the copies among kept gradients that are not needed any more, and gives back the others."""
+        borrowed, self._versions = self._versions, {}
+        return {number: gradient for number, gradient in kept.items() if number not in borrowed}
 
     def present_gradients(self, numbers: set[int]) -> dict[int, torch.Tensor]:
         """The present gradients of these parameters, without copies, to be applied at once.
@@ -415,7 +418,8 @@ class Parameters:
                         state[alias] = optimizer.state[parameter]
                 values = {key: self._located(value) for key, value in plain.items()}
                 groups.append({**group, **values, "params": aliases})
-            _step_with(optimizer, groups, state)
+            if pairs:
+                _step_with(optimizer, groups, state)
             for parameter, alias in pairs:
                 if alias in state:
                     optimizer.state[parameter] = state[alias]

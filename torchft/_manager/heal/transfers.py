@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Optional
 from torchft._manager.heal.in_passing import StillHealing
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from torchft._manager.checks.loader import Data
     from torchft._manager.edge import Transport
     from torchft._manager.heal.recovery import Recovery
@@ -88,11 +90,16 @@ class Transfers:
             return False
         return True
 
-    def advance(self, step: Step) -> None:
-        """Ends a step of a group that trains along, before its vote: it does not commit the step."""
+    def advance(self, step: Step, optimizer: Optional[Optimizer]) -> None:
+        """Ends a step of a group that trains along, before its vote: it does not commit the step.
+
+        Args:
+            step: the step.
+            optimizer: the one that steps if the step is committed; None: not known.
+        """
         if self._recovery.joining:
             assert step.plan is not None
-            self._recovery.advance(step.error is None and step.collectives.usable)
+            self._recovery.advance(step.error is None and step.collectives.usable, optimizer)
             step.failed(StillHealing(self._recovery.how_far()))
 
     def load(self, step: Step) -> bool:

@@ -300,6 +300,38 @@ def test_two_optimizers(cluster: Cluster, caplog: pytest.LogCaptureFixture, rank
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
+def _one_of_its_own(model: nn.Module) -> tuple[optim.Optimizer, ...]:
+    first, *others = model.children()
+    rest = [parameter for layer in others for parameter in layer.parameters()]
+    return optim.SGD(first.parameters(), lr=0.01, momentum=0.9), _Own(rest, lr=0.01)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_optimizer_that_cannot_step_in_parts_comes_at_the_end(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """The parameters of the other one are healed in passing, also if their source fails meanwhile."""
+
+    def crashes(rank: Rank, round: int) -> None:
+        if fails and rank.group < 2 and not crashed and halfway(cluster, 2):
+            assert rank.manager is not None
+            plan = rank.manager._current.plan
+            if plan is not None and plan.recover_dst:
+                crashed.append(rank.group)
+                rank.crash()
+
+    def counts(manager: Manager) -> bool:
+        plan = manager._current.plan
+        return not fails or (bool(crashed) and plan is not None and len(plan.replica_ids) == 2)
+
+    crashed: list[int] = []
+    loop = Loop(together=2 if fails else 3, make=_one_of_its_own, begun=crashes, counts=counts)
+    found = _run(cluster, loop, first=2, later=1)
+    assert len(found) == 3 - fails and len(crashed) == fails
+    assert loop.joined[2] >= 14, "the 544 elements of the first layer came in parts"
+    assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
+
+
 def test_a_vote_that_is_no_step_of_an_optimizer(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """With several optimizers the target has to know which one steps."""
 

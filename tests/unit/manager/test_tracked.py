@@ -298,6 +298,25 @@ def test_one_of_several_optimizers_steps() -> None:
     assert not optimizers[0].state
 
 
+class _Own(optim.Adam):
+    pass
+
+
+def test_an_optimizer_that_cannot_step_in_parts_is_left_out() -> None:
+    own, others = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = [_Own(own.parameters()), optim.Adam(others.parameters())]
+    ours = Parameters(optimizers)
+    ours.check()
+    assert ours.given == optimizers and ours.optimizers == optimizers[1:]
+    assert all(mine is p for mine, p in zip(ours.all, others.parameters(), strict=True))
+    assert ours.numbers(optimizers[0]) == set()
+    with pytest.raises(Unsupported, match="_Own steps a parameter of another optimizer"):
+        Parameters([_Own(others.parameters()), optimizers[1]]).check()
+    optimizers[1].register_step_post_hook(lambda *_: None)
+    with pytest.raises(Unsupported, match="the optimizer is _Own"):
+        ours.check()
+
+
 def test_sparse_gradients_fall_back() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

@@ -256,7 +256,7 @@ class Target:
 
     @property
     def _several(self) -> bool:
-        return len(self.parameters.optimizers) > 1
+        return len(self.parameters.given) > 1
 
     def _use_gradients(self, optimizer: Optional[Optimizer]) -> None:
         numbers = self.parameters.begun(self.heal.here)

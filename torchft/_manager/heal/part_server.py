@@ -34,7 +34,7 @@ class PartServer:
             Unsupported: they cannot be healed in passing.
         """
         try:
-            if self._known is not None and self._known[0].optimizers == list(self._optimizers):
+            if self._known is not None and self._known[0].given == list(self._optimizers):
                 self._known[0].check_groups()
                 return self._known
         except Unsupported:

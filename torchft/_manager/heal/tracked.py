@@ -53,28 +53,42 @@ class Unsupported(Exception):
     """A heal in passing is not possible, for the reason given."""
 
 
+def why_whole(optimizer: Optimizer) -> Optional[str]:
+    """The reason why the parameters of an optimizer cannot be stepped in parts; None if they can."""
+    kind = type(optimizer)
+    if kind not in ELEMENTWISE:
+        known = ", ".join(one.__name__ for one in ELEMENTWISE)
+        return f"the optimizer is {kind.__name__}: known to step each element by itself are {known}"
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return f"{kind.__name__} has hooks of its steps, which may change anything"
+    return None
+
+
 class Parameters:
-    """The parameters of some optimizers.
+    """The parameters of those optimizers that can step them in parts. The others come with the rest of the state.
 
     Args:
-        optimizers: the optimizers, in the same order in each replica group.
+        optimizers: all optimizers, in the same order in each replica group.
 
     Attributes:
-        optimizers: the optimizers.
-        all: the parameters of all optimizers, which have numbers in this order.
+        given: the argument.
+        optimizers: those that can step their parameters in parts.
+        all: the parameters of these optimizers, which have numbers in this order.
         device: the device of all of them, see :meth:`check`.
         beside: orders the work of other threads on that device.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
+        self.given = list(optimizers)
+        self.optimizers = [one for one in optimizers if why_whole(one) is None]
         # With nesterov=True and foreach=True, PyTorch's SGD adds to the gradients in place.
-        self._borrows = not any(group.get("nesterov") for one in optimizers for group in one.param_groups)
+        self._borrows = not any(group.get("nesterov") for one in self.optimizers for group in one.param_groups)
         self._memory = HostMemory()
         self._versions: dict[int, int] = {}  # the borrowed gradients' versions when they were kept
         self.all: list[torch.Tensor] = []
         self._of: list[Optimizer] = []
-        for optimizer in optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 self.all += group["params"]
                 self._of += [optimizer] * len(group["params"])
@@ -86,16 +100,13 @@ class Parameters:
 
     def check(self) -> None:
         """Raises Unsupported with the reason if the parameters cannot be healed in passing."""
+        reasons = {id(one): why_whole(one) for one in self.given}
+        if self.given and all(reasons.values()):
+            raise Unsupported(str(reasons[id(self.given[0])]))
         if not self.all:
             raise Unsupported("no OptimizerWrapper of this Manager shows which tensors are parameters")
-        for optimizer in self.optimizers:
-            kind = type(optimizer)
-            if kind not in ELEMENTWISE:
-                known = ", ".join(one.__name__ for one in ELEMENTWISE)
-                raise Unsupported(f"the optimizer is {kind.__name__}: known to step each element by itself are {known}")
-            own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-            if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-                raise Unsupported(f"{kind.__name__} has hooks of its steps, which may change anything")
+        if any((reasons[id(one)] is None) != (one in self.optimizers) for one in self.given):
+            raise Unsupported("hooks of an optimizer were changed")
         seen: set[int] = set()
         for number, parameter in enumerate(self.all):
             local = local_part(parameter)
@@ -112,6 +123,10 @@ class Parameters:
             if (storage.nbytes() != local.nbytes and not padded) or (storage.data_ptr() in seen and local.nbytes):
                 raise Unsupported(f"parameter {number} shares its memory with another tensor")
             seen.add(storage.data_ptr())
+        for optimizer in self.given:
+            others = [] if optimizer in self.optimizers else [p for g in optimizer.param_groups for p in g["params"]]
+            if any(local_part(parameter).untyped_storage().data_ptr() in seen for parameter in others):
+                raise Unsupported(f"{type(optimizer).__name__} steps a parameter of another optimizer")
 
     def prepare(self) -> None:
         """Does what takes long only once and is part of a target's first steps, for which all groups wait: loads the

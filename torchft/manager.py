@@ -379,6 +379,7 @@ class Manager(Stateful, Stepping):
                 settings.timeout.total_seconds(),
                 self._logger,
                 chooses=mode is HealMode.AUTO,
+                min_replica_size=self._min_replica_size,
             )
 
     def _make_step(

@@ -465,6 +465,22 @@ def test_the_source_fails(
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
+def test_too_few_groups_are_left(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """They commit no step without the group that joins, which would wait for a gradient in vain."""
+
+    def fails(rank: Rank, round: int) -> None:
+        if rank.group == 1 and round == 8:
+            crashed.append(round)
+            rank.crash()
+
+    crashed: list[int] = []
+    loop = Loop(together=2, begun=fails, counts=lambda _: bool(crashed), settings={"min_replica_size": 2})
+    found = _run(cluster, loop, first=2, later=1)
+    assert len(found) == 2 and len(crashed) == 1
+    (logged,) = [r.getMessage() for r in caplog.records if "transferred at once" in r.getMessage()]
+    assert "without this group too few take part" in logged
+
+
 def test_the_others_replay_a_step_while_a_group_heals(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

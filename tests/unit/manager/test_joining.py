@@ -40,6 +40,7 @@ def plan(step: int, source: str = "source") -> Any:
         committed_quorum_id=step - 1,
         num_up_to_date=2,
         participating_rank=None,
+        participants=2,
         in_background=True,
         gives_parts=True,
         awaits_heals=True,

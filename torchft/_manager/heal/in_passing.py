@@ -58,6 +58,7 @@ class Along:
         timeout: seconds without any data after which a request fails.
         logger: the Manager's logger.
         chooses: whether a state is transferred at once if that loses less time (mode.py).
+        min_replica_size: fewest groups that may commit a step.
 
     Attributes:
         began: when the present heal began, by time.monotonic().
@@ -78,9 +79,11 @@ class Along:
         timeout: float,
         logger: _ManagerLogger,
         chooses: bool = False,
+        min_replica_size: int = 1,
     ) -> None:
         self._transport = transport
         self._chooses = chooses
+        self._min_replica_size = min_replica_size
         self._optimizers = optimizers
         self._refuses = refuses
         self._ranks = ranks
@@ -215,6 +218,9 @@ class Along:
             # with a synchronous quorum, in which not all groups heal in passing
             counted = "the other groups count on the gradients of this one in this step"
             self._abandon(self.why_not() or counted, plan.max_step, chosen=self._chooses)
+        elif plan.participants < self._min_replica_size and not self._abandoned:
+            needed = "without this group too few take part, so that no step would be committed"
+            self._abandon(needed, plan.max_step, chosen=self._chooses)
         if self._abandoned:
             self._report(plan.max_step, Progress.WHOLE)
             return Fetch.ALL

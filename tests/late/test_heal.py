@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -89,3 +91,44 @@ def test_a_target_without_memory_costs_the_others_nothing(
         (votes, source), (_, target) = results(cluster.start(group, 0), cluster.start(group, 1))
     assert all(votes) and len(failures) == 2
     assert target == source == [1.0, 3.0, 4.0]
+
+
+@pytest.mark.slow  # test_a_transfer_may_take_longer_than_the_timeout in test_transports.py checks both ends
+def test_the_others_wait_for_a_heal_on_a_device_that_makes_progress(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is lost, though the heal takes longer than the timeout."""
+    timeout, send, trains = timedelta(seconds=4), pg_transport.Pairs.send, Gate()
+
+    def send_slowly(pairs: Any, *given: Any) -> Any:
+        late.enqueue(lambda: time.sleep(0.5))
+        return send(pairs, *given)
+
+    monkeypatch.setattr(pg_transport.Pairs, "send", send_slowly)
+
+    def group(rank: Rank) -> tuple[list[bool], list[float], float]:
+        device = torch.device("late", rank.group)
+        torch.accelerator.set_device_index(rank.group)
+        weights = torch.full((1 << 20,), 1.0 + rank.group, device=device)  # in 16 pieces
+        if rank.group == 1:
+            rank.cluster.wait(trains)
+        manager = rank.start_manager(
+            timeout=timeout,
+            state_dict=lambda: {"w": weights},
+            load_state_dict=lambda state: weights.copy_(state["w"]),
+            checkpoint_transport=PGTransport(rank.pg, timeout, device),
+        )
+        votes: list[bool] = []
+        together = 0
+        while together < 2:
+            if rank.group == 0 and manager.current_step() == 2:
+                trains.open()
+                rank.cluster.wait_for_waiters(1)
+            manager.start_quorum()
+            manager.allreduce(torch.ones(8, device=device)).wait()
+            votes.append(manager.should_commit())
+            together += manager.num_participants() == 2
+        return votes, weights[:2].tolist(), manager.recovery_seconds().get("transfer", 0.0)
+
+    with Cluster(make_pg=late_pg) as cluster:
+        source, target = results(cluster.start(group, 0), cluster.start(group, 1))
+    assert all(source[0]) and all(target[0]) and source[1] == target[1] == [1.0, 1.0]
+    assert target[2] > timeout.total_seconds()

@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from tests.gpu import two_ranks
 from tests.late import load
 from torchft.checkpointing import CheckpointTransport, HTTPTransport, http_transport, pg_transport
+from torchft.checkpointing.client.deadline import Deadline
 from torchft.checkpointing.client.target import Homes, TargetState
 from torchft.checkpointing.codec import memory, room
 from torchft.checkpointing.native import core
@@ -225,20 +226,20 @@ def held_at_the_tensors(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_source_may_continue_when_the_device_has_sent(late: Any, held_at_the_tensors: None) -> None:
-    """`send_checkpoint` returns when the sends are queued, `disallow_checkpoint` when the device has read the state."""
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         source, target = process_group(stack, on_device=True)
-        torch.accelerator.set_device_index(0)
         weights = torch.full((1000,), 3.0, device="late:0")
-        may_change = threading.Event()
         got = pool.submit(target.recv_checkpoint, 0, "", 3, TIMEOUT)
-        source.send_checkpoint([1], 3, {"w": weights}, TIMEOUT)
-        pool.submit(lambda: (source.disallow_checkpoint(), may_change.set()))
-        assert not may_change.wait(0.3)
-        late.release()
-        assert may_change.wait(60)
+        sent = pool.submit(source.send_checkpoint, [1], 3, {"w": weights}, TIMEOUT)
+        try:
+            with pytest.raises(FutureTimeout):
+                sent.result(0.3)
+        finally:
+            late.release()
+        sent.result(60)
         weights.fill_(-1)
         assert got.result(60)["w"].tolist() == [3.0] * 1000
+        source.disallow_checkpoint()
 
 
 def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
@@ -247,11 +248,14 @@ def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_t
         source, target = process_group(stack, on_device=True)
         torch.accelerator.set_device_index(0)
         got = pool.submit(target.recv_checkpoint, 0, "", 3, TIMEOUT)
-        source.send_checkpoint([1], 3, {"w": torch.ones(5, device="late:0")}, timedelta(seconds=3))
-        with pytest.raises(TimeoutError, match=r"to \[1\]: timed out after 3 seconds: the device has not ended it"):
-            source.disallow_checkpoint()
+        with pytest.raises(
+            CheckpointTimeout,
+            match=r"to \[1\]: timed out after 3 seconds without progress: the device has not ended it",
+        ):
+            source.send_checkpoint([1], 3, {"w": torch.ones(5, device="late:0")}, timedelta(seconds=3))
         late.release()
-        got.exception(60)  # the receive ends after the release: the deadline does not abort the sends
+        target._pg.abort()  # type: ignore[attr-defined]
+        assert isinstance(got.exception(60), CheckpointError)
 
 
 @pytest.mark.parametrize("name", ["http", "Gloo", "process group on the device"])
@@ -310,7 +314,7 @@ def test_a_heal_whose_native_group_was_aborted_returns_no_state(late: Any, monke
     reconfigure(groups, 1)
     source, target = (PGTransport[Any](group, TIMEOUT, LATE) for group in groups)
     receiving, may_send = threading.Event(), threading.Event()
-    wait, announced = pg_transport._Channel._wait, pg_transport._Channel.announced
+    start_all, announced = pg_transport._Channel._start, pg_transport._Channel.announced
 
     def started(self: Any, operations: list[Callable[[], Any]]) -> None:
         def start() -> Any:
@@ -319,14 +323,14 @@ def test_a_heal_whose_native_group_was_aborted_returns_no_state(late: Any, monke
                 receiving.set()
             return work
 
-        wait(self, [start])
+        start_all(self, [start])
 
     def stop(self: Any, nbytes: int) -> None:
         announced(self, nbytes)
         if self.progress is None:  # the source's channel
             assert may_send.wait(20)
 
-    monkeypatch.setattr(pg_transport._Channel, "_wait", started)
+    monkeypatch.setattr(pg_transport._Channel, "_start", started)
     monkeypatch.setattr(pg_transport._Channel, "announced", stop)
     own = {"w": torch.zeros(1000, device="late:1")}
 
@@ -353,17 +357,17 @@ def test_a_heal_whose_native_group_was_aborted_returns_no_state(late: Any, monke
 
 
 def test_a_state_has_arrived_on_the_device_when_it_is_returned(late: Any, held_at_the_tensors: None) -> None:
-    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         source, target = process_group(stack, on_device=True)
-        torch.accelerator.set_device_index(0)
         got = pool.submit(target.recv_checkpoint, 0, "", 3, TIMEOUT)
-        source.send_checkpoint([1], 3, {"w": torch.full((1000,), 3.0, device="late:0")}, TIMEOUT)
+        sent = pool.submit(source.send_checkpoint, [1], 3, {"w": torch.full((1000,), 3.0, device="late:0")}, TIMEOUT)
         try:
             with pytest.raises(FutureTimeout):
                 got.result(0.3)
         finally:
             late.release()
         assert got.result(60)["w"].tolist() == [3.0] * 1000
+        sent.result(60)
         source.disallow_checkpoint()
 
 
@@ -372,7 +376,7 @@ def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
 ) -> None:
     """With an asynchronous quorum the state waits in host memory. No copy to it stands between two receives."""
     begun: list[object] = []
-    both, wait, announced = threading.Event(), pg_transport._Channel._wait, pg_transport._Channel.announced
+    both, start, announced = threading.Event(), pg_transport._Channel._start, pg_transport._Channel.announced
 
     def hold(self: Any, nbytes: int) -> None:
         announced(self, nbytes)
@@ -380,18 +384,18 @@ def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
             late.hold()
 
     def started(self: Any, operations: list[Callable[[], Any]]) -> None:
-        wait(self, operations)
+        start(self, operations)
         if self.progress is not None:
             begun.append(operations)
             if len(begun) == 2:
                 both.set()
 
     monkeypatch.setattr(pg_transport._Channel, "announced", hold)
-    monkeypatch.setattr(pg_transport._Channel, "_wait", started)
+    monkeypatch.setattr(pg_transport._Channel, "_start", started)
     monkeypatch.setattr(pg_transport, "_LEAST_PIECE", 4000)
     weights = torch.arange(4500.0, device="late:0")  # four pieces and a half
     own = torch.zeros(4500, device="late:1")
-    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         source, target = process_group(stack, on_device=True)
 
         def receive() -> Any:
@@ -400,13 +404,13 @@ def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
             return target.recv_checkpoint(0, "", 3, TIMEOUT, target=where)
 
         got = pool.submit(receive)
-        torch.accelerator.set_device_index(0)
-        source.send_checkpoint([1], 3, {"w": weights}, TIMEOUT)
+        sent = pool.submit(source.send_checkpoint, [1], 3, {"w": weights}, TIMEOUT)
         try:
             assert both.wait(20), "the second receive waits for the first copy"
         finally:
             late.release()
         received = got.result(60)["w"]
+        sent.result(60)
         source.disallow_checkpoint()
     assert len(begun) == 5 and received.is_cpu and torch.equal(received, weights.cpu())
 
@@ -415,7 +419,13 @@ def test_a_heal_in_flight_does_not_delay_an_allreduce(late: Any, monkeypatch: py
     """The source has queued its sends, and the target does not receive them yet. A communicator runs its operations one
     after the other, as NCCL's does.
     """
-    may_receive, announced = threading.Event(), pg_transport._Channel.announced
+    may_receive, queued, announced = threading.Event(), threading.Event(), pg_transport._Channel.announced
+    wait = pg_transport._Channel.wait
+
+    def all_queued(self: Any) -> None:
+        if self.progress is None and self._left is not None:  # the source's channel
+            queued.set()
+        wait(self)
 
     def stop(self: Any, nbytes: int) -> None:
         announced(self, nbytes)
@@ -423,9 +433,15 @@ def test_a_heal_in_flight_does_not_delay_an_allreduce(late: Any, monkeypatch: py
             assert may_receive.wait(60)
 
     monkeypatch.setattr(pg_transport._Channel, "announced", stop)
+    monkeypatch.setattr(pg_transport._Channel, "wait", all_queued)
     weights = torch.arange(4500.0, device="late:0")
-    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
         source, target = process_group(stack, on_device=True)
+
+        def send() -> None:
+            torch.accelerator.set_device_index(0)
+            with get_stream_context(torch.Stream("late:0")):  # a heal has a stream of its own
+                source.send_checkpoint([1], 3, {"w": weights}, TIMEOUT)
 
         def receive() -> Any:
             torch.accelerator.set_device_index(1)
@@ -437,17 +453,16 @@ def test_a_heal_in_flight_does_not_delay_an_allreduce(late: Any, monkeypatch: py
             (source, target)[rank]._pg.allreduce([gradient], dist.AllreduceOptions()).wait()  # type: ignore[attr-defined]
             return gradient.tolist()
 
-        got = pool.submit(receive)
-        torch.accelerator.set_device_index(0)
-        with get_stream_context(torch.Stream("late:0")):  # a heal has a stream of its own
-            source.send_checkpoint([1], 3, {"w": weights}, TIMEOUT)
-        reduced = [pool.submit(reduce, rank) for rank in range(2)]
+        got, sent = pool.submit(receive), pool.submit(send)
         try:
+            assert queued.wait(20)
+            reduced = [pool.submit(reduce, rank) for rank in range(2)]
             assert [one.result(20) for one in reduced] == [[3.0] * 3] * 2
-            assert not got.done()
+            assert not got.done() and not sent.done()
         finally:
             may_receive.set()
         assert torch.equal(got.result(60)["w"].cpu(), weights.cpu())
+        sent.result(60)
         source.disallow_checkpoint()
 
 
@@ -473,7 +488,7 @@ def test_the_connection_of_a_heal_ends_with_its_group(late: Any, ends: str) -> N
 
 
 def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
-    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         source, target = process_group(stack, on_device=True)
         own = torch.zeros(5, device="late:1")
 
@@ -483,13 +498,164 @@ def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(late: Any, 
             return target.recv_checkpoint(0, "", 3, timedelta(seconds=3), target=where)
 
         got = pool.submit(receive)
-        torch.accelerator.set_device_index(0)
-        source.send_checkpoint([1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
+        sent = pool.submit(source.send_checkpoint, [1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
         try:
             with pytest.raises(CheckpointTimeout, match="from rank 0: timed out after 3 seconds: the device has not"):
                 got.result(60)
         finally:
             late.release()
+            source._pg.abort()  # type: ignore[attr-defined]
+        assert isinstance(sent.exception(60), CheckpointError)
+
+
+class Counted(Deadline):
+    """Counts what has moved it."""
+
+    def __init__(self, clock: Callable[[], float], timeout: float, of_progress: bool) -> None:
+        super().__init__(timeout, of_progress, clock)
+        self.moves = 0
+
+    def arrived(self) -> float:
+        self.moves += 1
+        return super().arrived()
+
+
+class SlowTransfer:
+    """A transfer in eleven pieces. The device begins each when both ends have noticed the one before, and after `slow`.
+
+    Args:
+        stack: ends it
+        late: the test device
+        timeout: of both ends, in seconds
+        waited_for: whether the other groups wait for the target
+        writable: whether it receives in place, or into host memory
+        slow: called on the source's device with the number of a piece
+        clock: that of both deadlines
+    """
+
+    PIECES = 11
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        late: Any,
+        timeout: float,
+        slow: Callable[[int], object],
+        clock: Callable[[], float] = time.monotonic,
+        waited_for: bool = True,
+        writable: bool = True,
+    ) -> None:
+        self.ends: list[Counted] = []
+        self.over = threading.Event()
+        self.most_ahead = 0
+        self.source, self.target = process_group(stack, on_device=True)
+        self.state = {"w": torch.arange(9000.0, device="late:0")}
+        patch, pool = stack.enter_context(pytest.MonkeyPatch.context()), stack.enter_context(ThreadPoolExecutor(2))
+        stack.callback(self.end)
+        own, seconds = {"w": torch.zeros(9000, device="late:1")}, timedelta(seconds=timeout)
+        begin, send = iter(range(100)), pg_transport.Pairs.send
+
+        def deadline(timeout: float, of_progress: bool) -> Counted:
+            self.ends.append(Counted(clock, timeout, of_progress))
+            return self.ends[-1]
+
+        def begins(piece: int) -> None:
+            while not self.over.is_set() and not (len(self.ends) == 2 and min(e.moves for e in self.ends) >= piece):
+                time.sleep(0.001)
+            if not self.over.is_set():
+                slow(piece)
+
+        def send_slowly(pairs: Any, *given: Any) -> Any:
+            piece = next(begin)
+            self.most_ahead = max(self.most_ahead, piece - min(end.moves for end in self.ends))
+            late.enqueue(lambda: begins(piece))
+            return send(pairs, *given)
+
+        patch.setattr(pg_transport, "Deadline", deadline)
+        patch.setattr(pg_transport, "_LEAST_PIECE", 4000)
+        patch.setattr(pg_transport.Pairs, "send", send_slowly)
+
+        def receive() -> Any:
+            torch.accelerator.set_device_index(1)
+            where = TargetState(lambda: own, writable, waited_for)
+            return self.target.recv_checkpoint(0, "", 3, seconds, target=where)
+
+        def serve() -> None:
+            torch.accelerator.set_device_index(0)
+            self.source.send_checkpoint([1], 3, self.state, seconds)
+
+        self.got, self.sent = pool.submit(receive), pool.submit(serve)
+
+    def end(self) -> None:
+        self.over.set()
+        for end in (self.source, self.target):
+            end._pg.abort()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("writable", [True, False], ids=["in place", "into host memory"])
+def test_a_transfer_may_take_longer_than_the_timeout(late: Any, writable: bool) -> None:
+    """Each piece takes 0.7 of the timeout."""
+    now = [0.0]
+
+    def slow(piece: int) -> None:
+        now[0] += 70
+
+    with ExitStack() as stack:
+        transfer = SlowTransfer(stack, late, 100, slow, lambda: now[0], writable=writable)
+        transfer.sent.result(60)
+        assert torch.equal(transfer.got.result(60)["w"].cpu(), transfer.state["w"].cpu())
+        transfer.source.disallow_checkpoint()
+        assert now[0] == 70 * transfer.PIECES and [end.moves for end in transfer.ends] == [transfer.PIECES] * 2
+        assert 1 < transfer.most_ahead <= pg_transport._AHEAD + 1
+
+
+def test_a_target_for_which_the_others_do_not_wait_has_the_timeout_for_all(late: Any) -> None:
+    now = [0.0]
+
+    def slow(piece: int) -> None:
+        now[0] += 70
+
+    with ExitStack() as stack:
+        transfer = SlowTransfer(stack, late, 100, slow, lambda: now[0], waited_for=False)
+        with pytest.raises(CheckpointTimeout, match=r"from rank 0: timed out after 100 seconds(:|$)"):
+            transfer.got.result(60)
+        transfer.end()
+        assert isinstance(transfer.sent.exception(60), CheckpointError)
+
+
+def test_a_device_that_stops_has_the_timeout_since_its_last_piece(late: Any) -> None:
+    stopped = threading.Event()
+
+    with ExitStack() as stack:
+        transfer = SlowTransfer(stack, late, 3, lambda piece: piece == 5 and stopped.wait(60))
+        stack.callback(stopped.set)
+        for end, whose in ((transfer.sent, r"to \[1\]"), (transfer.got, "from rank 0")):
+            error = f"{whose}: timed out after 3 seconds without progress: the device has not ended it"
+            with pytest.raises(CheckpointTimeout, match=error):
+                end.result(60)
+        assert [end.moves for end in transfer.ends] == [5, 5]
+
+
+@pytest.mark.parametrize("failed", [0, 1], ids=["source", "target"])
+def test_a_peer_that_fails_in_a_transfer(late: Any, failed: int) -> None:
+    """The other end does not wait for its timeout, if the backend notices the failure."""
+    reached, may_go_on = threading.Event(), threading.Event()
+
+    def slow(piece: int) -> None:
+        if piece == 5:
+            reached.set()
+            may_go_on.wait(60)
+
+    with ExitStack() as stack:
+        transfer = SlowTransfer(stack, late, 1000, slow)
+        stack.callback(may_go_on.set)
+        assert reached.wait(60)
+        (transfer.source, transfer.target)[failed]._pg.abort()  # type: ignore[attr-defined]
+        may_go_on.set()
+        ends = (transfer.sent, transfer.got)
+        assert isinstance(ends[failed].exception(60), CheckpointError)
+        with pytest.raises(CheckpointError, match="checkpoint of step 3"):
+            ends[1 - failed].result(60)
 
 
 @pytest.mark.parametrize("kind", ["late", "gloo"])

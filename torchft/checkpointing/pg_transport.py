@@ -50,6 +50,7 @@ _REFUSED = 0x746F726368667421  # "torchft!": followed by a text that says why th
 _MAX_REASON = 10_000  # bytes
 _LEAD, _STEP = struct.Struct("<qq"), struct.Struct("<q")
 _EARLY = 0.01  # seconds
+_AHEAD = 4  # pieces that are queued on a device behind the one that it moves
 _TAG = 1  # messages between two ranks arrive in order, so one tag suffices
 
 
@@ -57,9 +58,8 @@ class PGTransport(CheckpointTransport[T]):
     """Sends the state over a process group between the replica groups.
 
     A header with the structure and all other values comes first, then the memory of the tensors, of DTensors the local
-    shard. `send_checkpoint` returns when all targets have everything, so the source waits for them. If the process
-    group works on a device, it returns when all sends are queued there, and `disallow_checkpoint` waits for the device.
-    The header uses the safe encoding of `HTTPTransport`.
+    shard. `send_checkpoint` returns when everything is sent to all targets, so the source waits for them. The header
+    uses the safe encoding of `HTTPTransport`.
 
     With a group of torchft that works on a device in this process (NCCL, XCCL), each transfer connects source and
     target by a communicator of its own, which takes some time and device memory: the transfer does not stand before
@@ -68,9 +68,8 @@ class PGTransport(CheckpointTransport[T]):
     Args:
         pg: the process group; replica ranks are its ranks
         timeout: limit if the call has none: at a source for each piece of a state, at a target for the whole transfer,
-            unless the other groups wait for it (docs/healing.md); on a device for the whole transfer at both. Both
-            replace the process group's own timeout, except with NCCL in another process or in a native group, where
-            only the group's timeout applies.
+            unless the other groups wait for it (docs/healing.md). Both replace the process group's own timeout, except
+            with NCCL in another process or in a native group, where only the group's timeout applies.
         device: device on which the process group needs tensors: `cpu` for Gloo, a GPU for NCCL
         state_dict: returns the target's own state. A tensor under the same path there, with the same shape and dtype,
             is received in place; otherwise memory is allocated. After a failed transfer, such tensors may be partly
@@ -102,18 +101,12 @@ class PGTransport(CheckpointTransport[T]):
         return "<n/a>"
 
     def disallow_checkpoint(self) -> None:
-        """Waits until the device has read the tensors that `send_checkpoint` has queued.
-
-        Raises:
-            CheckpointTimeout: it has not read them in time, for example because a target failed; the tensors
-                must not be changed
+        """Closes the connections of the last transfer. Not earlier: NCCL may still send from its own buffers when the
+        device has read the tensors.
         """
         sent, self._sent = self._sent, None
         if sent is not None:
-            try:
-                sent.wait()
-            finally:
-                sent.close()
+            sent.close()
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: Optional[timedelta] = None
@@ -132,7 +125,7 @@ class PGTransport(CheckpointTransport[T]):
             channel.announced([storage.nbytes() for storage in storages])
             for storage in storages:
                 channel.send(storage_bytes(storage))
-        channel.mark()
+            channel.wait()
         self._sent = channel
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta) -> None:
@@ -143,7 +136,7 @@ class PGTransport(CheckpointTransport[T]):
     def _refuse(self, channel: _Channel, reason: str) -> None:
         with self._released(channel, receiving=False):
             self._send_text(channel, _REFUSED, reason.encode()[:_MAX_REASON])
-        channel.mark()
+            channel.wait()
         self._sent = channel
 
     def _send_text(self, channel: _Channel, magic: int, body: bytes) -> None:
@@ -195,8 +188,6 @@ class PGTransport(CheckpointTransport[T]):
                 with closing(Destination(structure, target, what, self._home)) as destination:
                     for region in destination.regions:
                         channel.recv(region)
-                    channel.landed()
-                    channel.mark()
                     channel.wait()
                     progress.done()
                     return destination.state()
@@ -244,8 +235,9 @@ class PGTransport(CheckpointTransport[T]):
 class _Channel:
     """Messages to one or more ranks, or from one, with a common deadline. Both ends cut data into the same pieces.
 
-    The deadline moves with each piece, except on a device, where operations are only queued, and at a target for which
-    the other groups do not wait. A source goes on as long as its targets do: they abort the transfer at their deadline.
+    The deadline moves with each piece, except at a target for which the other groups do not wait. A source goes on as
+    long as its targets do: they abort the transfer at their deadline. On a device operations are only queued, so the
+    host queues few pieces ahead, and waits until the device has ended the first of them.
     """
 
     pg: Any  # the process group, or Pairs
@@ -259,13 +251,13 @@ class _Channel:
     progress: Optional[TransferProgress] = None  # counts the received bytes
 
     def __post_init__(self) -> None:
-        self.of_progress = self.of_progress and self.device.type == "cpu"
         self.deadline = Deadline(self.timeout.total_seconds(), self.of_progress)
         self._piece = _LEAST_PIECE
         self._stage: Optional[torch.Tensor] = None
         self._unloading: Optional[Unloading] = None
         self._left: Optional[deque[int]] = None  # bytes of the regions still to come; None: not known
-        self._end: Optional[DeviceEvent] = None
+        self._devices = [] if self.device.type == "cpu" else [self.device]
+        self._queued: deque[Tuple[DeviceEvent, int]] = deque()  # the end of each piece in progress, and its bytes
         self.broken = False  # set if the other end has an error as well, or has the same deadline
 
     def announced(self, sizes: List[int]) -> None:
@@ -280,10 +272,11 @@ class _Channel:
         """Sends a flat tensor of bytes to all ranks."""
         for piece in flat.split(self._piece) if flat.numel() else ():
             here = piece.to(self.device)
-            self._wait([partial(self.pg.send, [here], rank, _TAG) for rank in self.ranks])
+            self._start([partial(self.pg.send, [here], rank, _TAG) for rank in self.ranks])
+            self._mark()
 
     def recv(self, flat: torch.Tensor) -> None:
-        """Receives into a flat tensor of bytes. One in host memory may be complete only after `landed`."""
+        """Receives into a flat tensor of bytes, which is complete after `wait`."""
         unloads = flat.is_cpu and copies_for(self.device.type) is not None
         for piece in flat.split(self._piece) if flat.numel() else ():
             if self._is_here(flat):
@@ -292,20 +285,19 @@ class _Channel:
                 here = self._unloaded(piece)
             else:
                 here = self._staged(piece.numel())
-            self._wait([partial(self.pg.recv, [here], self.ranks[0], _TAG)])
+            self._start([partial(self.pg.recv, [here], self.ranks[0], _TAG)])
             if unloads and self._unloading is not None:
                 self._unloading.start()
             elif here is not piece:
                 piece.copy_(here)
-            if self.progress is not None:
-                self.progress.count(piece.numel())
+            self._mark(piece.numel())
         if self._left:
             self._left.popleft()
 
     def recv_bytes(self, length: int) -> bytes:
         flat = flat_storage(length, self.what, CPU, HostMemory())
         self.recv(flat)
-        self.landed()
+        self.wait()
         return bytes(tensor_memory(flat))
 
     def _unloaded(self, piece: torch.Tensor) -> torch.Tensor:
@@ -317,22 +309,9 @@ class _Channel:
                 raise CheckpointError(
                     f"{self.what}: no memory for two buffers of {self._piece} bytes on {self.device} and the host"
                 ) from error
-        self._unloaded_in_time(self._unloading.ready_for(piece, self.deadline.left))
+        self._wait(ahead=1)
+        self._ended(self._unloading.ready_for(piece, self.deadline.left))
         return self._unloading.stage
-
-    def landed(self) -> None:
-        """Waits until all that was received into host memory is there.
-
-        Raises:
-            CheckpointTimeout: the device has not finished it by the deadline
-        """
-        if self._unloading is not None:
-            self._unloaded_in_time(self._unloading.finish(self.deadline.left))
-
-    def _unloaded_in_time(self, ended: bool) -> None:
-        if not ended:
-            self.broken = True
-            raise self.timed_out(": the device has not ended it")
 
     def discard(self) -> bool:
         """Receives the rest of the state and discards it, so that the other end does not wait. Returns False if that is
@@ -340,12 +319,13 @@ class _Channel:
         """
         if self._left is None:
             return False
+        self.progress = None
         try:
             for nbytes in self._left:
                 for start in range(0, nbytes, self._piece):
                     piece = self._staged(min(self._piece, nbytes - start))
-                    self._wait([partial(self.pg.recv, [piece], self.ranks[0], _TAG)])
-            self.mark()
+                    self._start([partial(self.pg.recv, [piece], self.ranks[0], _TAG)])
+                    self._mark()
             self.wait()  # else closing the connection would abort what the other end still sends
         except Exception as error:
             logger.info("%s: what is left of it cannot be received: %s", self.what, error)
@@ -360,18 +340,19 @@ class _Channel:
             self._stage = flat_storage(self._piece, self.what, self.device, HostMemory())
         return self._stage[:nbytes]
 
-    def _wait(self, operations: List[Callable[[], Any]]) -> None:
-        """Starts all operations, then waits for them."""
+    def _start(self, operations: List[Callable[[], Any]]) -> None:
+        """Starts all operations, then waits for them, or makes the device wait."""
         try:
             with point_to_point_timeout(timedelta(seconds=max(_EARLY, self.deadline.left))):
                 works = [start() for start in operations]
+            # Pieces that are queued before may take the timeout each.
+            before = len(self._queued) * self.timeout.total_seconds() if self.of_progress else 0
             for work in works:
-                left = self.deadline.left
+                left = self.deadline.left + before
                 if left <= 0:
                     raise TimeoutError("timed out")
                 if not work.wait(timedelta(seconds=left)):
                     raise RuntimeError("the process group reported a failure without an error")
-            self.deadline.arrived()
         except Exception as error:
             self.broken = True
             # Gloo counts whole milliseconds, and times out a little early.
@@ -388,23 +369,37 @@ class _Channel:
         if isinstance(self.pg, Pairs):
             self.pg.shutdown()
 
-    def mark(self) -> None:
-        """Marks the end of the operations so far; on a device they may still be queued."""
-        self._end = None if self.device.type == "cpu" else DeviceEvent([self.device])
-
     def wait(self) -> None:
-        """Polls until the device has finished the marked operations, which may never happen if a peer has failed.
+        """Waits until all pieces are sent, or received and in their place.
 
         Raises:
-            CheckpointTimeout: it has not finished by the deadline
+            CheckpointTimeout: the device has not ended them by the deadline, for example because a peer has failed
             CheckpointError: the group was aborted in the meantime, so the received data is undefined
         """
-        if self._end is None:
-            return
-        if not self._end.wait(self.deadline.left):
-            raise self.timed_out(": the device has not ended it")
-        if (error := self.error()) is not None:
+        self._wait(ahead=0)
+        if self._unloading is not None:
+            self._ended(self._unloading.finish(self.deadline.left))
+        if self._devices and (error := self.error()) is not None:
             raise CheckpointError(f"{self.what}: {error}") from error
+
+    def _mark(self, nbytes: int = 0) -> None:
+        """Marks the end of a piece behind the work queued so far. Its bytes count as progress when it is reached."""
+        self._queued.append((DeviceEvent(self._devices), nbytes))
+        self._wait(_AHEAD)
+
+    def _wait(self, ahead: int) -> None:
+        """Waits until at most `ahead` pieces are in progress. Each one that ends moves the deadline."""
+        while self._queued and (len(self._queued) > ahead or self._queued[0][0].reached()):
+            self._ended(self._queued[0][0].wait(self.deadline.left))
+            _, nbytes = self._queued.popleft()
+            self.deadline.arrived()
+            if self.progress is not None:
+                self.progress.count(nbytes)
+
+    def _ended(self, in_time: bool) -> None:
+        if not in_time:
+            self._left = None  # nothing can be received behind a piece that does not end
+            raise self.timed_out(": the device has not ended it")
 
 
 class Pairs:

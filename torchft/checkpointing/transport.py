@@ -136,8 +136,8 @@ class CheckpointTransport(Generic[T], ABC):
             src_rank: the replica rank of the source
             metadata: the result of the source's `metadata`
             step: the requested step; a source at another step is an error
-            timeout: limit for the whole transfer. HTTPTransport, and PGTransport on the CPU: if the other groups wait
-                for it as long as it makes progress, limit for a time without any data
+            timeout: limit for the whole transfer. HTTPTransport and PGTransport: if the other groups wait for it as
+                long as it makes progress, limit for a time without any data
 
         Returns:
             the state of the source at the time of its `send_checkpoint` with this step

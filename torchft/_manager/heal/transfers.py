@@ -154,5 +154,5 @@ class Transfers:
         plan = step.plan
         if plan is not None and plan.serves:
             step.collectives.wait()
-            self.arrived()  # the transport of a process group has only queued the sends
+            self.arrived()  # a transport may only have queued the sends
             self.end_serving(step)

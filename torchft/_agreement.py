@@ -23,7 +23,9 @@ AVERAGES = _PREFIX + "averages"  # the process group of this rank averages on it
 COMPARES = _PREFIX + "compares"  # how this group compares its weights with those of other groups (replicas.py)
 CALLS = _PREFIX + "calls"  # this rank lists its calls in the first step with new peers (calls.py)
 HEALS = _PREFIX + "heals"  # this rank waits for groups that heal, as long as they make progress (_manager/heal/wait.py)
-IN_PASSING = _PREFIX + "in_passing"  # this rank heals, and lets others heal, over several steps (make_plan)
+# How this group heals, and lets others heal, over several steps: "in_passing" or "auto" (make_plan). By its setting, as
+# all ranks of a group must announce the same.
+IN_PASSING = _PREFIX + "in_passing"
 CONNECTIONS = _PREFIX + "connections"  # the connections of this rank (handover.py); they change from step to step
 LOADER = _PREFIX + "loader"  # the kind of data loader that weights this group's gradients (layout.py)
 LAYOUT = "layout"  # digest of the tensors that this rank reduces, and of its data (layout.py, go/quorum/fit.go)

@@ -8,6 +8,7 @@ waits for the queue starts one for each function, because they may take long.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -62,8 +63,6 @@ _queue: SimpleQueue[Handed] = SimpleQueue()
 _pending: set[Handed] = set()
 _starter: Optional[threading.Thread] = None
 _starter_lock = threading.Lock()
-# What a parent had handed off when this process was forked: it must never be destroyed here.
-_of_parents: list[object] = []
 
 
 def prepare() -> None:
@@ -103,9 +102,10 @@ def drain(timeout_sec: float) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child: the parent's threads do not exist here."""
+    """In a forked child, which must never destroy what the parent has handed off: its threads do not exist here."""
     global _queue, _pending, _starter, _starter_lock
-    _of_parents.append((_queue, _pending))
+    parents = (_queue, _pending)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))  # more than a reference, which the end of Python drops
     _queue, _pending, _starter, _starter_lock = SimpleQueue(), set(), None, threading.Lock()
 
 

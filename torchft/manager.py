@@ -454,7 +454,7 @@ class Manager(Stateful, Stepping):
         With groups of upstream, which request a quorum for each optimizer, all groups do so.
         """
         step, begun = self._current, self._round
-        shares = step.undecided and step.sharing.begins(optimizer, len(step.collectives))
+        shares = step.undecided and step.sharing.begins(optimizer)
         if shares and begun is not None:
             with suppress(Exception):  # `wait_quorum` raises it
                 shares = self._planner.plan(begun.answer(), step.request.allow_heal).without_upstream
@@ -465,7 +465,7 @@ class Manager(Stateful, Stepping):
     def _end_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Ends the step for an optimizer, unless it shares the decision for another one. Returns whether it steps."""
         step = self._current
-        if step.sharing.ends(optimizer, len(step.collectives)) and (step.error is None or not self._shared_decision):
+        if step.sharing.ends(optimizer):  # an error since then changes no decision, as after any vote
             self._recovery.steps_too(optimizer)
             return self._shared_decision
         self._optimizer_that_votes = optimizer
@@ -473,7 +473,7 @@ class Manager(Stateful, Stepping):
             self._shared_decision = self.should_commit()
         finally:
             self._optimizer_that_votes = None
-        self._current.sharing.end(optimizer, len(self._current.collectives))
+        self._current.sharing.end(optimizer)
         return self._shared_decision
 
     def _begin_round(self, request: StepRequest, inputs: Optional[Inputs] = None, reads_state: bool = False) -> None:
@@ -532,7 +532,7 @@ class Manager(Stateful, Stepping):
                     *self._layout.announces,
                     (COMPARES, self._replicas.announces(averages=local_sgd)),
                     (CONNECTIONS, connections),
-                    (IN_PASSING, "1" if self._along is not None and self._along.why_not() is None else ""),
+                    (IN_PASSING, self._along.announces if self._along is not None else ""),
                 ],
             ),
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
@@ -711,6 +711,7 @@ class Manager(Stateful, Stepping):
                 nothing.
         """
         self._check_begun("allreduce")
+        self._current.sharing.reduces()
         check_reducible(tensor, reduce_op, should_quantize)
         if self._current.undecided:
             self._data.check_sum(tensor)

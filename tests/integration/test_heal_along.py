@@ -347,6 +347,44 @@ def test_a_vote_that_is_no_step_of_an_optimizer(cluster: Cluster, caplog: pytest
     assert len(logged) == 1 and "a vote was not the step of one" in logged[0]
 
 
+@pytest.mark.parametrize("fails", ["report", "future"])
+def test_an_error_between_the_steps_of_two_optimizers_changes_no_decision(cluster: Cluster, fails: str) -> None:
+    """Both share a step of the Manager: what one group does not step, the others must not step either."""
+
+    def loop(rank: Rank) -> tuple[int, list[list[float]]]:
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        manager = rank.start_manager(
+            load_state_dict=lambda state: [p.data.copy_(x) for p, x in zip(parameters, state)] and None,
+            state_dict=lambda: [p.data.clone() for p in parameters],
+        )
+        wrappers = [OptimizerWrapper(manager, optim.SGD([p], lr=0.1)) for p in parameters]
+        cluster.wait_for_healthy(2)
+        while manager.current_step() < 8:
+            for wrapper in wrappers:
+                wrapper.zero_grad()
+            manager.wait_quorum()
+            for parameter in parameters:
+                parameter.grad = torch.full((2,), float(manager.current_step() + 1))
+                manager.allreduce(parameter.grad).wait()
+            late: torch.futures.Future[int] = torch.futures.Future()
+            wrapped = manager.wrap_future(late, 0)
+            wrappers[0].step()
+            if rank.group == 1 and manager.current_step() == 4:
+                error = RuntimeError("could not be logged")
+                if fails == "report":
+                    manager.report_error(error)
+                else:
+                    late.set_exception(error)
+                    wrapped.wait()
+            if not late.done():
+                late.set_result(0)
+            wrappers[1].step()
+        return manager.current_step(), [p.data.tolist() for p in parameters]
+
+    first, second = results(*[cluster.start(loop, number) for number in range(2)])
+    assert first == second
+
+
 def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     loop = TwoRanks(together=2, second={"make": lambda model: _Own(model.parameters())})
     _run(cluster, loop, first=1, later=1, ranks=2)
@@ -465,6 +503,23 @@ def test_the_source_fails(
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
+def test_the_ranks_of_a_group_count_the_same_groups(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a synchronous quorum, where one rank has a state that alone would be healed at once."""
+    monkeypatch.setattr(modes, "LITTLE", 10_000)
+    counted: dict[tuple[int, int, int], set[int]] = {}
+
+    def reduced(rank: Rank, round: int) -> None:
+        assert rank.manager is not None and rank.manager._current.plan is not None
+        attempt = rank.group, rank.manager.current_step(), rank.manager._current.plan.quorum_id
+        counted.setdefault(attempt, set()).add(rank.manager.num_participants())
+
+    wide = {"model": lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))}
+    settings = {**AUTO, "use_async_quorum": False}
+    loop = TwoRanks(together=3, second=wide, settings=settings, initial=2, reduced=reduced)
+    _run(cluster, loop, first=2, later=1, ranks=2)
+    assert len(counted) > 10 and all(len(groups) == 1 for groups in counted.values())
+
+
 def test_too_few_groups_are_left(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """They commit no step without the group that joins, which would wait for a gradient in vain."""
 
@@ -473,8 +528,12 @@ def test_too_few_groups_are_left(cluster: Cluster, caplog: pytest.LogCaptureFixt
             crashed.append(round)
             rank.crash()
 
+    def without_it(manager: Manager) -> bool:
+        plan = manager._current.plan
+        return plan is not None and [one.split(":")[0] for one in sorted(plan.replica_ids)] == ["group_0", "group_2"]
+
     crashed: list[int] = []
-    loop = Loop(together=2, begun=fails, counts=lambda _: bool(crashed), settings={"min_replica_size": 2})
+    loop = Loop(together=2, begun=fails, counts=without_it, settings={"min_replica_size": 2})
     found = _run(cluster, loop, first=2, later=1)
     assert len(found) == 2 and len(crashed) == 1
     (logged,) = [r.getMessage() for r in caplog.records if "transferred at once" in r.getMessage()]

@@ -57,8 +57,8 @@ _TAG = 1  # messages between two ranks arrive in order, so one tag suffices
 class PGTransport(CheckpointTransport[T]):
     """Sends the state over a process group between the replica groups.
 
-    A header with the structure and all other values comes first, then the memory of the tensors, of DTensors the local
-    shard. `send_checkpoint` returns when everything is sent to all targets, so the source waits for them. The header
+    A header with the structure and all other values comes first, then the storages of the tensors, of DTensors those of
+    the local shards: each once and whole, also for a tensor that is a part of one. `send_checkpoint` returns when everything is sent to all targets, so the source waits for them. The header
     uses the safe encoding of `HTTPTransport`.
 
     With a group of torchft that works on a device in this process (NCCL, XCCL), each transfer connects source and

@@ -52,6 +52,14 @@ def test_the_least_loss_of_all_groups_together(
     assert figures.mode is (HealMode.AT_ONCE if at_once < in_passing else HealMode.IN_PASSING)
 
 
+def test_what_comes_at_the_end_is_waited_for_in_any_case() -> None:
+    figures = Figures(36 * MB, 36 * MB, 200 * MB, 50 * MB, 0.1, 0.0, 3, 60.0, rest=400 * MB)
+    assert figures.lost_at_once == pytest.approx(8.72)
+    assert figures.lost_in_passing == pytest.approx(9.028)
+    assert figures.mode is HealMode.AT_ONCE
+    assert Measured(5).quorum(0.0, 1, 0.0, 1, 60.0, False) is None
+
+
 def test_what_has_arrived_counts_for_the_heal_in_passing() -> None:
     figures = Figures(GB, GB, 200 * MB, 50 * MB, 0.1, 0.0, 3, 60.0)
     assert figures.mode is HealMode.AT_ONCE

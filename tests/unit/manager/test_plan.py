@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any, Optional
 
 import pytest
@@ -51,21 +52,26 @@ def test_participants(use_async: bool, allow_heal: bool, rank: Optional[int], pa
 
 
 @pytest.mark.parametrize(
-    ("handles", "max_step", "rank", "participants"),
+    ("handles", "of_quorum", "least", "participants"),
     [
-        ("aaa", 20, None, 2),
-        ("aab", 20, 1, 3),  # a group that heals at once
-        ("", 20, 1, 3),
-        ("aaa", 0, 1, 3),  # all groups but one heal at once
+        ("ppp", {}, 1, 2),
+        ("pao", {}, 1, 3),  # a group heals at once
+        ("", {}, 1, 3),
+        ("ppp", {"max_step": 0}, 1, 3),  # all groups but one heal at once
+        ("paa", {}, 2, 2),
+        ("ppp", {}, 3, 3),  # without the group too few take part
+        ("ppp", {"max_world_size": 1}, 1, 1),
+        ("ppa", {"max_world_size": 1}, 1, 3),  # "auto" heals at once from the only group with the state
     ],
 )
 def test_participants_of_a_synchronous_quorum_with_heals_in_passing(
-    handles: str, max_step: int, rank: Optional[int], participants: int
+    handles: str, of_quorum: dict[str, Any], least: int, participants: int
 ) -> None:
     """A group that heals may train along, with weight 0, unless the others count on it."""
-    text = {"a": '{"id": "a", "torchft_in_passing": "1"}', "b": '{"id": "b"}'}
-    quorum = result(reconfigure_handles=[text[handle] for handle in handles], max_step=max_step)
-    got = plan(quorum, use_async_quorum=False)
+    modes = {"p": "in_passing", "a": "auto", "o": ""}
+    texts = [json.dumps({"id": "x", "torchft_in_passing": modes[handle]}) for handle in handles]
+    got = plan(result(reconfigure_handles=texts, **of_quorum), use_async_quorum=False, min_replica_size=least)
+    rank = 1 if participants == 3 else None
     assert (got.participating_rank, got.participants, got.in_background) == (rank, participants, False)
 
 
@@ -134,7 +140,7 @@ def test_the_backend_averages(handles: str, participants: int, expected: bool) -
     ],
 )
 def test_the_source_gives_parts(handles: str, source: int, expected: bool) -> None:
-    ours, parts = '"torchft_heals": "1"', '"torchft_in_passing": "1"'
+    ours, parts = '"torchft_heals": "1"', '"torchft_in_passing": "auto"'
     text = {"a": f'{{"id": "a", {ours}}}', "b": "{}", "p": f'{{"id": "p", {ours}, {parts}}}'}
     quorum = result(reconfigure_handles=[text[handle] for handle in handles], recover_src_replica_rank=source)
     assert plan(quorum).gives_parts is expected

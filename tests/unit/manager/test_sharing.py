@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn, optim
 
-from torchft._manager.step.sharing import Sharing
+from torchft._manager.step.sharing import SharedStep
 
 
 def optimizers() -> tuple[optim.Optimizer, optim.Optimizer]:
@@ -13,33 +13,42 @@ def optimizers() -> tuple[optim.Optimizer, optim.Optimizer]:
 
 def test_optimizers_that_begin_before_a_reduction_share_a_step() -> None:
     one, other = optimizers()
-    sharing = Sharing()
-    assert not sharing.begins(one, 0), "the first one begins the step"
+    sharing = SharedStep()
+    assert not sharing.begins(one), "the first one begins the step"
     sharing.begin(one)
-    assert sharing.begins(other, 0)
-    assert not sharing.begins(other, 1), "what was reduced is of the first one alone"
-    assert not sharing.begins(one, 0), "it begins the step again"
+    assert sharing.begins(other)
+    assert not sharing.begins(one), "it begins the step again"
     sharing.begin(other)
-    sharing.end(one, 3)
-    assert not sharing.begins(other, 0)
+    sharing.end(one)
+    assert not sharing.begins(other)
+
+
+def test_what_was_reduced_is_of_those_that_have_begun() -> None:
+    one, other = optimizers()
+    sharing = SharedStep()
+    sharing.begin(one)
+    sharing.reduces()
+    assert not sharing.begins(other)
 
 
 def test_a_decision_holds_for_all_optimizers_of_a_step() -> None:
     one, other = optimizers()
-    sharing = Sharing()
+    sharing = SharedStep()
     sharing.begin(one)
     sharing.begin(other)
-    assert not sharing.ends(one, 3)
-    sharing.end(one, 3)
-    assert sharing.ends(other, 3)
-    assert not sharing.ends(other, 4), "a gradient was reduced after the vote"
-    assert not sharing.ends(one, 3), "it steps a second time"
+    sharing.reduces()
+    assert not sharing.ends(one)
+    sharing.end(one)
+    assert sharing.ends(other)
+    assert not sharing.ends(one), "it steps a second time"
+    sharing.reduces()
+    assert not sharing.ends(other), "a gradient was reduced after the vote"
 
 
 def test_optimizers_that_begin_alone_have_votes_of_their_own() -> None:
     """With groups of upstream each begins a step, and the last of these goes on."""
     one, other = optimizers()
-    sharing = Sharing()
+    sharing = SharedStep()
     sharing.begin(other)
-    sharing.end(one, 3)
-    assert not sharing.ends(other, 3)
+    sharing.end(one)
+    assert not sharing.ends(other)

@@ -59,4 +59,4 @@ class Beside:
                 try:
                     yield
                 finally:
-                    stream.synchronize()
+                    stream.record_event().synchronize()  # others may use the stream meanwhile

@@ -19,6 +19,7 @@ from torchft._manager.heal.mode import why_at_once
 from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.together import Progress, Ranks
 from torchft._manager.heal.tracked import Parameters, Unsupported
+from torchft._manager.settings import HealMode
 from torchft.checkpointing.source.offer import with_copies
 from torchft.utils import DeviceEvent
 
@@ -101,6 +102,13 @@ class Along:
         self._gives = False  # whether this group offers the state of the present step in parts
         if transport.gives_parts:
             transport.prepare_parts(self._part_server.names)
+
+    @property
+    def announces(self) -> str:
+        """How this group heals, the same for all of its ranks: "auto" or "in_passing", empty: at once."""
+        if self._refuses() is not None:
+            return ""
+        return (HealMode.AUTO if self._chooses else HealMode.IN_PASSING).value
 
     def why_not(self, groups: Optional[int] = None) -> Optional[str]:
         """Returns why this group heals at once, as far as that is known before a heal; None: it may heal in passing.

@@ -107,7 +107,7 @@ class Target:
         self._keeps = self._committed = False  # whether that vote's gradients are kept, or applied
         self._early = False  # whether _kept was applied since the last vote, while the training loop may change it
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._measured = Measured()
+        self._measured = Measured(parameters.rest_nbytes())
         self._over = False
         self._thread = DeviceThread(target=self._run, name="torchft_heal_along")
 

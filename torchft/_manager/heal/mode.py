@@ -41,14 +41,15 @@ class Figures(NamedTuple):
     """The measurements of a heal in passing, some steps after its begin.
 
     Attributes:
-        nbytes: bytes of the state.
-        left: bytes of it that have not arrived.
+        nbytes: bytes that arrive in parts.
+        left: bytes of these that have not arrived.
         rate: bytes a second, while they are requested.
         pace: bytes a second, over all of the time.
         step_sec: seconds of a step.
         overlap_sec: seconds of a step before its first reduction, in which no group waits.
         groups: number of groups that would wait.
         timeout_sec: limit for a transfer of the whole state; inf: only for one without progress.
+        rest: bytes that come at the end in any case, for which all groups wait.
     """
 
     nbytes: float
@@ -59,29 +60,40 @@ class Figures(NamedTuple):
     overlap_sec: float
     groups: int
     timeout_sec: float
+    rest: float = 0.0
+
+    def _wait(self, nbytes: float) -> float:
+        """The loss by a transfer within a step."""
+        transfer = nbytes / self.rate
+        return transfer + self.groups * max(0.0, transfer - self.overlap_sec)
 
     @property
     def lost_at_once(self) -> float:
         """The loss if the whole state is transferred within the next step."""
-        transfer = self.nbytes / self.rate
-        return transfer + self.groups * max(0.0, transfer - self.overlap_sec)
+        return self._wait(self.nbytes + self.rest)
 
     @property
     def lost_in_passing(self) -> float:
         """The further loss if the heal goes on in passing."""
-        return self.left / self.pace * (1 + self.groups * COST) + _LAST_STEPS * self.step_sec
+        parts = self.left / self.pace * (1 + self.groups * COST)
+        return parts + _LAST_STEPS * self.step_sec + self._wait(self.rest)
 
     @property
     def mode(self) -> HealMode:
         """The way that loses less: AT_ONCE or IN_PASSING."""
-        ends = self.nbytes / self.rate < self.timeout_sec / 2  # all groups may be slower then
+        ends = (self.nbytes + self.rest) / self.rate < self.timeout_sec / 2  # all groups may be slower then
         return HealMode.AT_ONCE if ends and self.lost_at_once < self.lost_in_passing else HealMode.IN_PASSING
 
 
 class Measured:
-    """Measures a heal in passing. Times are in seconds, of any monotonic clock."""
+    """Measures a heal in passing. Times are in seconds, of any monotonic clock.
 
-    def __init__(self) -> None:
+    Args:
+        rest: see :class:`Figures`.
+    """
+
+    def __init__(self, rest: int = 0) -> None:
+        self._rest = rest
         self._marks: deque[tuple[float, int]] = deque(maxlen=_STEPS + 1)  # time and bytes at the latest quorums
         self._settled = self._chosen = False
         self._nbytes = self._elements = 0
@@ -126,4 +138,4 @@ class Measured:
         nbytes, rate = self._nbytes * elements / self._elements, self._nbytes / self._seconds
         left = max(0.0, nbytes - self._nbytes)
         pace = arrived / seconds if settled else rate
-        return Figures(nbytes, left, rate, pace, seconds / steps, overlap_sec, groups, timeout_sec)
+        return Figures(nbytes, left, rate, pace, seconds / steps, overlap_sec, groups, timeout_sec, self._rest)

@@ -125,7 +125,8 @@ class Parameters:
             seen.add(storage.data_ptr())
         for optimizer in self.given:
             others = [] if optimizer in self.optimizers else [p for g in optimizer.param_groups for p in g["params"]]
-            if any(local_part(parameter).untyped_storage().data_ptr() in seen for parameter in others):
+            dense = [one for one in map(local_part, others) if one.layout == torch.strided]
+            if any(one.untyped_storage().data_ptr() in seen for one in dense):
                 raise Unsupported(f"{type(optimizer).__name__} steps a parameter of another optimizer")
 
     def prepare(self) -> None:
@@ -142,6 +143,15 @@ class Parameters:
         """The bytes of the parameters, and of the optimizer state that they have after a step."""
         state = sum(local_part(p).numel() * one.itemsize for _, p, found in self._rehearsed() for one in found)
         return state + sum(local_part(parameter).nbytes for parameter in self.all)
+
+    def rest_nbytes(self) -> int:
+        """The bytes of the other parameters, and of the optimizer state that they have now."""
+        tensors: list[object] = []
+        for optimizer in self.given:
+            if optimizer not in self.optimizers:
+                tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                tensors += [value for state in optimizer.state.values() for value in state.values()]
+        return sum(local_part(one).nbytes for one in tensors if isinstance(one, torch.Tensor))
 
     def _rehearsed(self) -> Iterator[tuple[Optimizer, torch.Tensor, list[torch.dtype]]]:
         """Yields each parameter that is trained, and the types of its optimizer state that have its layout."""

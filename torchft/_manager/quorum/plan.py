@@ -119,13 +119,11 @@ def make_plan(
 
     If heals run in the background (asynchronous quorum), or are not allowed, only the groups at max_step participate.
     With a synchronous quorum a group has healed before the step begins, so all participate, unless all groups announce
-    that they heal in passing: then a group that is behind may train along, with weight 0. ``heal_first`` makes step 0
+    that they heal in passing, and go on without it: then it may train along, with weight 0. ``heal_first`` makes step 0
     synchronous in any case: all groups but one may heal there, and they participate too.
     """
     in_background = use_async_quorum and not (heal_first and result.max_step == 0)
-    handles = result.reconfigure_handles
-    in_passing = result.max_step > 0 and len(handles) == result.replica_world_size and all_announce(handles, IN_PASSING)
-    only_up_to_date = in_background or in_passing or not allow_heal
+    only_up_to_date = in_background or not allow_heal or _heals_in_passing(result, min_replica_size)
     rank = result.max_replica_rank if only_up_to_date else result.replica_rank
     participants = result.max_world_size if only_up_to_date else result.replica_world_size
     if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
@@ -160,6 +158,16 @@ def make_plan(
         in_background=in_background,
         leads=result.max_replica_rank == 0,
     )
+
+
+def _heals_in_passing(result: QuorumResult, min_replica_size: int) -> bool:
+    """Whether a group that is behind may train along. The same in all ranks of all groups."""
+    handles = result.reconfigure_handles
+    modes = {announced(handle, IN_PASSING) for handle in handles}
+    if result.max_step == 0 or len(handles) != result.replica_world_size or not all(modes):
+        return False
+    # With "auto" it heals at once from the only group that has the state.
+    return result.max_world_size >= max(min_replica_size, 2 if "auto" in modes else 1)
 
 
 class Planner:

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from torchft._manager.step.errors import ExceptionWithTraceback
-from torchft._manager.step.sharing import Sharing
+from torchft._manager.step.sharing import SharedStep
 
 if TYPE_CHECKING:
     from torchft._manager.quorum.plan import Plan
@@ -169,7 +169,7 @@ class Step:
         self.began = time.monotonic()
         self.thread = threading.get_ident()
         self.healing = False
-        self.sharing = Sharing()
+        self.sharing = SharedStep()
         self.error: Optional[ExceptionWithTraceback] = None
         self._enough = True
         self._lock = threading.Lock()

@@ -1,6 +1,7 @@
-"""Builds the two native libraries, for CPython's stable ABI. torchft._torchft_go is a c-shared library of the Go core,
-its generated binding and csrc/. torchft.process_group.isolated._native consists of csrc/isolated.c and csrc/ending.c;
-it is for processes that must not load Go. Everything else about the package is in pyproject.toml.
+"""Builds the two native libraries, for CPython's stable ABI. torchft._torchft_go is a c-shared library of the
+Go core, its generated binding and csrc/. torchft.process_group.isolated._native consists of csrc/isolated.c
+and csrc/ending.c; it is for processes that must not load Go. Everything else about the package is in
+pyproject.toml.
 """
 
 from __future__ import annotations
@@ -31,21 +32,34 @@ class Build(build_ext):
 
 def build_go(target: Path) -> None:
     """Runs `go build`, whose cache makes a second build take seconds."""
-    # Go does not notice edits to C files outside its packages, but it rebuilds if the flags differ. So the flags
-    # contain a hash of those files.
+    # Go does not notice edits to C files outside its packages, but it rebuilds if the flags differ. So the
+    # flags contain a hash of those files.
     sources = sorted((ROOT / "csrc").iterdir())
     csrc = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    flags = ["-O2", f"-I{toolchain.python_include()}", f"-DTORCHFT_CSRC=0x{csrc}", os.environ.get("CGO_CFLAGS", "")]
+    flags = [
+        "-O2",
+        f"-I{toolchain.python_include()}",
+        f"-DTORCHFT_CSRC=0x{csrc}",
+        os.environ.get("CGO_CFLAGS", ""),
+    ]
     env = {
         **os.environ,
         "CGO_ENABLED": "1",
         "CC": " ".join(toolchain.compiler()),
         "CGO_CFLAGS": " ".join(flags).strip(),
     }
-    command = [toolchain.go(), "build", "-buildmode=c-shared", "-mod=readonly", "-buildvcs=false", "-trimpath"]
+    command = [
+        toolchain.go(),
+        "build",
+        "-buildmode=c-shared",
+        "-mod=readonly",
+        "-buildvcs=false",
+        "-trimpath",
+    ]
     command += ["-ldflags=-s -w", "-o", str(target), "./native"]
     _run(command, cwd=ROOT / "go", env=env)
-    header = target.name.removesuffix(target.suffix) + ".h"  # a by-product of c-shared, which nothing includes
+    # A by-product of c-shared, which nothing includes.
+    header = target.name.removesuffix(target.suffix) + ".h"
     target.with_name(header).unlink(missing_ok=True)
 
 

@@ -1,11 +1,11 @@
-"""Trains a small CNN on real images, in replica groups that may fail and restart. Each image counts once per epoch.
+"""Trains a small CNN on real images, in replica groups that may fail. Each image counts once per epoch.
 
 Start a lighthouse, then one of these for every replica group (GROUP = 0, 1, ...):
 
     torchft_lighthouse --min_replicas 1
     REPLICA_GROUP_ID=GROUP TORCHFT_LIGHTHOUSE=http://localhost:29510 torchrun --nproc_per_node 1 train_ddp.py
 
-Kill a group and restart it: the others continue meanwhile, and it takes over their weights and position in the data.
+Kill a group and restart it: the others continue, and it takes over their weights and position in the data.
 """
 
 import argparse
@@ -32,14 +32,16 @@ criterion = nn.CrossEntropyLoss()
 
 def main(args: argparse.Namespace) -> nn.Module:
     end_with_parent()
-    group, rank, device = os.environ.get("REPLICA_GROUP_ID", "0"), int(os.environ["RANK"]), pick_device(args.device)
+    env, device = os.environ, pick_device(args.device)
+    group, rank = env.get("REPLICA_GROUP_ID", "0"), int(env["RANK"])
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)  # every rank of every group starts from the same weights
     images = load_images()
     net = small_cnn(images.tensors[0].shape[1]).to(device)
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
     init_process_group_of_this_group(device)
-    pg = getattr(process_group, f"ProcessGroup{'Baby' * args.isolated}{'NCCL' if device.type == 'cuda' else 'Gloo'}")()
+    kind = "NCCL" if device.type == "cuda" else "Gloo"
+    pg = getattr(process_group, f"ProcessGroup{'Baby' * args.isolated}{kind}")()
     manager = Manager(
         pg,
         state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
@@ -76,47 +78,54 @@ def main(args: argparse.Namespace) -> nn.Module:
             with unit.accumulate(model):  # the backward pass of the last one sums over the groups
                 loss = criterion(model(pixels), labels)
                 (loss * unit.weight).backward()
-        if dist.get_world_size() > 1 and not args.reproducible:  # --reproducible has summed over the ranks already
+        if dist.get_world_size() > 1 and not args.reproducible:  # else summed already
             for grad in [p.grad for p in net.parameters() if p.grad is not None]:
                 dist.all_reduce(grad)
-        optimizer.step()  # steps only if all ranks of this group succeeded; otherwise the same batch is repeated
-        number, reports = manager.current_step(), rank == 0 and step.committed  # else the weights may be half a heal's
+        optimizer.step()  # only if all ranks of this group succeeded; else the same batch is repeated
+        number = manager.current_step()
+        reports = rank == 0 and step.committed  # else the weights may be half a heal's
         if reports and number % 50 == 0:
-            print(f"group {group} step {number} loss {loss.item():.4f} groups {step.participants}", flush=True)
+            print(
+                f"group {group} step {number} loss {loss.item():.4f} groups {step.participants}", flush=True
+            )
         if checkpoint and reports and number % args.checkpoint_every == 0:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save({name: part.state_dict() for name, part in parts.items()}, f"{checkpoint}.partial")
             os.replace(f"{checkpoint}.partial", checkpoint)  # the file is complete whenever it exists
 
-    dist.barrier()  # rank 0 ends the manager server of this group, which the other ranks need until they are here
+    dist.barrier()  # rank 0 ends the manager server of this group, which the others need until they are here
     manager.shutdown(finished=not manager.draining())
     pg.shutdown()
     dist.destroy_process_group()
-    digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in net.parameters())).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(p.detach().cpu().numpy().tobytes() for p in net.parameters())
+    ).hexdigest()
     print(f"group {group} rank {rank} ended at step {manager.current_step()}, sha256 of the weights {digest}")
     return net
 
 
 def load_images(held_out: bool = False) -> TensorDataset:
-    """1797 digits of 8x8 pixels, from a file of scikit-learn (its import takes seconds). Every fifth is held out."""
+    """1797 digits of 8x8 pixels, from a file of scikit-learn. Every fifth is held out."""
     file = str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
     table = torch.from_numpy(np.loadtxt(file, delimiter=","))
     table = table[(torch.arange(len(table)) % 5 == 0) == held_out]
-    return TensorDataset(table[:, :64].view(-1, 1, 8, 8).to(torch.get_default_dtype()) / 8 - 1, table[:, 64].long())
+    pixels = table[:, :64].view(-1, 1, 8, 8).to(torch.get_default_dtype()) / 8 - 1
+    return TensorDataset(pixels, table[:, 64].long())
 
 
 def small_cnn(channels: int) -> nn.Sequential:
-    """Maps images (N, channels, height, width) to 10 classes. No BatchNorm: its statistics depend on the batch."""
+    """Maps images (N, channels, height, width) to 10 classes. A BatchNorm would depend on the batch."""
     first = [nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
     second = [nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4)]
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(64 * 4 * 4, 10))
 
 
 def init_process_group_of_this_group(device: torch.device) -> None:
-    """With --max_restarts torchrun keeps its store, with addresses of failed ranks: each start has its own prefix."""
+    """With --max_restarts torchrun keeps its store and what failed ranks put in: each start has a prefix."""
     store, rank, ranks = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 
 
 def pick_device(name: str) -> torch.device:
@@ -125,24 +134,25 @@ def pick_device(name: str) -> torch.device:
     rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if rank >= devices > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise SystemExit(f"LOCAL_RANK={rank} has no device: {devices} are visible (CUDA_VISIBLE_DEVICES={visible})")
+        raise SystemExit(f"LOCAL_RANK={rank} has no device: CUDA_VISIBLE_DEVICES={visible} shows {devices}")
     torch.cuda.set_device(rank if devices > 1 else 0)  # the only one may differ from rank to rank
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def end_with_parent(_worker: int = 0) -> None:
-    """Makes the kernel kill this process with its parent: torchrun's agent, or the rank of a DataLoader worker."""
+    """Makes the kernel kill this process with its parent: torchrun's agent, or the rank of a worker."""
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--steps", type=int, default=2000, help="steps after which the job ends, at the end of the epoch")
     add("--batch-size", type=int, default=64, help="images of a step, for all groups together")
     add("--micro-batch-size", type=int, default=16, help="images of a forward and backward pass")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--isolated", action="store_true", help="run the operations between the groups in a process of their own")
+    add("--isolated", action="store_true", help="run operations between groups in another process")
     add("--reproducible", action="store_true", help="make the sum of gradients independent of its order")
     add("--threads", type=int, default=1, help="CPU threads for the computation")
     add("--timeout", type=float, default=30, help="seconds that one step may wait for another group")

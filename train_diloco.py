@@ -1,4 +1,5 @@
-"""Trains a small language model with streaming DiLoCo: groups that communicate rarely, and may fail and come back.
+"""Trains a small language model with streaming DiLoCo: groups that communicate rarely, and may fail and come
+back.
 
 Start a lighthouse, then one of these for every replica group (GROUP = 0 ... NUM_REPLICA_GROUPS - 1):
 
@@ -7,10 +8,10 @@ Start a lighthouse, then one of these for every replica group (GROUP = 0 ... NUM
     REPLICA_GROUP_ID=GROUP NUM_REPLICA_GROUPS=2 TORCHFT_LIGHTHOUSE=http://localhost:29510 \\
         torchrun --nproc_per_node 1 train_diloco.py
 
-The text is the source code of Python's standard library, a part of each installation. The model reads and predicts
-bytes. Each group trains on its own part of the text with AdamW. In --sync-every inner steps each fragment of the model
-is averaged over the groups once, one fragment after the other, while the next inner steps run. One such average is one
-counted step. At the end all groups have the same global parameters.
+The text is the source code of Python's standard library, a part of each installation. The model reads and
+predicts bytes. Each group trains on its own part of the text with AdamW. In --sync-every inner steps each
+fragment of the model is averaged over the groups once, one fragment after the other, while the next inner
+steps run. One such average is one counted step. At the end all groups have the same global parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def main() -> None:
     end_with_parent()
     group, groups = int_from_env("REPLICA_GROUP_ID"), int_from_env("NUM_REPLICA_GROUPS")
     if (ranks := int_from_env("WORLD_SIZE")) > 1:
-        # Ranks of a group may heal from different groups, whose parameters differ between two synchronisations.
+        # Ranks of a group may heal from different groups, whose parameters differ between two
+        # synchronisations.
         raise ValueError(f"--nproc_per_node {ranks}: a group of this script is one process")
     device = pick_device(args.device)
     torch.set_num_threads(args.threads)
@@ -50,8 +52,8 @@ def main() -> None:
     train_text, test_text = standard_library(args.text_bytes)
     batches = Batches(train_text.chunk(groups)[group], args.batch_size, args.context)
 
-    # The model, and the state that a restarted group takes over from another one. DiLoCo adds the global parameters
-    # and the state of the outer optimizer.
+    # The model, and the state that a restarted group takes over from another one. DiLoCo adds the global
+    # parameters and the state of the outer optimizer.
     net = language_model(args.width, args.layers, args.context).to(device)
     inner = torch.optim.AdamW(net.parameters(), lr=args.lr)
     outer = torch.optim.SGD(net.parameters(), lr=args.outer_lr, momentum=0.9, nesterov=True)
@@ -121,9 +123,9 @@ class TheEnd(Exception):
 class Job(Manager):
     """Decides, in each quorum that DiLoCo requests, whether the job ends with this quorum.
 
-    All members of a quorum see the same step and number of groups that are up to date, so all end together, with the
-    same global parameters, and not while a group heals. While a group is missing, the others continue for at most
-    `overtime` steps: a group that restarts meanwhile finds a source to heal from.
+    All members of a quorum see the same step and number of groups that are up to date, so all end together,
+    with the same global parameters, and not while a group heals. While a group is missing, the others
+    continue for at most `overtime` steps: a group that restarts meanwhile finds a source to heal from.
     """
 
     def __init__(self, *args: Any, steps: int, overtime: int, groups: int, **settings: Any) -> None:
@@ -169,7 +171,9 @@ class Rounds:
 
 
 def language_model(width: int, layers: int, context: int) -> nn.Sequential:
-    """Maps bytes (N, T) to logits (N, T, 256), with T at most `context`. Each part is a fragment for DiLoCo."""
+    """Maps bytes (N, T) to logits (N, T, 256), with T at most `context`. Each part is a fragment for
+    DiLoCo.
+    """
     return nn.Sequential(Embedding(width, context), *(Block(width) for _ in range(layers)), Head(width))
 
 
@@ -217,7 +221,9 @@ def standard_library(limit: int) -> tuple[Tensor, Tensor]:
     """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if len(files) < 10:
-        raise ValueError(f"only {len(files)} files match {sysconfig.get_path('stdlib')}/*.py: no text to train on")
+        raise ValueError(
+            f"only {len(files)} files match {sysconfig.get_path('stdlib')}/*.py: no text to train on"
+        )
     texts = [path.read_bytes() for path in files]
     held_out = b"".join(texts[::10])
     train = b"".join(text for i, text in enumerate(texts) if i % 10)
@@ -231,7 +237,9 @@ class Batches:
 
     def __init__(self, text: Tensor, batch_size: int, context: int) -> None:
         if len(text) <= context:
-            raise ValueError(f"a shard of {len(text)} bytes is shorter than --context {context}: raise --text-bytes")
+            raise ValueError(
+                f"a shard of {len(text)} bytes is shorter than --context {context}: raise --text-bytes"
+            )
         self._text, self._batch_size, self._context = text, batch_size, context
 
     def __next__(self) -> tuple[Tensor, Tensor]:
@@ -252,14 +260,21 @@ def bits_per_byte(net: nn.Module, text: Tensor, context: int) -> float:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--smoke", action="store_true", help="a tiny model and text, to check that the script runs")
     add("--steps", type=positive, default=600, help="steps of the job, each the average of a fragment")
     add("--overtime", type=int, default=100, help="further steps at the end while a group is missing")
     add("--sync-every", type=positive, default=20, help="inner steps in which each fragment is averaged once")
     add("--delay", type=int, default=1, help="inner steps that run while a fragment is being averaged")
-    add("--alpha", type=float, default=0.5, help="weight of a group's own parameters in the mean with the global ones")
+    add(
+        "--alpha",
+        type=float,
+        default=0.5,
+        help="weight of a group's own parameters in the mean with the global ones",
+    )
     add("--quantize", action="store_true", help="send 8 bits a parameter")
     add("--width", type=positive, default=96)
     add("--layers", type=positive, default=3, help="with embedding and head, --layers + 2 fragments")
@@ -267,10 +282,19 @@ def parse_args() -> argparse.Namespace:
     add("--text-bytes", type=positive, default=4_000_000)
     add("--batch-size", type=positive, default=8, help="pieces of text per inner step")
     add("--lr", type=float, default=2e-3, help="learning rate of AdamW inside a group")
-    add("--outer-lr", type=float, default=0.7, help="learning rate of SGD with Nesterov momentum over the groups")
+    add(
+        "--outer-lr",
+        type=float,
+        default=0.7,
+        help="learning rate of SGD with Nesterov momentum over the groups",
+    )
     add("--seed", type=int, default=0, help="must be the same in all groups")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--isolated", action="store_true", help="run the operations between the groups in a process of their own")
+    add(
+        "--isolated",
+        action="store_true",
+        help="run the operations between the groups in a process of their own",
+    )
     add("--threads", type=positive, default=1, help="CPU threads for the computation")
     add("--timeout", type=float, default=30, help="seconds that one step may wait for another group")
     add("--log-every", type=positive, default=50, help="in steps")

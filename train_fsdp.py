@@ -1,4 +1,5 @@
-"""Trains a small transformer with FSDP2: sharded over the ranks of a replica group, replicated over the groups (HSDP).
+"""Trains a small transformer with FSDP2: sharded over the ranks of a replica group, replicated over the
+groups (HSDP).
 
 Start a lighthouse, then one of these for every replica group (GROUP = 0 ... NUM_REPLICA_GROUPS - 1):
 
@@ -7,8 +8,8 @@ Start a lighthouse, then one of these for every replica group (GROUP = 0 ... NUM
     REPLICA_GROUP_ID=GROUP NUM_REPLICA_GROUPS=2 TORCHFT_LIGHTHOUSE=http://localhost:29510 \\
         torchrun --nproc_per_node 2 --max_restarts 3 train_fsdp.py
 
-Kill a rank: its group cannot continue without that shard, so torchrun restarts the whole group. The other groups
-continue meanwhile. Each new rank heals from the rank of another group that has the same shard.
+Kill a rank: its group cannot continue without that shard, so torchrun restarts the whole group. The other
+groups continue meanwhile. Each new rank heals from the rank of another group that has the same shard.
 
 Two ways to average over the groups, --replicate:
 mesh    a DeviceMesh of two dimensions, one of which torchft manages (`ft_init_device_mesh`);
@@ -60,7 +61,9 @@ def main() -> None:
     events = Events(args.events, group, rank)
 
     train_set, test_set = load_images("digits", None)
-    sampler = DistributedSampler(train_set, group, groups, group_rank=rank, num_replicas=ranks, seed=args.seed)
+    sampler = DistributedSampler(
+        train_set, group, groups, group_rank=rank, num_replicas=ranks, seed=args.seed
+    )
     batches = Batches(StatefulDataLoader(train_set, args.batch_size, sampler=sampler), sampler)
 
     init_process_group_of_this_group(device)
@@ -111,13 +114,17 @@ def main() -> None:
         if rank == 0 and step % args.log_every == 0:
             print(f"group {group} step {step} loss {loss.item():.4f} groups {participants}", flush=True)
 
-    # The group leaves the job before the evaluation, so that the others do not wait for it. The barrier comes first,
-    # because rank 0 ends the manager server, and the other ranks must have received their last quorum from it.
+    # The group leaves the job before the evaluation, so that the others do not wait for it. The barrier comes
+    # first, because rank 0 ends the manager server, and the other ranks must have received their last quorum
+    # from it.
     dist.barrier()
     manager.shutdown(finished=not manager.draining())  # a group that was drained may come back
     accuracy, digest = evaluate(net, test_set, device), sha256_of_all_shards(net)
     events.write("end", step=manager.current_step(), accuracy=accuracy, sha256=digest)
-    print(f"group {group} rank {rank} ended at step {manager.current_step()}, accuracy {accuracy:.4f}, sha256 {digest}")
+    print(
+        f"group {group} rank {rank} ended at step {manager.current_step()}, accuracy {accuracy:.4f}, "
+        f"sha256 {digest}"
+    )
     dist.barrier()  # no rank destroys its group while another one gathers shards
     pg.shutdown()
     dist.destroy_process_group()
@@ -209,9 +216,16 @@ def sha256_of_all_shards(net: nn.Module) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--replicate", choices=["mesh", "hook"], default="mesh", help="how gradients are averaged over the groups")
+    add(
+        "--replicate",
+        choices=["mesh", "hook"],
+        default="mesh",
+        help="how gradients are averaged over the groups",
+    )
     add("--width", type=positive, default=32, help="a multiple of 4")
     add("--layers", type=positive, default=2)
     add("--steps", type=positive, default=600, help="committed steps until the end")

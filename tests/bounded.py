@@ -1,8 +1,9 @@
 """A pytest plugin for `make test-all`: limits the duration of a run, and orders the tests by a seed.
 
-SEED=N seeds `random` and PyTorch for each test, in any run. NIGHT_UNTIL=T, in seconds of time.monotonic(), skips each
-test that might not end by then. Slow tests run before the others, so that there is time for them; those marked
-`slow(first=True)` run first, in every run. The seed chooses the first of the slow tests, and the first of the others.
+SEED=N seeds `random` and PyTorch for each test, in any run. NIGHT_UNTIL=T, in seconds of time.monotonic(),
+skips each test that might not end by then. Slow tests run before the others, so that there is time for them;
+those marked `slow(first=True)` run first, in every run. The seed chooses the first of the slow tests, and the
+first of the others.
 """
 
 from __future__ import annotations
@@ -37,17 +38,22 @@ def seeded(request: pytest.FixtureRequest) -> None:
     """Seeds each test by its own name, so that it draws the same numbers when it runs alone."""
     if seed := os.environ.get("SEED"):
         random.seed(f"{seed}:{request.node.nodeid}")
-        if torch := sys.modules.get("torch"):  # unseeded, PyTorch starts with the same numbers in every process
+        # Unseeded, PyTorch starts with the same numbers in every process.
+        if torch := sys.modules.get("torch"):
             torch.manual_seed(random.getrandbits(63))
 
 
 def todays(seed: int) -> int:
-    """Returns the seed of a test's random histories: ``seed``, or one derived from SEED (as in `make test-all`)."""
+    """Returns the seed of a test's random histories: ``seed``, or one derived from SEED (as in `make
+    test-all`).
+    """
     return random.getrandbits(32) if os.environ.get("SEED") else seed
 
 
 def often(histories: int) -> int:
-    """Returns how many random histories a test plays: all if SEED is set, as by `make test-all`, else a fifth."""
+    """Returns how many random histories a test plays: all if SEED is set, as by `make test-all`, else a
+    fifth.
+    """
     return histories if os.environ.get("SEED") else histories // 5
 
 
@@ -83,7 +89,8 @@ class Bounded:
         if time.monotonic() + longest_s(item) <= self.until:
             return None
         self.left += 1
-        # The previous test has kept the fixtures that it shares with this one; end those that the next does not need.
+        # The previous test has kept the fixtures that it shares with this one; end those that the next does
+        # not need.
         item.session._setupstate.teardown_exact(nextitem)
         return True
 

@@ -1,5 +1,5 @@
-"""Fixtures for every test: settings of the user's environment are removed. (The limit of a test is `timeout` in
-pyproject.toml.)
+"""Fixtures for every test: settings of the user's environment are removed. (The limit of a test is `timeout`
+in pyproject.toml.)
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import pytest
 
 pytest_plugins = ["tests.bounded", "tests.policy"]
 
-# How long after the limit of a test, which pytest-timeout holds with a signal, the process is ended: where the main
-# thread hangs in native code, no Python handles a signal.
+# How long after the limit of a test, which pytest-timeout holds with a signal, the process is ended: where
+# the main thread hangs in native code, no Python handles a signal.
 HANGS_S = float(os.environ.get("HANGS_S", "60"))
 # How long the process may take to end after its last test, in seconds.
 EXIT_S = float(os.environ.get("EXIT_S", "120"))
 _STDERR = pytest.StashKey[int]()
 
-# PyTorch's TCPStore looks up the name of every address that connects, even of loopback, and waits 5 s if the DNS does
-# not answer. Tests that create dozens of stores meet this even if answers are rarely lost.
+# PyTorch's TCPStore looks up the name of every address that connects, even of loopback, and waits 5 s if the
+# DNS does not answer. Tests that create dozens of stores meet this even if answers are rarely lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
@@ -53,16 +53,18 @@ def pytest_runtest_teardown() -> Generator[None]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Limits the end of the process, which joins threads that a test has left behind: it fails with their stacks."""
+    """Limits the end of the process, which joins threads that a test has left behind: it fails with their
+    stacks.
+    """
     faulthandler.dump_traceback_later(EXIT_S, exit=True, file=config.stash[_STDERR])
 
 
 def pytest_collection_finish() -> None:
-    """Excludes all objects of the imported modules from garbage collections, which would take a tenth of a second
-    longer.
+    """Excludes all objects of the imported modules from garbage collections, which would take a tenth of a
+    second longer.
 
-    Triton must not be imported yet, because it prints errors at exit about objects that were not collected; no test
-    module imports it.
+    Triton must not be imported yet, because it prints errors at exit about objects that were not collected;
+    no test module imports it.
     """
     gc.collect()
     gc.freeze()
@@ -70,7 +72,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def state_of_lighthouses(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Makes the lighthouse command keep the last quorum of a job in the test's directory instead of the user's home."""
+    """Makes the lighthouse command keep the last quorum of a job in the test's directory instead of the
+    user's home.
+    """
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 

@@ -1,11 +1,12 @@
 """A pytest plugin with the rules for second runs, for skips, and for tests that cannot run on this host.
 
-- A failed test runs a second time, so that one test that a busy machine disturbs does not fail the whole run. There is
-  no second run after a timeout, because a wait that nothing ends is a bug, and none with RERUNS=0. The first failure is
-  recorded in build/test/flaky.jsonl, one JSON object per line. If more than one test needs a second run, the run fails.
-- Tests that need CUDA devices or network namespaces are deselected on hosts without them, and one line reports that.
-  With CI=true any other skip fails the run, because everything that can be installed is installed there. A run in which
-  all tests were deselected passes; the line shows what was not tested.
+- A failed test runs a second time, so that one test that a busy machine disturbs does not fail the whole run.
+  There is no second run after a timeout, because a wait that nothing ends is a bug, and none with RERUNS=0.
+  The first failure is recorded in build/test/flaky.jsonl, one JSON object per line. If more than one test
+  needs a second run, the run fails.
+- Tests that need CUDA devices or network namespaces are deselected on hosts without them, and one line
+  reports that. With CI=true any other skip fails the run, because everything that can be installed is
+  installed there. A run in which all tests were deselected passes; the line shows what was not tested.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from datetime import datetime, timezone
 
 import pytest
 
-# The first line of a timeout failure: by pytest-timeout, by an exception, or by a wait of this project's tests.
+# The first line of a timeout failure: by pytest-timeout, by an exception, or by a wait of this project's
+# tests.
 TIMEOUTS = [r"\A[^\n]*(from pytest-timeout|\d s passed before|timed out)", r"\A\w*Timeout\w*:"]
 
 
@@ -36,7 +38,9 @@ def devices() -> int:
 
 @functools.cache
 def _nccl_shares_a_device() -> bool:
-    """Whether NCCL accepts several ranks on one device, as it does from 2.30 on if the environment asks for it."""
+    """Whether NCCL accepts several ranks on one device, as it does from 2.30 on if the environment asks for
+    it.
+    """
     import torch
 
     asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -48,7 +52,11 @@ def _no_device() -> str | None:
 
     if devices():
         return None
-    why = f"PyTorch for CUDA {torch.version.cuda} finds none" if torch.version.cuda else "this PyTorch has no CUDA"
+    why = (
+        f"PyTorch for CUDA {torch.version.cuda} finds none"
+        if torch.version.cuda
+        else "this PyTorch has no CUDA"
+    )
     return f"{why}; docs/gpu.md describes what they need"
 
 
@@ -82,7 +90,9 @@ NEEDS: dict[str, tuple[str, Callable[[], str | None]]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(count): needs that many CUDA devices")
-    config.addinivalue_line("markers", "nccl_ranks(count): needs that many CUDA devices, or one and NCCL 2.30")
+    config.addinivalue_line(
+        "markers", "nccl_ranks(count): needs that many CUDA devices, or one and NCCL 2.30"
+    )
     for mark, (what, _) in NEEDS.items():
         config.addinivalue_line("markers", f"{mark}: needs {what}")
     config.pluginmanager.register(Policy(config), "policy")
@@ -147,7 +157,9 @@ class Policy:
         path.parent.mkdir(parents=True, exist_ok=True)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with path.open("a") as file:
-            file.write(json.dumps({"date": now, "test": report.nodeid, "failure": report.longreprtext}) + "\n")
+            file.write(
+                json.dumps({"date": now, "test": report.nodeid, "failure": report.longreprtext}) + "\n"
+            )
 
     def _broken(self) -> list[str]:
         """The rules that this run has violated."""
@@ -175,7 +187,9 @@ class Policy:
         for line in self._broken():
             terminalreporter.write_line(line, red=True)
         if self.no_reruns:
-            terminalreporter.write_line("no test has a second run: the plugin pytest-rerunfailures is not installed")
+            terminalreporter.write_line(
+                "no test has a second run: the plugin pytest-rerunfailures is not installed"
+            )
         if self.deselected:
             parts = [f"{count} tests {why}" for why, count in Counter(self.deselected.values()).items()]
             terminalreporter.write_line("deselected: " + "; ".join(parts))

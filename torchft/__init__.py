@@ -1,8 +1,8 @@
 """torchft: a training job made of replica groups, each of which may fail, restart and heal while the others
 continue.
 
-The names below are resolved on first use, so that `import torchft` loads neither torch nor the native library. So
-`torchft_lighthouse` starts at once, and isolated worker processes stay small.
+The names below are resolved on first use, so that `import torchft` loads neither torch nor the native
+library. So `torchft_lighthouse` starts at once, and isolated worker processes stay small.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The settings that groups announce to each other in their reconfigure handles, and their comparison.
 
-Each group announces a dict of texts, most of them settings that stay the same while it runs. Some say what a group can
-do: the groups do it if :func:`all_announce` it. The settings of ``EQUAL`` must be equal in all groups of a job:
-:func:`differing` finds one that is not, and :func:`difference` is the error for it.
+Each group announces a dict of texts, most of them settings that stay the same while it runs. Some say what a
+group can do: the groups do it if :func:`all_announce` it. The settings of ``EQUAL`` must be equal in all
+groups of a job: :func:`differing` finds one that is not, and :func:`difference` is the error for it.
 
-A handle of torchft is a JSON object, and its fields are the dict. A native handle is text made by PyTorch: the dict is
-appended to it, and removed before PyTorch gets the handle of a peer. Other handles announce nothing.
+A handle of torchft is a JSON object, and its fields are the dict. A native handle is text made by PyTorch:
+the dict is appended to it, and removed before PyTorch gets the handle of a peer. Other handles announce
+nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ _PREFIX = "torchft_"
 _NATIVE = f" {_PREFIX}{{"
 
 AVERAGES = _PREFIX + "averages"  # the process group of this rank averages on its device (Plan.averages)
-COMPARES = _PREFIX + "compares"  # how this group compares its weights with those of other groups (replicas.py)
+# How this group compares its weights with those of other groups (replicas.py).
+COMPARES = _PREFIX + "compares"
 CALLS = _PREFIX + "calls"  # this rank lists its calls in the first step with new peers (calls.py)
-HEALS = _PREFIX + "heals"  # this rank waits for groups that heal, as long as they make progress (_manager/heal/wait.py)
-# How this group heals, and lets others heal, over several steps: "in_passing" or "auto" (make_plan). By its setting, as
-# all ranks of a group must announce the same.
+# This rank waits for groups that heal, as long as they make progress (_manager/heal/wait.py).
+HEALS = _PREFIX + "heals"
+# How this group heals, and lets others heal, over several steps: "in_passing" or "auto" (make_plan). By its
+# setting, as all ranks of a group must announce the same.
 IN_PASSING = _PREFIX + "in_passing"
-CONNECTIONS = _PREFIX + "connections"  # the connections of this rank (handover.py); they change from step to step
+# The connections of this rank (handover.py); they change from step to step.
+CONNECTIONS = _PREFIX + "connections"
 LOADER = _PREFIX + "loader"  # the kind of data loader that weights this group's gradients (layout.py)
-LAYOUT = "layout"  # digest of the tensors that this rank reduces, and of its data (layout.py, go/quorum/fit.go)
+# Digest of the tensors that this rank reduces, and of its data (layout.py, go/quorum/fit.go).
+LAYOUT = "layout"
 
 
 class Setting(NamedTuple):
@@ -49,7 +54,8 @@ EQUAL = {
     LOADER: Setting(
         "the data loader",
         "none",
-        "one in all groups of a job, made before their first step, or in none: it weights gradients by samples, and a "
+        "one in all groups of a job, made before their first step, or in none: it weights gradients by "
+        "samples, and a "
         "group without one would divide their sum by the number of groups",
     ),
     LAYOUT: Setting("what is reduced", None, "the same tensors, and the same data, in all groups"),
@@ -77,7 +83,11 @@ def texts_of(handle: str) -> Mapping[str, str]:
     _, found, appended = handle.partition(_NATIVE)
     with contextlib.suppress(ValueError):
         fields = json.loads("{" + appended if found else handle)
-        return {key: text for key, text in fields.items() if isinstance(text, str)} if isinstance(fields, dict) else {}
+        return (
+            {key: text for key, text in fields.items() if isinstance(text, str)}
+            if isinstance(fields, dict)
+            else {}
+        )
     return {}
 
 

@@ -1,4 +1,6 @@
-"""Checks of arguments and environment variables that several parts have, with one text each. Imports no PyTorch."""
+"""Checks of arguments and environment variables that several parts have, with one text each. Imports no
+PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ class Missing:
 
     def _raise(self) -> NoReturn:
         raise RuntimeError(
-            f"this {self._owner} was unpickled, and a pickle holds no Manager and no process group: {self._remedy}"
+            f"this {self._owner} was unpickled, and a pickle holds no Manager and no process group: "
+            f"{self._remedy}"
         )
 
     def refuse_training(self, module: nn.Module) -> None:

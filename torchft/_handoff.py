@@ -1,9 +1,9 @@
 """Runs functions on threads of their own, also for the garbage collector.
 
-The collector calls destructors on any thread, in the middle of anything: while that thread holds a lock, or while
-another thread, which holds one, waits for it to start. So a destructor must not take a lock, and not start a thread,
-which takes a lock of ``threading``. It hands a function off: `put` of a SimpleQueue may interrupt itself. A thread that
-waits for the queue starts one for each function, because they may take long.
+The collector calls destructors on any thread, in the middle of anything: while that thread holds a lock, or
+while another thread, which holds one, waits for it to start. So a destructor must not take a lock, and not
+start a thread, which takes a lock of ``threading``. It hands a function off: `put` of a SimpleQueue may
+interrupt itself. A thread that waits for the queue starts one for each function, because they may take long.
 """
 
 from __future__ import annotations
@@ -66,11 +66,15 @@ _starter_lock = threading.Lock()
 
 
 def prepare() -> None:
-    """Makes :func:`hand_off` possible. The constructor of each object whose destructor hands off calls this."""
+    """Makes :func:`hand_off` possible. The constructor of each object whose destructor hands off calls
+    this.
+    """
     global _starter
     with _starter_lock:
         if _starter is None:
-            _starter = threading.Thread(target=_start_each, args=(_queue,), name="torchft_hand_off", daemon=True)
+            _starter = threading.Thread(
+                target=_start_each, args=(_queue,), name="torchft_hand_off", daemon=True
+            )
             _starter.start()
 
 
@@ -102,10 +106,13 @@ def drain(timeout_sec: float) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child, which must never destroy what the parent has handed off: its threads do not exist here."""
+    """In a forked child, which must never destroy what the parent has handed off: its threads do not exist
+    here.
+    """
     global _queue, _pending, _starter, _starter_lock
     parents = (_queue, _pending)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))  # more than a reference, which the end of Python drops
+    # More than a reference, which the end of Python drops.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))
     _queue, _pending, _starter, _starter_lock = SimpleQueue(), set(), None, threading.Lock()
 
 

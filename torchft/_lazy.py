@@ -1,5 +1,5 @@
-"""Lazy imports (PEP 562): names of a package that are imported on first use, so that importing the package stays
-cheap.
+"""Lazy imports (PEP 562): names of a package that are imported on first use, so that importing the package
+stays cheap.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def _remedy() -> str:
 
 
 def _script() -> Path | None:
-    """The script that this process runs, whose folder comes first in Python's path; None with ``python -m``, ``-c`` or
-    a prompt, for which the current directory comes first.
+    """The script that this process runs, whose folder comes first in Python's path; None with ``python -m``,
+    ``-c`` or a prompt, for which the current directory comes first.
     """
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
@@ -56,7 +56,9 @@ def hidden(sources: Path, installed: Path) -> str:
 
 
 def in_place(folder: Path) -> str:
-    """How to build the sources in a folder, so that they load there, with what the scripts beside them need."""
+    """How to build the sources in a folder, so that they load there, with what the scripts beside them
+    need.
+    """
     return f"build it in place with `pip install -e {shlex.quote(f'{folder}[train]')}`"
 
 

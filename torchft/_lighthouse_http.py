@@ -23,7 +23,8 @@ LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 _TIMEOUT_SEC = 5.0
 _SILENT_SEC = 2.0  # a request that takes longer is announced
 _Answer = TypeVar("_Answer")
-_ELSEWHERE = (502, 503, 504)  # no leader is reached from this lighthouse; another one of the cluster may reach it
+# No leader is reached from this lighthouse; another one of the cluster may reach it.
+_ELSEWHERE = (502, 503, 504)
 
 
 class Unanswered(Exception):
@@ -44,10 +45,12 @@ class Unanswered(Exception):
 
 
 class HttpLighthouse:
-    """The lighthouse at ``http://host:port``, or a cluster: requests go to the first of its lighthouses that serves.
+    """The lighthouse at ``http://host:port``, or a cluster: requests go to the first of its lighthouses that
+    serves.
 
     Args:
-        addresses: address, or those of a cluster, separated by commas; default: TORCHFT_LIGHTHOUSE, else this machine.
+        addresses: address, or those of a cluster, separated by commas; default: TORCHFT_LIGHTHOUSE, else this
+            machine.
         job: name of the job; default: TORCHFT_JOB_ID, else the lighthouse's unnamed job.
         timeout: seconds until the first byte of an answer.
 
@@ -55,7 +58,9 @@ class HttpLighthouse:
         Unanswered: an address is malformed.
     """
 
-    def __init__(self, addresses: str | None, job: str | None = None, *, timeout: float = _TIMEOUT_SEC) -> None:
+    def __init__(
+        self, addresses: str | None, job: str | None = None, *, timeout: float = _TIMEOUT_SEC
+    ) -> None:
         self._timeout = timeout
         text = addresses or os.environ.get(LIGHTHOUSE_ENV) or f"http://{host_port(loopback(), DEFAULT_PORT)}"
         self.job = job or os.environ.get(JOB_ENV) or DEFAULT_JOB
@@ -80,8 +85,8 @@ class HttpLighthouse:
         """The server-sent events at a path, (name, data) each, until the lighthouse ends the stream.
 
         Raises:
-            Unanswered: the lighthouse does not answer, or sends nothing for ``timeout`` seconds. Its streams send more
-                often than the default timeout.
+            Unanswered: the lighthouse does not answer, or sends nothing for ``timeout`` seconds. Its streams
+                send more often than the default timeout.
         """
         with self._open(path, "GET", {"Accept": "text/event-stream"}) as response:
             name = ""
@@ -98,7 +103,8 @@ class HttpLighthouse:
                 raise Unanswered(f"{response.url} answered without JSON: is it a lighthouse?") from None
 
     def ask(self, what: str, replica_id: str) -> str:
-        """Requests that the lighthouse ``kill`` or ``drain`` a group, with the token of TORCHFT_TOKEN_FILE if set.
+        """Requests that the lighthouse ``kill`` or ``drain`` a group, with the token of TORCHFT_TOKEN_FILE if
+        set.
 
         Returns:
             a line that says what the lighthouse did.
@@ -106,7 +112,8 @@ class HttpLighthouse:
         return self._ask(what, "replica_id", replica_id)
 
     def change(self, what: str, address: str) -> str:
-        """Requests that the cluster ``add`` or ``remove`` a lighthouse, with the token of TORCHFT_TOKEN_FILE if set.
+        """Requests that the cluster ``add`` or ``remove`` a lighthouse, with the token of TORCHFT_TOKEN_FILE
+        if set.
 
         Returns:
             a line that says what the cluster did.
@@ -137,11 +144,14 @@ class HttpLighthouse:
             except urllib.error.HTTPError as e:
                 with e:
                     raise _refusal(address, e.code, _body(e)) from None
-            # HTTPException: the server does not speak HTTP; UnicodeError: the host cannot be a name in the DNS
+            # HTTPException: the server does not speak HTTP; UnicodeError: the host cannot be a name in the
+            # DNS
             except (OSError, http.client.HTTPException, UnicodeError) as e:
                 reason = getattr(e, "reason", e)
                 late = isinstance(reason, TimeoutError)
-                raise Unanswered(f"{address}: {f'no answer within {self._timeout:g} s' if late else reason}") from None
+                raise Unanswered(
+                    f"{address}: {f'no answer within {self._timeout:g} s' if late else reason}"
+                ) from None
 
         try:
             return _first_that_serves(self.addresses, ask)
@@ -149,13 +159,14 @@ class HttpLighthouse:
             if e.code is not None:
                 raise
             raise Unanswered(
-                f"no lighthouse answered ({e}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} its address?"
+                f"no lighthouse answered ({e}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} its "
+                "address?"
             ) from None
 
 
 class LighthouseConnection:
-    """A persistent connection to a lighthouse, or to the first of a cluster that serves, for one request at a time. It
-    ends with this process.
+    """A persistent connection to a lighthouse, or to the first of a cluster that serves, for one request at a
+    time. It ends with this process.
 
     Args:
         addresses: as :func:`address_of` returns them.
@@ -215,8 +226,8 @@ class LighthouseConnection:
 
 
 def address_of(endpoint: str) -> str:
-    """The address of a lighthouse given as HOST:PORT, or those of a cluster, separated by commas: https if the
-    environment names certificates, else http.
+    """The address of a lighthouse given as HOST:PORT, or those of a cluster, separated by commas: https if
+    the environment names certificates, else http.
 
     Raises:
         ValueError: `endpoint` has something that is neither HOST:PORT nor an address.
@@ -227,11 +238,15 @@ def address_of(endpoint: str) -> str:
     try:
         return ",".join(map(_checked, addresses))
     except Unanswered:
-        raise ValueError(f"endpoint {endpoint!r} is not allowed; allowed: HOST:PORT, http://HOST:PORT") from None
+        raise ValueError(
+            f"endpoint {endpoint!r} is not allowed; allowed: HOST:PORT, http://HOST:PORT"
+        ) from None
 
 
 def direct(address: str) -> urllib.request.OpenerDirector:
-    """Opens requests to a lighthouse without a proxy of the environment, as for all other connections of a job."""
+    """Opens requests to a lighthouse without a proxy of the environment, as for all other connections of a
+    job.
+    """
     tls = _tls(address)
     return _without_tls() if tls is None else _opener(urllib.request.HTTPSHandler(context=tls))
 
@@ -315,5 +330,7 @@ def _tls(address: str) -> ssl.SSLContext | None:
             context.load_cert_chain(cert, key)
     except OSError as e:
         settings = f"TORCHFT_TLS_CA={ca!r}, {TLS_CERT_ENV}={cert!r}, TORCHFT_TLS_KEY={key!r}"
-        raise Unanswered(f"{settings}: {e.strerror or e}; allowed: files of certificates and of a key", 400) from None
+        raise Unanswered(
+            f"{settings}: {e.strerror or e}; allowed: files of certificates and of a key", 400
+        ) from None
     return context

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-# PyTorch's older NCCL backend: once any group of a process has seen an error, the monitor of the process's first group,
-# mostly the user's world, writes the flight recorder, waits for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC (480 s), and ends the
-# process. With 0 it does neither. The value counts that the environment has when the first group is made.
+# PyTorch's older NCCL backend: once any group of a process has seen an error, the monitor of the process's
+# first group, mostly the user's world, writes the flight recorder, waits for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC
+# (480 s), and ends the process. With 0 it does neither. The value counts that the environment has when the
+# first group is made.
 DUMP_ENV = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 

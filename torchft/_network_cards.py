@@ -1,7 +1,7 @@
 """Finds the network card next to a device, by the places of both on the PCI bus as Linux shows them in /sys.
 
-A host with eight GPUs often has several cards, each below the same PCI switch as one or two of the GPUs. A transfer by
-another card crosses the bridge between the processors, and shares that card with all other ranks.
+A host with eight GPUs often has several cards, each below the same PCI switch as one or two of the GPUs. A
+transfer by another card crosses the bridge between the processors, and shares that card with all other ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def nearest(sys: Path, device: str, address_of: Callable[[str], Optional[str]], 
         local_rank: the number of the rank on its host
 
     Returns:
-        Nothing if the device is not there, or if fewer than two interfaces of cards are up and have an address that
-        is valid beyond their link.
+        Nothing if the device is not there, or if fewer than two interfaces of cards are up and have an
+        address that is valid beyond their link.
     """
     here = _place(sys / "bus/pci/devices" / device)
     if here is None:
@@ -46,7 +46,9 @@ def nearest(sys: Path, device: str, address_of: Callable[[str], Optional[str]], 
     cards = []
     for name in sorted(os.listdir(sys / "class/net")) if (sys / "class/net").is_dir() else []:
         places = list(_places(sys / "class/net" / name))
-        address = address_of(name) if places and _read(sys / "class/net" / name / "operstate") in _UP else None
+        address = (
+            address_of(name) if places and _read(sys / "class/net" / name / "operstate") in _UP else None
+        )
         if address is not None and not _is_of_link(address):
             cards.append((min(distance(here, place) for place in places), address))
     if len(cards) < 2:
@@ -58,8 +60,8 @@ def nearest(sys: Path, device: str, address_of: Callable[[str], Optional[str]], 
 
 
 def distance(a: PciPlace, b: PciPlace) -> tuple[int, int]:
-    """Compares as the distance of two places: below one root of the bus the bridges between them count, then whether
-    both belong to one NUMA node.
+    """Compares as the distance of two places: below one root of the bus the bridges between them count, then
+    whether both belong to one NUMA node.
     """
     common = 0
     while common < min(len(a.bridges), len(b.bridges)) and a.bridges[common] == b.bridges[common]:

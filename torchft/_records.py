@@ -18,7 +18,9 @@ def integer(name: str, value: int, least: int) -> int:
     if not isinstance(value, int):
         raise TypeError(f"{name}={value!r} is not allowed; allowed: an int")
     if not least <= value <= _INT64_MAX:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: at least {least} and at most {_INT64_MAX}")
+        raise ValueError(
+            f"{name}={value!r} is not allowed; allowed: at least {least} and at most {_INT64_MAX}"
+        )
     return value
 
 
@@ -85,14 +87,17 @@ class QuorumRequest:
         commit_failures: number of consecutive steps that this rank did not commit.
         init_sync: at step 0, all groups but the primary heal from it.
         reconfigure_handle: handle of this rank's process group; empty if it has none.
-        group_world_size: number of ranks of the group; the server refuses one that differs from its own. 0: not known.
-        committed_quorum_id: the quorum in which this rank's weights were committed; -1: none since the start of its
-            process, 0: not known.
+        group_world_size: number of ranks of the group; the server refuses one that differs from its own. 0:
+            not known.
+        committed_quorum_id: the quorum in which this rank's weights were committed; -1: none since the start
+            of its process, 0: not known.
         replays_failed_steps: whether this rank replays failed steps. Its group does if all of its ranks do.
-        asks_each_step: whether this rank's group asks for each step, so that no quorum with it stands (LocalSGD).
-        layout: digest and size of the tensors that this rank reduces; empty: not known. The lighthouse refuses a group
-            that reduces other tensors than the groups of the job.
-        drain: whether this rank requests that its group drains. The result reports that to all ranks of the group.
+        asks_each_step: whether this rank's group asks for each step, so that no quorum with it stands
+            (LocalSGD).
+        layout: digest and size of the tensors that this rank reduces; empty: not known. The lighthouse
+            refuses a group that reduces other tensors than the groups of the job.
+        drain: whether this rank requests that its group drains. The result reports that to all ranks of the
+            group.
         traceparent: the W3C trace context of the step and the vote on it; empty: this rank does not trace.
     """
 
@@ -160,13 +165,13 @@ class QuorumResult:
         heal: whether this group has to heal.
         commit_failures: the largest value that a participant reported.
         replica_ids: replica ids of the participants, in the order of their ranks.
-        reconfigure_handles: handles of the process groups of this group rank, one for each participant, in the order of
-            ``replica_ids``; empty unless all sent one.
+        reconfigure_handles: handles of the process groups of this group rank, one for each participant, in
+            the order of ``replica_ids``; empty unless all sent one.
         replicas_without_handles: replica ids of the participants that sent none.
-        committed_quorum_id: the quorum in which the weights of ``max_step`` were committed; -1: none since their groups
-            started, 0: not every participant sends it.
-        replay: whether this group may reduce the gradients that it kept of ``max_step`` again: it is up to date, and
-            all participants replay failed steps.
+        committed_quorum_id: the quorum in which the weights of ``max_step`` were committed; -1: none since
+            their groups started, 0: not every participant sends it.
+        replay: whether this group may reduce the gradients that it kept of ``max_step`` again: it is up to
+            date, and all participants replay failed steps.
         additional_source_addresses: managers of this group's additional sources; empty unless ``heal``.
         help_dst_replica_ranks: groups that heal from another one, and use this one as an additional source.
         draining: whether this group drains, so that this is its last step.

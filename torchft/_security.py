@@ -1,7 +1,7 @@
 """The token and the certificates that protect a job's connections, in files that the environment names.
 
-The Go core reads the certificates, and the token for its calls. Checkpoint servers, and requests of Python to a
-lighthouse, take the token from this module.
+The Go core reads the certificates, and the token for its calls. Checkpoint servers, and requests of Python to
+a lighthouse, take the token from this module.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ _FILES = {
 
 
 def files() -> dict[str, str]:
-    """Returns the names of the files for the Go core, by their settings; empty for a file that the environment lacks.
+    """Returns the names of the files for the Go core, by their settings; empty for a file that the
+    environment lacks.
 
-    They are passed explicitly, because Go copies the environment when its library is loaded and sees no later change.
+    They are passed explicitly, because Go copies the environment when its library is loaded and sees no later
+    change.
     """
     return {name: os.environ.get(env, "") for name, env in _FILES.items()}
 
@@ -36,10 +38,11 @@ def security() -> str:
 
 
 def tokens() -> list[str]:
-    """The job's tokens, one per line of the file: the first is sent with requests, and each of them is accepted.
+    """The job's tokens, one per line of the file: the first is sent with requests, and each of them is
+    accepted.
 
-    Without TORCHFT_TOKEN_FILE there are none. The file is read each time, so that a token can be changed while the
-    job runs.
+    Without TORCHFT_TOKEN_FILE there are none. The file is read each time, so that a token can be changed
+    while the job runs.
 
     Raises:
         ValueError: TORCHFT_TOKEN_FILE names a file that cannot be read, or holds no token
@@ -54,5 +57,7 @@ def tokens() -> list[str]:
         raise ValueError(f"{TOKEN_FILE_ENV}={path!r} cannot be read: {error}") from error
     found = [line for line in lines if line]
     if not found or not all("!" <= character <= "~" for line in found for character in line):
-        raise ValueError(f"{TOKEN_FILE_ENV}={path!r}: allowed are lines of printable ASCII, at least one, no spaces")
+        raise ValueError(
+            f"{TOKEN_FILE_ENV}={path!r}: allowed are lines of printable ASCII, at least one, no spaces"
+        )
     return found

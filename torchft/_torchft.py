@@ -8,8 +8,8 @@ Errors, for every call:
         ``http://`` or ``https://``, the peer's refusal, use after shutdown, use in a forked child.
     KeyboardInterrupt: Ctrl-C ends every wait at once and cancels the call.
 
-Servers and clients alike are protected by the files that TORCHFT_TOKEN_FILE and TORCHFT_TLS_CERT, _KEY, _CA and
-_CLIENT_CA name when they are made; a file that cannot be used is a ValueError.
+Servers and clients alike are protected by the files that TORCHFT_TOKEN_FILE and TORCHFT_TLS_CERT, _KEY, _CA
+and _CLIENT_CA name when they are made; a file that cannot be used is a ValueError.
 
 The native library is loaded on first use, so that a process that forks before it uses torchft can use it in
 the child too.
@@ -101,7 +101,8 @@ class _Native:
             self._go.run(self._go.pyapi_ReleaseStart, handle)
 
     def __del__(self) -> None:
-        # In a forked child this object cannot be used: it belongs to the parent, whose threads do not exist here.
+        # In a forked child this object cannot be used: it belongs to the parent, whose threads do not exist
+        # here.
         if getattr(self, "_handle", 0) and not self._go.forked():
             self._release()
 
@@ -210,11 +211,14 @@ class ManagerClient(_Native):
 
     __slots__ = ("_asked", "_failed", "_stands")
 
-    # Both are required. They have defaults only because mocks of the upstream class are made without arguments.
+    # Both are required. They have defaults only because mocks of the upstream class are made without
+    # arguments.
     def __init__(self, addr: str | None = None, connect_timeout: timedelta | None = None) -> None:
         if addr is None or connect_timeout is None:
             given = {"addr": addr, "connect_timeout": connect_timeout}
-            raise TypeError(f"ManagerClient: missing {' and '.join(n for n, v in given.items() if v is None)}")
+            raise TypeError(
+                f"ManagerClient: missing {' and '.join(n for n, v in given.items() if v is None)}"
+            )
         self._asked: QuorumRequest | None = None  # the last request of a round
         # The step that this rank may begin without a round, since the quorum stands; -1: none.
         self._stands = -1
@@ -252,13 +256,16 @@ class ManagerClient(_Native):
             **further,
         )
         go = self._go
-        result = go.run(go.pyapi_ManagerQuorumStart, self._handle, request._to_json(), _micros("timeout", timeout))
+        result = go.run(
+            go.pyapi_ManagerQuorumStart, self._handle, request._to_json(), _micros("timeout", timeout)
+        )
         return QuorumResult(**json.loads(result))
 
     # `_quorum` in two calls, for a caller that requests a quorum at every step and needs no thread for that.
 
     def _begin_round(self, request: QuorumRequest, timeout: timedelta, last: QuorumResult | None) -> object:
-        """Does the same as :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`, once.
+        """Does the same as :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`,
+        once.
 
         Args:
             request: the rank's request.
@@ -266,7 +273,8 @@ class ManagerClient(_Native):
             last: the last result, None if there is none to compare with.
 
         Returns:
-            None: the quorum stands, so the result is ``last`` with the step of the request, and nothing was called.
+            None: the quorum stands, so the result is ``last`` with the step of the request, and nothing was
+                called.
         """
         go = self._go
         timeout_us = _micros("timeout", timeout)
@@ -280,7 +288,9 @@ class ManagerClient(_Native):
         return _Operation(go, op)
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
-        """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs from it."""
+        """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs
+        from it.
+        """
         assert isinstance(begun, _Operation)
         result: Any = begun.wait()
         if last is not None and isinstance(result, int):
@@ -289,7 +299,8 @@ class ManagerClient(_Native):
         return QuorumResult(**json.loads(result))
 
     def _wait_change(self, timeout: timedelta) -> bool:
-        """Waits for a round whose result differs from the previous one in more than the step, or demands a heal.
+        """Waits for a round whose result differs from the previous one in more than the step, or demands a
+        heal.
 
         Returns:
             False on a timeout.
@@ -304,9 +315,9 @@ class ManagerClient(_Native):
         """Waits for the lighthouse's next notice.
 
         Returns:
-            The kind of the notice, and the member that failed or is stalled. Kinds are ``failed``, ``stalled``,
-            ``regressed`` (the quorum is below the job's step) and ``progress``: the lighthouse asks what this rank
-            does. None if there was no notice in time.
+            The kind of the notice, and the member that failed or is stalled. Kinds are ``failed``,
+            ``stalled``, ``regressed`` (the quorum is below the job's step) and ``progress``: the lighthouse
+            asks what this rank does. None if there was no notice in time.
 
         Raises:
             RuntimeError: the client is shut down.
@@ -322,11 +333,15 @@ class ManagerClient(_Native):
         return kind, failure
 
     def _suspect(self, quorum_id: int, replica_id: str) -> None:
-        """Reports a failed collective to the lighthouse, with the suspected peer; empty if the peer is not known."""
+        """Reports a failed collective to the lighthouse, with the suspected peer; empty if the peer is not
+        known.
+        """
         self._report(suspected={"quorum_id": quorum_id, "replica_id": replica_id})
 
     def _report_progress(self, group_rank: int, waits: bool, what: str) -> None:
-        """Answers the lighthouse's ``progress``: whether this rank waits for other groups, and what it does."""
+        """Answers the lighthouse's ``progress``: whether this rank waits for other groups, and what it
+        does.
+        """
         self._report(progress={"group_rank": group_rank, "waits": waits, "what": what})
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
@@ -363,11 +378,15 @@ class ManagerClient(_Native):
         return bool(decision)
 
     def _leave(self, timeout: timedelta) -> None:
-        """Reports that this group has ended its last step, and waits until no other group needs it any more."""
+        """Reports that this group has ended its last step, and waits until no other group needs it any
+        more.
+        """
         self._go.run(self._go.pyapi_ManagerLeaveStart, self._handle, _micros("timeout", timeout))
 
     def _request_drain(self) -> None:
-        """Requests that the group leaves. The next request for a quorum repeats it, in case that it is lost."""
+        """Requests that the group leaves. The next request for a quorum repeats it, in case that it is
+        lost.
+        """
         self._report(drain=True)
 
     def _report_healing(self, group_rank: int, received: int, total: int) -> None:
@@ -411,7 +430,9 @@ class ManagerClient(_Native):
         self._go.pyapi_ManagerReport(self._handle, json.dumps(report))
 
     def shutdown(self) -> None:
-        """Closes the connection; calls that wait for an answer get an error. A second shutdown does nothing."""
+        """Closes the connection; calls that wait for an answer get an error. A second shutdown does
+        nothing.
+        """
         self._release()
 
 
@@ -425,10 +446,13 @@ class LighthouseServer(_GoServer):
     Args:
         bind (str): ``host:port`` to listen on; port 0 takes a free one.
         min_replicas (int): least number of replica groups in a quorum, at least 1.
-        join_timeout_ms (int): how long a quorum waits for healthy groups that have not requested it yet; default 100.
+        join_timeout_ms (int): how long a quorum waits for healthy groups that have not requested it yet;
+            default 100.
         quorum_tick_ms (int): interval at which quorums are decided also without a new request; default 100.
-        heartbeat_timeout_ms (int): time without a heartbeat after which a group counts as failed; default 5000.
-        state_dir (str): directory where the last quorum of each job is kept for a restarted lighthouse; default: none.
+        heartbeat_timeout_ms (int): time without a heartbeat after which a group counts as failed; default
+            5000.
+        state_dir (str): directory where the last quorum of each job is kept for a restarted lighthouse;
+            default: none.
 
     Raises:
         ValueError: an argument that is not allowed.
@@ -449,7 +473,9 @@ class LighthouseServer(_GoServer):
         settings = {
             "bind": bind,
             "min_replicas": integer("min_replicas", min_replicas, 1),
-            "join_timeout_ms": integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms, 0),
+            "join_timeout_ms": integer(
+                "join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms, 0
+            ),
             "quorum_tick_ms": integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms, 1),
             "heartbeat_timeout_ms": integer(
                 "heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms, 1
@@ -476,7 +502,9 @@ class LighthouseClient(_Native):
     __slots__ = ()
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
-        self._open("pyapi_LighthouseClientStart", addr, _micros("connect_timeout", connect_timeout), security())
+        self._open(
+            "pyapi_LighthouseClientStart", addr, _micros("connect_timeout", connect_timeout), security()
+        )
 
     def quorum(
         self,
@@ -512,7 +540,9 @@ class LighthouseClient(_Native):
             "data": "" if data is None else json.dumps(data),
         }
         timeout_us = _micros("timeout", timeout)
-        result = json.loads(go.run(go.pyapi_LighthouseQuorumStart, self._handle, json.dumps(member), timeout_us))
+        result = json.loads(
+            go.run(go.pyapi_LighthouseQuorumStart, self._handle, json.dumps(member), timeout_us)
+        )
         participants = [QuorumMember(**member) for member in result["participants"]]
         for participant, member in zip(participants, result["participants"]):
             participant.data = json.loads(member["data"]) if member["data"] else None
@@ -520,7 +550,9 @@ class LighthouseClient(_Native):
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Sends a heartbeat for ``replica_id``; ``timeout`` is the limit of the call."""
-        self._go.run(self._go.pyapi_LighthouseHeartbeatStart, self._handle, replica_id, _micros("timeout", timeout))
+        self._go.run(
+            self._go.pyapi_LighthouseHeartbeatStart, self._handle, replica_id, _micros("timeout", timeout)
+        )
 
 
 class _LighthouseCommand(_GoServer):
@@ -534,10 +566,13 @@ class _LighthouseCommand(_GoServer):
 
 @contextmanager
 def _end_awaited() -> Iterator[Callable[[], object]]:
-    """Yields a function that returns at SIGINT or SIGTERM, also at an earlier one. Afterwards these end the process."""
+    """Yields a function that returns at SIGINT or SIGTERM, also at an earlier one. Afterwards these end the
+    process.
+    """
     import signal
 
-    # A byte in a pipe wakes this thread whichever thread gets the signal, and without a lock that it may hold itself.
+    # A byte in a pipe wakes this thread whichever thread gets the signal, and without a lock that it may hold
+    # itself.
     signaled, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

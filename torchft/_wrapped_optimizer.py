@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 class WrappedOptimizer(Copyable, Optimizer):
-    """Forwards everything to the wrapped optimizer except ``zero_grad`` and ``step``, which subclasses define.
+    """Forwards everything to the wrapped optimizer except ``zero_grad`` and ``step``, which subclasses
+    define.
 
-    Attributes, too, are read from the wrapped optimizer and set on it, except those that a subclass has set before it
-    calls this constructor.
+    Attributes, too, are read from the wrapped optimizer and set on it, except those that a subclass has set
+    before it calls this constructor.
 
-    A copy wraps a copy of the wrapped optimizer. The Manager knows the original only: it neither compares nor heals the
-    state of a copy.
+    A copy wraps a copy of the wrapped optimizer. The Manager knows the original only: it neither compares nor
+    heals the state of a copy.
 
     Args:
         optim: the optimizer to wrap.
@@ -98,17 +99,20 @@ def _delegate(name: str) -> Callable[..., RemovableHandle]:
 
 def _attribute(name: str) -> property:
     """An attribute that PyTorch's class declares."""
-    return property(lambda self: getattr(self.optim, name), lambda self, value: setattr(self.optim, name, value))
+    return property(
+        lambda self: getattr(self.optim, name), lambda self, value: setattr(self.optim, name, value)
+    )
 
 
 def _one_state(method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a method of GradScaler use the same state for a wrapper and the wrapped optimizer.
 
-    GradScaler keeps by ``id(optimizer)`` whether gradients are unscaled. A library may unscale the wrapped optimizer's,
-    and a training loop step the wrapper: with two states, the gradients would be divided by the scale twice.
+    GradScaler keeps by ``id(optimizer)`` whether gradients are unscaled. A library may unscale the wrapped
+    optimizer's, and a training loop step the wrapper: with two states, the gradients would be divided by the
+    scale twice.
 
-    A class derived from GradScaler may have a method of its own in place of this one, as PyTorch's ShardedGradScaler
-    has ``unscale_``. So the shared state is the one that exists, of whichever optimizer.
+    A class derived from GradScaler may have a method of its own in place of this one, as PyTorch's
+    ShardedGradScaler has ``unscale_``. So the shared state is the one that exists, of whichever optimizer.
     """
 
     @functools.wraps(method)

@@ -1,7 +1,7 @@
 """The address that this process announces to other hosts.
 
-Manager servers, stores, reconfigure handles and checkpoint servers all use it, so a host with several networks needs
-only one setting. With a wrong address heals may use a slow network.
+Manager servers, stores, reconfigure handles and checkpoint servers all use it, so a host with several
+networks needs only one setting. With a wrong address heals may use a slow network.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def use_lighthouse(address: str) -> None:
 def announced_host(lighthouse_addr: str | None = None) -> str:
     """The host name or IP address at which other hosts can reach this process, without brackets or port.
 
-    In this order: ``TORCHFT_HOST`` (an address, or the name of a network interface); the local end of the route
-    towards the lighthouse, unless that is a loopback address, which says nothing about other hosts; the host name, if
-    it resolves; a loopback address.
+    In this order: ``TORCHFT_HOST`` (an address, or the name of a network interface); the local end of the
+    route towards the lighthouse, unless that is a loopback address, which says nothing about other hosts; the
+    host name, if it resolves; a loopback address.
 
     Args:
         lighthouse_addr: ``http://host:port`` of the lighthouse, or a list of those; default: that of the
@@ -62,12 +62,13 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
 def heal_hosts(device: str | None = None) -> list[str]:
     """The addresses of this rank from which peers fetch its state, the best one first.
 
-    ``TORCHFT_HEAL_HOSTS`` names one for each rank of this host, by LOCAL_RANK. By default, on a host with several
-    network cards, it is that of the card next to the rank's device, unless ``TORCHFT_HOST`` is set. Last comes the
-    address that is announced for everything else.
+    ``TORCHFT_HEAL_HOSTS`` names one for each rank of this host, by LOCAL_RANK. By default, on a host with
+    several network cards, it is that of the card next to the rank's device, unless ``TORCHFT_HOST`` is set.
+    Last comes the address that is announced for everything else.
 
     Args:
-        device: PCI address of the rank's device, see :func:`torchft.utils.device_pci_address`; None: not known
+        device: PCI address of the rank's device, see :func:`torchft.utils.device_pci_address`; None: not
+            known
 
     Raises:
         ValueError: a setting names no address or interface of this host, or none for this rank.
@@ -78,7 +79,8 @@ def heal_hosts(device: str | None = None) -> list[str]:
     if names:
         if not rank.isdecimal() or int(rank) >= len(names):
             raise ValueError(
-                f"{HEAL_HOSTS_ENV}={','.join(names)!r} has {len(names)} addresses, none for LOCAL_RANK={rank}: one for "
+                f"{HEAL_HOSTS_ENV}={','.join(names)!r} has {len(names)} addresses, none for "
+                f"LOCAL_RANK={rank}: one for "
                 "each local rank is needed"
             )
         hosts.append(_host_of_setting(HEAL_HOSTS_ENV, names[int(rank)]))
@@ -91,8 +93,8 @@ def heal_hosts(device: str | None = None) -> list[str]:
 def announced_store_host(host: str, port: int, lighthouse_addr: str | None = None) -> str:
     """``host:port`` of a store as other hosts reach it.
 
-    MASTER_ADDR is often a loopback address, and torchrun sets it to the name of this host, which other hosts may not
-    know: both are replaced by the address that is announced for everything else.
+    MASTER_ADDR is often a loopback address, and torchrun sets it to the name of this host, which other hosts
+    may not know: both are replaced by the address that is announced for everything else.
     """
     host = host.removeprefix("[").removesuffix("]")
     if host == "localhost" or _is_loopback(host) or _is_own_name(host):
@@ -114,8 +116,8 @@ def loopback() -> str:
 
 
 def store_host(host: str) -> str:
-    """The host to connect to for a TCPStore at ``host``: a numeric address if that is this host, which may not resolve
-    its own names. Such a store listens on all addresses of its host.
+    """The host to connect to for a TCPStore at ``host``: a numeric address if that is this host, which may
+    not resolve its own names. Such a store listens on all addresses of its host.
     """
     if host == "localhost" or (_is_own_name(host) and not _resolves(host)):
         return loopback()
@@ -132,11 +134,14 @@ def _host_of_setting(variable: str, setting: str) -> str:
     if setting in (name for _, name in socket.if_nameindex()):
         address = interface_address(setting)
         if address is None:
-            raise ValueError(f"{variable}={setting!r}: this network interface has no address; name one that has")
+            raise ValueError(
+                f"{variable}={setting!r}: this network interface has no address; name one that has"
+            )
         return address
     if not _resolves(setting):
         raise ValueError(
-            f"{variable}={setting!r} is neither a network interface of this host nor an address that resolves; "
+            f"{variable}={setting!r} is neither a network interface of this host nor an address that "
+            "resolves; "
             f"interfaces: {', '.join(name for _, name in socket.if_nameindex())}"
         )
     return setting
@@ -145,7 +150,8 @@ def _host_of_setting(variable: str, setting: str) -> str:
 def _route_towards(lighthouse_addr: str) -> str | None:
     """The source address of packets to the lighthouse; None if it is unknown or loopback."""
     try:
-        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # a list: its first lighthouse serves unless it fails
+        # A list: its first lighthouse serves unless it fails.
+        parts = urlsplit(lighthouse_addr.split(",")[0].strip())
         if not parts.hostname:
             return None
         targets = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)

@@ -1,15 +1,16 @@
 """Collectives that send 8-bit codes: a quarter of the bytes of float32.
 
-Each rank sends each peer the codes of one slice of its tensors, adds up the slices that it receives, and (in an
-allreduce) sends the codes of the sum to all peers. So values are rounded twice in an allreduce and once in a
-reduce_scatter; `torchft.quantization` has the error bounds of one rounding. With n ranks the error of an allreduce is
-at most the sum of the errors of the n inputs, plus the error of the sum. A bound depends on the largest value in a
-block, which is 2048 neighbouring elements of a tensor. All ranks get the same bits.
+Each rank sends each peer the codes of one slice of its tensors, adds up the slices that it receives, and (in
+an allreduce) sends the codes of the sum to all peers. So values are rounded twice in an allreduce and once in
+a reduce_scatter; `torchft.quantization` has the error bounds of one rounding. With n ranks the error of an
+allreduce is at most the sum of the errors of the n inputs, plus the error of the sum. A bound depends on the
+largest value in a block, which is 2048 neighbouring elements of a tensor. All ranks get the same bits.
 
 NaN and infinities in any input become NaN in the result; only that element is affected.
 
-All ranks must pass the same shapes and dtypes in the same order, and have the same TORCHFT_QUANTIZATION_FORMAT. With
-Gloo this is compared before tensors are sent: a ValueError names the difference.
+All ranks must pass the same shapes and dtypes in the same order, and have the same
+TORCHFT_QUANTIZATION_FORMAT. With Gloo this is compared before tensors are sent: a ValueError names the
+difference.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def allocate_reduce_scatter_output(
         world_size: number of ranks.
 
     Returns:
-        A flat tensor for this rank's rows of all tensors, one after the other, and the padded sizes of the tensors.
+        A flat tensor for this rank's rows of all tensors, one after the other, and the padded sizes of the
+        tensors.
 
     Raises:
         ValueError: there are no tensors, they have several dtypes or devices, or one has no dimensions.
@@ -110,7 +112,8 @@ def allreduce_quantized(
         tensors: float32, float16 or bfloat16, any shapes, on one device.
         opts: SUM or AVG.
         process_group: a process group of torchft, or a native one.
-        sync_stream: stream for the work on a device; default: one that all quantized collectives on the device share.
+        sync_stream: stream for the work on a device; default: one that all quantized collectives on the
+            device share.
 
     Returns:
         Work whose future gives ``tensors``. They must not be touched until it is done.
@@ -131,7 +134,9 @@ def allreduce_quantized(
         fused_reduce_fp8(tensors, buffer, ranks, exchange.rank, op, fmt)
         fused_dequantize_from_fp8(tensors, exchange.gather(buffer), ranks, fmt)
 
-    return _start(run, f"allreduce {fmt.value} {reduce_op_name(op)}", tensors, tensors, process_group, sync_stream)
+    return _start(
+        run, f"allreduce {fmt.value} {reduce_op_name(op)}", tensors, tensors, process_group, sync_stream
+    )
 
 
 def reduce_scatter_quantized(
@@ -144,13 +149,15 @@ def reduce_scatter_quantized(
     """Reduces tensors over all ranks and leaves each rank its rows of them.
 
     Args:
-        output: a tensor from `allocate_reduce_scatter_output`: this rank's rows of all inputs, flat, one after the
-            other.
-        inputs: float32, float16 or bfloat16, of one dimension or more, on one device. Their first dimensions are cut
-            into as many parts as there are ranks, padded with zeros to the sizes of `get_padded_sizes`.
+        output: a tensor from `allocate_reduce_scatter_output`: this rank's rows of all inputs, flat, one
+            after the other.
+        inputs: float32, float16 or bfloat16, of one dimension or more, on one device. Their first dimensions
+            are cut into as many parts as there are ranks, padded with zeros to the sizes of
+            `get_padded_sizes`.
         opts: SUM or AVG.
         process_group: a process group of torchft, or a native one.
-        sync_stream: stream for the work on a device; default: one that all quantized collectives on the device share.
+        sync_stream: stream for the work on a device; default: one that all quantized collectives on the
+            device share.
 
     Returns:
         Work whose future gives ``output``.
@@ -168,7 +175,8 @@ def reduce_scatter_quantized(
     rows = [size.numel() // ranks for size in sizes]
     if output.numel() != sum(rows) or not output.is_contiguous():
         raise ValueError(
-            f"output of shape {tuple(output.shape)} has {output.numel()} elements: this rank's rows of all inputs need "
+            f"output of shape {tuple(output.shape)} has {output.numel()} elements: this rank's rows of all "
+            "inputs need "
             f"{sum(rows)}, contiguous"
         )
 
@@ -183,7 +191,12 @@ def reduce_scatter_quantized(
             part.copy_(tensor.detach().reshape(-1))
         return _DummyWork(output)
     return _start(
-        run, f"reduce_scatter {fmt.value} {reduce_op_name(op)}", [*inputs, output], output, process_group, sync_stream
+        run,
+        f"reduce_scatter {fmt.value} {reduce_op_name(op)}",
+        [*inputs, output],
+        output,
+        process_group,
+        sync_stream,
     )
 
 

@@ -30,7 +30,8 @@ _BUCKET_FUTURE = torch.futures.Future[torch.Tensor]
 class _FixedBuckets(ProcessGroupDummy):
     """PyTorch's group for DDP, of one rank, so that DDP's own broadcasts and reductions stay in this process.
 
-    A reducer rebuilds its buckets once, and asks rank 0 of its group for them. This group has an answer of its own.
+    A reducer rebuilds its buckets once, and asks rank 0 of its group for them. This group has an answer of
+    its own.
     """
 
     def __init__(self) -> None:
@@ -38,11 +39,15 @@ class _FixedBuckets(ProcessGroupDummy):
         self._answers: Deque[List[int]] = deque()
 
     def rebuild(self, reducer: dist.Reducer, buckets: List[List[int]]) -> None:
-        """Makes a new reducer rebuild its buckets now, as these lists of the parameters' indices, and never again."""
+        """Makes a new reducer rebuild its buckets now, as these lists of the parameters' indices, and never
+        again.
+        """
         self._answers.extend([[*chain(*buckets), len(buckets)], [len(bucket) for bucket in buckets]])
         reducer._push_all_rebuilt_params()
         if not reducer._rebuild_buckets() or self._answers:
-            raise RuntimeError(f"PyTorch {torch.__version__}: the buckets of DistributedDataParallel cannot be fixed")
+            raise RuntimeError(
+                f"PyTorch {torch.__version__}: the buckets of DistributedDataParallel cannot be fixed"
+            )
 
     def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> dist.Work:
         if self._answers:
@@ -53,24 +58,25 @@ class _FixedBuckets(ProcessGroupDummy):
 class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
     """PyTorch's DistributedDataParallel, whose allreduces go through a Manager.
 
-    The allreduce of a bucket overlaps with the rest of the backward pass: only the first one of a step blocks, until
-    there is a quorum. If a peer fails, backward raises no error; the step is not committed.
+    The allreduce of a bucket overlaps with the rest of the backward pass: only the first one of a step
+    blocks, until there is a quorum. If a peer fails, backward raises no error; the step is not committed.
 
-    All groups must cut the gradients into the same buckets in the same order, including a group that joins when the
-    others are at step 1,000. PyTorch rebuilds the buckets after the first step, in the order in which gradients
-    arrived, unless ``find_unused_parameters`` is set. Here the buckets are always those that PyTorch makes with
-    ``find_unused_parameters``, from the first step on.
+    All groups must cut the gradients into the same buckets in the same order, including a group that joins
+    when the others are at step 1,000. PyTorch rebuilds the buckets after the first step, in the order in
+    which gradients arrived, unless ``find_unused_parameters`` is set. Here the buckets are always those that
+    PyTorch makes with ``find_unused_parameters``, from the first step on.
 
     As in PyTorch, parameters that take no part in the loss are an error, unless the caller passes
     ``find_unused_parameters=True``.
 
-    Gradients are views of the buckets (``gradient_as_bucket_view``) unless the caller says otherwise. The number of
-    participants is known only after the allreduce, so averaging takes another pass over all gradients. In return, the
-    views save the pass that copies the gradients back, and the memory of the copy. As PyTorch documents for the option,
-    such a gradient cannot be detached in place, and is overwritten in the next backward pass.
+    Gradients are views of the buckets (``gradient_as_bucket_view``) unless the caller says otherwise. The
+    number of participants is known only after the allreduce, so averaging takes another pass over all
+    gradients. In return, the views save the pass that copies the gradients back, and the memory of the copy.
+    As PyTorch documents for the option, such a gradient cannot be detached in place, and is overwritten in
+    the next backward pass.
 
-    A copy has a copy of the model and the same Manager, which does not compare the copy's parameters. A pickle holds no
-    Manager: wrap ``module`` of the unpickled object anew to train with it.
+    A copy has a copy of the model and the same Manager, which does not compare the copy's parameters. A
+    pickle holds no Manager: wrap ``module`` of the unpickled object anew to train with it.
 
     Args:
         manager: the Manager of this rank.
@@ -78,7 +84,8 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
         kwargs: arguments of PyTorch's class, except ``process_group``.
 
     Raises:
-        ValueError: ``process_group`` was given, or the Manager's group does not reduce the sparse gradients of a layer.
+        ValueError: ``process_group`` was given, or the Manager's group does not reduce the sparse gradients
+            of a layer.
     """
 
     _of_this_process = ("_manager", "_extras")
@@ -86,7 +93,9 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
 
     def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
         if "process_group" in kwargs:
-            raise ValueError("process_group is not allowed: the Manager selects the participants of each step")
+            raise ValueError(
+                "process_group is not allowed: the Manager selects the participants of each step"
+            )
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(module, process_group=_FixedBuckets(), **kwargs)
         self._manager = manager
@@ -95,7 +104,9 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
         self._extras.check_sparse([name for name in _with_sparse_gradients(module) if name not in ignored])
         self._register_hook()
         self._extras.register_check(_finished(weakref.ref(self)))
-        self._extras.register_parameters(lambda: [p for p in module.named_parameters() if p[0] not in ignored])
+        self._extras.register_parameters(
+            lambda: [p for p in module.named_parameters() if p[0] not in ignored]
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -103,8 +114,8 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
         return super().forward(*inputs, **kwargs)
 
     def _register_hook(self) -> None:
-        # The reducer, which owns the hook, is C++ code whose references the garbage collector does not see: a Manager
-        # whose state functions refer to the model would never be collected.
+        # The reducer, which owns the hook, is C++ code whose references the garbage collector does not see: a
+        # Manager whose state functions refer to the model would never be collected.
         reduce = weakref.WeakMethod(self._reduce)
 
         def hook(_: object, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
@@ -113,16 +124,21 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
             return method(bucket)
 
         self.register_comm_hook(None, hook)
-        self._reduces_in_pass = not self.static_graph  # in its first pass, PyTorch calls the hook after the pass
+        # In its first pass, PyTorch calls the hook after the pass.
+        self._reduces_in_pass = not self.static_graph
 
     def _reduce(self, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
         if not self.gradient_as_bucket_view:
-            self._extras.refuse_replay("gradients are copies of what is reduced (gradient_as_bucket_view=False)")
+            self._extras.refuse_replay(
+                "gradients are copies of what is reduced (gradient_as_bucket_view=False)"
+            )
         buffer = bucket.buffer()
-        self._extras.share_buffer(buffer)  # the buffer belongs to DDP; gradients are views of it, and move with it
+        # The buffer belongs to DDP; gradients are views of it, and move with it.
+        self._extras.share_buffer(buffer)
         work = managed(self._manager, self._manager.allreduce(buffer), buffer)
-        # The reducer waits for the future, without a deadline and deaf to signals. The future may complete only in a
-        # wait for the work, so that comes first: at the end of the backward pass, before the reducer's own.
+        # The reducer waits for the future, without a deadline and deaf to signals. The future may complete
+        # only in a wait for the work, so that comes first: at the end of the backward pass, before the
+        # reducer's own.
         if self._reduces_in_pass:
             Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
         else:
@@ -157,8 +173,8 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
 
     @contextmanager
     def join(self, *args: Any, **kwargs: Any) -> Iterator[None]:  # type: ignore[override]
-        """Does nothing. In PyTorch, ranks without further input wait here for the others; with a Manager, the others go
-        on without a group that has ended.
+        """Does nothing. In PyTorch, ranks without further input wait here for the others; with a Manager, the
+        others go on without a group that has ended.
         """
         yield
 
@@ -186,13 +202,15 @@ def _with_sparse_gradients(model: nn.Module) -> List[str]:
     return [
         f"{name}.weight".lstrip(".")
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.sparse
+        and module.weight.requires_grad
     ]
 
 
 def _finished(ref: "weakref.ref[DistributedDataParallel]") -> Callable[[], None]:
-    """Raises an error if gradients of the backward pass are missing in its reductions. PyTorch does so in the next
-    forward pass, which is too late for this step.
+    """Raises an error if gradients of the backward pass are missing in its reductions. PyTorch does so in the
+    next forward pass, which is too late for this step.
     """
 
     def check() -> None:
@@ -208,8 +226,8 @@ class PureDistributedDataParallel(Copyable, nn.Module):
 
     Simple, and slow for small parameters.
 
-    The allreduce of a gradient begins as soon as the gradient is final, and the end of the backward pass waits for all
-    of them. Groups must produce their gradients in the same order.
+    The allreduce of a gradient begins as soon as the gradient is final, and the end of the backward pass
+    waits for all of them. Groups must produce their gradients in the same order.
 
     Copies and pickles are as those of :class:`DistributedDataParallel`.
 
@@ -257,7 +275,9 @@ class PureDistributedDataParallel(Copyable, nn.Module):
     def _manager(self) -> "Manager":
         manager = self._manager_ref()
         if manager is None:
-            raise RuntimeError("PureDistributedDataParallel: its Manager no longer exists; keep a reference to it")
+            raise RuntimeError(
+                "PureDistributedDataParallel: its Manager no longer exists; keep a reference to it"
+            )
         return manager
 
     def _reduce(self, param: torch.Tensor) -> None:
@@ -270,10 +290,11 @@ class PureDistributedDataParallel(Copyable, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As in PyTorch: backward passes in this context add to the gradients; the first later one reduces the sum.
+        """As in PyTorch: backward passes in this context add to the gradients; the first later one reduces
+        the sum.
 
-        Unlike in PyTorch, that pass must use all parameters that the passes before have used: a gradient to which it
-        adds nothing is not reduced.
+        Unlike in PyTorch, that pass must use all parameters that the passes before have used: a gradient to
+        which it adds nothing is not reduced.
         """
         before, self._syncs = self._syncs, False
         try:

@@ -1,10 +1,11 @@
 """Timeouts for futures, blocks of code and streams.
 
-All timers of a process share one daemon thread, which starts with the first timer. A timer that fires runs its callback
-on that thread, on the device that was current where the timer was set. Callbacks must be short: abort something, fail a
-future. A callback that hangs would disable every other timer of the process, and the job could stall. So a callback has
-``TORCHFT_WATCHDOG_TIMEOUT_SEC`` seconds (30 by default). After that the stacks of all threads are printed to stderr and
-the process exits with code 1, so that its supervisor restarts it.
+All timers of a process share one daemon thread, which starts with the first timer. A timer that fires runs
+its callback on that thread, on the device that was current where the timer was set. Callbacks must be short:
+abort something, fail a future. A callback that hangs would disable every other timer of the process, and the
+job could stall. So a callback has ``TORCHFT_WATCHDOG_TIMEOUT_SEC`` seconds (30 by default). After that the
+stacks of all threads are printed to stderr and the process exits with code 1, so that its supervisor restarts
+it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ T = TypeVar("T")
 
 WATCHDOG_TIMEOUT_SEC = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
 _DEFAULT_WATCHDOG_TIMEOUT_SEC = 30.0
-_ASK_AGAIN = timedelta(seconds=1)  # after the deadline of a stream, if the capture of a graph forbids the query
+# After the deadline of a stream, if the capture of a graph forbids the query.
+_ASK_AGAIN = timedelta(seconds=1)
 
 _logger: logging.Logger = logging.getLogger(__name__)
 
@@ -118,9 +120,9 @@ def _call_on(device: Optional[int], callback: Callable[[], None]) -> None:
 class _TimeoutManager:
     """The pending timers, and the thread that runs them.
 
-    A step sets some timers for each of its operations, and almost all of them are cancelled. So neither wakes the
-    thread, unless a timer is due before the time at which the thread looks anyway: the time of the earliest timer when
-    it looked last, even if that one has been cancelled.
+    A step sets some timers for each of its operations, and almost all of them are cancelled. So neither wakes
+    the thread, unless a timer is due before the time at which the thread looks anyway: the time of the
+    earliest timer when it looked last, even if that one has been cancelled.
     """
 
     def __init__(self) -> None:
@@ -174,7 +176,8 @@ class _TimeoutManager:
                 if self._thread is not me:
                     return
                 due = self._due()
-            # Taken one by one, since a callback may cancel the others; a local name would keep its tensors alive.
+            # Taken one by one, since a callback may cancel the others; a local name would keep its tensors
+            # alive.
             while due and self._thread is me:
                 self._call(due.pop())
 
@@ -221,8 +224,8 @@ def _timeout_error(what: str, timeout: timedelta) -> TimeoutError:
 def _devices() -> list[torch.device]:
     """The devices on which tensors of this process may be.
 
-    A callback of a future takes a stream of each device that the future names. On CUDA that creates a context, which
-    costs hundreds of MB, so only devices with a context are named.
+    A callback of a future takes a stream of each device that the future names. On CUDA that creates a
+    context, which costs hundreds of MB, so only devices with a context are named.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
@@ -242,12 +245,15 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
 
 def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Future[T]:
-    """Does the same as `future_timeout`, for a future whose value has tensors on these devices and the CPU only."""
+    """Does the same as `future_timeout`, for a future whose value has tensors on these devices and the CPU
+    only.
+    """
     if fut.done():
         return fut
 
     result: Future[T] = Future(devices=[*devices])
-    # The timer or the future completes the result, whichever acquires the lock first. The lock is never released.
+    # The timer or the future completes the result, whichever acquires the lock first. The lock is never
+    # released.
     first = threading.Lock()
 
     def expire() -> None:
@@ -287,8 +293,9 @@ def future_wait(fut: Future[T], timeout: timedelta) -> T:
 
 
 class _StreamTimers:
-    """Timers for events of streams. A timer whose event has passed is dropped as soon as a later timer is set. If it
-    stayed until it is due, a timeout of a minute and a thousand operations per second would keep 60,000 events.
+    """Timers for events of streams. A timer whose event has passed is dropped as soon as a later timer is
+    set. If it stayed until it is due, a timeout of a minute and a thousand operations per second would keep
+    60,000 events.
     """
 
     def __init__(self) -> None:
@@ -310,9 +317,9 @@ os.register_at_fork(after_in_child=_STREAM_TIMERS.reset)
 
 
 class _StreamDeadline:
-    """Calls `callback` unless the streams have reached a mark. An object and not a function that refers to itself: the
-    garbage collector would destroy the events of such a cycle, perhaps on a thread that has no device yet. That makes
-    a context on device 0.
+    """Calls `callback` unless the streams have reached a mark. An object and not a function that refers to
+    itself: the garbage collector would destroy the events of such a cycle, perhaps on a thread that has no
+    device yet. That makes a context on device 0.
     """
 
     __slots__ = ("_callback", "_mark")
@@ -342,8 +349,8 @@ def _passed(mark: DeviceEvent) -> bool:
 def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     """Calls `callback` if the work queued on the current stream is not done within `timeout`.
 
-    The callback, and all that it refers to, is kept until the deadline, or until a later call finds that the work is
-    done. So it should not refer to tensors. It is also called if the device has failed by then.
+    The callback, and all that it refers to, is kept until the deadline, or until a later call finds that the
+    work is done. So it should not refer to tensors. It is also called if the device has failed by then.
 
     Without an accelerator there are no streams, and nothing is watched.
     """
@@ -354,7 +361,9 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
 
 
 class _Timed(ContextDecorator):
-    """The context of `context_timeout`: cheaper than a generator, since every operation on a device needs some."""
+    """The context of `context_timeout`: cheaper than a generator, since every operation on a device needs
+    some.
+    """
 
     __slots__ = ("_callback", "_timeout", "_timer")
 

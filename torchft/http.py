@@ -19,8 +19,8 @@ from torchft._forked import Maker
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# A read of at least this many bytes waits for all of them in one call. That is safe, because buffered readers request
-# less: a caller that requests that many bytes needs all of them.
+# A read of at least this many bytes waits for all of them in one call. That is safe, because buffered readers
+# request less: a caller that requests that many bytes needs all of them.
 _LARGE_READ = 1 << 20
 
 # The answer of a server without room, and the seconds after which there may be some.
@@ -31,13 +31,15 @@ _ADMITTED_ENDS, _PENDING_ENDS = 1, 0
 class _DeadlineSocket(socket.socket):
     """A socket whose reads and writes end at `deadline`, even if the peer sends its bytes one at a time.
 
-    The timeout of an ordinary socket restarts with every byte, so a slow client could occupy a thread without limit.
-    Python also implements it as a loop of poll and read, which takes the GIL each time: while a training loop holds the
-    GIL, that costs more than the transfer. Here the kernel has the timeout, and a large read or write is one call.
+    The timeout of an ordinary socket restarts with every byte, so a slow client could occupy a thread without
+    limit. Python also implements it as a loop of poll and read, which takes the GIL each time: while a
+    training loop holds the GIL, that costs more than the transfer. Here the kernel has the timeout, and a
+    large read or write is one call.
     """
 
     deadline: float | None = None  # by time.monotonic(); None: no limit
-    arrived: Callable[[], float] | None = None  # runs after each read of data; returns the deadline from then on
+    # Runs after each read of data; returns the deadline from then on.
+    arrived: Callable[[], float] | None = None
 
     @classmethod
     def wrap(cls, sock: socket.socket) -> _DeadlineSocket:
@@ -84,11 +86,11 @@ class _DeadlineSocket(socket.socket):
 class _IPv6HTTPServer(ThreadingHTTPServer):
     """A threading HTTP server for IPv6 and IPv4; on a host without IPv6, for IPv4 only.
 
-    Every connection is served by its own thread. `server_close` cuts the open connections and waits for their threads,
-    at most `close_timeout` seconds. A connection is *pending* until its handler has found its request valid and
-    called `admit`. There are at most `max_pending` of them, and `pending_of_one` from one address; beyond that the
-    oldest is cut. `admit` refuses a request beyond `max_connections` admitted ones. In both cases the client is told
-    when to retry.
+    Every connection is served by its own thread. `server_close` cuts the open connections and waits for their
+    threads, at most `close_timeout` seconds. A connection is *pending* until its handler has found its
+    request valid and called `admit`. There are at most `max_pending` of them, and `pending_of_one` from one
+    address; beyond that the oldest is cut. `admit` refuses a request beyond `max_connections` admitted ones.
+    In both cases the client is told when to retry.
 
     Args:
         server_address: host and port; host "" or "::" is every address, port 0 any free port
@@ -111,7 +113,8 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         bind_and_activate: bool = True,
     ) -> None:
         self._connections: set[_DeadlineSocket] = set()
-        self._pending: dict[_DeadlineSocket, str] = {}  # those not admitted, with their addresses, oldest first
+        # Those not admitted, with their addresses, oldest first.
+        self._pending: dict[_DeadlineSocket, str] = {}
         self._admitted: set[_DeadlineSocket] = set()  # those admitted
         self._full = False  # whether a connection was refused since the last one was admitted
         self._request_threads: list[threading.Thread] = []
@@ -138,7 +141,10 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         thread = threading.Thread(
-            target=self.process_request_thread, args=(request, client_address), daemon=True, name="torchft-http-request"
+            target=self.process_request_thread,
+            args=(request, client_address),
+            daemon=True,
+            name="torchft-http-request",
         )
         host = client_address[0]
         with self._connections_lock:
@@ -163,8 +169,8 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         """Admits a connection with a valid request.
 
         Returns:
-            False if it was cut, or `max_connections` are admitted. Its client has been told to retry: the handler
-            closes the connection.
+            False if it was cut, or `max_connections` are admitted. Its client has been told to retry: the
+            handler closes the connection.
         """
         with self._connections_lock:
             if request not in self._pending:
@@ -176,7 +182,9 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
                 return True
             self._cut(request, _ADMITTED_ENDS)
         if not full:
-            logger.warning("connections are refused: %d are open already (max_connections)", self.max_connections)
+            logger.warning(
+                "connections are refused: %d are open already (max_connections)", self.max_connections
+            )
         return False
 
     def shutdown_request(self, request: Any) -> None:
@@ -226,8 +234,9 @@ _servers: weakref.WeakSet[_IPv6HTTPServer] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    # Otherwise a forked child (the worker of a data loader) would keep the port and the connections open after its
-    # parent has ended, and peers would wait for an answer instead of noticing the end of the source.
+    # Otherwise a forked child (the worker of a data loader) would keep the port and the connections open
+    # after its parent has ended, and peers would wait for an answer instead of noticing the end of the
+    # source.
     for server in list(_servers):
         for sock in [server.socket, *server._connections]:
             with suppress(OSError):

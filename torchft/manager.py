@@ -1,11 +1,12 @@
 """The Manager: the object that a training loop calls.
 
-A step of a rank is ``start_quorum``, a forward and a backward pass with ``allreduce``, and ``should_commit``. Errors of
-other groups are not raised in the training loop: the Manager keeps them, and does not commit the step.
+A step of a rank is ``start_quorum``, a forward and a backward pass with ``allreduce``, and ``should_commit``.
+Errors of other groups are not raised in the training loop: the Manager keeps them, and does not commit the
+step.
 
-The file is long because it is one object: all methods for training loops, and the order of a step. Each part is a
-separate object in ``_manager/``, whose ``__init__`` lists them; the state from step to step is in its base
-``Stateful``, the questions about the current step are in its base ``Stepping``.
+The file is long because it is one object: all methods for training loops, and the order of a step. Each part
+is a separate object in ``_manager/``, whose ``__init__`` lists them; the state from step to step is in its
+base ``Stateful``, the questions about the current step are in its base ``Stepping``.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ T = TypeVar("T")
 
 CommitHook = Callable[[int, bool, int], None]
 
-# Not imported: the import of Triton takes longer than all of torchft's, and every restarted group would wait for it.
+# Not imported: the import of Triton takes longer than all of torchft's, and every restarted group would wait
+# for it.
 IS_TRITON_AVAILABLE = find_spec("triton") is not None
 
 
@@ -116,8 +118,9 @@ class Manager(Stateful, Stepping):
     """Takes one rank through its steps: quorum, healing, collectives, commit.
 
     Args:
-        pg: the group whose ranks are the replica groups; rebuilt for each new quorum. A torchft process group, or a
-            native one made with ``init_process_group(..., enable_reconfigure=True)`` (PyTorch >= 2.14).
+        pg: the group whose ranks are the replica groups; rebuilt for each new quorum. A torchft process
+            group, or a native one made with ``init_process_group(..., enable_reconfigure=True)`` (PyTorch >=
+            2.14).
         load_state_dict: loads what a peer's ``state_dict`` gave; None: registered later.
         state_dict: gives all state that a group needs to catch up; None: registered later.
         min_replica_size: fewest groups that may commit a step, at least 1.
@@ -133,31 +136,37 @@ class Manager(Stateful, Stepping):
         lighthouse_addr: ``http://host:port``; default: TORCHFT_LIGHTHOUSE. Needed by rank 0.
         replica_id: name of this group; a UUID is appended, so that a restarted group is a new member.
         port: of the manager server; default: TORCHFT_MANAGER_PORT, else any free one.
-        hostname: under which the manager server is announced; left at its default, ``torchft.addresses`` decides.
+        hostname: under which the manager server is announced; left at its default, ``torchft.addresses``
+            decides.
         heartbeat_interval: between two heartbeats to the lighthouse.
         checkpoint_transport: how a healing group gets its state; default: HTTP.
         init_sync: at step 0, take the primary's weights in all groups.
-        max_retries: number of consecutive steps that may fail before ``should_commit`` raises; None: no limit.
+        max_retries: number of consecutive steps that may fail before ``should_commit`` raises; None: no
+            limit.
         quorum_retries: number of retries after an error of the lighthouse.
-        enable_error_bus: end collectives as soon as the lighthouse reports the failure of a peer, without waiting
-            for their timeout; None: as TORCHFT_FAILURE_BUS says (on).
-        replay_failed_step: when a peer fails in mid-step, reduce this group's own gradients again with those that are
-            left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. All groups must have
-            it; None: as TORCHFT_REPLAY_FAILED_STEP says (off).
-        reproducible_reduction: with a :class:`torchft.data.ElasticDataLoader`, add gradients as integers: weights have
-            the same bits however many groups there are, and whatever fails: docs/data.md. All groups must have it.
-        compare_commits: number of commits over which one comparison of all weights and optimizer state among the groups
-            is spread; their bits must be equal: docs/divergence.md. "auto": chosen by the size, so that a step pays
-            little; 0: no comparison; None: as TORCHFT_COMPARE_COMMITS says ("auto"; 0 where weights are on a device, or
-            the process group is not torchft's). The same in all groups.
-        on_divergence: the reaction of a group whose bits differ from those of most groups: "report", "heal" (from
-            another group) or "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says (report).
-        heal: "at_once": a group that joins gets its state within one step, for which the others wait. "in_passing": it
-            trains along with weight 0 while its state arrives in parts, so that they do not wait: docs/healing.md says
-            what that covers. "auto": begins in passing if the state is large and two groups have
-            it, and goes on so if that loses less time of all groups. All groups should have the same; None: as
-            TORCHFT_HEAL says ("auto" with a :class:`torchft.data.ElasticDataLoader`, else "at_once").
-        heal_along: True stands for ``heal="in_passing"``, False for "at_once"; None: as TORCHFT_HEAL_ALONG says.
+        enable_error_bus: end collectives as soon as the lighthouse reports the failure of a peer, without
+            waiting for their timeout; None: as TORCHFT_FAILURE_BUS says (on).
+        replay_failed_step: when a peer fails in mid-step, reduce this group's own gradients again with those
+            that are left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. All
+            groups must have it; None: as TORCHFT_REPLAY_FAILED_STEP says (off).
+        reproducible_reduction: with a :class:`torchft.data.ElasticDataLoader`, add gradients as integers:
+            weights have the same bits however many groups there are, and whatever fails: docs/data.md. All
+            groups must have it.
+        compare_commits: number of commits over which one comparison of all weights and optimizer state among
+            the groups is spread; their bits must be equal: docs/divergence.md. "auto": chosen by the size, so
+            that a step pays little; 0: no comparison; None: as TORCHFT_COMPARE_COMMITS says ("auto"; 0 where
+            weights are on a device, or the process group is not torchft's). The same in all groups.
+        on_divergence: the reaction of a group whose bits differ from those of most groups: "report", "heal"
+            (from another group) or "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says
+            (report).
+        heal: "at_once": a group that joins gets its state within one step, for which the others wait.
+            "in_passing": it trains along with weight 0 while its state arrives in parts, so that they do not
+            wait: docs/healing.md says what that covers. "auto": begins in passing if the state is large and
+            two groups have it, and goes on so if that loses less time of all groups. All groups should have
+            the same; None: as TORCHFT_HEAL says ("auto" with a :class:`torchft.data.ElasticDataLoader`, else
+            "at_once").
+        heal_along: True stands for ``heal="in_passing"``, False for "at_once"; None: as TORCHFT_HEAL_ALONG
+            says.
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -237,8 +246,11 @@ class Manager(Stateful, Stepping):
 
         if settings.lighthouse_addr:
             use_lighthouse(settings.lighthouse_addr)
-        self._transport = Transport(checkpoint_transport or HTTPTransport(timeout=settings.timeout, num_chunks=0))
-        self._server = GroupServer(None, settings.group_rank)  # a placeholder until the group's server is known
+        self._transport = Transport(
+            checkpoint_transport or HTTPTransport(timeout=settings.timeout, num_chunks=0)
+        )
+        # A placeholder until the group's server is known.
+        self._server = GroupServer(None, settings.group_rank)
         self._manager: Optional[ManagerServer] = None
         self._rounds: Optional[Rounds] = None
         self._along: Optional[Along] = None  # None if groups heal at once
@@ -271,7 +283,9 @@ class Manager(Stateful, Stepping):
         self._optimizer_that_votes: Optional[torch.optim.Optimizer] = None  # the one that votes
         self._commit_hooks: List[CommitHook] = []
         self._has_left = False
-        self._logger = _ManagerLogger(self._rank_state, self._replica_id, self._group_rank, self._server.report)
+        self._logger = _ManagerLogger(
+            self._rank_state, self._replica_id, self._group_rank, self._server.report
+        )
         self._planner = planner
         self._background = Background()
         self._incidents = Incidents(self._rank_state, over=self._logger.failure_event)
@@ -307,7 +321,9 @@ class Manager(Stateful, Stepping):
             self._replica_id,
             settings,
             self._layout,
-            may_wait=lambda: self._along is not None and self._peers.connects_standby and not self._along.why_not(),
+            may_wait=lambda: (
+                self._along is not None and self._peers.connects_standby and not self._along.why_not()
+            ),
             failures=self._failures,
             errors=self._errors,
             logger=self._logger,
@@ -335,7 +351,9 @@ class Manager(Stateful, Stepping):
             in_background=planner.use_async_quorum,
             wait=self._heal_wait,
             # another server's clients are mostly stand-ins for all ranks
-            agreement=Agreement(self._store, self._replica_id, settings.group_world_size if self._server.native else 1),
+            agreement=Agreement(
+                self._store, self._replica_id, settings.group_world_size if self._server.native else 1
+            ),
             logger=self._logger,
         )
         self._heal_by(settings.heal or HealMode.AT_ONCE)
@@ -390,7 +408,11 @@ class Manager(Stateful, Stepping):
         state: StepState = StepState.ASKED,
     ) -> Step:
         collectives = Collectives(
-            self._peers.abort, self._errors.of_collective, self._backlog, self._rank_state, logger=self._logger
+            self._peers.abort,
+            self._errors.of_collective,
+            self._backlog,
+            self._rank_state,
+            logger=self._logger,
         )
         return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
 
@@ -418,10 +440,11 @@ class Manager(Stateful, Stepping):
     ) -> None:
         """Begins a step: requests its quorum. Every rank of the group calls it, before the forward pass.
 
-        With ``use_async_quorum`` it returns at once while the quorum stands. Otherwise it waits for the new quorum, and
-        reads the state if groups heal from this one; they heal, and all connect, in the background until the first
-        allreduce. Without ``use_async_quorum``, and with LocalSGD, it returns when all that is done. With a
-        :class:`torchft.data.ElasticDataLoader` it does nothing: the loader begins each step.
+        With ``use_async_quorum`` it returns at once while the quorum stands. Otherwise it waits for the new
+        quorum, and reads the state if groups heal from this one; they heal, and all connect, in the
+        background until the first allreduce. Without ``use_async_quorum``, and with LocalSGD, it returns when
+        all that is done. With a :class:`torchft.data.ElasticDataLoader` it does nothing: the loader begins
+        each step.
 
         If this rank has reduced in the step before, and not voted on it, that step is lost for all groups.
 
@@ -434,14 +457,16 @@ class Manager(Stateful, Stepping):
             RuntimeError, TimeoutError: when there is no quorum, if it waits for one.
         """
         if self._data.adds_gradients:
-            return  # the loader checks for a drain between two steps, and its units belong to the step in progress
+            # The loader checks for a drain between two steps, and its units belong to the step in progress.
+            return
         self._data.check_step()
         request = StepRequest(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
         if self._replayer.is_ahead:
             if self._replayer.begins_at(self._position) and request.is_like(self._current.request):
                 self._current.inputs.forget()
                 return
-            self._current.collectives.abort()  # this group leaves a quorum in which the other groups count on it
+            # This group leaves a quorum in which the other groups count on it.
+            self._current.collectives.abort()
         # an average has nothing to compute meanwhile
         at_once = not self._use_async_quorum or self._data.averages_weights
         self._begin_round(request, reads_state=not at_once and self._server.native)
@@ -463,7 +488,9 @@ class Manager(Stateful, Stepping):
         self._current.sharing.begin(optimizer)
 
     def _end_for(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Ends the step for an optimizer, unless it shares the decision for another one. Returns whether it steps."""
+        """Ends the step for an optimizer, unless it shares the decision for another one. Returns whether it
+        steps.
+        """
         step = self._current
         if step.sharing.ends(optimizer):  # an error since then changes no decision, as after any vote
             self._recovery.steps_too(optimizer)
@@ -476,14 +503,16 @@ class Manager(Stateful, Stepping):
         self._current.sharing.end(optimizer)
         return self._shared_decision
 
-    def _begin_round(self, request: StepRequest, inputs: Optional[Inputs] = None, reads_state: bool = False) -> None:
+    def _begin_round(
+        self, request: StepRequest, inputs: Optional[Inputs] = None, reads_state: bool = False
+    ) -> None:
         """Begins an attempt at a step.
 
         Args:
             request: for its quorum.
             inputs: those of the attempt before.
-            reads_state: whether to wait for the answer, unless the quorum stands, and to read the state if groups heal
-                from this one. Otherwise ``wait_quorum`` reads it.
+            reads_state: whether to wait for the answer, unless the quorum stands, and to read the state if
+                groups heal from this one. Otherwise ``wait_quorum`` reads it.
         """
         self._maker.check()
         rounds = self._rounds  # read once: another thread may shut the Manager down
@@ -498,8 +527,8 @@ class Manager(Stateful, Stepping):
         self._backlog.make_room(request.timeout)
         if self._current.undecided:
             if len(self._current.collectives) > 0 and inputs is None:
-                # The quorum may stand: in the same connection, a collective of this attempt would meet a later one of
-                # the peers' attempt.
+                # The quorum may stand: in the same connection, a collective of this attempt would meet a
+                # later one of the peers' attempt.
                 self._current.collectives.abort()
             self._current.dropped()
             self._trace.ended(self._step, *self._current.outcome)
@@ -535,7 +564,8 @@ class Manager(Stateful, Stepping):
                     (IN_PASSING, self._along.announces if self._along is not None else ""),
                 ],
             ),
-            group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
+            # The server refuses a number that differs from rank 0's.
+            group_world_size=self._settings.group_world_size,
             committed_quorum_id=self._committed_quorum_id,
             replays_failed_steps=self._replayer.enabled,
             asks_each_step=self._data.averages_weights or self._layout.lines is not None,  # LocalSGD, DiLoCo
@@ -574,9 +604,9 @@ class Manager(Stateful, Stepping):
                 raise
 
     def _settle(self) -> None:
-        """Waits until the quorum is known and followed. Loads a heal that precedes the step, unless the forward pass
-        did: gradients of the old weights must not count, so this group adds zeros, and loads the state in the vote.
-        With a loader the forward pass comes later.
+        """Waits until the quorum is known and followed. Loads a heal that precedes the step, unless the
+        forward pass did: gradients of the old weights must not count, so this group adds zeros, and loads the
+        state in the vote. With a loader the forward pass comes later.
         """
         self.wait_quorum()
         if not self._rank_state.computed or self._data.averages_weights or self._data.adds_gradients:
@@ -617,12 +647,15 @@ class Manager(Stateful, Stepping):
             step.deferred = partial(self._transfer, step, plan)
 
     def _transfer(self, step: Step, plan: Plan) -> None:
-        """Serves this group's state, or fetches a peer's. On the training thread, or after it has read the state."""
+        """Serves this group's state, or fetches a peer's. On the training thread, or after it has read the
+        state.
+        """
         if plan.serves and (not step.reads_state or threading.get_ident() == step.thread):
             self._read_state(step)
         # A group that does not fit never heals.
         with nullcontext() if self._connection.unsupported else self._heal_wait.following(plan):
-            # The quorum of a replay, in which this group is behind, serves the next step too: it heals before that.
+            # The quorum of a replay, in which this group is behind, serves the next step too: it heals before
+            # that.
             replays = len(step.inputs) > 0
             read = partial(step.served.result, self._timeout.total_seconds())
             fetched = self._transfers.run(plan, read, at_once=replays)
@@ -630,9 +663,13 @@ class Manager(Stateful, Stepping):
             self._position = fetched
 
     def _why_not_along(self) -> Optional[str]:
-        """The reason why groups of this job must not train along while their state arrives; None if they may."""
+        """The reason why groups of this job must not train along while their state arrives; None if they
+        may.
+        """
         if not self._transport.gives_parts:
-            return "the checkpoint transport gives a state at once only, HTTPTransport gives it in parts as well"
+            return (
+                "the checkpoint transport gives a state at once only, HTTPTransport gives it in parts as well"
+            )
         if self._layout.lines is not None and not self._data.adds_gradients:
             return "the groups train on their own between two averages"
         if self._settings.reproducible_reduction:
@@ -649,8 +686,9 @@ class Manager(Stateful, Stepping):
         """Waits until no healing group reads this group's state any more. Call it before changing the
         state within a step.
 
-        A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does, because its inner steps
-        continue while a collective runs: before the next inner step, the healing groups must have received the state.
+        A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does, because its
+        inner steps continue while a collective runs: before the next inner step, the healing groups must have
+        received the state.
         """
         self._maker.check()
         self._transfers.end_in_step(self._current)
@@ -667,11 +705,12 @@ class Manager(Stateful, Stepping):
         """Announces the layout of the tensors that this group reduces, so that a difference is found before
         any tensor is sent.
 
-        The parameters of torchft's DistributedDataParallel and OptimizerWrapper, LocalSGD and DiLoCo are announced by
-        these. A group that does not fit into a running job gets a ValueError from ``start_quorum``, or from the call
-        that waits for the quorum. The lighthouse compares what was registered before the first step, and refuses such
-        a group before it is in a quorum. The groups of each new quorum compare as well, where the lighthouse does not;
-        the other groups then lose that step. Only torchft's process groups carry layouts, and upstream announces none.
+        The parameters of torchft's DistributedDataParallel and OptimizerWrapper, LocalSGD and DiLoCo are
+        announced by these. A group that does not fit into a running job gets a ValueError from
+        ``start_quorum``, or from the call that waits for the quorum. The lighthouse compares what was
+        registered before the first step, and refuses such a group before it is in a quorum. The groups of
+        each new quorum compare as well, where the lighthouse does not; the other groups then lose that step.
+        Only torchft's process groups carry layouts, and upstream announces none.
 
         Args:
             what: names the owner of the tensors.
@@ -686,29 +725,30 @@ class Manager(Stateful, Stepping):
     ) -> dist._Work:
         """Reduces a tensor over the participating groups, in place.
 
-        A peer's failure raises no error: the work completes, the tensor's content is then undefined, and the step is
-        not committed. A group that heals, or is a spare, contributes zeros.
+        A peer's failure raises no error: the work completes, the tensor's content is then undefined, and the
+        step is not committed. A group that heals, or is a spare, contributes zeros.
 
         Args:
-            tensor: any shape; floating point for AVG. All groups pass the same shape and dtype, in the same order.
-            should_quantize: 8-bit codes travel, a quarter of float32's bytes; see :mod:`torchft.collectives` for the
-                error. float32, float16 and bfloat16 only.
-            reduce_op: AVG divides the sum by :meth:`num_participants`. The sum has the tensor's dtype. With n groups
-                its error is at most n/2 times the distance of 1 to the next number (2**-10 in float16, 2**-7 in
-                bfloat16) times the average magnitude, plus half the least number above 0 (2**-25 in float16). In
-                float16 a sum beyond 65504 is Inf: scale the loss, or reduce bfloat16. If all groups of the quorum take
-                part, with torchft's NCCL groups, NCCL averages: it adds up each tensor times 1/n, rounded to the
-                tensor's dtype. The error is at most (n+1)/2 and n/2 times these numbers, none by 1/n if n is a power of
-                2, and no sum is Inf.
+            tensor: any shape; floating point for AVG. All groups pass the same shape and dtype, in the same
+                order.
+            should_quantize: 8-bit codes travel, a quarter of float32's bytes; see :mod:`torchft.collectives`
+                for the error. float32, float16 and bfloat16 only.
+            reduce_op: AVG divides the sum by :meth:`num_participants`. The sum has the tensor's dtype. With n
+                groups its error is at most n/2 times the distance of 1 to the next number (2**-10 in float16,
+                2**-7 in bfloat16) times the average magnitude, plus half the least number above 0 (2**-25 in
+                float16). In float16 a sum beyond 65504 is Inf: scale the loss, or reduce bfloat16. If all
+                groups of the quorum take part, with torchft's NCCL groups, NCCL averages: it adds up each
+                tensor times 1/n, rounded to the tensor's dtype. The error is at most (n+1)/2 and n/2 times
+                these numbers, none by 1/n if n is a power of 2, and no sum is Inf.
 
         Returns:
             Work whose future gives ``tensor``.
 
         Raises:
-            ValueError: AVG of a tensor that is not floating point; a dtype or reduction that cannot be quantized; a
-                floating point tensor in a step with ``reproducible_reduction``.
-            RuntimeError: no step has begun; or the current stream is captured into a graph, whose replays would reduce
-                nothing.
+            ValueError: AVG of a tensor that is not floating point; a dtype or reduction that cannot be
+                quantized; a floating point tensor in a step with ``reproducible_reduction``.
+            RuntimeError: no step has begun; or the current stream is captured into a graph, whose replays
+                would reduce nothing.
         """
         self._check_begun("allreduce")
         self._current.sharing.reduces()
@@ -734,7 +774,9 @@ class Manager(Stateful, Stepping):
             work.on_end(kept.settle)
         return work
 
-    def _reduce(self, tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool) -> Optional[_ManagedWork]:
+    def _reduce(
+        self, tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool
+    ) -> Optional[_ManagedWork]:
         """Begins to reduce a tensor with the other groups; None after an error."""
         step = self._current
         if self._connection.apart:
@@ -781,7 +823,9 @@ class Manager(Stateful, Stepping):
         return self._round is not None and self._data.usable(self._current)
 
     def _begin_batch(self) -> Plan:
-        """Begins a step if none has begun, and waits until its quorum is known. A heal continues in the background."""
+        """Begins a step if none has begun, and waits until its quorum is known. A heal continues in the
+        background.
+        """
         if not self._loader_can_use_step():
             self._begin_round(StepRequest(True, False, self._quorum_timeout), reads_state=self._server.native)
         self._maker.check()
@@ -803,8 +847,8 @@ class Manager(Stateful, Stepping):
         return self._current.collectives.usable and all(work.wait() for work in works)
 
     def _pass_step(self) -> None:
-        """Skips a step in which other groups heal, because this group has no more data. The others load the state that
-        they fetched, and all groups meet in the next quorum.
+        """Skips a step in which other groups heal, because this group has no more data. The others load the
+        state that they fetched, and all groups meet in the next quorum.
         """
         self.wait_quorum()
         self._current.collectives.abort()  # a healing group does not know yet that there is nothing to reduce
@@ -814,8 +858,8 @@ class Manager(Stateful, Stepping):
 
     def _ends_together(self) -> bool:
         """Whether all groups of this quorum, which are up to date, are at the end of the data as well. The
-        groups compare once per quorum, as in a first step, because some may have been restored at the end of the
-        data and others not.
+        groups compare once per quorum, as in a first step, because some may have been restored at the end of
+        the data and others not.
         """
         self.wait_quorum()
         step = self._current
@@ -845,21 +889,23 @@ class Manager(Stateful, Stepping):
     # Errors, and failures of peers
 
     def subscribe_failures(self, callback: FailureCallback) -> None:
-        """Calls ``callback(failure)`` for each failed member of a quorum that the lighthouse reports, on a separate
-        thread; never with ``enable_error_bus`` off.
+        """Calls ``callback(failure)`` for each failed member of a quorum that the lighthouse reports, on a
+        separate thread; never with ``enable_error_bus`` off.
         """
         self._failures.subscribe(callback)
 
     def report_error(self, e: Exception) -> None:
         """Marks the step as failed: it will not be committed, and its collectives end in all groups.
 
-        A loop that skips a batch, for example after an error of its own or a loss that is NaN, calls this. Otherwise
-        the other groups wait for its gradients until the lighthouse finds that they wait in vain.
+        A loop that skips a batch, for example after an error of its own or a loss that is NaN, calls this.
+        Otherwise the other groups wait for its gradients until the lighthouse finds that they wait in vain.
         """
         self._errors.of_loop(e)
 
     def _report_own_error(self, e: Exception) -> None:
-        """As report_error, for an error while peers wait for this rank in collectives, which are then aborted."""
+        """As report_error, for an error while peers wait for this rank in collectives, which are then
+        aborted.
+        """
         self._errors.of_this_rank(e)
 
     def wrap_future(
@@ -867,8 +913,8 @@ class Manager(Stateful, Stepping):
     ) -> torch.futures.Future[T]:
         """Returns a future that never fails: an error is reported, and the value is then ``default``.
 
-        An error fails the step in which this method is called, or a replay of that step. In a later step it is only
-        logged.
+        An error fails the step in which this method is called, or a replay of that step. In a later step it
+        is only logged.
 
         Args:
             fut: the future to wrap.
@@ -882,8 +928,8 @@ class Manager(Stateful, Stepping):
     def register_commit_hook(self, hook: CommitHook) -> None:
         """Calls ``hook(step, committed, participants)`` on the training thread after each decision.
 
-        ``step`` is the step that was decided on. A hook that raises is logged and does not change the decision, which
-        the other groups already act on.
+        ``step`` is the step that was decided on. A hook that raises is logged and does not change the
+        decision, which the other groups already act on.
         """
         self._commit_hooks.append(hook)
 
@@ -900,8 +946,9 @@ class Manager(Stateful, Stepping):
 
         Raises:
             ValueError: this group joined with other reductions than those of the other groups.
-            RuntimeError: more than ``max_retries`` steps failed in a row, there is no quorum, or a rank of the group
-                has failed; or the weights of this group are not those of most, and ``on_divergence="evict"``.
+            RuntimeError: more than ``max_retries`` steps failed in a row, there is no quorum, or a rank of
+                the group has failed; or the weights of this group are not those of most, and
+                ``on_divergence="evict"``.
             TimeoutError: not all ranks of the group voted in time.
         """
         timeout = given("timeout", timeout, self._timeout)
@@ -932,7 +979,8 @@ class Manager(Stateful, Stepping):
         elif isinstance(self._current.cause, StillHealing) or (
             self._along is not None and self._current.healing and self._current.refused_by_rank
         ):
-            self._commit_failures = 0  # no new connections are needed: reductions have succeeded, or none has begun
+            # No new connections are needed: reductions have succeeded, or none has begun.
+            self._commit_failures = 0
         else:
             self._commit_failures = failures + 1
             self._logger.warn(f"step {step} is lost: {why}")
@@ -955,7 +1003,9 @@ class Manager(Stateful, Stepping):
         return committed
 
     def _try_step(self, timeout: timedelta) -> bool:
-        """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the group."""
+        """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the
+        group.
+        """
         self.wait_quorum()
         try:
             self._heal_wait.wait()
@@ -1004,27 +1054,31 @@ class Manager(Stateful, Stepping):
         """Registers ``hook()``, which is called on the training thread after the gradients of a step
         were reduced again.
 
-        It does what the training loop does between the reduction and ``should_commit``: clipping, say, or copying what
-        was reduced to where the optimizer reads it. Without a hook, a step whose results were changed or copied is lost
-        when a peer fails, as without ``replay_failed_step``. If the hook raises an error, the step is lost.
+        It does what the training loop does between the reduction and ``should_commit``: clipping, say, or
+        copying what was reduced to where the optimizer reads it. Without a hook, a step whose results were
+        changed or copied is lost when a peer fails, as without ``replay_failed_step``. If the hook raises an
+        error, the step is lost.
         """
         self._replayer.register_hook(hook)
 
     def register_replicated(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        """Registers tensors that have the same bits in all groups, so that they are compared (``compare_commits``).
+        """Registers tensors that have the same bits in all groups, so that they are compared
+        (``compare_commits``).
 
-        Parameters and optimizer state of an :class:`~torchft.optim.OptimizerWrapper`, and the parameters of a model in
-        torchft's DistributedDataParallel, are registered by these. A training loop without these two registers its
-        tensors itself, in all groups and before the first step.
+        Parameters and optimizer state of an :class:`~torchft.optim.OptimizerWrapper`, and the parameters of a
+        model in torchft's DistributedDataParallel, are registered by these. A training loop without these two
+        registers its tensors itself, in all groups and before the first step.
 
         Args:
-            named: returns names and tensors, in the same order in all groups. It is called when a sweep begins; its
-                tensors are read before each vote until it is called again.
+            named: returns names and tensors, in the same order in all groups. It is called when a sweep
+                begins; its tensors are read before each vote until it is called again.
         """
         self._replicas.state.add_parameters(named)
 
     def _ask_again(self) -> Step:
-        """Begins another attempt at this step, and waits for its quorum, which has a new id and new connections."""
+        """Begins another attempt at this step, and waits for its quorum, which has a new id and new
+        connections.
+        """
         self._commit_failures += 1
         self._trace.ended(self._step, *self._current.outcome)
         self._begin_round(self._current.request, self._current.inputs)
@@ -1039,8 +1093,8 @@ class Manager(Stateful, Stepping):
     # Other methods for the training loop
 
     def recovery_seconds(self) -> Dict[str, float]:
-        """The seconds of this rank's last heal by phase: ``quorum`` (waiting for one), ``reconfigure`` (connecting with
-        the peers), ``transfer`` and ``load``. All are 0 if it never healed.
+        """The seconds of this rank's last heal by phase: ``quorum`` (waiting for one), ``reconfigure``
+        (connecting with the peers), ``transfer`` and ``load``. All are 0 if it never healed.
         """
         return dict(self._recovery.phases.seconds)
 
@@ -1048,11 +1102,12 @@ class Manager(Stateful, Stepping):
         """Whether this group was asked to leave (``torchft drain``, or a signal of :meth:`leave_on`) and has
         ended its last step.
 
-        All ranks of a group get the same answer between the same two steps; within a step it is False. A loop that ends
-        when it is True, and calls ``shutdown`` before it shuts the process group down, costs the other groups nothing.
+        All ranks of a group get the same answer between the same two steps; within a step it is False. A loop
+        that ends when it is True, and calls ``shutdown`` before it shuts the process group down, costs the
+        other groups nothing.
 
-        The first call on the main thread also calls :meth:`leave_on` with the signals that TORCHFT_LEAVE_ON names, if
-        it is set; ``torchft run`` sets it to SIGTERM by default.
+        The first call on the main thread also calls :meth:`leave_on` with the signals that TORCHFT_LEAVE_ON
+        names, if it is set; ``torchft run`` sets it to SIGTERM by default.
         """
         self._signals.install_default()
         return self._is_draining()
@@ -1060,11 +1115,11 @@ class Manager(Stateful, Stepping):
     def leave_on(self, *signals: int) -> None:
         """Makes this group leave when any of its ranks gets one of these signals, as ``torchft drain`` does.
 
-        All ranks hear of it with the next quorum, that of the next step or the one after, and are :meth:`draining`
-        after that step. The handler only sets a flag, and calls the one that a script had set before. A process that
-        has not ended after TORCHFT_GRACE_S (25 s), or gets the signal again 5 s after the first one or later, ends at
-        once with status 128 plus the number of the signal. :meth:`shutdown` puts the handlers back, but not those of a
-        group that leaves.
+        All ranks hear of it with the next quorum, that of the next step or the one after, and are
+        :meth:`draining` after that step. The handler only sets a flag, and calls the one that a script had
+        set before. A process that has not ended after TORCHFT_GRACE_S (25 s), or gets the signal again 5 s
+        after the first one or later, ends at once with status 128 plus the number of the signal.
+        :meth:`shutdown` puts the handlers back, but not those of a group that leaves.
 
         Args:
             signals: for example ``signal.SIGTERM``.
@@ -1076,18 +1131,20 @@ class Manager(Stateful, Stepping):
         self._signals.install(signals)
 
     def shutdown(self, wait: bool = True, finished: bool = False) -> None:
-        """Ends the manager server, the checkpoint server and the quorum thread. The process group is the caller's.
+        """Ends the manager server, the checkpoint server and the quorum thread. The process group is the
+        caller's.
 
-        A Manager without references ends by itself, and one whose group is made again in the same process, by the same
-        thread, ends when that begins.
+        A Manager without references ends by itself, and one whose group is made again in the same process, by
+        the same thread, ends when that begins.
 
         A group that is :meth:`draining` stays until its peers have ended its last step as well.
 
         Args:
             wait: whether to wait until all of them have ended.
-            finished: whether the training has ended on purpose, and is not to go on. When all groups of the last quorum
-                pass True, the lighthouse forgets the step that the training had reached: the next training on the port
-                of the lighthouse is another one. A loop that is preempted, or stops for a restart, must not pass True.
+            finished: whether the training has ended on purpose, and is not to go on. When all groups of the
+                last quorum pass True, the lighthouse forgets the step that the training had reached: the next
+                training on the port of the lighthouse is another one. A loop that is preempted, or stops for
+                a restart, must not pass True.
         """
         self._maker.check()
         self._end(wait, finished)
@@ -1099,7 +1156,8 @@ class Manager(Stateful, Stepping):
             transport: the one that the other Manager was given, which goes on to serve.
         """
         self._logger.warn(
-            "this Manager was not shut down, and another one of its group is made in this process: it ends now. "
+            "this Manager was not shut down, and another one of its group is made in this process: it ends "
+            "now. "
             "Otherwise both would be members of the job, and the new one would wait for this one"
         )
         self._end(wait=False, ends_transport=not self._transport.is_for(transport))
@@ -1120,7 +1178,8 @@ class Manager(Stateful, Stepping):
         rounds, self._rounds = self._rounds, None
         with ExitStack() as parts:  # the parts end in reverse order, each even if another one raises an error
             parts.callback(self._signals.close, leaving=self._is_draining)
-            heal_wait: Optional[HealWait] = self.__dict__.get("_heal_wait")  # none if the constructor has failed
+            # None if the constructor has failed.
+            heal_wait: Optional[HealWait] = self.__dict__.get("_heal_wait")
             if heal_wait is not None:
                 parts.callback(heal_wait.end)
             if wait:

@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 class OptimizerWrapper(WrappedOptimizer):
     """Wraps an optimizer so that each of its steps is a step of the Manager.
 
-    ``zero_grad`` starts the quorum; ``step`` votes, and steps only if the step is committed. If several optimizers of a
-    Manager begin before anything is reduced, and step after all of it, they share one step of the Manager: one quorum
-    and one vote. All other methods and attributes are those of the wrapped optimizer. Its hooks run only for committed
-    steps, with the wrapped optimizer as their argument. For a ``torch.amp.GradScaler`` both are the same optimizer.
+    ``zero_grad`` starts the quorum; ``step`` votes, and steps only if the step is committed. If several
+    optimizers of a Manager begin before anything is reduced, and step after all of it, they share one step of
+    the Manager: one quorum and one vote. All other methods and attributes are those of the wrapped optimizer.
+    Its hooks run only for committed steps, with the wrapped optimizer as their argument. For a
+    ``torch.amp.GradScaler`` both are the same optimizer.
 
-    A copy wraps a copy of the wrapped optimizer, and has the same Manager, which neither compares nor heals the copy's
-    state. A pickle holds no Manager: wrap ``optim`` of the unpickled object anew to train with it.
+    A copy wraps a copy of the wrapped optimizer, and has the same Manager, which neither compares nor heals
+    the copy's state. A pickle holds no Manager: wrap ``optim`` of the unpickled object anew to train with it.
 
-    The functions of ``torch.distributed.checkpoint.state_dict`` initialize the state of a new optimizer by a step with
-    zero gradients and a learning rate of 0. Such a step needs no vote, since it changes no weights.
+    The functions of ``torch.distributed.checkpoint.state_dict`` initialize the state of a new optimizer by a
+    step with zero gradients and a learning rate of 0. Such a step needs no vote, since it changes no weights.
 
     Args:
         manager: the Manager of this rank.
@@ -63,7 +64,8 @@ class OptimizerWrapper(WrappedOptimizer):
         """
         if closure is not None:  # not an assert statement, which python -O removes
             raise AssertionError(
-                f"closure={closure!r}: step() takes none, optimizers that call a closure are not supported: the groups "
+                f"closure={closure!r}: step() takes none, optimizers that call a closure are not supported: "
+                "the groups "
                 "agree on a step before it is applied, and a closure would compute it again"
             )
         if _makes_state() or self._extras.end(self.optim):
@@ -72,8 +74,8 @@ class OptimizerWrapper(WrappedOptimizer):
 
 
 def _makes_state() -> bool:
-    """Whether the calling method was called by a function of PyTorch's state_dict module, directly or through a
-    learning rate scheduler, which replaces an optimizer's `step`.
+    """Whether the calling method was called by a function of PyTorch's state_dict module, directly or through
+    a learning rate scheduler, which replaces an optimizer's `step`.
     """
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch.optim."):

@@ -1,13 +1,16 @@
-"""The Manager's events as OpenTelemetry logs: quorums, commits, errors, failures and recoveries; its steps as traces.
+"""The Manager's events as OpenTelemetry logs: quorums, commits, errors, failures and recoveries; its steps as
+traces.
 
-Off unless OpenTelemetry's own variables ask for it: OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_LOGS_ENDPOINT, or
-OTEL_LOGS_EXPORTER with ``otlp``, ``console`` or both. OTEL_SDK_DISABLED=true and OTEL_LOGS_EXPORTER=none switch it
-off. TORCHFT_USE_OTEL, upstream's switch, means both exporters for logs where these variables name none;
-``false`` means none. All others (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS, …) mean what
-they always do. Traces go by OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the same way.
-Needs ``pip install '.[otel]'``. `python -m torchft.otel` sends one record and prints where to.
+Off unless OpenTelemetry's own variables ask for it: OTEL_EXPORTER_OTLP_ENDPOINT or
+OTEL_EXPORTER_OTLP_LOGS_ENDPOINT, or OTEL_LOGS_EXPORTER with ``otlp``, ``console`` or both.
+OTEL_SDK_DISABLED=true and OTEL_LOGS_EXPORTER=none switch it off. TORCHFT_USE_OTEL, upstream's switch, means
+both exporters for logs where these variables name none; ``false`` means none. All others (OTEL_SERVICE_NAME,
+OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS, …) mean what they always do. Traces go by
+OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the same way. Needs ``pip install '.[otel]'``.
+`python -m torchft.otel` sends one record and prints where to.
 
-Records are sent from a thread of OpenTelemetry's. Without a collector they are lost; training is not affected.
+Records are sent from a thread of OpenTelemetry's. Without a collector they are lost; training is not
+affected.
 """
 
 # pyrefly: ignore-errors[missing-import]  # an extra
@@ -39,7 +42,8 @@ from torchft._manager.observe.exporters import otel_exporters
 
 __all__ = ["TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON", "TeeLogExporter", "setup_logger", "shutdown", "tracer"]
 
-# Further resource attributes for each logger: a JSON object by the logger's name, or the path of a file with one.
+# Further resource attributes for each logger: a JSON object by the logger's name, or the path of a file with
+# one.
 TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON = "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON"
 
 _LOGGER_PROVIDER: dict[str, LoggerProvider] = {}
@@ -58,7 +62,9 @@ class TeeLogExporter(LogRecordExporter):
         self._exporters = exporters
 
     def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
-        """Returns FAILURE if one of the exporters failed. Raises the first error of an exporter, after all have run."""
+        """Returns FAILURE if one of the exporters failed. Raises the first error of an exporter, after all
+        have run.
+        """
         result, errors = LogRecordExportResult.SUCCESS, []
         for exporter in self._exporters:
             try:
@@ -75,13 +81,15 @@ class TeeLogExporter(LogRecordExporter):
             exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        flushes = [getattr(exporter, "force_flush", None) for exporter in self._exporters]  # 1.39's need not have it
+        # 1.39's need not have it.
+        flushes = [getattr(exporter, "force_flush", None) for exporter in self._exporters]
         flushed = [flush(timeout_millis) for flush in flushes if flush is not None]
         return all(flushed)
 
 
 def setup_logger(name: str) -> None:
-    """Exports the records of a Python logger. Does nothing unless the environment asks for it, or if called twice.
+    """Exports the records of a Python logger. Does nothing unless the environment asks for it, or if called
+    twice.
 
     Args:
         name: name of the logger. One without a level gets INFO.
@@ -94,10 +102,13 @@ def setup_logger(name: str) -> None:
         return
     resource = Resource.create(_resource_attributes(name))
     provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_log_record_processor(BatchLogRecordProcessor(TeeLogExporter([_exporter(kind) for kind in kinds])))
+    provider.add_log_record_processor(
+        BatchLogRecordProcessor(TeeLogExporter([_exporter(kind) for kind in kinds]))
+    )
     logger = logging.getLogger(name)
     with warnings.catch_warnings():
-        # The SDK warns that this handler will move to another package. The handler there sends no more information.
+        # The SDK warns that this handler will move to another package. The handler there sends no more
+        # information.
         warnings.simplefilter("ignore", DeprecationWarning)
         _HANDLERS[name] = LoggingHandler(level=logging.NOTSET, logger_provider=provider)
     _LOGGER_PROVIDER[name] = provider
@@ -159,7 +170,8 @@ def _resource_attributes(name: str) -> dict[str, Any]:
         return mine
     except (OSError, ValueError, AttributeError) as e:
         raise ValueError(
-            f"{TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON}={setting!r} is no JSON object of objects by the name of a logger "
+            f"{TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON}={setting!r} is no JSON object of objects by the name "
+            "of a logger "
             f"and no file with one: {e}"
         ) from e
 
@@ -174,7 +186,9 @@ def main() -> None:
     logging.getLogger("torchft_errors").info("a record of torchft.otel, to see whether it arrives")
     arrived = _LOGGER_PROVIDER["torchft_errors"].force_flush()
     shutdown()
-    print(f"sent one record of the logger torchft_errors through {', '.join(kinds)}" if arrived else "not sent")
+    print(
+        f"sent one record of the logger torchft_errors through {', '.join(kinds)}" if arrived else "not sent"
+    )
 
 
 if __name__ == "__main__":

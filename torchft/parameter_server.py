@@ -1,9 +1,9 @@
 """A server that communicates with each client over a process group of two ranks, one such session per client.
 
-A client requests a session over HTTP, and both configure a process group: the server is rank 0, the client rank 1. The
-HTTP connection stays open as long as the client keeps the process group. When the connection breaks, because the client
-released the process group or failed, the server aborts its side. So an abandoned session ends wherever `forward` waits,
-and leaves no thread or socket behind.
+A client requests a session over HTTP, and both configure a process group: the server is rank 0, the client
+rank 1. The HTTP connection stays open as long as the client keeps the process group. When the connection
+breaks, because the client released the process group or failed, the server aborts its side. So an abandoned
+session ends wherever `forward` waits, and leaves no thread or socket behind.
 
     class Pull(ParameterServer):
         @classmethod
@@ -102,8 +102,8 @@ class ParameterServer(ABC):
 
         Args:
             session_id: id of the session, unique.
-            pg: process group of two ranks: the server is rank 0, the client rank 1. Its operations fail once the client
-                has failed.
+            pg: process group of two ranks: the server is rank 0, the client rank 1. Its operations fail once
+                the client has failed.
         """
 
     @classmethod
@@ -114,8 +114,8 @@ class ParameterServer(ABC):
             address: result of the server's `address`.
 
         Returns:
-            The process group of the session; the caller is rank 1. The session ends with the group's `shutdown`, and
-            at the latest when the group is garbage collected.
+            The process group of the session; the caller is rank 1. The session ends with the group's
+            `shutdown`, and at the latest when the group is garbage collected.
 
         Raises:
             ValueError: the address is malformed.
@@ -226,8 +226,8 @@ class _SessionHandler(BaseHTTPRequestHandler):
 
 
 def _ask(address: str) -> tuple[HTTPConnection, str, str]:
-    """Requests a session. Returns the connection that keeps the session open, the session's id, and the address of the
-    store.
+    """Requests a session. Returns the connection that keeps the session open, the session's id, and the
+    address of the store.
     """
     parts = urllib.parse.urlsplit(address)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:

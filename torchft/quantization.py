@@ -1,9 +1,9 @@
 """8-bit codes for tensors that are sent between replica groups.
 
-Tensors are cut into one slice for each rank, and these into blocks of BLOCK_SIZE_T elements. A block has a scale, a
-power of two, and each element an 8-bit code: its value divided by the scale, rounded to even. (The Microscaling formats
-of Rouhani et al. 2023, "Microscaling Data Formats for Deep Learning", do so with smaller blocks.) Scaling by a power of
-two is exact, so every device computes the same codes, with Triton and without.
+Tensors are cut into one slice for each rank, and these into blocks of BLOCK_SIZE_T elements. A block has a
+scale, a power of two, and each element an 8-bit code: its value divided by the scale, rounded to even. (The
+Microscaling formats of Rouhani et al. 2023, "Microscaling Data Formats for Deep Learning", do so with smaller
+blocks.) Scaling by a power of two is exact, so every device computes the same codes, with Triton and without.
 
 Formats, chosen by TORCHFT_QUANTIZATION_FORMAT, the same in all groups of a job:
 
@@ -14,9 +14,9 @@ format    codes                               \\|decoded - value\\| of finite va
 ``int8``  integers from -127 to 127           at most max(L / 127, 2**-101)
 ========  ==================================  ==========================================================
 
-Codes of fp8 are computed in integer arithmetic, so devices without fp8 can do it. Both formats have a code for NaN,
-which also encodes infinities: a value that is not finite always decodes to NaN. The other elements of its block keep
-the error bound. Values above 2**128 * (1 - 2**-5) may decode to infinity.
+Codes of fp8 are computed in integer arithmetic, so devices without fp8 can do it. Both formats have a code
+for NaN, which also encodes infinities: a value that is not finite always decodes to NaN. The other elements
+of its block keep the error bound. Values above 2**128 * (1 - 2**-5) may decode to infinity.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def fused_quantize_into_fp8(
     """Quantizes tensors into one buffer, with a slice for each rank.
 
     Args:
-        inputs: float32, float16 or bfloat16, any shape, on one device. Each slice has ceil(n / all_reduce_group_size)
-            elements of a tensor of n elements, in the order of the flattened tensor.
+        inputs: float32, float16 or bfloat16, any shape, on one device. Each slice has ceil(n /
+            all_reduce_group_size) elements of a tensor of n elements, in the order of the flattened tensor.
         all_reduce_group_size: number of slices.
         format: format of the codes; default: TORCHFT_QUANTIZATION_FORMAT.
 
@@ -107,7 +107,8 @@ def fused_dequantize_from_fp8(
         format: format of its codes.
 
     Raises:
-        ValueError: a tensor cannot be quantized, or the buffer has another size or type than these tensors need.
+        ValueError: a tensor cannot be quantized, or the buffer has another size or type than these tensors
+            need.
     """
     layout = _layout(inputs, all_reduce_group_size)
     _check_buffer(output, layout)
@@ -138,7 +139,8 @@ def fused_reduce_fp8(
         format: format of its codes.
 
     Raises:
-        ValueError: another reduce_op, no such slice, or the buffer has another size or type than these tensors need.
+        ValueError: another reduce_op, no such slice, or the buffer has another size or type than these
+            tensors need.
     """
     divisor = check_reduce_op(reduce_op, all_reduce_group_size)
     if not 0 <= all_reduce_rank < all_reduce_group_size:
@@ -176,7 +178,9 @@ def check_reduce_op(reduce_op: Any, world_size: int) -> int:
         return 1
     if reduce_op == ReduceOp.AVG:
         return world_size
-    raise ValueError(f"reduce_op={reduce_op_name(reduce_op)}: quantized tensors can be reduced with SUM and AVG only")
+    raise ValueError(
+        f"reduce_op={reduce_op_name(reduce_op)}: quantized tensors can be reduced with SUM and AVG only"
+    )
 
 
 def reduce_op_name(reduce_op: Any) -> str:
@@ -195,7 +199,8 @@ def _layout(tensors: Sequence[torch.Tensor], slices: int) -> SliceLayout:
 def _check_buffer(buffer: torch.Tensor, layout: SliceLayout) -> None:
     if buffer.dtype != torch.uint8 or buffer.numel() != layout.nbytes or not buffer.is_contiguous():
         raise ValueError(
-            f"the buffer has {buffer.numel()} elements of {buffer.dtype}, these tensors in {layout.slices} slices need "
+            f"the buffer has {buffer.numel()} elements of {buffer.dtype}, these tensors in {layout.slices} "
+            "slices need "
             f"{layout.nbytes} of torch.uint8"
         )
 
@@ -205,8 +210,8 @@ _OF_TRITON = ("cuda", "xpu")
 
 
 def _implementation(device: torch.device) -> Any:
-    """The module for a device: Triton's kernels if Triton is installed and supports the device, else PyTorch's
-    operators.
+    """The module for a device: Triton's kernels if Triton is installed and supports the device, else
+    PyTorch's operators.
     """
     if device.type in _OF_TRITON:
         try:
@@ -219,4 +224,6 @@ def _implementation(device: torch.device) -> Any:
 
 
 def _warn_once(device: torch.device) -> None:
-    warnings.warn(f"quantizing on {device} without Triton takes longer and more memory: install triton", stacklevel=4)
+    warnings.warn(
+        f"quantizing on {device} without Triton takes longer and more memory: install triton", stacklevel=4
+    )

@@ -32,8 +32,8 @@ def hsdp(
 ) -> specs.AppDef:
     """Makes replica groups, each a torchrun on one host that restarts its workers when one fails.
 
-    Every group gets REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE (of the submitting environment, else
-    http://localhost:29510). The lighthouse is not part of the app.
+    Every group gets REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE (of the submitting
+    environment, else http://localhost:29510). The lighthouse is not part of the app.
 
     Args:
         script_args: arguments of the script.
@@ -69,8 +69,8 @@ def hsdp(
     if gpu == 0 and h is None:
         shared.update(CUDA_VISIBLE_DEVICES="", XPU_VISIBLE_DEVICES="")
     torchrun = [
-        # as --standalone, a free port for each group, because several may share a host; but that one asks for the
-        # name localhost, which minimal images cannot resolve
+        # as --standalone, a free port for each group, because several may share a host; but that one asks for
+        # the name localhost, which minimal images cannot resolve
         "--rdzv_backend=c10d",
         "--rdzv_endpoint=127.0.0.1:0",
         "--nnodes=1",

@@ -52,8 +52,8 @@ def _own_streams(device: torch.device) -> list[torch.Stream]:
 
 
 def free_stream(device: torch.device, trains: Optional[torch.Stream] = None) -> torch.Stream:
-    """A stream without pending work. PyTorch's pool has 32 streams, and hands them out to users and communicators too.
-    Work on one of theirs may wait for a collective, whose peer may wait for that work.
+    """A stream without pending work. PyTorch's pool has 32 streams, and hands them out to users and
+    communicators too. Work on one of theirs may wait for a collective, whose peer may wait for that work.
 
     Args:
         trains: the stream of the training thread, which is not returned; None: the current one.
@@ -64,10 +64,13 @@ def free_stream(device: torch.device, trains: Optional[torch.Stream] = None) -> 
 
 
 def on_device(device: Optional[torch.device]) -> ContextManager[object]:
-    """A context in which `device` is the current one; None, or the CPU, leaves the current device as it is."""
+    """A context in which `device` is the current one; None, or the CPU, leaves the current device as it
+    is.
+    """
     if device is None or device.index is None or device.type == "cpu":
         return _NOTHING
-    # Unlike set_device_index, it makes no CUDA context on device 0 when a thread returns to that one, its first.
+    # Unlike set_device_index, it makes no CUDA context on device 0 when a thread returns to that one, its
+    # first.
     return torch.get_device_module(device.type).device(device.index)
 
 
@@ -83,10 +86,10 @@ def current_device() -> Optional[int]:
 def use_device(index: Optional[int]) -> None:
     """Makes a device the current one of this thread, for good; None leaves the thread as it is.
 
-    Each thread of torchft's own that may touch a device calls this first, most of them as a :class:`DeviceThread`. A
-    thread begins on device 0. If it stayed there, an event that it queries or destroys, or a stream that it leaves,
-    would make a context on device 0, which takes hundreds of MB from another rank. Not for a thread of the user's:
-    :func:`on_device`.
+    Each thread of torchft's own that may touch a device calls this first, most of them as a
+    :class:`DeviceThread`. A thread begins on device 0. If it stayed there, an event that it queries or
+    destroys, or a stream that it leaves, would make a context on device 0, which takes hundreds of MB from
+    another rank. Not for a thread of the user's: :func:`on_device`.
     """
     if index is not None:
         with suppress(RuntimeError):  # the device has failed; the thread has to end waits all the same
@@ -100,8 +103,9 @@ def use_device(index: Optional[int]) -> None:
 def _exchange_capture_mode() -> Optional[Callable[[object], object]]:
     """Sets the mode in which this thread meets the captures of graphs; None without CUDA.
 
-    In the first mode of a thread, a query of an event while any thread captures a graph is an error, and makes that
-    graph invalid. In the thread-local mode only captures by the thread itself count. PyTorch has this for C++ only.
+    In the first mode of a thread, a query of an event while any thread captures a graph is an error, and
+    makes that graph invalid. In the thread-local mode only captures by the thread itself count. PyTorch has
+    this for C++ only.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
@@ -124,7 +128,9 @@ class DeviceThread(threading.Thread):
 
 
 def out_of_memory(error: Optional[BaseException]) -> bool:
-    """Whether an operation failed because a device has too little memory: of PyTorch's allocator, or of NCCL."""
+    """Whether an operation failed because a device has too little memory: of PyTorch's allocator, or of
+    NCCL.
+    """
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return True
@@ -147,7 +153,9 @@ def device_uuid(index: int) -> Optional[str]:
 
 
 def device_pci_address() -> Optional[str]:
-    """The PCI address of this thread's current device, as `0000:17:00.0`; None if it has none, or is not in use."""
+    """The PCI address of this thread's current device, as `0000:17:00.0`; None if it has none, or is not in
+    use.
+    """
     index = current_device()
     if index is None:
         return None
@@ -157,7 +165,9 @@ def device_pci_address() -> Optional[str]:
 
 
 def empty_cache() -> None:
-    """Returns the memory that PyTorch keeps for later tensors to the device. NCCL does not allocate from that."""
+    """Returns the memory that PyTorch keeps for later tensors to the device. NCCL does not allocate from
+    that.
+    """
     index = current_device()
     if index is not None:
         with suppress(RuntimeError):
@@ -186,7 +196,8 @@ def synchronize() -> None:
 
 
 def refuse_capture(what: str) -> None:
-    """Refuses a capture of the current stream into a graph: its replay would use the communicator of earlier peers.
+    """Refuses a capture of the current stream into a graph: its replay would use the communicator of earlier
+    peers.
 
     Raises:
         RuntimeError: the stream is captured.
@@ -194,7 +205,9 @@ def refuse_capture(what: str) -> None:
     if torch.accelerator.is_available():
         capturing = getattr(torch.get_device_module(), "is_current_stream_capturing", None)
         if capturing is not None and capturing():
-            raise RuntimeError(f"{what} cannot be captured into a graph: its peers change. Capture the code around it")
+            raise RuntimeError(
+                f"{what} cannot be captured into a graph: its peers change. Capture the code around it"
+            )
 
 
 def devices_of(value: object) -> list[torch.device]:
@@ -216,7 +229,9 @@ class DeviceEvent:
     __slots__ = ("_events",)
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._events = [(device, torch.accelerator.current_stream(device).record_event()) for device in devices]
+        self._events = [
+            (device, torch.accelerator.current_stream(device).record_event()) for device in devices
+        ]
 
     def follow(self) -> None:
         """Makes the current streams of the devices wait for the events; the host continues."""
@@ -273,5 +288,7 @@ def poll(done: Callable[[], bool], timeout: float) -> bool:
 
 
 def weakly(call: Callable[..., Any]) -> Callable[[], Optional[Callable[..., Any]]]:
-    """Returns a function that returns ``call``; None if that is a method of an object which no longer exists."""
+    """Returns a function that returns ``call``; None if that is a method of an object which no longer
+    exists.
+    """
     return weakref.WeakMethod(call) if isinstance(call, types.MethodType) else lambda: call

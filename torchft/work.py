@@ -1,4 +1,6 @@
-"""A ``Work`` that is complete from the start, for operations that need no communication, and one that a thread ends."""
+"""A ``Work`` that is complete from the start, for operations that need no communication, and one that a
+thread ends.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class _DummyWork(dist._Work):
     def get_future(self) -> torch.futures.Future[object]:
         return self.future_
 
-    # The methods that dist._Work inherits from C++ describe an operation that has not begun, so all are overridden.
+    # The methods that dist._Work inherits from C++ describe an operation that has not begun, so all are
+    # overridden.
 
     def is_completed(self) -> bool:
         return True

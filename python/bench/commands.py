@@ -36,7 +36,8 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
     seconds: dict[str, dict[str, list[float]]] = {side.name: {} for side in (ours, upstream)}
     with Job() as job:
         _, lighthouse = job.lighthouse(ours.path, min_replicas=1)
-        for number in range(-1, rounds):  # the first run is not counted: it brings the files into the page cache
+        # The first run is not counted: it brings the files into the page cache.
+        for number in range(-1, rounds):
             for side, name, argv in rotated(todo, number):
                 took = _run(side, [word.format(lighthouse=lighthouse) for word in argv])
                 if number >= 0:
@@ -53,7 +54,9 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
 
 def _run(side: Side, argv: list[str]) -> float:
     began = time.perf_counter()
-    done = subprocess.run(argv, env=clean_environment(side.path), capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        argv, env=clean_environment(side.path), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     took = time.perf_counter() - began
     # The doctor exits with 1 if it finds a problem on this machine; its duration is the same.
     if done.returncode != 0 and "doctor" not in argv:

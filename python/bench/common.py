@@ -1,4 +1,6 @@
-"""Shared by the benchmarks: the packages under comparison, the processes of a job, and figures with a spread."""
+"""Shared by the benchmarks: the packages under comparison, the processes of a job, and figures with a
+spread.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Workers:
         self._job, self.children = job, list(children)
 
     def do(self, timeout: float, **command: Any) -> list[Event]:
-        """Send a command to all workers. Wait for their answers, events with the command's name, and return these."""
+        """Send a command to all workers. Wait for their answers, events with the command's name, and return
+        these.
+        """
         before = {child: len(child.of(command["do"])) for child in self.children}
         for child in self.children:
             child.send(**command)
@@ -83,7 +87,9 @@ def start_groups(job: Job, side: Side, groups: int, ranks: int, env: dict[str, s
     port = free_port()
     workers = Workers(job, [c for g in range(groups) for c in start_group(job, side, g, ranks, port, env)])
     job.wait(
-        lambda: all(child.of("imported") for child in workers.children), START_TIMEOUT_S, f"{side.name} is imported"
+        lambda: all(child.of("imported") for child in workers.children),
+        START_TIMEOUT_S,
+        f"{side.name} is imported",
     )
     return workers
 
@@ -100,10 +106,14 @@ class Spread:
     @staticmethod
     def of(samples: Iterable[float]) -> Spread:
         ordered = sorted(samples)
-        return Spread(statistics.median(ordered), _quantile(ordered, 0.1), _quantile(ordered, 0.9), len(ordered))
+        return Spread(
+            statistics.median(ordered), _quantile(ordered, 0.1), _quantile(ordered, 0.9), len(ordered)
+        )
 
     def text(self, digits: int = 2, unit: str = "") -> str:
-        """Format median, 10th and 90th percentile; if there are too few samples for percentiles, their number."""
+        """Format median, 10th and 90th percentile; if there are too few samples for percentiles, their
+        number.
+        """
         median = f"{self.median:.{digits}f}"
         if self.samples == 1:
             return f"{median}{unit} (one run)"
@@ -127,8 +137,8 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 def fetch_memory(nbytes: int) -> None:
     """Write to ``nbytes`` of memory, and free them.
 
-    The host of a virtual machine takes back unused memory, and supplies it again at 0.1 to 0.8 GB/s when it is used. A
-    call before each measurement keeps that time out of the figures.
+    The host of a virtual machine takes back unused memory, and supplies it again at 0.1 to 0.8 GB/s when it
+    is used. A call before each measurement keeps that time out of the figures.
     """
     with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,8 +1,9 @@
 """The cost of comparing weights and optimizer state among the groups, in a step without faults.
 
-Two replica groups as processes, Gloo, one rank each, no compute. A job with the comparison and one without take turns.
-The figures are means over a turn, not medians: only each tenth step sends digests, and only the first step of a sweep
-(torchft/_manager/checks/divergence.py) lists the tensors. Processor time is that of all threads of a rank.
+Two replica groups as processes, Gloo, one rank each, no compute. A job with the comparison and one without
+take turns. The figures are means over a turn, not medians: only each tenth step sends digests, and only the
+first step of a sweep (torchft/_manager/checks/divergence.py) lists the tensors. Processor time is that of all
+threads of a rank.
 """
 
 from __future__ import annotations
@@ -30,8 +31,13 @@ def _measure(ours: Side, mb: int, rounds: int, progress: Progress) -> dict[str, 
     samples: dict[str, dict[str, list[float]]] = {name: {"step": [], "cpu": []} for name in ("off", "on")}
     with Job() as job:
         jobs: dict[str, Workers] = {}
-        for name, setting in (("off", {"TORCHFT_COMPARE_COMMITS": "0"}), ("on", {"TORCHFT_COMPARE_COMMITS": "auto"})):
-            _, address = job.lighthouse(ours.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
+        for name, setting in (
+            ("off", {"TORCHFT_COMPARE_COMMITS": "0"}),
+            ("on", {"TORCHFT_COMPARE_COMMITS": "auto"}),
+        ):
+            _, address = job.lighthouse(
+                ours.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000
+            )
             jobs[name] = workers = start_groups(job, ours, 2, 1, setting)
             workers.do(COMMAND_TIMEOUT_S, do="adam", mb=mb, trained=True)
             workers.do(START_TIMEOUT_S, do="manager", lighthouse=address)
@@ -47,7 +53,9 @@ def _measure(ours: Side, mb: int, rounds: int, progress: Progress) -> dict[str, 
             progress(f"round {number + 1}/{rounds}")
         (compared, _) = jobs["on"].do(START_TIMEOUT_S, do="sweep")
     figures = {
-        f"{name}_{what}": vars(Spread.of(values)) for name, sides in samples.items() for what, values in sides.items()
+        f"{name}_{what}": vars(Spread.of(values))
+        for name, sides in samples.items()
+        for what, values in sides.items()
     }
     for what in ("step", "cpu"):
         more = (on - off for on, off in zip(samples["on"][what], samples["off"][what]))

@@ -2,9 +2,9 @@
 
     python python/bench/exact_sum.py              # 4 million elements, 8 rounds
 
-Two ranks as processes, Gloo on loopback, one thread each. Plain: the gradient of a unit is added in float32, and the
-sum reduced in one flat tensor. Exact: torchft.data.exact_sum. Bytes are counted by the kernel, on all TCP connections
-of a rank.
+Two ranks as processes, Gloo on loopback, one thread each. Plain: the gradient of a unit is added in float32,
+and the sum reduced in one flat tensor. Exact: torchft.data.exact_sum. Bytes are counted by the kernel, on all
+TCP connections of a rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def main() -> None:
     if args.elements < max(TENSORS) or args.rounds < 1:
         parser.error(f"allowed are --elements from {max(TENSORS)} and --rounds from 1")
     kinds = [(tensors, kind) for tensors in TENSORS for kind in ("plain", "exact")]
-    samples: dict[tuple[int, str], dict[str, list[float]]] = {each: {what: [] for what in FIGURES} for each in kinds}
+    samples: dict[tuple[int, str], dict[str, list[float]]] = {
+        each: {what: [] for what in FIGURES} for each in kinds
+    }
     port = str(free_port())
     with Job() as job:
         children = [

@@ -3,9 +3,9 @@
     python python/bench/first_touch.py            # 1 GB, 5 rounds
     python python/bench/first_touch.py --gb 4     # more than the machine has used lately
 
-"As found" may include work of the host of a virtual machine, which takes back unused memory and supplies it again when
-it is used. Before each of the other rows, as much memory is used and freed, so they show only the kernel's work: a page
-fault for each page, and filling it with zeros.
+"As found" may include work of the host of a virtual machine, which takes back unused memory and supplies it
+again when it is used. Before each of the other rows, as much memory is used and freed, so they show only the
+kernel's work: a page fault for each page, and filling it with zeros.
 """
 
 from __future__ import annotations

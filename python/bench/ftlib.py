@@ -2,8 +2,8 @@
 
     python python/bench/ftlib.py
 
-Four processes on this machine agree on views, without training. Measured for each passive consensus: the time from the
-first report of a joining process, and from the kill, until all members have the next view.
+Four processes on this machine agree on views, without training. Measured for each passive consensus: the time
+from the first report of a joining process, and from the kill, until all members have the next view.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Members:
         self._now: dict[str, Child] = {}
 
     def start(self, name: str) -> float:
-        """Return the seconds from the first report of a new member until all members have a view that contains it."""
+        """Return the seconds from the first report of a new member until all members have a view that
+        contains it.
+        """
         before = self._count("joins")
         where = self._folder
         if self._consensus == "gossip":

@@ -1,8 +1,9 @@
-"""Measurements on a GPU that nothing else uses: `python python/bench/gpu.py`, or `--quick` for about three minutes.
+"""Measurements on a GPU that nothing else uses: `python python/bench/gpu.py`, or `--quick` for about three
+minutes.
 
-Prints tables and writes them, with date, device and command, into docs/gpu.md. Each subject is measured in a fresh
-process with one rank, because NCCL before 2.30 refuses two on one device. With 2.30, two groups share the device to
-measure how long the survivor of a killed group takes.
+Prints tables and writes them, with date, device and command, into docs/gpu.md. Each subject is measured in a
+fresh process with one rank, because NCCL before 2.30 refuses two on one device. With 2.30, two groups share
+the device to measure how long the survivor of a killed group takes.
 """
 
 from __future__ import annotations
@@ -46,9 +47,19 @@ class Group:
 GROUPS = [
     Group("PyTorch"),
     Group("ours", "ProcessGroupNCCL", "nccl"),
-    Group("isolated, standby", "ProcessGroupBabyNCCL", "isolated nccl", {"standby": True, "standby_context": False}),
+    Group(
+        "isolated, standby",
+        "ProcessGroupBabyNCCL",
+        "isolated nccl",
+        {"standby": True, "standby_context": False},
+    ),
     Group("isolated", "ProcessGroupBabyNCCL", settings={"standby": False}, quick=False),
-    Group("isolated, standby with a context", "ProcessGroupBabyNCCL", settings={"standby_context": True}, quick=False),
+    Group(
+        "isolated, standby with a context",
+        "ProcessGroupBabyNCCL",
+        settings={"standby_context": True},
+        quick=False,
+    ),
     Group("upstream", "ProcessGroupNCCL", "nccl", upstream=True),
     Group("upstream, isolated", "ProcessGroupBabyNCCL", "isolated nccl", upstream=True),
 ]
@@ -106,7 +117,11 @@ def main() -> int:
     if torch.cuda.nccl.version() >= (2, 30):
         for g in groups:
             if g.job:
-                print(f"[{time.monotonic() - began:5.1f} s] {g.name}, a group is killed", file=sys.stderr, flush=True)
+                print(
+                    f"[{time.monotonic() - began:5.1f} s] {g.name}, a group is killed",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 results[f"{g.name}, a group is killed"] = killed = recovery(g, args.upstream, rounds)
                 print(json.dumps(killed), file=sys.stderr, flush=True)
 
@@ -128,7 +143,9 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure process groups, heals and codes on a GPU.")
-    parser.add_argument("--rounds", type=int, default=10, help="reconfigurations and aborts of each kind; default: 10")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="reconfigurations and aborts of each kind; default: 10"
+    )
     parser.add_argument("--quick", action="store_true", help="3 rounds of fewer kinds: about three minutes")
     parser.add_argument("--upstream", type=_directory, help="directory of upstream's package, for comparison")
     parser.add_argument("--no-write", action="store_true", help="print only")

@@ -2,9 +2,9 @@
 
     python python/bench/gpu_figures.py [--out FILE] [--seconds S] [PART ...]
 
-The parts run one after the other, in the order of `PARTS`. A part that fails, or is not done within its share of the
-time, is reported as such, with its last lines, and the next one runs. The file is written anew after each part, so that
-an interruption loses nothing.
+The parts run one after the other, in the order of `PARTS`. A part that fails, or is not done within its share
+of the time, is reported as such, with its last lines, and the next one runs. The file is written anew after
+each part, so that an interruption loses nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Part:
         name: what PART selects.
         what: the heading in the file.
         command: its arguments; {seconds} is replaced with the part's share of the time.
-        wants_s: how long it takes on an H200, by estimate: this time is kept for it. None: takes what the others leave.
+        wants_s: how long it takes on an H200, by estimate: this time is kept for it. None: takes what the
+            others leave.
         env: added to the environment.
     """
 
@@ -83,7 +84,12 @@ PARTS = [
         20,
         {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"},
     ),
-    Part("reserved", "reserved memory after 1 and 40 quantized allreduces", _bench("gpu_job.py", "reserved"), 20),
+    Part(
+        "reserved",
+        "reserved memory after 1 and 40 quantized allreduces",
+        _bench("gpu_job.py", "reserved"),
+        20,
+    ),
     Part(
         "gap",
         "from the last allreduce to the optimizer's first kernel in train_fsdp.py",
@@ -105,7 +111,9 @@ def main() -> int:
 
 
 def measure(parts: Sequence[Part], total_s: float, out: Path) -> int:
-    """Runs the parts one after the other, and writes `out` after each. Returns 1 if one failed or is not done."""
+    """Runs the parts one after the other, and writes `out` after each. Returns 1 if one failed or is not
+    done.
+    """
     until = time.monotonic() + total_s
     began = datetime.now(timezone.utc)
     summary: list[str] = []
@@ -121,7 +129,9 @@ def measure(parts: Sequence[Part], total_s: float, out: Path) -> int:
         summary.append(f"{part.name}: {state}, {time.monotonic() - at:.1f} s")
         texts.append(f"## {part.what}\n\n{part.name}: {state}\n\n```\n{output}\n```\n")
         rest = [f"{other.name}: not run yet" for other in parts[number + 1 :]]
-        head = f"# make gpu-figures, {began:%Y-%m-%d %H:%M} UTC\n\n" + "\n".join(f"- {s}" for s in summary + rest)
+        head = f"# make gpu-figures, {began:%Y-%m-%d %H:%M} UTC\n\n" + "\n".join(
+            f"- {s}" for s in summary + rest
+        )
         partial = out.with_name(f"{out.name}.new")
         partial.write_text(f"{head}\n\n{chr(10).join(texts)}")
         partial.replace(out)
@@ -134,10 +144,14 @@ def run(part: Part, limit_s: float) -> tuple[str, str]:
     """Runs a part. Returns `DONE` or what went wrong, and its last lines."""
     if limit_s <= 0:
         return "not run for lack of time", ""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+    }
     # A part that looks at its time ends before its limit, and reports what it has.
     command = [word.format(seconds=max(1, int(limit_s * 0.9))) for word in part.command]
-    # A file and no pipe: what a killed part has written is kept, and no child can block on it or keep it open.
+    # A file and no pipe: what a killed part has written is kept, and no child can block on it or keep it
+    # open.
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         try:
             child = subprocess.Popen(command, cwd=REPOSITORY, env={**env, **part.env}, stdout=log, stderr=log)
@@ -159,7 +173,9 @@ def _parse() -> argparse.Namespace:
     names = [part.name for part in PARTS]
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--out", type=Path, default=Path("gpu-figures.md"), help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all parts together; default: %(default)g")
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL_S, help="for all parts together; default: %(default)g"
+    )
     args = parser.parse_args()
     if args.seconds <= 0:
         parser.error(f"--seconds {args.seconds:g}: allowed is more than 0")

@@ -1,11 +1,11 @@
 """Measurements of gpu_figures.py with two replica groups on one GPU: `gpu_job.py survivor|reserved|gap`.
 
-Prints the figures as a JSON object. NCCL allows two ranks on one device from 2.30 on. With `--device cpu` the same jobs
-run on Gloo, to try this program.
+Prints the figures as a JSON object. NCCL allows two ranks on one device from 2.30 on. With `--device cpu` the
+same jobs run on Gloo, to try this program.
 
-survivor: a group is killed; the other one, which also has a world of PyTorch's own, commits steps for a minute.
-reserved: the memory of PyTorch's allocator after 1 and 40 quantized allreduces.
-gap: from the end of the last allreduce of a step to the optimizer's first kernel, in train_fsdp.py.
+survivor: a group is killed; the other one, which also has a world of PyTorch's own, commits steps for a
+minute. reserved: the memory of PyTorch's allocator after 1 and 40 quantized allreduces. gap: from the end of
+the last allreduce of a step to the optimizer's first kernel, in train_fsdp.py.
 """
 
 from __future__ import annotations
@@ -71,9 +71,12 @@ def survivor(device: str, seconds: float) -> dict[str, Any]:
     """
     with Job() as job:
         side, kind = Side("ours", ours_path()), "nccl" if device == "cuda" else "gloo"
-        _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)
+        _, address = job.lighthouse(
+            side.path, min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5000
+        )
         env = {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
-        # Without the failure bus the watchdog of NCCL's group finds the failure, before torchft aborts the group.
+        # Without the failure bus the watchdog of NCCL's group finds the failure, before torchft aborts the
+        # group.
         both = start_groups(job, side, 2, 1, {**env, "TORCHFT_FAILURE_BUS": "0"})
         both.do(START_TIMEOUT_S, do="world", backend=kind)
         both.do(START_TIMEOUT_S, do="state", mb=1)
@@ -92,7 +95,9 @@ def survivor(device: str, seconds: float) -> dict[str, Any]:
         job.wait(lambda: alive.of("survive"), TIMEOUT_S, "the survivor stops")
         steps = [step for step in alive.of("survive")[-1]["steps"] if step[0] > struck]
         if not any(committed for begin, _, committed, _ in steps if begin > struck + 0.9 * seconds):
-            raise SystemExit(f"the survivor lives, but has committed no step at the end of these {seconds:g} s")
+            raise SystemExit(
+                f"the survivor lives, but has committed no step at the end of these {seconds:g} s"
+            )
         return {"alive_s": seconds, "noticed_s": noticed, "committed": sum(step[2] for step in steps)}
 
 
@@ -100,7 +105,9 @@ def reserved(device: str) -> dict[str, Any]:
     """Return the reserved memory in MB of the rank that has more, after 1 and 40 quantized allreduces."""
     with Job() as job:
         side, kind = Side("ours", ours_path()), "nccl" if device == "cuda" else "gloo"
-        _, address = job.lighthouse(side.path, min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)
+        _, address = job.lighthouse(
+            side.path, min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=5000
+        )
         both = start_groups(job, side, 2, 1)
         both.do(START_TIMEOUT_S, do="state", mb=1)
         both.do(START_TIMEOUT_S, do="manager", lighthouse=address, kind=kind)
@@ -113,13 +120,16 @@ def reserved(device: str) -> dict[str, Any]:
 
 
 def gap(device: str) -> dict[str, Any]:
-    """Return the median and the longest gap in µs of the steps of train_fsdp.py, in the second half of a short run.
+    """Return the median and the longest gap in µs of the steps of train_fsdp.py, in the second half of a
+    short run.
 
     Raises:
         SystemExit: the profiler has seen no such steps.
     """
     with Job() as job:
-        _, address = job.lighthouse(ours_path(), min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)
+        _, address = job.lighthouse(
+            ours_path(), min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=5000
+        )
         children = []
         for group in range(2):
             env = {
@@ -141,21 +151,28 @@ def gap(device: str) -> dict[str, Any]:
         if not found:
             raise SystemExit(f"no allreduce before an optimizer among {len(spans)} kernels")
         later = found[len(found) // 2 :]
-        return {"steps": len(found), "median_us": statistics.median(later) / 1e3, "longest_us": max(later) / 1e3}
+        return {
+            "steps": len(found),
+            "median_us": statistics.median(later) / 1e3,
+            "longest_us": max(later) / 1e3,
+        }
 
 
 def gaps(spans: Iterable[Span]) -> list[int]:
-    """Return for each step the ns from the end of its last allreduce to the begin of the optimizer's first kernel.
+    """Return for each step the ns from the end of its last allreduce to the begin of the optimizer's first
+    kernel.
 
-    An optimizer's kernels are those of PyTorch's `foreach` implementations, or in the range that the profiler gives
-    to an optimizer.
+    An optimizer's kernels are those of PyTorch's `foreach` implementations, or in the range that the profiler
+    gives to an optimizer.
     """
     found = []
     reduced: int | None = None  # the end of the last allreduce; None: the optimizer has begun since
     for span in sorted(spans, key=lambda s: s.begin):
         if "nccl" in span.name.lower() and "allreduce" in span.name.lower():
             reduced = max(reduced or 0, span.end)
-        elif reduced is not None and ("multi_tensor_apply" in span.name or span.name.startswith("Optimizer.step")):
+        elif reduced is not None and (
+            "multi_tensor_apply" in span.name or span.name.startswith("Optimizer.step")
+        ):
             found.append(span.begin - reduced)
             reduced = None
     return found

@@ -64,7 +64,9 @@ class PyTorch:
 
         address, _, prefix = store_addr.partition("/")
         host, _, port = address.partition(":")
-        store = dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout))
+        store = dist.PrefixStore(
+            prefix, dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout)
+        )
         opts = dist.ProcessGroupNCCL.Options()
         opts._timeout = self._timeout
         pg = dist.ProcessGroup(store, 0, 1)
@@ -170,8 +172,8 @@ def times(call: Callable[[], object], count: int) -> list[float]:
 
 
 def killed() -> dict[str, Any]:
-    """Return after how many seconds a stream continues that waits for a value which a killed process would have written
-    later. None: not within 20 s.
+    """Return after how many seconds a stream continues that waits for a value which a killed process would
+    have written later. None: not within 20 s.
     """
     import torch
 
@@ -198,8 +200,8 @@ def killed() -> dict[str, Any]:
 
 
 def heal() -> dict[str, Any]:
-    """Return the rate of a transfer of a state from the device to the same device, with source and target in one
-    process.
+    """Return the rate of a transfer of a state from the device to the same device, with source and target in
+    one process.
     """
     import torch
 
@@ -246,8 +248,9 @@ def heal() -> dict[str, Any]:
 
 
 def quantization() -> dict[str, Any]:
-    """Return the rate of the kernels of quantized collectives, in GB of float32 per second, for a matrix: upstream
-    computes each row of a tensor in one program, and needs 700 times as long for the same floats in a single row.
+    """Return the rate of the kernels of quantized collectives, in GB of float32 per second, for a matrix:
+    upstream computes each row of a tensor in one program, and needs 700 times as long for the same floats in
+    a single row.
     """
     import torch
 

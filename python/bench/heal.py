@@ -1,11 +1,12 @@
 """The rate of a transfer of a state between two replica groups, and its memory beside the state itself.
 
-Ours with and without checksums, upstream, and plain TCP with 8 streams take turns, each between its pair of processes
-on loopback. "In place" and plain TCP receive into memory that was used before; the others allocate it, like a group
-that has just been started. "Trains on" copies the state, because the source needs it back at once.
+Ours with and without checksums, upstream, and plain TCP with 8 streams take turns, each between its pair of
+processes on loopback. "In place" and plain TCP receive into memory that was used before; the others allocate
+it, like a group that has just been started. "Trains on" copies the state, because the source needs it back at
+once.
 
-Extra memory is the peak of a process's resident memory during the transfer (VmHWM), less its resident memory after its
-start, without a state, and less the state itself.
+Extra memory is the peak of a process's resident memory during the transfer (VmHWM), less its resident memory
+after its start, without a state, and less the state itself.
 
     python python/bench/heal.py                         # 2 GB, 5 rounds
     python python/bench/heal.py --gb 0.5 --rounds 3
@@ -36,7 +37,8 @@ NOT_SHOWN = "ours, no checksums"  # left out of the table, because others show e
 GOALS = {"ours, in place, no checksums": 0.9, "ours, in place": 0.7}
 GOAL_MEMORY = 0.1
 
-# name, package, keyword arguments of both transports and of the target's, whether the target has the state already
+# name, package, keyword arguments of both transports and of the target's, whether the target has the state
+# already
 VARIANTS: list[tuple[str, str, dict[str, Any], dict[str, Any], bool]] = [
     ("plain TCP", "", {}, {}, True),
     ("ours, in place, no checksums", "ours", {}, {"checksum": False}, True),
@@ -110,9 +112,13 @@ class Worker:
         return {"seconds": seconds, "ok": self._all_ones()}
 
     def do_usage(self) -> dict[str, Any]:
-        """Processor time so far in seconds; resident memory now and its peak since the last call, in bytes."""
+        """Processor time so far in seconds; resident memory now and its peak since the last call, in
+        bytes.
+        """
         status = Path("/proc/self/status").read_text()
-        kib = {line.split(":")[0]: int(line.split()[1]) for line in status.splitlines() if line.startswith("Vm")}
+        kib = {
+            line.split(":")[0]: int(line.split()[1]) for line in status.splitlines() if line.startswith("Vm")
+        }
         Path("/proc/self/clear_refs").write_text("5")
         used = resource.getrusage(resource.RUSAGE_SELF)
         return {"cpu": used.ru_utime + used.ru_stime, "rss": kib["VmRSS"] << 10, "peak": kib["VmHWM"] << 10}
@@ -152,7 +158,9 @@ class Worker:
                             raise RuntimeError("the stream was cut short")
                         memory = memory[n:]
 
-        _together(receive, [(share, socket.create_connection(("127.0.0.1", port))) for share in self._shares()])
+        _together(
+            receive, [(share, socket.create_connection(("127.0.0.1", port))) for share in self._shares()]
+        )
 
 
 def _together(work: Any, arguments: list[tuple[Any, ...]]) -> None:
@@ -208,7 +216,9 @@ class Process:
 
 
 def measure(ours: Any, upstream: Any, rounds: int, progress: Any, gb: float = 2.0) -> dict[str, Any]:
-    """Return, for each variant: GB/s and the ratio to plain TCP of the same round, CPU seconds per GB, extra memory."""
+    """Return, for each variant: GB/s and the ratio to plain TCP of the same round, CPU seconds per GB, extra
+    memory.
+    """
     nbytes = int(gb * 1e9)
     paths = {"": ours.path, "ours": ours.path, "upstream": upstream.path}
     pairs: dict[str, tuple[Process, Process]] = {}
@@ -241,7 +251,9 @@ def _rounds(
             row[-1]["cpu_ratio"] = plain["cpu"] / row[-1]["cpu"]
         progress(
             f"heal, round {number + 1}/{rounds}: "
-            + ", ".join(f"{name} {row[-1]['gb_per_s']:.2f} ({row[-1]['ratio']:.2f})" for name, row in rows.items())
+            + ", ".join(
+                f"{name} {row[-1]['gb_per_s']:.2f} ({row[-1]['ratio']:.2f})" for name, row in rows.items()
+            )
         )
     return {
         "gb": nbytes / 1e9,
@@ -302,7 +314,9 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure the rate of a transfer of a state between two groups.")
+    parser = argparse.ArgumentParser(
+        description="Measure the rate of a transfer of a state between two groups."
+    )
     parser.add_argument("--gb", type=float, default=2.0, help="size of the state; default 2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--upstream", default="nightly", help="nightly or stable")
@@ -314,7 +328,9 @@ def main() -> int:
     from upstream import REQUIREMENTS, install
 
     upstream = Side(REQUIREMENTS[args.upstream].replace("==", " "), install(args.upstream))
-    result = measure(Side("ours", ours_path()), upstream, args.rounds, lambda line: print(line, flush=True), args.gb)
+    result = measure(
+        Side("ours", ours_path()), upstream, args.rounds, lambda line: print(line, flush=True), args.gb
+    )
     print(tables(result, "ours", upstream.name))
     return 0
 

@@ -1,13 +1,14 @@
 """The delay of a survivor while a group joins with a model and Adam, with `heal_along` on and off.
 
-One group trains; a second one joins and heals weights and Adam's state from it, at a limited rate. Each step reduces
-the gradients of the whole model and computes for some time, as a GPU does: the processor is free, and no step uses new
-memory (Adam is fused, and the memory of gradients is used again). The survivor's steps between the join and the
-newcomer's first step as a participant are compared with its steps afterwards, when both reduce as much. The longest of
-these, as a multiple of their median, is what the measurement itself scatters by. On a virtual machine most of that is
-time in which the host runs others on its processors: the table has the share, and the ratio of the steps in which it
-took at most 1 %. Without a limit of the rate, which upstream does not have, upstream is measured in the same run. With
-`--device cuda` both models are on one GPU, and with `--group nccl` they are also reduced there (NCCL 2.30 or later).
+One group trains; a second one joins and heals weights and Adam's state from it, at a limited rate. Each step
+reduces the gradients of the whole model and computes for some time, as a GPU does: the processor is free, and
+no step uses new memory (Adam is fused, and the memory of gradients is used again). The survivor's steps
+between the join and the newcomer's first step as a participant are compared with its steps afterwards, when
+both reduce as much. The longest of these, as a multiple of their median, is what the measurement itself
+scatters by. On a virtual machine most of that is time in which the host runs others on its processors: the
+table has the share, and the ratio of the steps in which it took at most 1 %. Without a limit of the rate,
+which upstream does not have, upstream is measured in the same run. With `--device cuda` both models are on
+one GPU, and with `--group nccl` they are also reduced there (NCCL 2.30 or later).
 
     python python/bench/heal_along.py --rounds 3
 """
@@ -35,11 +36,17 @@ Row = dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what a survivor feels of a group that heals along.")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--mb", type=int, default=1000, help="of weights and Adam's state; default: %(default)s")
-    parser.add_argument("--rate", type=int, default=200, help="MB a second, 0: no limit; default: %(default)s")
+    parser.add_argument(
+        "--mb", type=int, default=1000, help="of weights and Adam's state; default: %(default)s"
+    )
+    parser.add_argument(
+        "--rate", type=int, default=200, help="MB a second, 0: no limit; default: %(default)s"
+    )
     parser.add_argument("--compute-ms", type=int, default=100, help="of a step; default: %(default)s")
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
-    parser.add_argument("--device", default="cpu", help="where the models of both groups are; default: %(default)s")
+    parser.add_argument(
+        "--device", default="cpu", help="where the models of both groups are; default: %(default)s"
+    )
     parser.add_argument("--group", choices=("gloo", "nccl"), default="gloo", help="default: %(default)s")
     parser.add_argument("--busy", action="store_true", help="compute where the model is, in place of a pause")
     args = parser.parse_args()
@@ -142,7 +149,13 @@ def _taken(steps: list[list[float]]) -> float:
 
 
 def measure(
-    case: Case, mb: int, rate: int, compute_ms: int, busy: bool = False, device: str = "cpu", group: str = "gloo"
+    case: Case,
+    mb: int,
+    rate: int,
+    compute_ms: int,
+    busy: bool = False,
+    device: str = "cpu",
+    group: str = "gloo",
 ) -> Join:
     """One group trains, and another one joins; arguments as of the command."""
     side = Side(case.name, case.path or ours_path())
@@ -170,7 +183,11 @@ def table(rows: dict[str, list[Row]]) -> str:
     lines = []
     for name, mine in rows.items():
         figures = {key: Spread.of(row[key] for row in mine) for key in mine[0]}
-        goal = f" (goal <= {GOAL:g}: {verdict(figures['ratio'].median <= GOAL)})" if name == "heal_along=True" else ""
+        goal = (
+            f" (goal <= {GOAL:g}: {verdict(figures['ratio'].median <= GOAL)})"
+            if name == "heal_along=True"
+            else ""
+        )
         lines.append(
             [
                 name,
@@ -193,7 +210,8 @@ def table(rows: dict[str, list[Row]]) -> str:
         "longest while the other heals, ms",
         "ratio",
         "ratio without a heal",
-        "ratio of the steps in which the host took at most 1 % (of all if there are none), with and without a heal",
+        "ratio of the steps in which the host took at most 1 % (of all if there are none), with and without "
+        "a heal",
         "taken by the host with and without a heal, %",
         "until the newcomer counts, s",
         "group-seconds lost",

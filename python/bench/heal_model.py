@@ -1,10 +1,10 @@
 """The time from the start of a joining group to its first commit, and the survivor's longest step, for a
 model with Adam.
 
-One group trains alone; a second one makes its Manager, heals weights and Adam's state from it, and commits. Both run
-with the defaults of their package (asynchronous quorum, HTTP), in processes that are new each time. The joining group
-has a model with other weights, and an optimizer that has not stepped yet. Steps compute nothing, so that they do not
-hide the transfer.
+One group trains alone; a second one makes its Manager, heals weights and Adam's state from it, and commits.
+Both run with the defaults of their package (asynchronous quorum, HTTP), in processes that are new each time.
+The joining group has a model with other weights, and an optimizer that has not stepped yet. Steps compute
+nothing, so that they do not hide the transfer.
 
     python python/bench/heal_model.py --rounds 5
 """
@@ -60,12 +60,15 @@ def measure(ours: Side, upstream: Side, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         for side in rotated((ours, upstream), number):
             rows[side.name].append(_round(side))
-        latest = [f"{n} {r[-1]['committed']:.2f} s, longest {r[-1]['longest']:.2f} s" for n, r in rows.items()]
+        latest = [
+            f"{n} {r[-1]['committed']:.2f} s, longest {r[-1]['longest']:.2f} s" for n, r in rows.items()
+        ]
         print(f"round {number + 1}/{rounds}: {', '.join(latest)}", flush=True)
     both = list(zip(rows[ours.name], rows[upstream.name]))
     return {
         "seconds": {
-            name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]} for name, mine in rows.items()
+            name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]}
+            for name, mine in rows.items()
         },
         "ratio": {key: vars(Spread.of(a[key] / b[key] for a, b in both)) for key in GOALS},
     }
@@ -103,7 +106,9 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         for key, goal in GOALS.items():
             cells.append(Spread(**result["seconds"][name][key]).text())
             ratio = Spread(**result["ratio"][key])
-            cells.append(f"{ratio.text()} (goal <= {goal:g}: {verdict(ratio.median <= goal)})" if name == ours else "")
+            cells.append(
+                f"{ratio.text()} (goal <= {goal:g}: {verdict(ratio.median <= goal)})" if name == ours else ""
+            )
         rows.append(cells)
     return markdown_table(
         ["package", "Manager to first commit, s", "ratio", "survivor's longest step, s", "ratio"], rows

@@ -1,10 +1,10 @@
 """The slow-down of a source's training while a group heals from it and from another source.
 
-Two sources train: each step computes for 10 ms and then waits for 10 ms, as for a GPU, so that they leave one of two
-cores free. A target fetches their state repeatedly, from both. It represents another host, so it only uses idle
-processor time: the figures show the cost of serving, without the target's own work. Steps with and without a target are
-compared, in turns, for three ways of serving: without limits (the default), with a limit on each source's bandwidth
-(for hosts whose network the training needs), and in the background.
+Two sources train: each step computes for 10 ms and then waits for 10 ms, as for a GPU, so that they leave one
+of two cores free. A target fetches their state repeatedly, from both. It represents another host, so it only
+uses idle processor time: the figures show the cost of serving, without the target's own work. Steps with and
+without a target are compared, in turns, for three ways of serving: without limits (the default), with a limit
+on each source's bandwidth (for hosts whose network the training needs), and in the background.
 
     python python/bench/run.py heal_sources
 """
@@ -122,7 +122,9 @@ def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, 
         target.do("yield")
         for number in range(rounds):
             for name, kwargs in VARIANTS.items():
-                metadata = [s.do("source", kwargs=kwargs, helps=i > 0)["metadata"] for i, s in enumerate(sources)]
+                metadata = [
+                    s.do("source", kwargs=kwargs, helps=i > 0)["metadata"] for i, s in enumerate(sources)
+                ]
                 fetch = partial(target.do, "fetch", metadata=metadata, seconds=SECONDS)
                 _train(sources, dict, seconds=0.5)  # a warm-up: the first products take longer
                 if number % 2:
@@ -143,7 +145,9 @@ def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, 
     return {name: {key: vars(Spread.of(r[key] for r in row)) for key in row[0]} for name, row in rows.items()}
 
 
-def _train(sources: list[Process], meanwhile: Any, seconds: float = SECONDS) -> tuple[float, dict[str, float]]:
+def _train(
+    sources: list[Process], meanwhile: Any, seconds: float = SECONDS
+) -> tuple[float, dict[str, float]]:
     """Return the slower source's median step while another function runs."""
     medians: list[float] = []
 
@@ -177,7 +181,9 @@ def tables(result: dict[str, Any], _ours: str, _upstream: str) -> str:
             ]
         )
     slower_by = f"slower by (goal < {100 * GOAL:g} %)"
-    return markdown_table(["serving", "step alone, ms", "step while serving, ms", slower_by, "target, GB/s"], rows)
+    return markdown_table(
+        ["serving", "step alone, ms", "step while serving, ms", slower_by, "target, GB/s"], rows
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The picture in README.md and docs/healing.md: a group's steps while another one joins, `heal_along` off and on.
+"""The picture in README.md and docs/healing.md: a group's steps while another one joins, `heal_along` off and
+on.
 
     python python/bench/join_picture.py docs/join.png
 
-The same job as in heal_along.py: 1 GB of weights and Adam's state at 200 MB/s, 100 ms of computation per step.
+The same job as in heal_along.py: 1 GB of weights and Adam's state at 200 MB/s, 100 ms of computation per
+step.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ MARGIN_S = 2.0  # seconds before the join; afterwards as long as the joining gro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Let a group join twice, and draw the steps of the other group.")
+    parser = argparse.ArgumentParser(
+        description="Let a group join twice, and draw the steps of the other group."
+    )
     parser.add_argument("picture", type=Path, help="path of the PNG file")
     args = parser.parse_args()
     runs = {case.name: measure(case, MB, RATE, COMPUTE_MS) for case in OURS}
@@ -42,7 +46,11 @@ def draw(runs: dict[str, Join], path: Path) -> None:
         ]
         counts = run.joined - run.began
         axes.axvspan(
-            0, counts, color="#f2a65a", alpha=0.3, label=f"the other group heals, and counts after {counts:.0f} s"
+            0,
+            counts,
+            color="#f2a65a",
+            alpha=0.3,
+            label=f"the other group heals, and counts after {counts:.0f} s",
         )
         edges = [steps[0][0], *(end for _, end in steps)]
         axes.stairs([end - begin for begin, end in steps], edges, fill=True, color="#4c78a8")

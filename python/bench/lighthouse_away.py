@@ -1,10 +1,10 @@
 """The steps of a job while its lighthouse is stopped, and while it is killed.
 
-Two jobs train at the same time, each with a lighthouse of its own: two groups, Managers with Gloo, 50 ms of computing
-and an allreduce of 1 MB a step. The lighthouse of one job is stopped with SIGSTOP and continued, then killed with
-SIGKILL and restarted with its state. Nothing happens to the other job: its steps in the same seconds show what the
-machine itself scatters by. A step belongs to an absence if it lasts into it, or begins at most 10 s after it. On a busy
-machine all of it needs real-time priority, as the second command gives.
+Two jobs train at the same time, each with a lighthouse of its own: two groups, Managers with Gloo, 50 ms of
+computing and an allreduce of 1 MB a step. The lighthouse of one job is stopped with SIGSTOP and continued,
+then killed with SIGKILL and restarted with its state. Nothing happens to the other job: its steps in the same
+seconds show what the machine itself scatters by. A step belongs to an absence if it lasts into it, or begins
+at most 10 s after it. On a busy machine all of it needs real-time priority, as the second command gives.
 
     python python/bench/lighthouse_away.py
     chrt -f 5 python python/bench/lighthouse_away.py --rounds 5
@@ -70,7 +70,14 @@ class Training:
     def __init__(self, job: Job, name: str, folder: Path) -> None:
         self._job, self._name = job, name
         self._port = free_port()
-        self._options = ["--min_replicas", "2", "--bind", f"127.0.0.1:{self._port}", "--state_dir", str(folder)]
+        self._options = [
+            "--min_replicas",
+            "2",
+            "--bind",
+            f"127.0.0.1:{self._port}",
+            "--state_dir",
+            str(folder),
+        ]
         self.start_lighthouse()
         self._groups = start_groups(job, Side(name, ours_path()), 2, 1)
         self._groups.do(COMMAND_TIMEOUT_S, do="tensor", floats=FLOATS)
@@ -90,7 +97,9 @@ class Training:
         self._send(do="leave")  # a group that has begun one more step would wait for the other one
         children = self._groups.children
         self._job.wait(
-            lambda: all(c.of("survive") for c in children), COMMAND_TIMEOUT_S, f"{self._name}: the groups stop"
+            lambda: all(c.of("survive") for c in children),
+            COMMAND_TIMEOUT_S,
+            f"{self._name}: the groups stop",
         )
         return [Step(*step) for c in children for step in c.of("survive")[-1]["steps"]]
 
@@ -128,7 +137,9 @@ def measure(stopped_s: float, down_s: float) -> tuple[list[Absence], dict[str, l
 
 
 def figures(steps: Iterable[Step], absence: Absence) -> dict[str, float]:
-    """Return a job's figures in an absence: numbers of steps, and the longest ones as multiples of the median."""
+    """Return a job's figures in an absence: numbers of steps, and the longest ones as multiples of the
+    median.
+    """
     during = [s for s in steps if absence.began < s.ended and s.began < absence.ended]
     after = [s for s in steps if absence.ended <= s.began < absence.ended + BACK_S]
     median, longest = statistics.median(s.seconds for s in during), max(during, key=lambda s: s.seconds)

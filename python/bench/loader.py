@@ -1,16 +1,27 @@
-"""The cost of an ElasticDataLoader without changes of membership, and of waiting for the quorum before the step.
+"""The cost of an ElasticDataLoader without changes of membership, and of waiting for the quorum before the
+step.
 
-Throughput: two replica groups train with torchft on Gloo, with two loader processes each. One job reads its batches
-with an ElasticDataLoader, the other with PyTorch's DataLoader and DistributedSampler; they take turns. Order: a step
-requests its quorum at its beginning, and waits for it in the first allreduce (upstream) or at once, like the loader.
-Both orders run in the same processes, in turns.
+Throughput: two replica groups train with torchft on Gloo, with two loader processes each. One job reads its
+batches with an ElasticDataLoader, the other with PyTorch's DataLoader and DistributedSampler; they take
+turns. Order: a step requests its quorum at its beginning, and waits for it in the first allreduce (upstream)
+or at once, like the loader. Both orders run in the same processes, in turns.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+from common import (
+    START_TIMEOUT_S,
+    Progress,
+    Side,
+    Spread,
+    Workers,
+    markdown_table,
+    rotated,
+    start_groups,
+    verdict,
+)
 from processes import Job
 
 GOAL_THROUGHPUT = 0.98
@@ -44,7 +55,9 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: 
             progress(
                 f"loader, round {number + 1}/{rounds}: "
                 + ", ".join(f"{kind} {values[-1]:.1f} ms" for kind, values in read.items())
-                + "".join(f", {c} ms: {order[c][True][-1]:.2f} for {order[c][False][-1]:.2f} ms" for c in order)
+                + "".join(
+                    f", {c} ms: {order[c][True][-1]:.2f} for {order[c][False][-1]:.2f} ms" for c in order
+                )
             )
     return {
         "rounds": rounds,

@@ -1,9 +1,9 @@
 """One replica group of the local_sgd benchmark, with the torchft on PYTHONPATH.
 
-Bytes are counted by the kernel on this process's TCP connections, including the headers of collectives and the control
-plane. Memory is the growth of the resident set during a synchronisation. In the processes whose memory is measured,
-local_sgd.py sets MALLOC_MMAP_THRESHOLD_, because memory that malloc keeps after a free would not be counted when it is
-reused.
+Bytes are counted by the kernel on this process's TCP connections, including the headers of collectives and
+the control plane. Memory is the growth of the resident set during a synchronisation. In the processes whose
+memory is measured, local_sgd.py sets MALLOC_MMAP_THRESHOLD_, because memory that malloc keeps after a free
+would not be counted when it is reused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,13 @@ def main() -> None:
 
 
 def run(
-    group: int, lighthouse: str, name: str, fragments: int, layer: int, syncs: int, settings: dict[str, Any] | None
+    group: int,
+    lighthouse: str,
+    name: str,
+    fragments: int,
+    layer: int,
+    syncs: int,
+    settings: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Run `syncs` rounds of each fragment. Settings None: LocalSGD."""
     torch.manual_seed(0)
@@ -84,7 +90,8 @@ def run(
         ]
         algorithm = DiLoCo(manager, parts, inner, outer, **settings)
     with algorithm:
-        train(model, inner, manager, 2 * fragments)  # a warm-up: makes connections and the outer optimizer's state
+        # A warm-up: makes connections and the outer optimizer's state.
+        train(model, inner, manager, 2 * fragments)
         fill_gradients(model)
         gc.collect()  # collected now, so that garbage of the previous case is not collected during this one
         sent, rest, began = Sent(), settle(), time.monotonic()
@@ -95,7 +102,8 @@ def run(
     pg.shutdown()
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
-        "sent": sent.total / syncs / nbytes,  # for one synchronisation of the whole model, as a multiple of its size
+        # For one synchronisation of the whole model, as a multiple of its size.
+        "sent": sent.total / syncs / nbytes,
         "peak": (peak - rest) / nbytes,
         "ms": 1000 * blocked / syncs,
         "seconds": took,
@@ -137,7 +145,9 @@ def memory(what: str) -> int:
 
 
 class Sent:
-    """Counts the bytes that peers acknowledge on this process's TCP connections from now on, including closed ones."""
+    """Counts the bytes that peers acknowledge on this process's TCP connections from now on, including closed
+    ones.
+    """
 
     def __init__(self) -> None:
         self.total = 0

@@ -2,11 +2,12 @@
 
     python python/bench/loss_picture.py docs/loss.png
 
-Four groups train a small network on scikit-learn's digits, in float64 with SGD and momentum, on plain Gloo. In the runs
-with kills, one of the groups 1 to 3 is killed with SIGKILL after every fixed number of group 0's steps, once all groups
-participate again, and is restarted some steps later. Ours reads with an ElasticDataLoader, upstream like its examples:
-a shard for each group, read from the beginning after a restart. The picture shows the loss of group 0's weights on all
-images over the number of samples trained on, and below it the difference between the two runs.
+Four groups train a small network on scikit-learn's digits, in float64 with SGD and momentum, on plain Gloo.
+In the runs with kills, one of the groups 1 to 3 is killed with SIGKILL after every fixed number of group 0's
+steps, once all groups participate again, and is restarted some steps later. Ours reads with an
+ElasticDataLoader, upstream like its examples: a shard for each group, read from the beginning after a
+restart. The picture shows the loss of group 0's weights on all images over the number of samples trained on,
+and below it the difference between the two runs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Draw the loss of a job without a failure, and with 20 kills.")
+    parser = argparse.ArgumentParser(
+        description="Draw the loss of a job without a failure, and with 20 kills."
+    )
     parser.add_argument("picture", type=Path, help="path of the PNG file")
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     args = parser.parse_args()
@@ -64,9 +67,13 @@ def measure(side: Side, elastic: bool, kills: int) -> Run:
     """Train to the end, with this many kills."""
     with Job() as job, tempfile.TemporaryDirectory() as folder:
         go = Path(folder) / "go"
-        _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000)
+        _, address = job.lighthouse(
+            side.path, min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000
+        )
         children = [_start(job, side, number) for number in range(GROUPS)]
-        job.wait(lambda: all(child.of("imported") for child in children), START_TIMEOUT_S, "PyTorch is imported")
+        job.wait(
+            lambda: all(child.of("imported") for child in children), START_TIMEOUT_S, "PyTorch is imported"
+        )
         for child in children:
             _train(child, address, elastic, go)
         job.wait(lambda: all(child.of("manager") for child in children), START_TIMEOUT_S, "all are there")
@@ -116,10 +123,11 @@ def _reaches(job: Job, child: Child, step: int, together: bool = False) -> bool:
 
 
 def differences(calm: Run, killed: Run) -> dict[int, float]:
-    """Return the relative differences between the losses of the two runs, by the number of samples before each.
+    """Return the relative differences between the losses of the two runs, by the number of samples before
+    each.
 
-    If the run without kills has no step with the same number of samples, which happens with upstream, its loss is
-    interpolated between the two nearest steps.
+    If the run without kills has no step with the same number of samples, which happens with upstream, its
+    loss is interpolated between the two nearest steps.
     """
     import numpy as np
 
@@ -131,7 +139,8 @@ def differences(calm: Run, killed: Run) -> dict[int, float]:
 def describe(calm: Run, killed: Run) -> str:
     apart = sorted(differences(calm, killed).values())
     return (
-        f"{len(calm.losses)} steps without a failure and {len(killed.losses)} with {len(killed.kills)} kills; "
+        f"{len(calm.losses)} steps without a failure and {len(killed.losses)} with {len(killed.kills)} "
+        "kills; "
         f"losses differ by {apart[len(apart) // 2]:.1e} in the median and up to {apart[-1]:.1e}"
     )
 
@@ -147,12 +156,21 @@ def draw(runs: dict[str, tuple[Run, Run]], path: Path) -> None:
     )
     for upper, lower, (name, (calm, killed)) in zip(losses, apart, runs.items()):
         upper.plot(calm.samples, calm.losses, color="#f2a65a", linewidth=5, label="no failure")
-        upper.plot(killed.samples, killed.losses, color="#1f3d5c", linewidth=1.2, label=f"{len(killed.kills)} kills")
+        upper.plot(
+            killed.samples, killed.losses, color="#1f3d5c", linewidth=1.2, label=f"{len(killed.kills)} kills"
+        )
         upper.set_title(name, fontsize=10)
         between = differences(calm, killed)
         drawn = [max(each, SMALLEST) for each in between.values()]
         lower.plot(list(between), drawn, color="#b0413e", linewidth=1.2)
-        lower.text(0.98, 0.5, f"at most {max(between.values()):.0e}", transform=lower.transAxes, ha="right", fontsize=9)
+        lower.text(
+            0.98,
+            0.5,
+            f"at most {max(between.values()):.0e}",
+            transform=lower.transAxes,
+            ha="right",
+            fontsize=9,
+        )
         lower.set_xlabel("samples in the weights")
         for axes in (upper, lower):
             axes.set_yscale("log")

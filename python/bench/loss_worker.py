@@ -1,8 +1,9 @@
-"""A replica group of loss_picture.py, with the torchft on PYTHONPATH. The group is killed and restarted by commands.
+"""A replica group of loss_picture.py, with the torchft on PYTHONPATH. The group is killed and restarted by
+commands.
 
-This process imports PyTorch and torchft, and forks a process for each incarnation of the group, so that a restart is
-fast. Commands on stdin start an incarnation, kill it, and wait for its end. Each incarnation reports its committed
-steps, with the number of samples so far and the loss.
+This process imports PyTorch and torchft, and forks a process for each incarnation of the group, so that a
+restart is fast. Commands on stdin start an incarnation, kill it, and wait for its end. Each incarnation
+reports its committed steps, with the number of samples so far and the loss.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchft
 
-GROUP, GROUPS, EPOCHS = (int(os.environ[name]) for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "EPOCHS"))
+GROUP, GROUPS, EPOCHS = (
+    int(os.environ[name]) for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "EPOCHS")
+)
 OF_A_GROUP = 16  # samples per group and step
 STEP_SEC = 0.05  # minimum duration of a step
 TIMEOUT = timedelta(seconds=30)
@@ -42,7 +45,8 @@ def main() -> None:
     digits: Any = load_digits()
     data = TensorDataset(torch.tensor(digits.data / 8 - 1), torch.tensor(digits.target))
     _ = torchft.Manager, torchft.ProcessGroupGloo, torchft.DistributedDataParallel, torchft.Optimizer
-    importlib.import_module("torch._dynamo")  # otherwise imported late by DistributedDataParallel and optimizers
+    # Otherwise imported late by DistributedDataParallel and optimizers.
+    importlib.import_module("torch._dynamo")
     with contextlib.suppress(ImportError):  # upstream does not have it
         importlib.import_module("torchft.data.loader")
     emit("imported")
@@ -104,7 +108,9 @@ def train(data: TensorDataset, do: str, lighthouse: str, elastic: bool, go: str)
 
 
 def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
-    """Train with an ElasticDataLoader. Yield, per committed step, the samples so far and the participating groups."""
+    """Train with an ElasticDataLoader. Yield, per committed step, the samples so far and the participating
+    groups.
+    """
     from torchft.data import ElasticDataLoader
 
     loader = ElasticDataLoader(
@@ -118,12 +124,17 @@ def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -
         before = loader.position
         optimizer.step()
         if loader.position != before:
-            yield loader.position.epoch * len(data) + loader.position.batch * GROUPS * OF_A_GROUP, step.participants
+            yield (
+                loader.position.epoch * len(data) + loader.position.batch * GROUPS * OF_A_GROUP,
+                step.participants,
+            )
 
 
 def _in_shards(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
     """Train with a shard per group, like upstream's examples; the shard of a missing group is not read."""
-    sampler = torchft.DistributedSampler(data, GROUP, GROUPS, group_rank=0, num_replicas=1, shuffle=True, seed=0)
+    sampler = torchft.DistributedSampler(
+        data, GROUP, GROUPS, group_rank=0, num_replicas=1, shuffle=True, seed=0
+    )
     batches = _for_ever(DataLoader(data, OF_A_GROUP, sampler=sampler), sampler)
     samples = 0
     while samples < EPOCHS * len(data):

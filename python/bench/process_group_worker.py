@@ -1,7 +1,7 @@
 """One of the two ranks that python/bench/process_groups.py measures. It reads commands from stdin.
 
-Groups: `plain` is PyTorch's Gloo group, `native` its reconfigurable one, `gloo` and `isolated` are those of the torchft
-on PYTHONPATH; `isolated, shared buffer` is an isolated group whose tensors are shared first.
+Groups: `plain` is PyTorch's Gloo group, `native` its reconfigurable one, `gloo` and `isolated` are those of
+the torchft on PYTHONPATH; `isolated, shared buffer` is an isolated group whose tensors are shared first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, TCPStore
 
 TIMEOUT = timedelta(seconds=60)
-# Timeout of the operation that is aborted. It bounds the wait in groups whose abort does not end the operation.
+# Timeout of the operation that is aborted. It bounds the wait in groups whose abort does not end the
+# operation.
 ABORTED_TIMEOUT = timedelta(seconds=5)
 
 
@@ -89,7 +90,9 @@ class Rank:
         return {"ms": ms}
 
     def abort(self, kind: str) -> dict[str, Any]:
-        """Return the time from rank 0's abort to the end of its wait for an allreduce that rank 1 does not join."""
+        """Return the time from rank 0's abort to the end of its wait for an allreduce that rank 1 does not
+        join.
+        """
         if self.rank != 0:
             return {"ms": 0.0}
         opts = AllreduceOptions()

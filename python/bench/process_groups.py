@@ -1,8 +1,9 @@
 """The cost of a process group: an operation of 16 floats, an allreduce of 25 MB, new peers, and an abort.
 
-Two ranks as processes, Gloo on loopback. The groups are PyTorch's own, its reconfigurable one (native), and the
-in-process and isolated groups of both packages; ours also with tensors in a shared buffer, like the buckets of
-DistributedDataParallel. The processes of all groups exist at the same time, and the groups take turns.
+Two ranks as processes, Gloo on loopback. The groups are PyTorch's own, its reconfigurable one (native), and
+the in-process and isolated groups of both packages; ours also with tensors in a shared buffer, like the
+buckets of DistributedDataParallel. The processes of all groups exist at the same time, and the groups take
+turns.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ COMMAND_TIMEOUT_S = 180
 MB_25 = 25 * 2**20 // 4
 SMALL, SMALL_COUNT = 16, 200
 BIG_COUNT = 5
-# Aborts and new peers are measured in the last rounds: where an abort has no effect, both take half a minute and may
-# leave threads behind.
+# Aborts and new peers are measured in the last rounds: where an abort has no effect, both take half a minute
+# and may leave threads behind.
 SLOW_ROUNDS = 5
 ATTEMPTS = 3
 DISPATCH_GOAL, BIG_GOAL, RECONFIGURE_GOAL_MS, ABORT_GOAL_MS = 1.5, 1.05, 300.0, 100.0
@@ -72,14 +73,17 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
                     except JobFailed as e:
                         if side is ours:
                             raise
-                        # Some groups cannot be used after an abort; the measurement is then retried with new processes.
+                        # Some groups cannot be used after an abort; the measurement is then retried with new
+                        # processes.
                         progress(f"process groups: {side.name} failed at {key[1]}: {str(e).splitlines()[0]}")
                         for child in sides[side.name].children:
                             child.kill()
                         sides[side.name] = start(side)
             progress(
                 f"process groups, round {number + 1}/{rounds}: "
-                + ", ".join(f"{name} {kind} {1000 * s['dispatch'][-1]:.0f} µs" for (name, kind), s in samples.items())
+                + ", ".join(
+                    f"{name} {kind} {1000 * s['dispatch'][-1]:.0f} µs" for (name, kind), s in samples.items()
+                )
             )
     plain = samples[PLAIN, "plain"]
     return {
@@ -99,9 +103,14 @@ def _start(job: Job, side: Side, kinds: list[str]) -> Workers:
     env = {"PEERS_PORT": str(free_port())}
     workers = Workers(
         job,
-        [job.python(f"{side.name}-{r}", WORKER, path=side.path, env={**env, "RANK": str(r)}) for r in range(2)],
+        [
+            job.python(f"{side.name}-{r}", WORKER, path=side.path, env={**env, "RANK": str(r)})
+            for r in range(2)
+        ],
     )
-    job.wait(lambda: all(c.of("imported") for c in workers.children), START_TIMEOUT_S, f"{side.name} is imported")
+    job.wait(
+        lambda: all(c.of("imported") for c in workers.children), START_TIMEOUT_S, f"{side.name} is imported"
+    )
     for kind in kinds:
         workers.do(START_TIMEOUT_S, do="make", kind=kind)
         _connect(workers, kind)

@@ -1,6 +1,7 @@
 """Bytes, time and error of an allreduce at full precision and as 8-bit codes.
 
-Three ranks as processes, Gloo on loopback. The bytes sent are the kernel's count for all TCP connections of a rank.
+Three ranks as processes, Gloo on loopback. The bytes sent are the kernel's count for all TCP connections of a
+rank.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ TIMEOUT_S = 120
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return a dict from ``package/kind``, such as ``torchft/fp8``, to the figures of an allreduce.
 
-    The figures are ``sent`` (bytes), ``ms`` and ``error`` (relative, of the norm), each for the worst rank of a round.
-    If the package refuses the kind, the only entry is ``refused``, with its error message.
+    The figures are ``sent`` (bytes), ``ms`` and ``error`` (relative, of the norm), each for the worst rank of
+    a round. If the package refuses the kind, the only entry is ``refused``, with its error message.
     """
     samples: dict[str, dict[str, list[float]]] = {}
     refused: dict[str, str] = {}
@@ -70,4 +71,6 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         megabytes = f"{sent.median * 1e-6:.2f}"
         rows.append([name, kind, megabytes, f"{share:.3f}{goal}", ms.text(0), f"{error.median:.1e}"])
     share_of = f"share of full (goal <= {GOAL:g})"
-    return markdown_table(["package", "sent as", "a rank sends, MB", share_of, "ms", "relative error (norm)"], rows)
+    return markdown_table(
+        ["package", "sent as", "a rank sends, MB", share_of, "ms", "relative error (norm)"], rows
+    )

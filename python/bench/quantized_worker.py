@@ -43,7 +43,9 @@ def connect() -> Any:
 
     rank, ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "PEERS_PORT"))
     # Kept alive, because rank 0 hosts the store.
-    globals()["store"] = TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
+    globals()["store"] = TCPStore(
+        "localhost", port, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT
+    )
     group = process_group.ProcessGroupGloo(timeout=TIMEOUT)
     process_group.reconfigure_with_store(group, f"localhost:{port}/bench", rank, ranks, TIMEOUT)
     return group
@@ -69,7 +71,9 @@ def main() -> None:
     commands = Commands()
     while True:
         command = commands.next()
-        numbers = [torch.randn(command["floats"], generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+        numbers = [
+            torch.randn(command["floats"], generator=torch.Generator().manual_seed(r)) for r in range(ranks)
+        ]
         exact, tensor = torch.stack(numbers).double().sum(0), numbers[rank].clone()
         try:
             reduce(group, "full", torch.zeros(1))  # a barrier

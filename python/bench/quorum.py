@@ -1,9 +1,10 @@
 """Measures how the time of a quorum round grows with the number of replica groups: `make bench-quorum`.
 
-go/bench simulates the groups, each with its own connection. Groups with the protocol of upstream's managers are
-measured with upstream's lighthouse and with ours; groups with the protocol of our managers are measured with our
-lighthouse only. The load generator runs on the same machine as the lighthouse, so the time of a round includes the work
-of both. The script prints a table, writes it into docs/scaling.md and draws docs/scaling.png.
+go/bench simulates the groups, each with its own connection. Groups with the protocol of upstream's managers
+are measured with upstream's lighthouse and with ours; groups with the protocol of our managers are measured
+with our lighthouse only. The load generator runs on the same machine as the lighthouse, so the time of a
+round includes the work of both. The script prints a table, writes it into docs/scaling.md and draws
+docs/scaling.png.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from run import machine
 from startup import CONSOLE_SCRIPT
 from upstream import REQUIREMENTS, UpstreamUnavailable, install
 
-# Numbers of replica groups. Above the largest number in UPSTREAM, only the protocol of our managers is measured.
+# Numbers of replica groups. Above the largest number in UPSTREAM, only the protocol of our managers is
+# measured.
 UPSTREAM = (100, 300, 1000)
 OURS = (100, 300, 1000, 3000, 10000)
 IN_PLOT_ONLY = (300,)
-# After the rounds, the groups send only heartbeats for this time, to measure the processor time that those cost.
+# After the rounds, the groups send only heartbeats for this time, to measure the processor time that those
+# cost.
 IDLE_S = 10
 START_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 300
@@ -54,7 +57,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="torchft-bench-") as tools:
         go = REPOSITORY / "go"
         build = [args.go, "build", "-o", tools]
-        subprocess.run([*build, "./bench", "./cmd/torchft_lighthouse"], cwd=go, check=True, timeout=RUN_TIMEOUT_S)
+        subprocess.run(
+            [*build, "./bench", "./cmd/torchft_lighthouse"], cwd=go, check=True, timeout=RUN_TIMEOUT_S
+        )
         standalone = [Path(tools) / "torchft_lighthouse"] if args.standalone else None
         rows: list[Row] = []
         began = time.monotonic()
@@ -65,7 +70,10 @@ def main() -> int:
                 row = measure(Path(tools) / "bench", side, kind, groups, args.rounds, command)
                 rows.append(row)
                 so_far = f"{time.monotonic() - began:.0f} s"
-                print(f"{so_far}: {side.name}, {groups} groups of kind {kind}: {row['round_ms']:.1f} ms", flush=True)
+                print(
+                    f"{so_far}: {side.name}, {groups} groups of kind {kind}: {row['round_ms']:.1f} ms",
+                    flush=True,
+                )
     table = tables(rows, ours.name, upstream.name)
     print(f"\n{table}")
     if not args.no_write:
@@ -74,7 +82,9 @@ def main() -> int:
     return 0
 
 
-def measure(bench: Path, side: Side, kind: str, groups: int, rounds: int, command: Sequence[str | Path] | None) -> Row:
+def measure(
+    bench: Path, side: Side, kind: str, groups: int, rounds: int, command: Sequence[str | Path] | None
+) -> Row:
     """Run a lighthouse, and the load generator against it; return the generator's figures.
 
     Args:
@@ -100,7 +110,9 @@ def measure(bench: Path, side: Side, kind: str, groups: int, rounds: int, comman
             timeout=RUN_TIMEOUT_S,
         )
         if out.returncode:
-            raise JobFailed(f"{side.name}, {groups} groups of kind {kind}: {out.stderr.strip()}\n{job.report()}")
+            raise JobFailed(
+                f"{side.name}, {groups} groups of kind {kind}: {out.stderr.strip()}\n{job.report()}"
+            )
     return {"lighthouse": side.name, **json.loads(out.stdout)}
 
 
@@ -174,7 +186,8 @@ def _write(docs: Path, table: str, rows: Sequence[Row], upstream: str) -> None:
     if begin not in text or end not in text:
         raise SystemExit(f"{page} lacks the markers {begin!r} and {end!r}")
     before, after = text[: text.index(begin)], text[text.index(end) :]
-    where = f"{machine()}; against {upstream}, {date.today()}. Rounds: median [fastest, slowest]; all else: one run."
+    rounds = "Rounds: median [fastest, slowest]; all else: one run."
+    where = f"{machine()}; against {upstream}, {date.today()}. {rounds}"
     page.write_text(f"{before}{begin}\n{where}\n\n{table}\n\n{after}")
     _plot(docs / "scaling.png", rows)
 
@@ -189,9 +202,14 @@ def _plot(path: Path, rows: Sequence[Row]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    names = {(row["lighthouse"], row["kind"]): f"{row['lighthouse']}, groups speak as {row['kind']}" for row in rows}
+    names = {
+        (row["lighthouse"], row["kind"]): f"{row['lighthouse']}, groups speak as {row['kind']}"
+        for row in rows
+    }
     for key, label in names.items():
-        line = sorted((row["groups"], row["round_ms"]) for row in rows if (row["lighthouse"], row["kind"]) == key)
+        line = sorted(
+            (row["groups"], row["round_ms"]) for row in rows if (row["lighthouse"], row["kind"]) == key
+        )
         axes.plot([x for x, _ in line], [y for _, y in line], marker="o", label=label)
     axes.set(xscale="log", yscale="log", xlabel="replica groups", ylabel="quorum round, ms")
     axes.set_title("A quorum round on one machine, load generator included")
@@ -202,15 +220,23 @@ def _plot(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure how a quorum round grows with the number of replica groups.")
+    parser = argparse.ArgumentParser(
+        description="Measure how a quorum round grows with the number of replica groups."
+    )
     parser.add_argument("--groups", type=int, nargs="+", default=list(OURS), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of each measurement; default: %(default)s")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="rounds of each measurement; default: %(default)s"
+    )
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
-    parser.add_argument("--ours", help="directory that holds our torchft; default: the one this Python imports")
+    parser.add_argument(
+        "--ours", help="directory that holds our torchft; default: the one this Python imports"
+    )
     parser.add_argument(
         "--standalone", action="store_true", help="run our lighthouse as the Go command, built from this tree"
     )
-    parser.add_argument("--go", default=os.environ.get("GO", "go"), help="the go command; default: %(default)s")
+    parser.add_argument(
+        "--go", default=os.environ.get("GO", "go"), help="the go command; default: %(default)s"
+    )
     parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="where scaling.md is")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()

@@ -1,8 +1,10 @@
-"""The throughput of four groups, one of which is killed every 10 s and restarted at once, and a picture over time.
+"""The throughput of four groups, one of which is killed every 10 s and restarted at once, and a picture over
+time.
 
-Steps of 100 ms on plain Gloo, with the lighthouse's defaults except for the join timeout. The throughput is the number
-of committed batches (steps times the groups that take part in them), as a share of that of four groups without faults.
-A commit is behind history if its step began after another group had committed a later step.
+Steps of 100 ms on plain Gloo, with the lighthouse's defaults except for the join timeout. The throughput is
+the number of committed batches (steps times the groups that take part in them), as a share of that of four
+groups without faults. A commit is behind history if its step began after another group had committed a later
+step.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ PICTURE = REPOSITORY / "docs" / "recovery.png"
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return, per join timeout and side, the remaining share of the throughput, and the batches in each second."""
+    """Return, per join timeout and side, the remaining share of the throughput, and the batches in each
+    second.
+    """
     result: dict[str, Any] = {}
     for join_timeout_ms in JOIN_TIMEOUTS_MS:
         for side in (ours, upstream):
@@ -42,7 +46,11 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
             runs.sort(key=lambda run: run["share"])
             share = Spread.of(run["share"] for run in runs)
             # The batches over time are from the median run.
-            figures = {**runs[len(runs) // 2], "share": vars(share), "behind": sum(run["behind"] for run in runs)}
+            figures = {
+                **runs[len(runs) // 2],
+                "share": vars(share),
+                "behind": sum(run["behind"] for run in runs),
+            }
             result.setdefault(f"{join_timeout_ms / 1000:g}", {})[side.name] = figures
             progress(f"churn, join timeout {join_timeout_ms} ms, {side.name}: {share.text()} kept")
     _draw(result, PICTURE)
@@ -60,7 +68,9 @@ def _run(side: Side, join_timeout_ms: int) -> dict[str, Any]:
         for child in everybody.children:
             child.send(do="survive", compute_ms=COMPUTE_MS)
         job.wait(
-            lambda: all(any(e["participants"] == GROUPS for e in c.of("committed")) for c in everybody.children),
+            lambda: all(
+                any(e["participants"] == GROUPS for e in c.of("committed")) for c in everybody.children
+            ),
             START_TIMEOUT_S,
             "all groups train",
         )
@@ -88,7 +98,10 @@ def _run(side: Side, join_timeout_ms: int) -> dict[str, Any]:
             time.sleep(0.2)
         runs = [child.of("survive")[-1] for child in groups if child.of("survive")]
         commits = [
-            (step, number) for run in runs for step, number in zip(run["steps"], run["numbers"], strict=True) if step[2]
+            (step, number)
+            for run in runs
+            for step, number in zip(run["steps"], run["numbers"], strict=True)
+            if step[2]
         ]
         first = runs[0] if groups[0].of("survive") else {"steps": []}
         batches = [(e, participants) for _, e, ok, participants in first["steps"] if ok]
@@ -108,10 +121,14 @@ def _draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(len(result), 1, figsize=(9, 2 * len(result)), sharex=True)
-    for ax, (seconds, sides) in zip(axes, sorted(result.items(), key=lambda item: float(item[0])), strict=True):
+    for ax, (seconds, sides) in zip(
+        axes, sorted(result.items(), key=lambda item: float(item[0])), strict=True
+    ):
         for name, run in sides.items():
             ax.plot(
-                range(len(run["per_second"])), run["per_second"], label=f"{name}: {Spread(**run['share']).text()} kept"
+                range(len(run["per_second"])),
+                run["per_second"],
+                label=f"{name}: {Spread(**run['share']).text()} kept",
             )
         for kill in range(int(CHURN_S / EVERY_S)):
             ax.axvline(CALM_S + kill * EVERY_S, color="0.8", linewidth=1)
@@ -134,4 +151,6 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         behind = [str(sides[name]["behind"]) if name in sides else "" for name in (ours, upstream)]
         rows.append([seconds, *cells, *behind])
     kept = f"kept: {ours} (goal >= {GOAL:g})"
-    return markdown_table(["join timeout, s", kept, upstream, f"commits behind history: {ours}", upstream], rows)
+    return markdown_table(
+        ["join timeout, s", kept, upstream, f"commits behind history: {ours}", upstream], rows
+    )

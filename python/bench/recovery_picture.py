@@ -2,9 +2,9 @@
 
     python python/bench/recovery_picture.py docs/recovery-of-one.png
 
-Steps of 100 ms on plain Gloo, a join timeout of 10 s, a heartbeat timeout of 1 s. The victim is killed with SIGKILL and
-restarted at once. The picture shows for each committed step of the first group the number of batches of all groups,
-divided by the step's duration.
+Steps of 100 ms on plain Gloo, a join timeout of 10 s, a heartbeat timeout of 1 s. The victim is killed with
+SIGKILL and restarted at once. The picture shows for each committed step of the first group the number of
+batches of all groups, divided by the step's duration.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ WAIT_S = 120
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step: the end times of it and of the previous commit in seconds, and its number of participants."""
+    """A committed step: the end times of it and of the previous commit in seconds, and its number of
+    participants.
+    """
 
     begin: float
     end: float
@@ -52,12 +54,17 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill one of four groups, and draw the throughput of the job.")
+    parser = argparse.ArgumentParser(
+        description="Kill one of four groups, and draw the throughput of the job."
+    )
     parser.add_argument("picture", type=Path, help="path of the PNG file")
     args = parser.parse_args()
     run = measure()
     draw(run, args.picture)
-    print(f"the others committed {run.gap:.2f} s after the kill, and all four {run.back - run.killed:.1f} s after it")
+    print(
+        f"the others committed {run.gap:.2f} s after the kill, and all four {run.back - run.killed:.1f} s "
+        "after it"
+    )
     print(f"drawn in {args.picture}")
     return 0
 
@@ -74,7 +81,9 @@ def measure() -> Run:
             child.send(do="survive", compute_ms=COMPUTE_MS)
         first, *_, victim = everybody.children
         job.wait(
-            lambda: first.of("committed")[-1:] and first.of("committed")[-1]["participants"] == GROUPS, WAIT_S, "4"
+            lambda: first.of("committed")[-1:] and first.of("committed")[-1]["participants"] == GROUPS,
+            WAIT_S,
+            "4",
         )
         time.sleep(CALM_S)
 
@@ -117,7 +126,12 @@ def draw(run: Run, path: Path) -> None:
     back = run.back - run.killed
     for when, height, side, text in (
         (run.gap / 2, 0.75 * top, "right", f"kill -9: the others commit again\n{run.gap:.2f} s later"),
-        (back, top, "left", f"started again at once, it heals and is\nin the average again after {back:.1f} s"),
+        (
+            back,
+            top,
+            "left",
+            f"started again at once, it heals and is\nin the average again after {back:.1f} s",
+        ),
     ):
         arrow = dict(arrowstyle="->", color="0.3")
         axes.annotate(text, (when, height), (when, top * 1.16), arrowprops=arrow, fontsize=9, ha=side)

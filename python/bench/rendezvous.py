@@ -1,8 +1,10 @@
-"""The time to restart workers while nodes arrive and one is killed: torchrun's c10d rendezvous and the lighthouse's.
+"""The time to restart workers while nodes arrive and one is killed: torchrun's c10d rendezvous and the
+lighthouse's.
 
     python python/bench/rendezvous.py
 
-A node is a process with torchrun's handler and without workers, so a restart only costs the wait for the round.
+A node is a process with torchrun's handler and without workers, so a restart only costs the wait for the
+round.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def in_one_round(nodes: list[Child], size: int) -> bool:
     return sum(event["size"] == size for event in last) >= size
 
 
-def measure(backend: str, count: int, every: float, conf: dict[str, object], after_kill: int) -> dict[str, float]:
+def measure(
+    backend: str, count: int, every: float, conf: dict[str, object], after_kill: int
+) -> dict[str, float]:
     with endpoint(backend) as where, Job() as job:
         nodes: list[Child] = []
         arrived = 0.0
@@ -97,7 +101,10 @@ def main() -> None:
         ("torchft, sizes=powers_of_two", "torchft", {"sizes": "powers_of_two"}, half),
     ):
         m = measure(backend, args.nodes, args.every, {**conf, **sizes}, after_kill)
-        print(f"| {name} | {m['restarts']} | {m['stopped']:.1f} s | {m['all_train']:.1f} s | {m['after_kill']:.2f} s |")
+        print(
+            f"| {name} | {m['restarts']} | {m['stopped']:.1f} s | {m['all_train']:.1f} s | "
+            f"{m['after_kill']:.2f} s |"
+        )
         sys.stdout.flush()
 
 

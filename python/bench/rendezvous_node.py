@@ -24,12 +24,20 @@ def main(backend: str, endpoint: str, nodes: int, conf: dict[str, object]) -> No
 
     threading.Thread(target=listen, daemon=True).start()
     create = get_handler() if backend == "torchft" else rendezvous_handler_registry.create_handler
-    handler = create(RendezvousParameters(backend, endpoint, "bench", 1, nodes, local_addr="127.0.0.1", **conf))
+    handler = create(
+        RendezvousParameters(backend, endpoint, "bench", 1, nodes, local_addr="127.0.0.1", **conf)
+    )
     while True:
         asked = time.time()
         info = handler.next_rendezvous()
         failed.clear()
-        record = {"event": "round", "asked": asked, "began": time.time(), "size": info.world_size, "rank": info.rank}
+        record = {
+            "event": "round",
+            "asked": asked,
+            "began": time.time(),
+            "size": info.world_size,
+            "rank": info.rank,
+        }
         print(json.dumps(record), flush=True)
         while not failed.is_set() and not handler.num_nodes_waiting():
             time.sleep(_MONITOR_S)

@@ -1,7 +1,8 @@
-"""The cost of a step without faults with replay_failed_step: start_quorum + allreduce + should_commit, no compute.
+"""The cost of a step without faults with replay_failed_step: start_quorum + allreduce + should_commit, no
+compute.
 
-Two replica groups as processes, Gloo, one rank each; a job with replay and a job without it take turns. Replay copies
-the reduced tensors: 40 kB, and 40 MB.
+Two replica groups as processes, Gloo, one rank each; a job with replay and a job without it take turns.
+Replay copies the reduced tensors: 40 kB, and 40 MB.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ COMMAND_TIMEOUT_S = 120
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return the times of a step in milliseconds, without and with replay, for each size. Upstream has no replay."""
+    """Return the times of a step in milliseconds, without and with replay, for each size. Upstream has no
+    replay.
+    """
     samples: dict[str, dict[str, list[float]]] = {size: {"off": [], "on": []} for size in FLOATS}
     with Job() as job:
         jobs: dict[str, Workers] = {}
         for name, value in (("off", "0"), ("on", "1")):
-            _, address = job.lighthouse(ours.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
+            _, address = job.lighthouse(
+                ours.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000
+            )
             jobs[name] = workers = start_groups(job, ours, 2, 1, {"TORCHFT_REPLAY_FAILED_STEP": value})
             workers.do(START_TIMEOUT_S, do="manager", lighthouse=address)
         for size, floats in FLOATS.items():
@@ -48,7 +53,11 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
 def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = [
-        [size, *(Spread(**figures[name]).middle() for name in ("off", "on")), Spread(**figures["ratio"]).text()]
+        [
+            size,
+            *(Spread(**figures[name]).middle() for name in ("off", "on")),
+            Spread(**figures["ratio"]).text(),
+        ]
         for size, figures in result.items()
     ]
     return markdown_table(["reduced in a step", "off, ms", "on, ms", "on / off"], rows)

@@ -1,8 +1,8 @@
 """The phases of a group's restart, from the start of its process to its first commit.
 
-Two groups of one rank train with steps of 50 ms and 10 MB of state. Once per round, one of them is killed with SIGKILL
-and restarted without state. The first two phases, the start of Python and the import of torch, are the same for any
-program; the later ones are due to torchft.
+Two groups of one rank train with steps of 50 ms and 10 MB of state. Once per round, one of them is killed
+with SIGKILL and restarted without state. The first two phases, the start of Python and the import of torch,
+are the same for any program; the later ones are due to torchft.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from processes import Child, Job, free_port
 
 COMPUTE_MS = 50
 STATE_MB = 10
-# In chronological order. Upstream does not report phases of the recovery: they count as part of its first step.
+# In chronological order. Upstream does not report phases of the recovery: they count as part of its first
+# step.
 PHASES = (
     "process start",
     "import torch",
@@ -39,7 +40,8 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
         progress(
             f"restart, round {number + 1}/{rounds}: "
             + ", ".join(
-                f"{name} {mine[-1]['torchft']:.0f} of {mine[-1]['all']:.0f} ms" for name, mine in samples.items()
+                f"{name} {mine[-1]['torchft']:.0f} of {mine[-1]['all']:.0f} ms"
+                for name, mine in samples.items()
             )
         )
     return {
@@ -53,7 +55,9 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
 
 def _round(side: Side) -> dict[str, float]:
     with Job() as job:
-        _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)
+        _, address = job.lighthouse(
+            side.path, min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5000
+        )
         both = start_groups(job, side, 2, 1)
         both.do(START_TIMEOUT_S, do="state", mb=STATE_MB)
         both.do(START_TIMEOUT_S, do="manager", lighthouse=address)
@@ -63,7 +67,8 @@ def _round(side: Side) -> dict[str, float]:
         _wait_for_commit(job, survivor, 2)
         victim.kill()
         _wait_for_commit(job, survivor, 1)
-        # torch has just been imported twice, so its files are in the page cache, as on a host where a process failed
+        # torch has just been imported twice, so its files are in the page cache, as on a host where a process
+        # failed
         began = time.monotonic()
         (back,) = start_group(job, side, 1, 1, free_port())
         back.send(do="state", mb=STATE_MB)
@@ -98,7 +103,8 @@ def _phases(began: float, ends: dict[str, Any]) -> dict[str, float]:
 def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     spreads = {
-        name: {phase: Spread(**spread) for phase, spread in result["ms"][name].items()} for name in (ours, upstream)
+        name: {phase: Spread(**spread) for phase, spread in result["ms"][name].items()}
+        for name in (ours, upstream)
     }
     rows = []
     for phase in DUE_TO_TORCHFT:

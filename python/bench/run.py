@@ -3,9 +3,9 @@
     python python/bench/run.py step startup --rounds 4 --no-write
     python python/bench/run.py --rewrite
 
-Prints a table for each part, writes the tables into docs/benchmarks.md and all figures into docs/benchmarks.json. A
-repeated part replaces only its own table. `--rewrite` measures nothing: after a change of a table's form, it writes all
-tables again from the figures.
+Prints a table for each part, writes the tables into docs/benchmarks.md and all figures into
+docs/benchmarks.json. A repeated part replaces only its own table. `--rewrite` measures nothing: after a
+change of a table's form, it writes all tables again from the figures.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def table(name: str, figures: dict[str, Any]) -> str:
 
 
 def _renamed(value: Any, release: str) -> Any:
-    """Return the figures with `upstream` as a key instead of upstream's release, which the line above a table names."""
+    """Return the figures with `upstream` as a key instead of upstream's release, which the line above a table
+    names.
+    """
     if isinstance(value, dict):
         return {key.replace(release, UPSTREAM): _renamed(item, release) for key, item in value.items()}
     return value
@@ -205,7 +207,9 @@ def machine() -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        models = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
         model = models[0] if models else model
     return (
         f"{os.cpu_count()} cores ({model}), {platform.system()}, Python {platform.python_version()}, "

@@ -1,4 +1,6 @@
-"""The time from the start of `torchft_lighthouse` until it accepts connections, and its resident memory then."""
+"""The time from the start of `torchft_lighthouse` until it accepts connections, and its resident memory
+then.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CONSOLE_SCRIPT = Path(__file__).resolve().parent / "torchft_lighthouse.py"
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return the seconds until the lighthouse listens and its resident memory in MB (1e6 bytes), for both packages."""
+    """Return the seconds until the lighthouse listens and its resident memory in MB (1e6 bytes), for both
+    packages.
+    """
     seconds: dict[str, list[float]] = {ours.name: [], upstream.name: []}
     memory: dict[str, list[float]] = {ours.name: [], upstream.name: []}
     for side in (ours, upstream):
@@ -32,7 +36,9 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
             memory[side.name].append(resident)
         progress(
             f"start of the lighthouse, round {number + 1}/{rounds}: "
-            + ", ".join(f"{name} {values[-1]:.2f} s {memory[name][-1]:.0f} MB" for name, values in seconds.items())
+            + ", ".join(
+                f"{name} {values[-1]:.2f} s {memory[name][-1]:.0f} MB" for name, values in seconds.items()
+            )
         )
     return {
         "rounds": rounds,
@@ -54,7 +60,9 @@ def _start(side: Side) -> tuple[float, float]:
             except OSError:
                 took = time.perf_counter() - began
                 if child.returncode is not None or took > START_TIMEOUT_S:
-                    raise JobFailed(f"the lighthouse did not listen within {took:.1f} s\n{job.report()}") from None
+                    raise JobFailed(
+                        f"the lighthouse did not listen within {took:.1f} s\n{job.report()}"
+                    ) from None
                 time.sleep(0.002)
         took = time.perf_counter() - began
         return took, _resident_mb(child.pid)
@@ -83,5 +91,6 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
             )
         rows.append([name, seconds.text() + goals[0], memory.text(0) + goals[1]])
     return markdown_table(
-        ["package", f"start to listening, s (goal < {GOAL_S})", f"resident memory, MB (goal < {GOAL_MB:g})"], rows
+        ["package", f"start to listening, s (goal < {GOAL_S})", f"resident memory, MB (goal < {GOAL_MB:g})"],
+        rows,
     )

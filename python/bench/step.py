@@ -1,15 +1,26 @@
-"""The cost of a step when nothing fails: start_quorum + allreduce of 10,000 floats + should_commit, no compute.
+"""The cost of a step when nothing fails: start_quorum + allreduce of 10,000 floats + should_commit, no
+compute.
 
-Two replica groups as processes, Gloo, with one and with four ranks per group. PyTorch's Gloo allreduce alone runs in
-the same processes, between the same ranks. The jobs of both packages run at the same time and take turns, so that other
-load on the machine affects both.
+Two replica groups as processes, Gloo, with one and with four ranks per group. PyTorch's Gloo allreduce alone
+runs in the same processes, between the same ranks. The jobs of both packages run at the same time and take
+turns, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+from common import (
+    START_TIMEOUT_S,
+    Progress,
+    Side,
+    Spread,
+    Workers,
+    markdown_table,
+    rotated,
+    start_groups,
+    verdict,
+)
 from processes import Job
 
 # Of the step with one rank a group, and of a rank's processor time with four, which share the cores.
@@ -23,14 +34,18 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: 
     return {str(ranks): _measure(ours, upstream, ranks, rounds, steps, progress) for ranks in (1, 4)}
 
 
-def _measure(ours: Side, upstream: Side, ranks: int, rounds: int, steps: int, progress: Progress) -> dict[str, Any]:
+def _measure(
+    ours: Side, upstream: Side, ranks: int, rounds: int, steps: int, progress: Progress
+) -> dict[str, Any]:
     # With four ranks per group, eight processes share the machine, and steps are slow; fewer of them suffice.
     steps = max(20, steps // ranks)
     with Job() as job:
         progress(f"step, {ranks} rank(s) a group: starting {4 * ranks} processes")
         jobs: dict[str, Workers] = {}
         for side in (ours, upstream):
-            _, address = job.lighthouse(side.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
+            _, address = job.lighthouse(
+                side.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000
+            )
             jobs[side.name] = workers = start_groups(job, side, 2, ranks)
             workers.do(START_TIMEOUT_S, do="peers")
             workers.do(START_TIMEOUT_S, do="manager", lighthouse=address)
@@ -44,7 +59,9 @@ def _measure(ours: Side, upstream: Side, ranks: int, rounds: int, steps: int, pr
                 answers = workers.do(COMMAND_TIMEOUT_S, do="steps", count=steps)
                 failed = sum(answer["failed"] for answer in answers)
                 if failed or any(answer["participants"] != 2 for answer in answers):
-                    raise RuntimeError(f"{side.name}: {failed} of {steps} steps were not committed by both groups")
+                    raise RuntimeError(
+                        f"{side.name}: {failed} of {steps} steps were not committed by both groups"
+                    )
                 plain = workers.do(COMMAND_TIMEOUT_S, do="plain_steps", count=steps)
                 mine = samples[side.name]
                 for part in ("step", *PARTS):
@@ -66,7 +83,8 @@ def _measure(ours: Side, upstream: Side, ranks: int, rounds: int, steps: int, pr
         "rounds": rounds,
         "steps_a_round": steps,
         "ms": {
-            name: {part: vars(Spread.of(values)) for part, values in parts.items()} for name, parts in samples.items()
+            name: {part: vars(Spread.of(values)) for part, values in parts.items()}
+            for name, parts in samples.items()
         },
         **{name: vars(Spread.of(a / b for a, b in zip(*pair))) for name, pair in ratios.items()},
     }
@@ -86,13 +104,17 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
                     name,
                     ms["step"].text(),
                     step.text() + (f" {verdict(step.median <= GOAL)}" if alone else "") if mine else "",
-                    plain.text() + (f" {verdict(plain.median <= GOAL_GLOO)}" if alone else "") if mine else "",
+                    plain.text() + (f" {verdict(plain.median <= GOAL_GLOO)}" if alone else "")
+                    if mine
+                    else "",
                     ms["cpu"].text(),
                     cpu.text() + ("" if alone else f" {verdict(cpu.median <= GOAL_CPU)}") if mine else "",
                 ]
             )
             if mine:
-                rows.append([ranks, "Gloo's allreduce alone", ms["plain"].text(), "", "", ms["plain_cpu"].text(), ""])
+                rows.append(
+                    [ranks, "Gloo's allreduce alone", ms["plain"].text(), "", "", ms["plain_cpu"].text(), ""]
+                )
     head = [
         "ranks a group",
         "loop",

@@ -1,20 +1,32 @@
-"""The throughput of training with torchft compared with plain PyTorch: DistributedDataParallel on Gloo, two processes.
+"""The throughput of training with torchft compared with plain PyTorch: DistributedDataParallel on Gloo, two
+processes.
 
-The batch is chosen so that a plain step takes about 100 ms on this machine. Plain PyTorch, ours and upstream take
-turns, so the ratios compare steps that ran within seconds of each other.
+The batch is chosen so that a plain step takes about 100 ms on this machine. Plain PyTorch, ours and upstream
+take turns, so the ratios compare steps that ran within seconds of each other.
 
-Two settings determine how the gradients are reduced, and their defaults differ. `gradient_as_bucket_view` saves a copy:
-True in ours, False in the others. `find_unused_parameters` keeps the buckets in the order of the parameters: here a
-bucket of 16.5 MB is reduced while the rest of the backward pass runs, and one of 2.4 MB after it; without the setting
-the small one comes first and the large one last. Ours always has these buckets, and upstream always sets it. So plain
-PyTorch runs with the settings of each package, and with its own defaults.
+Two settings determine how the gradients are reduced, and their defaults differ. `gradient_as_bucket_view`
+saves a copy: True in ours, False in the others. `find_unused_parameters` keeps the buckets in the order of
+the parameters: here a bucket of 16.5 MB is reduced while the rest of the backward pass runs, and one of 2.4
+MB after it; without the setting the small one comes first and the large one last. Ours always has these
+buckets, and upstream always sets it. So plain PyTorch runs with the settings of each package, and with its
+own defaults.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+from common import (
+    START_TIMEOUT_S,
+    Progress,
+    Side,
+    Spread,
+    Workers,
+    markdown_table,
+    rotated,
+    start_groups,
+    verdict,
+)
 from processes import Job
 
 GOAL = 0.97
@@ -25,7 +37,9 @@ DEFAULTS = "plain PyTorch, its defaults"
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: int = 20) -> dict[str, Any]:
-    """Return, per `gradient_as_bucket_view` and side, step times in milliseconds and shares of plain throughput."""
+    """Return, per `gradient_as_bucket_view` and side, step times in milliseconds and shares of plain
+    throughput.
+    """
     plain, defaults = Side(PLAIN, ours.path), Side(DEFAULTS, ours.path)  # these import no torchft
     with Job() as job:
         progress("throughput: starting 14 processes")
@@ -40,9 +54,13 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: 
                 settings["find_unused_parameters"] = side is plain
                 workers.do(START_TIMEOUT_S, do="peers")
             else:
-                _, address = job.lighthouse(side.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
+                _, address = job.lighthouse(
+                    side.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000
+                )
                 workers.do(START_TIMEOUT_S, do="manager", lighthouse=address)
-            model = workers.do(START_TIMEOUT_S, do="model", plain=side in (plain, defaults), settings=settings)[0]
+            model = workers.do(
+                START_TIMEOUT_S, do="model", plain=side in (plain, defaults), settings=settings
+            )[0]
 
         batch = _calibrate(jobs[DEFAULTS, False])
         progress(f"throughput: a batch of {batch} for a plain step of about {TARGET_MS:g} ms")
@@ -55,7 +73,9 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: 
                 samples[key].append(_train(jobs[key], steps, batch))
             progress(
                 f"throughput, round {number + 1}/{rounds}: "
-                + ", ".join(f"{name} {views} {values[-1]:.1f} ms" for (name, views), values in samples.items())
+                + ", ".join(
+                    f"{name} {views} {values[-1]:.1f} ms" for (name, views), values in samples.items()
+                )
             )
 
     def row(name: str, views: bool) -> dict[str, Any]:
@@ -91,12 +111,14 @@ def _calibrate(plain: Workers) -> int:
     """Return the batch size for which a plain step takes about TARGET_MS, interpolated between two sizes."""
     small, large = 16, 144
     _train(plain, 3, small)
-    # The fastest of several runs, in turns, so that other load on the machine does not distort the interpolation.
+    # The fastest of several runs, in turns, so that other load on the machine does not distort the
+    # interpolation.
     pairs = [(_train(plain, 5, small), _train(plain, 5, large)) for _ in range(4)]
     at_small, at_large = (min(times) for times in zip(*pairs))
     if at_small >= TARGET_MS or at_large <= at_small:
         raise RuntimeError(
-            f"a plain step takes {at_small:.0f} ms with a batch of {small} and {at_large:.0f} ms with one of {large}: "
+            f"a plain step takes {at_small:.0f} ms with a batch of {small} and {at_large:.0f} ms with one "
+            f"of {large}: "
             "this machine is too slow or too busy for a step of 100 ms"
         )
     return round(small + (TARGET_MS - at_small) * (large - small) / (at_large - at_small))

@@ -1,4 +1,6 @@
-"""The console script `torchft_lighthouse`, like the one that pip writes; it runs the torchft on PYTHONPATH."""
+"""The console script `torchft_lighthouse`, like the one that pip writes; it runs the torchft on
+PYTHONPATH.
+"""
 
 import sys
 

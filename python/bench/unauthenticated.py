@@ -1,10 +1,10 @@
 """The slow-down of a heal while clients without a valid request  connect to the checkpoint server: goal 1.5.
 
 They connect from a separate process: first more of them than the server accepts, then 200 per second. They
-keep their connections open; half of them send nothing, half the beginning of a request. One target fetches a state in
-the native format and one in the upstream format, in turns with and without them. On busy processors, the processor
-time of both ends, in benchmarks.json, is more reliable than the duration of a heal. The native core's port is measured
-by `go test ./heal -run '^$' -bench AmongUnauthenticated` (in go/).
+keep their connections open; half of them send nothing, half the beginning of a request. One target fetches a
+state in the native format and one in the upstream format, in turns with and without them. On busy processors,
+the processor time of both ends, in benchmarks.json, is more reliable than the duration of a heal. The native
+core's port is measured by `go test ./heal -run '^$' -bench AmongUnauthenticated` (in go/).
 
     python python/bench/run.py unauthenticated
 """
@@ -104,7 +104,9 @@ class Worker:
 
 
 def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, Any]:
-    """Return, per format: seconds alone and among unauthenticated connections, and their ratio in the same round."""
+    """Return, per format: seconds alone and among unauthenticated connections, and their ratio in the same
+    round.
+    """
     from common import Spread
 
     figures: dict[str, Any] = {}
@@ -130,7 +132,10 @@ def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, 
                         others.do("go")
                 row = {"alone": took[False], "among": took[True], "ratio": took[True] / took[False]}
                 rows.append({**row, "cpu_alone": cpu[False], "cpu_among": cpu[True]})
-                progress(f"unauthenticated, {name}, round {number + 1}/{rounds}: {row['ratio']:.2f} of the time alone")
+                progress(
+                    f"unauthenticated, {name}, round {number + 1}/{rounds}: {row['ratio']:.2f} of the "
+                    "time alone"
+                )
             source.do("end")
         finally:
             for process in processes:
@@ -152,7 +157,9 @@ def tables(result: dict[str, Any], _ours: str, _upstream: str) -> str:
         spread = {key: Spread(**value) for key, value in figures.items()}
         ratio = f"{spread['ratio'].text()} {verdict(spread['ratio'].median <= GOAL)}"
         rows.append([name, spread["alone"].text(), spread["among"].text(), ratio])
-    return markdown_table(["format", "alone, s", "with unauthenticated, s", f"ratio (goal <= {GOAL:g})"], rows)
+    return markdown_table(
+        ["format", "alone, s", "with unauthenticated, s", f"ratio (goal <= {GOAL:g})"], rows
+    )
 
 
 if __name__ == "__main__":

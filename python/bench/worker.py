@@ -1,6 +1,8 @@
-"""One rank of a replica group, with the torchft that is on PYTHONPATH, or with plain PyTorch. See `common.py`.
+"""One rank of a replica group, with the torchft that is on PYTHONPATH, or with plain PyTorch. See
+`common.py`.
 
-Commands arrive on stdin. The answer to each is an event of the same name, with measured times in milliseconds.
+Commands arrive on stdin. The answer to each is an event of the same name, with measured times in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def _resident_mb() -> float:
 
 
 def _taken() -> float:
-    """Return for how many seconds the host of this virtual machine has run others on its processors, on average."""
+    """Return for how many seconds the host of this virtual machine has run others on its processors, on
+    average.
+    """
     with open("/proc/stat") as file:
         ticks = int(file.readline().split()[8])
     return ticks / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
@@ -168,13 +172,18 @@ class Worker:
         dist.all_reduce(tensor)
 
     def do_quantized(self, count: int, floats: int, device: str) -> dict[str, Any]:
-        """Run `count` steps with a quantized allreduce. Return the memory that PyTorch's allocator then has, in MB."""
+        """Run `count` steps with a quantized allreduce. Return the memory that PyTorch's allocator then has,
+        in MB.
+        """
         tensor, failed = torch.ones(floats, device=device), 0
         for _ in range(count):
             self.manager.start_quorum()
             self.manager.allreduce(tensor, should_quantize=True).wait()
             failed += not self.manager.should_commit()
-        return {"reserved_mb": torch.cuda.memory_reserved() / 1e6 if tensor.is_cuda else 0.0, "failed": failed}
+        return {
+            "reserved_mb": torch.cuda.memory_reserved() / 1e6 if tensor.is_cuda else 0.0,
+            "failed": failed,
+        }
 
     # step.py
 
@@ -257,7 +266,8 @@ class Worker:
 
     def do_data(self, elastic: bool, batch: int) -> None:
         """Read `batch` samples per step, with two worker processes."""
-        # Not with fork: a thread of this process holds the lock of stdin while it reads, and a child would wait for it.
+        # Not with fork: a thread of this process holds the lock of stdin while it reads, and a child would
+        # wait for it.
         settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "spawn"}
         self.elastic = elastic
         if elastic:
@@ -305,8 +315,8 @@ class Worker:
     # heal_stall.py, recovery.py
 
     def do_survive(self, compute_ms: float) -> dict[str, Any]:
-        """Run steps until the parent sends stop. Return when each step began and ended, in time.monotonic(), which all
-        processes share.
+        """Run steps until the parent sends stop. Return when each step began and ended, in time.monotonic(),
+        which all processes share.
         """
         emit("surviving")
         steps, numbers = [], []
@@ -333,7 +343,8 @@ class Worker:
             first = first or end * committed
             if committed and participants == 2:
                 together.append(end)
-        # The last two steps are left out, because there the survivor already waits for this group, which ends.
+        # The last two steps are left out, because there the survivor already waits for this group, which
+        # ends.
         return {
             "began": began,
             "made": made,
@@ -346,13 +357,21 @@ class Worker:
     # heal_along.py
 
     def do_train_along(
-        self, lighthouse: str, kind: str, along: Optional[bool], rate: int, compute_ms: float, busy: bool, settle: int
+        self,
+        lighthouse: str,
+        kind: str,
+        along: Optional[bool],
+        rate: int,
+        compute_ms: float,
+        busy: bool,
+        settle: int,
     ) -> dict[str, Any]:
-        """Train the model of `do_adam` until the parent sends stop or `settle` steps with two groups are done.
+        """Train the model of `do_adam` until the parent sends stop or `settle` steps with two groups are
+        done.
 
-        Upstream has no setting for `along`, which is None, and no limit of the rate. `peak_mb` in the answer is how
-        much memory was added to that of the model: of the device if the model is there, or else of the host. `steps`
-        are begin, end, and how many seconds the host took from the processors meanwhile.
+        Upstream has no setting for `along`, which is None, and no limit of the rate. `peak_mb` in the answer
+        is how much memory was added to that of the model: of the device if the model is there, or else of the
+        host. `steps` are begin, end, and how many seconds the host took from the processors meanwhile.
         """
         from torchft import Optimizer
         from torchft.checkpointing import HTTPTransport
@@ -364,8 +383,8 @@ class Worker:
         self.do_manager(lighthouse, kind, **settings)
         optimizer = Optimizer(self.manager, self.optimizer)
         parameters = list(self.model.parameters())
-        # A device's allocator keeps freed memory. PyTorch's for the host returns it to the kernel: steps that get new
-        # pages take up to 0.4 s longer.
+        # A device's allocator keeps freed memory. PyTorch's for the host returns it to the kernel: steps that
+        # get new pages take up to 0.4 s longer.
         kept = [[torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)]
         on_device = parameters[0].is_cuda
         factor = torch.ones(4096 if on_device else 512, 512, device=parameters[0].device)
@@ -400,7 +419,9 @@ class Worker:
     # restart.py
 
     def do_restart(self, lighthouse: str, compute_ms: float) -> dict[str, Any]:
-        """Join a running job, heal and commit. Return when each phase ended, and the duration of the heal's phases."""
+        """Join a running job, heal and commit. Return when each phase ended, and the duration of the heal's
+        phases.
+        """
         began = time.monotonic()
         import torchft  # noqa: F401
         from torchft import Manager, ProcessGroupGloo  # noqa: F401

@@ -3,8 +3,8 @@
 Run it with `make bindings` after the facade changed. It needs pybindgen in the Python that runs it; gopy
 and goimports are pinned by the tool lines of go/go.mod. Users who only build the package need none of these.
 
-gopy is made for whole Go packages with structs, slices and interfaces. The facade has only functions over basic types
-(see go/pyapi), so most of gopy's output is not used, and the rest needs these edits:
+gopy is made for whole Go packages with structs, slices and interfaces. The facade has only functions over
+basic types (see go/pyapi), so most of gopy's output is not used, and the rest needs these edits:
 
 - drop the slice types, the complex-number helpers and a typedef that need more than CPython's limited API;
 - send errors to csrc (tft_raise), which chooses the exception class;
@@ -54,7 +54,9 @@ def run(*command: str, cwd: Path) -> None:
 
 
 def substitute(pattern: str, replacement: str, text: str, flags: int = 0) -> str:
-    """Like re.sub, but raises an error if there is no match, because then the shape of gopy's output has changed."""
+    """Like re.sub, but raises an error if there is no match, because then the shape of gopy's output has
+    changed.
+    """
     text, n = re.subn(pattern, replacement, text, flags=flags)
     if n == 0:
         sys.exit(f"gopy's output has no match for {pattern!r}: was gopy upgraded?")
@@ -76,7 +78,9 @@ def go_source(generated: str) -> str:
 def stub_script(generated: str) -> str:
     """gopy's pybindgen script, without everything that is not a function of the facade."""
     kept = [
-        line for line in generated.splitlines() if not re.match(r"mod\.add_function\(|add_\w+\(mod, '(?!pyapi_)", line)
+        line
+        for line in generated.splitlines()
+        if not re.match(r"mod\.add_function\(|add_\w+\(mod, '(?!pyapi_)", line)
     ]
     calls = sorted(line for line in kept if line.startswith("add_checked"))
     rest = [line for line in kept if not line.startswith("add_checked")]

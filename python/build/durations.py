@@ -1,7 +1,8 @@
-"""Prints the seconds of `make test` by file, as a table for CONTRIBUTING.md: `python python/build/durations.py`.
+"""Prints the seconds of `make test` by file, as a table for CONTRIBUTING.md: `python
+python/build/durations.py`.
 
-Reads build/test, which `make test` writes: pytest's junit files, and Go's lines in the log. The seconds were measured
-while other parts ran.
+Reads build/test, which `make test` writes: pytest's junit files, and Go's lines in the log. The seconds were
+measured while other parts ran.
 """
 
 from __future__ import annotations
@@ -50,14 +51,18 @@ def table(folder: Path, most: int) -> str:
         lines.append(f"| {took:.1f} | {tests[name] or ''} | `{name}` |")
     rest = [name for name in seconds if name not in dict(shown)]
     if rest:
-        lines.append(f"| {sum(seconds[n] for n in rest):.1f} | {sum(tests[n] for n in rest)} | {len(rest)} others |")
+        lines.append(
+            f"| {sum(seconds[n] for n in rest):.1f} | {sum(tests[n] for n in rest)} | {len(rest)} others |"
+        )
     lines.append(f"| {sum(seconds.values()):.1f} | {sum(tests.values())} | all |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build/test", help="default: %(default)s")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=ROOT / "build/test", help="default: %(default)s"
+    )
     parser.add_argument("--most", type=int, default=20, help="lines (default: %(default)s)")
     args = parser.parse_args()
     print(table(args.folder, args.most))

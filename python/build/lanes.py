@@ -1,8 +1,8 @@
 """Runs commands in parallel, each with its own log: `make test`, and functions for night.py.
 
-`make test` runs its parts on some lanes: the longest part first, and the next one when a lane is free. Tests with real
-processes are one part, so that no two of them run at once, because they measure time. Those of whole jobs, which
-measure none, are another one.
+`make test` runs its parts on some lanes: the longest part first, and the next one when a lane is free. Tests
+with real processes are one part, so that no two of them run at once, because they measure time. Those of
+whole jobs, which measure none, are another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PROGRESS_S = 15.0
 LIMIT_S = 1500.0
 # On a signal, pytest first stops the processes of its tests.
 END_S = 20.0
-# How long a run of pytest that took too long may write the stacks of its threads. Go's tests have their own -timeout.
+# How long a run of pytest that took too long may write the stacks of its threads. Go's tests have their own
+# -timeout.
 STACKS_S = 2.0
 # Numbers of lines shown of a log, for a part that failed and one that passed.
 SHOWN_FAILED, SHOWN_PASSED = 400, 40
@@ -41,8 +42,8 @@ class Part:
     command: Sequence[str]
     cwd: Path = ROOT
     env: dict[str, str] = field(default_factory=dict)
-    # The share of the time for this part, which replaces {seconds} or {minutes} in the command. None: all remaining
-    # time.
+    # The share of the time for this part, which replaces {seconds} or {minutes} in the command. None: all
+    # remaining time.
     wants_s: float | None = None
     # The part is skipped if less time remains: it could not end, or its result would be meaningless.
     needs_s: float = 0.0
@@ -80,7 +81,8 @@ class Running:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=part.cwd,
-                # Container images often set PYTHONDONTWRITEBYTECODE; each child would then compile the package again.
+                # Container images often set PYTHONDONTWRITEBYTECODE; each child would then compile the
+                # package again.
                 env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **part.env},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -143,8 +145,9 @@ def run(
     time_s: float = float("inf"),
     over_s: float = float("inf"),
 ) -> list[Result]:
-    """Runs the parts in this order, `lanes` of them at once. A part gets its share of `time_s`; parts that still run
-    `over_s` seconds after that time are ended. On Ctrl-C all parts end, and the results so far are returned.
+    """Runs the parts in this order, `lanes` of them at once. A part gets its share of `time_s`; parts that
+    still run `over_s` seconds after that time are ended. On Ctrl-C all parts end, and the results so far are
+    returned.
     """
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + time_s
@@ -170,7 +173,13 @@ def run(
                 if result := r.poll():
                     running.remove(r)
                     done.append(result)
-                    how = "ended, it took too long" if r.ended else f"status {result.status}" if result.failed else "ok"
+                    how = (
+                        "ended, it took too long"
+                        if r.ended
+                        else f"status {result.status}"
+                        if result.failed
+                        else "ok"
+                    )
                     report_line(f"{r.part.name}: {how}, {clock(result.seconds)}")
             if running and time.monotonic() - reported_at > PROGRESS_S:
                 reported_at = time.monotonic()
@@ -202,8 +211,8 @@ def progress(log: Path) -> str:
 
 
 def tail(text: str, failed: bool) -> str:
-    """The part of a log to show: the failures, or, if all tests passed, the lines after the tests. pytest's own frames
-    are left out.
+    """The part of a log to show: the failures, or, if all tests passed, the lines after the tests. pytest's
+    own frames are left out.
     """
     lines = [line for line in text.splitlines() if not PYTEST_FRAME.match(line)]
     if failed:
@@ -219,7 +228,9 @@ def tail(text: str, failed: bool) -> str:
 
 
 def pytest(name: str, *arguments: str, folder: Path = FOLDER) -> list[str]:
-    """The command of a pytest part. Parts that run at once do not share a cache; durations.py reads the junit file."""
+    """The command of a pytest part. Parts that run at once do not share a cache; durations.py reads the junit
+    file.
+    """
     return [
         sys.executable,
         "-u",
@@ -263,8 +274,11 @@ def second_runs(folder: Path) -> list[str]:
     again: set[str] = set()
     for path in folder.glob("flaky.jsonl"):
         again |= {json.loads(line)["test"] for line in path.read_text().splitlines()}
-    for path in folder.glob("flaky-*.txt"):  # github.com/torchft/torchft/go/sim.TestX/case: 2 runs, 1 failures
-        again |= set(re.findall(r"^.*?/(go/[^:/]*(?:/[^:/.]+)*\.\w+): 2 runs", path.read_text(), re.MULTILINE))
+    # Github.com/torchft/torchft/go/sim.TestX/case: 2 runs, 1 failures.
+    for path in folder.glob("flaky-*.txt"):
+        again |= set(
+            re.findall(r"^.*?/(go/[^:/]*(?:/[^:/.]+)*\.\w+): 2 runs", path.read_text(), re.MULTILINE)
+        )
     return sorted(again)
 
 
@@ -288,7 +302,9 @@ def report(results: Sequence[Result], again: Sequence[str], folder: Path, out: T
     of_go = sum(name.startswith("go/") for name in again)
     flaky = max(of_go, len(again) - of_go) > 1
     if flaky:
-        print(f"{len(again)} tests needed a second run: more than one of Go or of Python is a failure", file=out)
+        print(
+            f"{len(again)} tests needed a second run: more than one of Go or of Python is a failure", file=out
+        )
     if failed:
         print(f"failed: {', '.join(failed)}", file=out)
     return 1 if failed or flaky else 0

@@ -1,7 +1,8 @@
 """The versions of what `make` installs for tests, linters, docs and wheels: constraints.txt beside this file.
 
-`make lock` moves them to the newest releases. PyTorch, and what it needs, has no version there: the tests run with its
-newest release, and `make test-all` runs some with the oldest of each package that users install (oldest.py).
+`make lock` moves them to the newest releases. PyTorch, and what it needs, has no version there: the tests run
+with its newest release, and `make test-all` runs some with the oldest of each package that users install
+(oldest.py).
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ def newest() -> str:
         override = Path(folder) / "override.txt"
         override.write_text(NO_TORCH)
         command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--quiet", "--universal"]
-        command += ["--python-version", OLDEST_PYTHON, "--no-python-downloads", "--no-annotate", "--no-header"]
+        command += [
+            "--python-version",
+            OLDEST_PYTHON,
+            "--no-python-downloads",
+            "--no-annotate",
+            "--no-header",
+        ]
         command += ["--override", str(override), *(f"--extra={extra}" for extra in EXTRAS)]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -1,8 +1,9 @@
 """`make test-all`: every kind of test, for a given time, with the date as the seed.
 
-One lane runs all of pytest: slow tests first, without reruns, and without a fork server for processes. The other lane
-runs Go's tests with the race detector, the simulation, chaos (kills of real processes), the fuzz targets, and longer
-simulations. The report at the end lists the parts that ran and those that were skipped, and how to repeat a failure.
+One lane runs all of pytest: slow tests first, without reruns, and without a fork server for processes. The
+other lane runs Go's tests with the race detector, the simulation, chaos (kills of real processes), the fuzz
+targets, and longer simulations. The report at the end lists the parts that ran and those that were skipped,
+and how to repeat a failure.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ WRONG = "|".join(
     )
 )
 
-# The end of a fuzzer's time, which Go reports as a failure, without an input, if an input runs at that moment.
+# The end of a fuzzer's time, which Go reports as a failure, without an input, if an input runs at that
+# moment.
 FUZZ_TIME_OVER = r"^--- FAIL: Fuzz\w+ \([\d.]+s\)\n\s+context deadline exceeded\nFAIL$"
 
 
@@ -88,7 +90,8 @@ def fuzz_targets(go: Path = ROOT / "go") -> list[tuple[str, str]]:
     for path in sorted(go.rglob("*_test.go")):
         package = "./" + path.parent.relative_to(go).as_posix()
         found += [
-            (package, name) for name in re.findall(r"^func (Fuzz\w+)\(f \*testing\.F\)", path.read_text(), re.MULTILINE)
+            (package, name)
+            for name in re.findall(r"^func (Fuzz\w+)\(f \*testing\.F\)", path.read_text(), re.MULTILINE)
         ]
     return found
 
@@ -117,13 +120,26 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     test = [GO, "test", "-trimpath"]
     # With FULL, histories are longer, servers run longer, and there are more of both.
     full = {"FULL": "1"}
-    again = [GO, "tool", "-modfile=tools/go.mod", "gotestsum", "--format=standard-quiet", f"--rerun-fails={reruns}"]
-    again += ["--rerun-fails-max-failures=1", "--rerun-fails-run-root-test", "--rerun-fails-abort-on-data-race"]
+    again = [
+        GO,
+        "tool",
+        "-modfile=tools/go.mod",
+        "gotestsum",
+        "--format=standard-quiet",
+        f"--rerun-fails={reruns}",
+    ]
+    again += [
+        "--rerun-fails-max-failures=1",
+        "--rerun-fails-run-root-test",
+        "--rerun-fails-abort-on-data-race",
+    ]
     options = ["--", "-trimpath", "-vet=off", "-timeout=20m"]
-    # Without -count=1, because the histories are the same each time, so Go may reuse an earlier result. Runs with the
-    # race detector differ in their schedules.
+    # Without -count=1, because the histories are the same each time, so Go may reuse an earlier result. Runs
+    # with the race detector differ in their schedules.
     sim = Part("sim", [*again, "--packages=./sim ./gossip/...", *options], go, full, needs_s=90)
-    race = Part("race", [*again, "--packages=./...", *options, "-race", "-count=1"], go, {**cgo, **full}, needs_s=240)
+    race = Part(
+        "race", [*again, "--packages=./...", *options, "-race", "-count=1"], go, {**cgo, **full}, needs_s=240
+    )
     fuzz = [
         Part(
             f"fuzz-{Path(package).name}-{name}",
@@ -139,7 +155,14 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     chaos = [
         Part(
             f"chaos-{name}",
-            [sys.executable, "-u", "tests/process/chaos_faults.py", f"--seed={seed}", "--minutes={minutes}", *options],
+            [
+                sys.executable,
+                "-u",
+                "tests/process/chaos_faults.py",
+                f"--seed={seed}",
+                "--minutes={minutes}",
+                *options,
+            ],
             wants_s=CHAOS_SHARE * time_s / calls,
             needs_s=CHAOS_LEAST_S,
             extra_s=60.0,
@@ -149,7 +172,16 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     soaks = [
         Part(
             name,
-            [*test, package, "-count=1", "-timeout=0", "-run=^TestSoak$", "-v", "-soak={seconds}s", f"-seed={seed}"],
+            [
+                *test,
+                package,
+                "-count=1",
+                "-timeout=0",
+                "-run=^TestSoak$",
+                "-v",
+                "-soak={seconds}s",
+                f"-seed={seed}",
+            ],
             go,
             wants_s=share * time_s,
             needs_s=SOAK_LEAST_S,
@@ -163,7 +195,9 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     planted = [
         Part("sim-gossip", [*test, "./gossip/agree", "-run=Mistakes", "-agree.mistakes"], go, needs_s=55),
     ]
-    oldest = Part("oldest", [sys.executable, "-u", "python/build/oldest.py"], env={"SEED": str(seed)}, needs_s=600)
+    oldest = Part(
+        "oldest", [sys.executable, "-u", "python/build/oldest.py"], env={"SEED": str(seed)}, needs_s=600
+    )
     sims = [sim, *(planted if time_s >= LONG_S else [])]
     # `make test` runs most of the tests of the test accelerator, so a short night skips them.
     device = [late] if time_s >= LONG_S else []
@@ -186,7 +220,9 @@ def last(pattern: str, text: str) -> str:
 def command_line(command: Sequence[str], env: dict[str, str], cwd: Path) -> str:
     """The command to type in the root of the repository."""
     words = [Path(sys.executable).name if word == sys.executable else word for word in command]
-    words = [".venv/bin/python" if word.startswith("python") and i == 0 else word for i, word in enumerate(words)]
+    words = [
+        ".venv/bin/python" if word.startswith("python") and i == 0 else word for i, word in enumerate(words)
+    ]
     kept = [f"{name}={shlex.quote(value)}" for name, value in env.items() if name != "NIGHT_UNTIL"]
     folder = "" if cwd == ROOT else f"cd {cwd.relative_to(ROOT)} && "
     return folder + " ".join([*kept, shlex.join(words)])
@@ -194,7 +230,11 @@ def command_line(command: Sequence[str], env: dict[str, str], cwd: Path) -> str:
 
 def judged(result: Result, text: str) -> Result:
     """The result, with a fuzzer that only ended at its time as passed."""
-    if result.failed and result.part.name.startswith("fuzz") and re.search(FUZZ_TIME_OVER, text, re.MULTILINE):
+    if (
+        result.failed
+        and result.part.name.startswith("fuzz")
+        and re.search(FUZZ_TIME_OVER, text, re.MULTILINE)
+    ):
         return replace(result, status=0)
     return result
 
@@ -205,13 +245,21 @@ def failures(result: Result, text: str) -> list[tuple[str, str]]:
     found = []
     if part.name in PYTEST:
         base = command_line([sys.executable, "-m", "pytest", "-m", ""], part.env, part.cwd)
-        for kind, nodeid, why in re.findall(r"^(FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - (.*))?$", text, re.MULTILINE):
+        for kind, nodeid, why in re.findall(
+            r"^(FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - (.*))?$", text, re.MULTILINE
+        ):
             found.append((f"{kind} {nodeid}: {why}", f"{base} {shlex.quote(nodeid)}"))
     if result.ended:
-        found.append((f"{part.name} took too long and was ended", command_line(result.command, part.env, part.cwd)))
+        found.append(
+            (f"{part.name} took too long and was ended", command_line(result.command, part.env, part.cwd))
+        )
     elif not found:
         again = last(r"^\s*(go test -run=Fuzz\S+)", text)
-        repeat = f"cd go && {again} {result.command[3]}" if again else command_line(result.command, part.env, part.cwd)
+        repeat = (
+            f"cd go && {again} {result.command[3]}"
+            if again
+            else command_line(result.command, part.env, part.cwd)
+        )
         found.append((f"{part.name}: {last(WRONG, text) or f'status {result.status}'}", repeat))
     return found
 
@@ -235,7 +283,8 @@ def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: f
             lines += [what, "", f"    {repeat}", ""]
     if any(r.part.name.startswith("fuzz") and r.failed for r in results):
         lines += [
-            "The fuzzer draws without a seed; the input is in go/*/testdata/fuzz, and is committed with the fix.",
+            "The fuzzer draws without a seed; the input is in go/*/testdata/fuzz, and is committed with the "
+            "fix.",
             "",
         ]
     # The verdict counts each test of pytest, and each other part as one test.
@@ -250,15 +299,22 @@ def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: f
 
 def _count(words: str, text: str) -> int:
     """The number before one of these words in pytest's last line."""
-    return sum(int(number) for number in re.findall(rf"(\d+) (?:{words})\b", last(r"^=+ (.* in [\d.]+s.*) =+$", text)))
+    return sum(
+        int(number)
+        for number in re.findall(rf"(\d+) (?:{words})\b", last(r"^=+ (.* in [\d.]+s.*) =+$", text))
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run every kind of test for a given time, with the date as the seed.")
+    parser = argparse.ArgumentParser(
+        description="Run every kind of test for a given time, with the date as the seed."
+    )
     parser.add_argument("--time", default="2h", help="how long to run, such as 30m (default: %(default)s)")
     today = datetime.date.today()
     seed = int(os.environ.get("SEED") or f"{today:%Y%m%d}")
-    parser.add_argument("--seed", type=int, default=seed, help="seed of all choices (default: SEED, else the date)")
+    parser.add_argument(
+        "--seed", type=int, default=seed, help="seed of all choices (default: SEED, else the date)"
+    )
     args = parser.parse_args()
     try:
         time_s = seconds_of(args.time)

@@ -1,7 +1,7 @@
 """Runs the tests of units and of threads as replicas with the oldest releases that users may install.
 
-These are the lower bounds in pyproject.toml, of `dependencies` and of the extras that users install; the rest is as in
-the lock. The environment in build/oldest is made once, and again when one of the two changes.
+These are the lower bounds in pyproject.toml, of `dependencies` and of the extras that users install; the rest
+is as in the lock. The environment in build/oldest is made once, and again when one of the two changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def lowest(pyproject: str) -> dict[str, str]:
 
 
 def requirements(pyproject: str, lock: str) -> str:
-    """Returns what to install, a line each: the lower bounds, of which the newest patch counts, and the tools."""
+    """Returns what to install, a line each: the lower bounds, of which the newest patch counts, and the
+    tools.
+    """
     tools = [line for line in lock.splitlines() if line.partition("==")[0] in TOOLS]
     return "\n".join([*(f"{name}=={version}.*" for name, version in lowest(pyproject).items()), *tools, ""])
 
@@ -55,9 +57,14 @@ def environment() -> Path:
         venv.create(FOLDER, clear=True, with_pip=True)
         wants = FOLDER / "wanted.txt"
         wants.write_text(wanted)
-        print("Installing the oldest releases:", *lowest((ROOT / "pyproject.toml").read_text()).items(), flush=True)
+        print(
+            "Installing the oldest releases:",
+            *lowest((ROOT / "pyproject.toml").read_text()).items(),
+            flush=True,
+        )
         subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", wants], check=True
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", wants],
+            check=True,
         )
         wants.rename(made)
     return python
@@ -68,11 +75,14 @@ def main() -> int:
     parser.add_argument("tests", nargs="*", default=TESTS, help="what pytest runs (default: %(default)s)")
     args = parser.parse_args()
     python = environment()
-    # Not installed there: the source tree, with the library that make has built for every Python, and the entry points.
+    # Not installed there: the source tree, with the library that make has built for every Python, and the
+    # entry points.
     subprocess.run([python, "setup.py", "--quiet", "egg_info", "--egg-base", FOLDER], cwd=ROOT, check=True)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER)])}
     env.pop("CI", None)  # what old releases lack is skipped
-    return subprocess.call([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args.tests], cwd=ROOT, env=env)
+    return subprocess.call(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args.tests], cwd=ROOT, env=env
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Adds pages to the site for files outside of docs/: the README and similar files, and scripts that pages link to.
+"""Adds pages to the site for files outside of docs/: the README and similar files, and scripts that pages
+link to.
 
-In the repository, pages link to files outside of docs/ (`../train_ddp.py`). In the site, these links lead to copies.
-MkDocs calls these functions by their names (mkdocs.yml, hooks).
+In the repository, pages link to files outside of docs/ (`../train_ddp.py`). In the site, these links lead to
+copies. MkDocs calls these functions by their names (mkdocs.yml, hooks).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def content_of(name: str) -> str:
     if name in BESIDE_DOCS[:-1]:
         return re.sub(r"\]\((?!\w+:)([^)]+)\)", lambda link: f"]({_from_root(link[1])})", text)
     # `search: exclude`, because a search should not find the code of examples.
-    return f"---\nsearch:\n  exclude: true\n---\n# {name}\n\n````{LANGUAGES.get(Path(name).suffix, '')}\n{text}\n````\n"
+    language = LANGUAGES.get(Path(name).suffix, "")
+    return f"---\nsearch:\n  exclude: true\n---\n# {name}\n\n````{language}\n{text}\n````\n"
 
 
 def _from_root(target: str) -> str:

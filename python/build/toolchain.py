@@ -1,7 +1,8 @@
-"""Checks for Python, Go and a C compiler before a build, so that the first line of an error names the missing tool.
+"""Checks for Python, Go and a C compiler before a build, so that the first line of an error names the missing
+tool.
 
-setup.py calls check(). `make` may run this file with an old Python, so it avoids newer syntax. With the argument
-`include` it prints the folder of Python.h.
+setup.py calls check(). `make` may run this file with an old Python, so it avoids newer syntax. With the
+argument `include` it prints the folder of Python.h.
 """
 
 import os
@@ -21,7 +22,8 @@ class Missing(Exception):
 
 
 def _output(*command):
-    env = dict(os.environ, LC_ALL="C", GOTOOLCHAIN="local")  # GOTOOLCHAIN: go must not download a newer version
+    # GOTOOLCHAIN: go must not download a newer version.
+    env = dict(os.environ, LC_ALL="C", GOTOOLCHAIN="local")
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -56,7 +58,9 @@ def go():
     need = "torchft: install Go {} or newer (https://go.dev/dl), or set GO to its path; ".format(_dotted(GO))
     path = shutil.which(wanted)
     if path is None:
-        raise Missing(need + ("no `go` on PATH." if wanted == "go" else "GO={} is no command.".format(wanted)))
+        raise Missing(
+            need + ("no `go` on PATH." if wanted == "go" else "GO={} is no command.".format(wanted))
+        )
     output = _output(path, "env", "GOVERSION")
     if output is None:
         raise Missing(need + "{} does not run.".format(path))
@@ -73,7 +77,9 @@ def compiler():
     )
     command = wanted or [name for name in ("gcc", "clang") if shutil.which(name)][:1]
     if not command or shutil.which(command[0]) is None:
-        raise Missing(need + ("CC={} is no command.".format(" ".join(wanted)) if wanted else "no `gcc` on PATH."))
+        raise Missing(
+            need + ("CC={} is no command.".format(" ".join(wanted)) if wanted else "no `gcc` on PATH.")
+        )
     output = _output(*(command + ["--version"])) or ""
     if "clang" in output:
         return command  # every version of clang is new enough

@@ -20,9 +20,9 @@ class Samples(NamedTuple):
 def samples(survivor: Sequence[Event], everybody: Sequence[Event], length: int, epochs: int) -> Samples:
     """Counts the samples in the final weights of a job.
 
-    Each step of the final weights was committed in one quorum, by the survivor or by a group from which the survivor
-    healed. The samples that all groups added in that quorum count, including those of a group that was killed after its
-    vote.
+    Each step of the final weights was committed in one quorum, by the survivor or by a group from which the
+    survivor healed. The samples that all groups added in that quorum count, including those of a group that
+    was killed after its vote.
 
     Args:
         survivor: events of a rank that participated until the last step.

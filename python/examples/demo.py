@@ -1,10 +1,11 @@
-"""A job in which a replica group is killed with SIGKILL, the others continue, and the group returns: `make train`.
+"""A job in which a replica group is killed with SIGKILL, the others continue, and the group returns: `make
+train`.
 
-Starts a lighthouse and the replica groups, each a separate torchrun of --script, and follows the events that they
-write. Kills the last group with all of its processes and restarts it (or, with --kill rank, only its last rank;
-torchrun then restarts the group). Checks that all groups end with the same weights. For train_ddp.py it also counts the
-samples in the weights, and compares the weights with those of one process that trains on the same batches. Ends with
-status 1 if a check or anything else fails.
+Starts a lighthouse and the replica groups, each a separate torchrun of --script, and follows the events that
+they write. Kills the last group with all of its processes and restarts it (or, with --kill rank, only its
+last rank; torchrun then restarts the group). Checks that all groups end with the same weights. For
+train_ddp.py it also counts the samples in the weights, and compares the weights with those of one process
+that trains on the same batches. Ends with status 1 if a check or anything else fails.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from torchft.launch.lighthouse import LaunchError, lighthouse
 from torchft.launch.output import tail
 
 BAR = 24  # characters
-# Heartbeats arrive every 100 ms. A group whose last heartbeat is older than the heartbeat timeout counts as failed,
-# and the others continue without it.
+# Heartbeats arrive every 100 ms. A group whose last heartbeat is older than the heartbeat timeout counts as
+# failed, and the others continue without it.
 LIGHTHOUSE_OPTIONS = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
 PHASES = {
     "quorum": "waiting for a quorum",
@@ -119,7 +120,8 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
 
 
 def time_to_kill(steps: list[int], kill_at: int, end: int, kills: int) -> bool:
-    """Whether all groups have reached the step of the next kill, and will not end before the killed group returns.
+    """Whether all groups have reached the step of the next kill, and will not end before the killed group
+    returns.
 
     All groups end together after at least `end` steps; while a group is missing, they take further steps.
     """
@@ -159,7 +161,15 @@ def prove(args: argparse.Namespace, groups: list[Group], folder: Path) -> Proof:
     """Trains on the same batches in one process, and compares."""
     print("training on the same batches in one process", flush=True)
     device = "cpu" if args.device == "late" else args.device
-    own = ["--steps", str(args.steps), "--device", device, *args.train_args, "--events", str(folder / "events")]
+    own = [
+        "--steps",
+        str(args.steps),
+        "--device",
+        device,
+        *args.train_args,
+        "--events",
+        str(folder / "events"),
+    ]
     command = [sys.executable, str(TRAIN_SCRIPT.with_name("one_process.py")), *own]
     done = subprocess.run(command, capture_output=True, text=True, timeout=args.time_limit)
     if done.returncode:
@@ -197,7 +207,11 @@ class Progress:
         step = group.step()
         done = min(BAR, BAR * step // self._steps)
         bar = "#" * done + "." * (BAR - done)
-        overtime = "; goes on until all are back" if step > self._steps and group.state.startswith("training") else ""
+        overtime = (
+            "; goes on until all are back"
+            if step > self._steps and group.state.startswith("training")
+            else ""
+        )
         return f"group {group.number} [{bar}] step {step:5d}/{self._steps}  {group.state}{overtime}"
 
 
@@ -205,7 +219,10 @@ def print_table(groups: list[Group], kills: list[float], proof: Proof | None = N
     *survivors, victim = groups
     nothing = [""] * len(survivors)
     killed_at = kills[-1]
-    joins = victim.started + (victim.time_to_start() or 0.0), victim.started + (victim.time_to_heal() or math.inf)
+    joins = (
+        victim.started + (victim.time_to_start() or 0.0),
+        victim.started + (victim.time_to_heal() or math.inf),
+    )
     rows = [
         ("steps committed", [str(len(group.commits())) for group in groups]),
         ("steps lost", [str(len(group.losses())) for group in groups]),
@@ -220,11 +237,16 @@ def print_table(groups: list[Group], kills: list[float], proof: Proof | None = N
             "longest step while it joins",
             [seconds(max(group.steps_between(*joins), default=None)) for group in survivors],
         ),
-        ("median step", [seconds(statistics.median(group.steps_between(0.0, math.inf))) for group in survivors]),
+        (
+            "median step",
+            [seconds(statistics.median(group.steps_between(0.0, math.inf))) for group in survivors],
+        ),
     ]
     ends = [group.ends()[0] for group in groups]
     if any("bits_per_byte" in end for end in ends):
-        rows.append(("bits per byte of held-out text", [f"{end.get('bits_per_byte', 0):.3f}" for end in ends]))
+        rows.append(
+            ("bits per byte of held-out text", [f"{end.get('bits_per_byte', 0):.3f}" for end in ends])
+        )
     else:
         rows.append(("accuracy on held-out images", [f"{end.get('accuracy', 0):.2%}" for end in ends]))
     if len(kills) > 1:
@@ -247,8 +269,8 @@ def seconds(value: float | None) -> str:
 
 
 def check(groups: list[Group], proof: Proof | None = None) -> None:
-    """Checks that all ranks of all groups have the same weights, and that the killed group has healed. With a proof,
-    also that each sample was trained on once per epoch.
+    """Checks that all ranks of all groups have the same weights, and that the killed group has healed. With a
+    proof, also that each sample was trained on once per epoch.
     """
     logs = [group.log for group in groups]
     ends = [end for group in groups for end in group.ends()]
@@ -264,26 +286,38 @@ def check(groups: list[Group], proof: Proof | None = None) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--script", type=Path, default=TRAIN_SCRIPT, help="program that each rank runs; default: train_ddp.py"
     )
     parser.add_argument("--groups", type=int, default=2, help="replica groups, at least 2")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a group")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--kill-at", type=int, help="step after which the last group is killed; a third of --steps")
-    parser.add_argument("--kill-every", type=int, help="kill it again this many steps later, once it has returned")
     parser.add_argument(
-        "--kill", choices=["group", "rank"], default="group", help="kill the whole last group, or one rank of it"
+        "--kill-at", type=int, help="step after which the last group is killed; a third of --steps"
+    )
+    parser.add_argument(
+        "--kill-every", type=int, help="kill it again this many steps later, once it has returned"
+    )
+    parser.add_argument(
+        "--kill",
+        choices=["group", "rank"],
+        default="group",
+        help="kill the whole last group, or one rank of it",
     )
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda", "late"],
         default="cpu",
-        help="cuda needs a GPU for every rank; late is the accelerator of the tests (tests/late), for train_ddp.py",
+        help="cuda needs a GPU for every rank; late is the accelerator of the tests (tests/late), for "
+        "train_ddp.py",
     )
     parser.add_argument("--time-limit", type=float, default=170, help="seconds")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep logs and events here (must be new or empty)")
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="keep logs and events here (must be new or empty)"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses (needs matplotlib)")
     parser.add_argument("--reproducible", action="store_true", help="for train_ddp.py: end equal bit for bit")
     parser.add_argument("train_args", nargs="*", help="after --: further arguments for the script")
@@ -294,7 +328,8 @@ def parse_args() -> argparse.Namespace:
     if args.reproducible:
         args.train_args.append("--reproducible")
     elif args.once and args.device != "late":
-        args.train_args.append("--double")  # not float32, in which rounding hides the effect of the order of additions
+        # Not float32, in which rounding hides the effect of the order of additions.
+        args.train_args.append("--double")
     if args.kill_at is None:
         args.kill_at = args.kill_every or args.steps // 3
     if args.device == "late":

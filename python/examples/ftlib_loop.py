@@ -1,5 +1,5 @@
-"""A training loop with FTLib: docs/ftlib.md. Its argument is a directory that all members can access, or its arguments
-are a port and the seeds.
+"""A training loop with FTLib: docs/ftlib.md. Its argument is a directory that all members can access, or its
+arguments are a port and the seeds.
 
 Start any number of processes, kill some of them, and start them again: all running processes train together.
 """

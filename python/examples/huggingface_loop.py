@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer with torchft: its callbacks run where a step begins and where the gradients are ready.
+"""Hugging Face's Trainer with torchft: its callbacks run where a step begins and where the gradients are
+ready.
 
 The Trainer sees a world of one process: use one process per group (`torchrun --nproc_per_node 1`).
 """
@@ -56,11 +57,13 @@ class Step(TrainerCallback):
 
 
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-    os.environ.pop(name, None)  # the Manager has read them; with them the Trainer would make its own process group
+    # The Manager has read them; with them the Trainer would make its own process group.
+    os.environ.pop(name, None)
 images = [{"x": torch.rand(8), "labels": 1} for _ in range(1000)]
 schedule = torch.optim.lr_scheduler.ConstantLR(adam, factor=1.0)
 arguments = TrainingArguments(
-    max_steps=1_000_000,  # not used: the Manager's step ends the training, because not all steps of the Trainer commit
+    # Not used: the Manager's step ends the training, because not all steps of the Trainer commit.
+    max_steps=1_000_000,
     max_grad_norm=0,  # it would clip before the average; clip in on_pre_optimizer_step
     report_to=[],
     save_strategy="no",
@@ -68,7 +71,11 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 trainer = Trainer(
-    model, arguments, train_dataset=images, callbacks=[Step()], optimizers=(Optimizer(manager, adam), schedule)
+    model,
+    arguments,
+    train_dataset=images,
+    callbacks=[Step()],
+    optimizers=(Optimizer(manager, adam), schedule),
 )
 trainer.train()
 manager.shutdown()

@@ -1,4 +1,6 @@
-"""Lightning with torchft: manual optimization on one device; Lightning's multi-device strategies end at a failure."""
+"""Lightning with torchft: manual optimization on one device; Lightning's multi-device strategies end at a
+failure.
+"""
 
 from typing import Any
 
@@ -44,7 +46,12 @@ class Module(lightning.LightningModule):
 
 
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(1000, 8)), batch_size=4)
-options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+options = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=-1, **options)
 trainer.fit(Module(), data)
 manager.shutdown()

@@ -29,7 +29,9 @@ def draw(groups: list[Group], path: Path) -> None:
             steps, losses = [event["step"] for event in life], smoothed([event["loss"] for event in life])
             axes.plot(steps, losses, color=colour, label=name if i == 0 else None)
             if i < len(found) - 1:
-                axes.plot(steps[-1], losses[-1], "x", color=colour, label=f"{name} killed" if i == 0 else None)
+                axes.plot(
+                    steps[-1], losses[-1], "x", color=colour, label=f"{name} killed" if i == 0 else None
+                )
     axes.set(xlabel="step", ylabel="training loss", title="Loss of each replica group")
     axes.legend()
     axes.grid(alpha=0.3)
@@ -50,4 +52,8 @@ def lives(events: list[Event]) -> list[list[Event]]:
 
 def smoothed(values: list[float]) -> list[float]:
     """Each value averaged with the values before it, at most SMOOTHED in all."""
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - SMOOTHED) : i + 1])]
+    return [
+        sum(part) / len(part)
+        for i in range(len(values))
+        if (part := values[max(0, i + 1 - SMOOTHED) : i + 1])
+    ]

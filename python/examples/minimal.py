@@ -2,8 +2,8 @@
 
     torchft run --replicas 2 --min-replicas 2 python/examples/minimal.py
 
-starts a lighthouse and two groups that run this script on this machine. docs/training_loops.md shows the script as a
-diff from a loop with PyTorch's own DistributedDataParallel.
+starts a lighthouse and two groups that run this script on this machine. docs/training_loops.md shows the
+script as a diff from a loop with PyTorch's own DistributedDataParallel.
 """
 
 import torch

@@ -2,9 +2,9 @@
 
     python python/examples/one_process.py OPTIONS --events DIR
 
-OPTIONS are those of the job. It trains without groups, in a plain loop over the same units, and prints a line of JSON:
-samples and epochs of the job, the largest difference of a weight relative to the largest weight of its tensor, and
-whether all weights are equal.
+OPTIONS are those of the job. It trains without groups, in a plain loop over the same units, and prints a line
+of JSON: samples and epochs of the job, the largest difference of a weight relative to the largest weight of
+its tensor, and whether all weights are equal.
 """
 
 from __future__ import annotations
@@ -29,15 +29,22 @@ def main() -> None:
     args = train_ddp.parse_args()
     train_demo.use(options)
     net, plan = train(args)
-    found = [torch.load(path, "cpu", weights_only=True) for path in sorted(options.events.glob("group-*-rank-*.pt"))]
+    found = [
+        torch.load(path, "cpu", weights_only=True)
+        for path in sorted(options.events.glob("group-*-rank-*.pt"))
+    ]
     weights = {name: value.cpu() for name, value in net.state_dict().items()}
     difference = max((relative(weights, other) for other in found), default=math.nan)
     equal = all(torch.equal(weights[name], other[name]) for other in found for name in weights)
-    print(json.dumps({"samples": plan.length, "epochs": plan.epochs, "difference": difference, "equal": equal}))
+    print(
+        json.dumps({"samples": plan.length, "epochs": plan.epochs, "difference": difference, "equal": equal})
+    )
 
 
 def train(args: Any) -> tuple[nn.Module, DataPlan]:
-    """Trains like train_ddp.py, in one process, using only torchft's order of the samples (and its exact sums)."""
+    """Trains like train_ddp.py, in one process, using only torchft's order of the samples (and its exact
+    sums).
+    """
     device = train_ddp.pick_device(args.device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -47,7 +54,9 @@ def train(args: Any) -> tuple[nn.Module, DataPlan]:
     epochs = math.ceil(args.steps / math.ceil(len(images) / args.batch_size))
     plan = DataPlan(len(images), args.batch_size, args.micro_batch_size, epochs=epochs)
     total = (
-        ExactSum(net.named_parameters(), -(-args.batch_size // args.micro_batch_size)) if args.reproducible else None
+        ExactSum(net.named_parameters(), -(-args.batch_size // args.micro_batch_size))
+        if args.reproducible
+        else None
     )
     pixels, labels = (part.to(device) for part in images.tensors)
     position = DataPosition()

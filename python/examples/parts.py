@@ -1,4 +1,6 @@
-"""Functions of the examples other than train_ddp.py: data, the end of a job at the same step in all groups, events."""
+"""Functions of the examples other than train_ddp.py: data, the end of a job at the same step in all groups,
+events.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ from train_ddp import load_images as load_digits
 def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool:
     """Whether the job ends with the weights of this quorum, which has been requested already.
 
-    The decision depends only on the quorum: all of its members see the same step and the same number of groups that are
-    up to date, so all end together and with the same weights. While a group is missing or behind, the others continue
-    for at most `overtime` steps, as sources from which that group can heal.
+    The decision depends only on the quorum: all of its members see the same step and the same number of
+    groups that are up to date, so all end together and with the same weights. While a group is missing or
+    behind, the others continue for at most `overtime` steps, as sources from which that group can heal.
     """
     if manager.current_step() < steps:
         return False
@@ -41,8 +43,8 @@ def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool
 def average_in_group(net: nn.Module) -> None:
     """Averages the gradients over the ranks of this replica group.
 
-    torchft averages over the groups, each rank with the ranks of the same number. If a rank of this group fails, this
-    raises an error: torchrun then restarts the whole group, and the group heals.
+    torchft averages over the groups, each rank with the ranks of the same number. If a rank of this group
+    fails, this raises an error: torchrun then restarts the whole group, and the group heals.
     """
     if dist.get_world_size() == 1:
         return
@@ -84,7 +86,9 @@ def load_images(data: str, folder: Path | None) -> tuple[TensorDataset, TensorDa
     """Training and held-out images: (pixels in [-1, 1], class, index of the image)."""
     if data == "cifar10":
         if folder is None:
-            raise ValueError("--data cifar10 needs --data-dir, the folder with the files of cifar-10-batches-py")
+            raise ValueError(
+                "--data cifar10 needs --data-dir, the folder with the files of cifar-10-batches-py"
+            )
         return read_cifar10(folder, train=True), read_cifar10(folder, train=False)
     return numbered(*load_digits().tensors), numbered(*load_digits(held_out=True).tensors)
 
@@ -155,7 +159,9 @@ class Events:
 
 
 def replica_process_group(device: torch.device, isolated: bool) -> Any:
-    """Makes the process group between the replica groups; an isolated one runs in a process that can be killed."""
+    """Makes the process group between the replica groups; an isolated one runs in a process that can be
+    killed.
+    """
     from torchft import process_group
 
     backend = "NCCL" if device.type == "cuda" else "Gloo"

@@ -3,13 +3,14 @@
     pip install '.[train,ray]'
     python python/examples/ray_ddp.py --kill-at 50
 
-Ray starts processes and reports when one has ended; torchft keeps the training consistent. When an actor fails, its
-whole group is replaced in the same placement group: the ranks of a group work on each step together, so none can
-continue without the others. Meanwhile the other groups continue, and the new group heals from them. The lighthouse is
-an actor, too.
+Ray starts processes and reports when one has ended; torchft keeps the training consistent. When an actor
+fails, its whole group is replaced in the same placement group: the ranks of a group work on each step
+together, so none can continue without the others. Meanwhile the other groups continue, and the new group
+heals from them. The lighthouse is an actor, too.
 
-With --kill-at the driver kills an actor's process once, as a demonstration. If ranks have different weights at the end,
-the exit status is 1. --address selects a running cluster; without it, one is started on this machine.
+With --kill-at the driver kills an actor's process once, as a demonstration. If ranks have different weights
+at the end, the exit status is 1. --address selects a running cluster; without it, one is started on this
+machine.
 """
 
 # Ray's decorator turns these into other classes, and type checkers may run where Ray is not installed.
@@ -44,7 +45,9 @@ class Lighthouse:
     def __init__(self) -> None:
         from torchft.coordination import LighthouseServer
 
-        self._server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000)
+        self._server = LighthouseServer(
+            bind="[::]:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000
+        )
 
     def address(self) -> str:
         return self._server.address()
@@ -64,7 +67,8 @@ class Journal:
         return self._events[since:]
 
 
-@ray.remote(num_cpus=1, max_restarts=0)  # Ray must not restart single ranks, because a group is replaced as a whole
+# Ray must not restart single ranks, because a group is replaced as a whole.
+@ray.remote(num_cpus=1, max_restarts=0)
 class Rank:
     """One rank of a replica group."""
 
@@ -142,7 +146,14 @@ def train(steps: int, journal: Any) -> str:
     import torch.nn.functional as F
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    from python.examples.parts import Batches, at_the_end, average_in_group, int_from_env, load_images, sha256_of
+    from python.examples.parts import (
+        Batches,
+        at_the_end,
+        average_in_group,
+        int_from_env,
+        load_images,
+        sha256_of,
+    )
     from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
     from train_ddp import small_cnn
 
@@ -178,11 +189,19 @@ def train(steps: int, journal: Any) -> str:
         pixels, labels, _ = next(batches)
         F.cross_entropy(model(pixels), labels).backward()
         average_in_group(net)
-        healing, participants, step = not manager.is_participating(), manager.num_participants(), manager.current_step()
+        healing, participants, step = (
+            not manager.is_participating(),
+            manager.num_participants(),
+            manager.current_step(),
+        )
         optimizer.step()
         if manager.current_step() > step:
             journal.write.remote(
-                group=group, rank=rank, step=manager.current_step(), participants=participants, healing=healing
+                group=group,
+                rank=rank,
+                step=manager.current_step(),
+                participants=participants,
+                healing=healing,
             )
     dist.barrier()
     manager.shutdown(finished=True)
@@ -208,7 +227,9 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the groups, replaces groups of which an actor has failed, and compares the weights at the end."""
+    """Starts the groups, replaces groups of which an actor has failed, and compares the weights at the
+    end.
+    """
     lighthouse = Lighthouse.remote()
     journal = Journal.remote()
     address = ray.get(lighthouse.address.remote())
@@ -222,10 +243,19 @@ def run(args: argparse.Namespace) -> int:
     while len(ends) < len(groups):
         time.sleep(POLL_SEC)
         events += ray.get(journal.read.remote(len(events)))
-        reached = {number: [e["step"] for e in events if e["group"] == number] for number in range(args.groups)}
-        if args.kill_at is not None and not killed and all(s and s[-1] >= args.kill_at for s in reached.values()):
+        reached = {
+            number: [e["step"] for e in events if e["group"] == number] for number in range(args.groups)
+        }
+        if (
+            args.kill_at is not None
+            and not killed
+            and all(s and s[-1] >= args.kill_at for s in reached.values())
+        ):
             killed = True
-            print(f"step {args.kill_at}: killing process {groups[-1].pids[-1]} of group {args.groups - 1}", flush=True)
+            print(
+                f"step {args.kill_at}: killing process {groups[-1].pids[-1]} of group {args.groups - 1}",
+                flush=True,
+            )
             os.kill(groups[-1].pids[-1], signal.SIGKILL)
         for group in groups:
             try:
@@ -234,7 +264,10 @@ def run(args: argparse.Namespace) -> int:
                 if group.lives > args.max_restarts:
                     print(f"group {group.number} failed {group.lives} times, the last time: {e}")
                     return 1
-                print(f"an actor of group {group.number} failed ({type(e).__name__}): replacing all of it", flush=True)
+                print(
+                    f"an actor of group {group.number} failed ({type(e).__name__}): replacing all of it",
+                    flush=True,
+                )
                 group.end()
                 group.start()
                 continue
@@ -267,7 +300,9 @@ def report(
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--address", help="address of a running Ray cluster, such as auto; default: a new one on this machine"
     )

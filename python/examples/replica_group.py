@@ -23,7 +23,9 @@ class Group:
     `events` are those of rank 0. Times are wall-clock times in seconds.
     """
 
-    def __init__(self, number: int, groups: int, folder: Path, nproc: int = 1, script: Path = TRAIN_SCRIPT) -> None:
+    def __init__(
+        self, number: int, groups: int, folder: Path, nproc: int = 1, script: Path = TRAIN_SCRIPT
+    ) -> None:
         self.number = number
         self.nproc = nproc
         self._script = script
@@ -57,7 +59,9 @@ class Group:
         return pids
 
     def kill_rank(self, rank: int) -> None:
-        """Sends SIGKILL to one of its ranks. torchrun restarts all of them, if it was started with --max_restarts."""
+        """Sends SIGKILL to one of its ranks. torchrun restarts all of them, if it was started with
+        --max_restarts.
+        """
         starts = [event for event in self._read(rank) if event["event"] == "start"]
         self._rank_killed = time.time()
         os.kill(starts[-1]["pid"], signal.SIGKILL)
@@ -146,12 +150,16 @@ class Group:
         return [later - earlier for earlier, later in pairwise(times) if later > begin and earlier < end]
 
     def time_to_heal(self) -> float | None:
-        """Seconds from the last start (Python and PyTorch included) to the first step with the others' weights."""
+        """Seconds from the last start (Python and PyTorch included) to the first step with the others'
+        weights.
+        """
         healed = self._first_heal()
         return None if healed is None else healed["time"] - self.started
 
     def recovery(self, phase: str) -> float | None:
-        """The seconds of a phase of the first heal since the last start; names as in `Manager.recovery_seconds`."""
+        """The seconds of a phase of the first heal since the last start; names as in
+        `Manager.recovery_seconds`.
+        """
         healed = self._first_heal()
         return None if healed is None else (healed.get("recovery") or {}).get(phase)
 

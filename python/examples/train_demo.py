@@ -53,7 +53,9 @@ def use(options: argparse.Namespace) -> None:
         torch.set_default_dtype(torch.float64)
     if options.data != "digits":
         images = load_images(options.data, options.data_dir)
-        train_ddp.load_images = lambda held_out=False: torch.utils.data.TensorDataset(*images[held_out].tensors[:2])
+        train_ddp.load_images = lambda held_out=False: torch.utils.data.TensorDataset(
+            *images[held_out].tensors[:2]
+        )
 
 
 class Watch:
@@ -66,9 +68,10 @@ class Watch:
     | `commit`, `lost` | `step` after it, `quorum`, `epoch`, `batch`, `participants`, `loss`; and see below |
     | `end` | `step`, `accuracy`, `sha256` of the weights |
 
-    `commit` and `lost` also have `healing`, and `recovery`: the duration of each phase of a heal in seconds. `trained`
-    is written before the backward pass of the last unit, in which the gradients are reduced. So the samples of a rank
-    that is killed later in the step are known; they count if the others committed that step in that quorum.
+    `commit` and `lost` also have `healing`, and `recovery`: the duration of each phase of a heal in seconds.
+    `trained` is written before the backward pass of the last unit, in which the gradients are reduced. So the
+    samples of a rank that is killed later in the step are known; they count if the others committed that step
+    in that quorum.
     """
 
     def __init__(self, events: Events, steps: int, groups: int) -> None:
@@ -109,7 +112,11 @@ class Watch:
     def ends(self, step: Any) -> None:
         manager, number = self._manager, self._manager.current_step()
         manager.wait_quorum()
-        quorum, participants, healing = manager._quorum_id, manager.num_participants(), not manager.is_participating()
+        quorum, participants, healing = (
+            manager._quorum_id,
+            manager.num_participants(),
+            not manager.is_participating(),
+        )
         step()
         committed = manager.current_step() > number
         self._events.write(
@@ -150,7 +157,12 @@ class Watch:
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, add_help=False)
     add = parser.add_argument
-    add("--events", type=Path, metavar="DIR", help="write JSON lines, one file per rank, and the weights at the end")
+    add(
+        "--events",
+        type=Path,
+        metavar="DIR",
+        help="write JSON lines, one file per rank, and the weights at the end",
+    )
     add("--double", action="store_true", help="compute in float64")
     add("--data", choices=["digits", "cifar10"], default="digits", help="digits ships with scikit-learn")
     add("--data-dir", type=Path, help="where cifar-10-batches-py lies")

@@ -17,7 +17,20 @@ from unittest import mock
 from documents import ROOT
 
 # Programs of other projects. Of their arguments, only files of this repository are checked.
-FOREIGN = {"cat", "cd", "curl", "export", "kill", "kubectl", "mkdir", "openssl", "sbatch", "scancel", "show", "torchx"}
+FOREIGN = {
+    "cat",
+    "cd",
+    "curl",
+    "export",
+    "kill",
+    "kubectl",
+    "mkdir",
+    "openssl",
+    "sbatch",
+    "scancel",
+    "show",
+    "torchx",
+}
 FOREIGN |= {"docker", "git", "source", "umask", "wait"}
 
 # Modules that an example needs and that may be missing. Its argument parser does not need them.
@@ -158,12 +171,16 @@ def _help_of_script(path: Path) -> str:
 
 @lru_cache
 def _help_of_module(name: str) -> str:
-    done = subprocess.run([sys.executable, "-m", name, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", name, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     return done.stdout
 
 
 @lru_cache
 def _help_of_the_lighthouse() -> str:
-    code = "import sys; from torchft._torchft import lighthouse_main; sys.argv[1:] = ['--help']; lighthouse_main()"
+    code = (
+        "import sys; sys.argv[1:] = ['--help']; from torchft._torchft import lighthouse_main as main; main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     return done.stdout + done.stderr

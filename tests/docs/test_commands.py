@@ -1,7 +1,8 @@
-"""Every command in the documents is known to its program. Commands in shell blocks are run, or have a reason not to be.
+"""Every command in the documents is known to its program. Commands in shell blocks are run, or have a reason
+not to be.
 
-Sections of pages are run unchanged, except for ports and the length of the training. Commands without a test here are
-listed in `CANNOT`, with the reason.
+Sections of pages are run unchanged, except for ports and the length of the training. Commands without a test
+here are listed in `CANNOT`, with the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from documents import ROOT, SHELLS, Block, Command, block_commands, blocks, commands, documents, indented_commands
+from documents import (
+    ROOT,
+    SHELLS,
+    Block,
+    Command,
+    block_commands,
+    blocks,
+    commands,
+    documents,
+    indented_commands,
+)
 from hosts import Hosts
 from processes import free_port, processes_of
 from programs import check
@@ -43,15 +54,19 @@ RUN = {
 }
 # Patterns of commands in shell blocks that no test can run unchanged, and the reason.
 CANNOT = {
-    r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has separate tests "
+    r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has separate "
+    "tests "
     "(test_train_*.py, test_torchft_toolchain.py, the suite itself)",
-    r"pip install .*": "downloads and builds for minutes; tested by `make wheel` and test_torchft_toolchain.py",
+    r"pip install .*": "downloads and builds for minutes; tested by `make wheel` and "
+    "test_torchft_toolchain.py",
     r"python python/bench/.*": "takes minutes on an idle machine, and most parts install upstream",
     r"python tests/process/chaos_faults\.py .*": "runs for an hour; test_chaos.py runs the same faults",
     r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",
     r"torchft_lighthouse .* --cluster .*": "needs three hosts; test_torchft_run.py runs three on one",
-    r"torchrun --rdzv-backend torchft .*": "needs a host for each node; test_rendezvous.py runs torchrun with it",
-    r"docker .*": "needs Docker, and downloads its images; test_dockerfile.py checks the file and these commands",
+    r"torchrun --rdzv-backend torchft .*": "needs a host for each node; test_rendezvous.py runs torchrun "
+    "with it",
+    r"docker .*": "needs Docker, and downloads its images; test_dockerfile.py checks the file and these "
+    "commands",
     r"kubectl .*": "needs a cluster; test_kubernetes_example.py checks the manifests",
     r"sbatch .*": "needs Slurm; test_slurm_example.py runs the scripts with stand-ins",
 }
@@ -105,8 +120,8 @@ def needs(*programs: str) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """The environment of a shell where torchft and PyTorch are installed, in a directory that contains only the
-    training scripts.
+    """The environment of a shell where torchft and PyTorch are installed, in a directory that contains only
+    the training scripts.
     """
     for name in ("train_ddp.py", "python"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -160,13 +175,17 @@ FOLLOWED = "python/examples/train_demo.py --events events"
 
 def ends(folder: Path) -> list[dict[str, object]]:
     """The last event of the first rank of each of two groups."""
-    logs = [(folder / "events" / f"group-{group}-rank-0.jsonl").read_text().splitlines() for group in range(2)]
+    logs = [
+        (folder / "events" / f"group-{group}-rank-0.jsonl").read_text().splitlines() for group in range(2)
+    ]
     return [json.loads(lines[-1]) for lines in logs]
 
 
 def assert_equal_ends(output: str) -> None:
     """Checks that two groups ended at the same step and with the same weights."""
-    ends = re.findall(r"^group (\d) rank 0 ended at (step \d+, sha256 of the weights [0-9a-f]{64})$", output, re.M)
+    ends = re.findall(
+        r"^group (\d) rank 0 ended at (step \d+, sha256 of the weights [0-9a-f]{64})$", output, re.M
+    )
     (first, one), (second, other) = ends
     assert {first, second} == {"0", "1"} and one == other
 
@@ -179,7 +198,8 @@ def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
     lighthouse, groups = section("README.md", "By hand")
     first_group, second_group = groups.strip().splitlines()
     script = with_ports_of_our_own(
-        f'{lighthouse.strip()} --bind 127.0.0.1:29510 &\n{first_group} & groups=$!\n{second_group} & groups+=" $!"\n',
+        f"{lighthouse.strip()} --bind 127.0.0.1:29510 &\n"
+        f'{first_group} & groups=$!\n{second_group} & groups+=" $!"\n',
         "29510",
     )
     assert script.count("--steps 20000") == 2 and script.count("--min_replicas 1") == 1
@@ -202,7 +222,8 @@ def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path:
         while not re.search(r"^group 0 .* training", log.read_text(), re.M):
             assert job.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        # If another job has the default port, a free one is used; the typed commands only know the default port.
+        # If another job has the default port, a free one is used; the typed commands only know the default
+        # port.
         address = re.search(r"^lighthouse: (\S+)", log.read_text(), re.M)
         assert address
         if not address[1].endswith(":29510"):
@@ -222,9 +243,10 @@ def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path:
             assert done.returncode == 0 or (command == "torchft doctor" and done.returncode == 1), outputs
         assert re.search("group.*training|training", outputs["torchft status"]), outputs
         assert "joined" in outputs["torchft events"] or "quorum" in outputs["torchft events"], outputs
-        assert "the lighthouse answers" in outputs["torchft doctor"] and "not free" not in outputs["torchft doctor"], (
-            outputs
-        )
+        assert (
+            "the lighthouse answers" in outputs["torchft doctor"]
+            and "not free" not in outputs["torchft doctor"]
+        ), outputs
         job.send_signal(signal.SIGINT)
         assert job.wait(60) == 130, log.read_text()
     finally:
@@ -234,8 +256,8 @@ def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path:
 @pytest.mark.slow  # test_train_demo.py tests Ctrl-C
 @pytest.mark.timeout(280)
 def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Path) -> None:
-    """After Ctrl-C for the first group the second one continues alone, and together with the first one once that has
-    been restarted. No process of a terminal is left behind.
+    """After Ctrl-C for the first group the second one continues alone, and together with the first one once
+    that has been restarted. No process of a terminal is left behind.
     """
     activate, *_ = section("README.md", "Run a job")
     lighthouse, groups = section("README.md", "By hand")
@@ -299,7 +321,9 @@ def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None
 @pytest.mark.timeout(280)
 def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Path) -> None:
     needs("openssl", "curl", "bash")
-    script = with_ports_of_our_own("\n".join(section("docs/operating.md", "Security")), "29510", "29511", "29512")
+    script = with_ports_of_our_own(
+        "\n".join(section("docs/operating.md", "Security")), "29510", "29511", "29512"
+    )
     assert script.count(" --steps 50 ") == 2
     script = script.replace("train_ddp.py --steps 50 ", f"{FOLLOWED} --steps 20 ")
     output = bash(script, tmp_path, environment, 250)
@@ -312,16 +336,20 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
     first, second = ends(tmp_path)
     assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
     # A group fetched its first weights from the other one, so both ends used the token.
-    assert re.search(r'msg="torchft: a member healed" member=train_ddp_\d\S* step=0 bytes=\d{4}', output), output
+    assert re.search(r'msg="torchft: a member healed" member=train_ddp_\d\S* step=0 bytes=\d{4}', output), (
+        output
+    )
 
 
 @pytest.mark.hosts
 @pytest.mark.slow  # test_hosts.py tests groups on two hosts
 @pytest.mark.timeout(280)
 def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
-    """Two groups, and then one group over both hosts: the page's commands with other addresses, and without a GPU.
+    """Two groups, and then one group over both hosts: the page's commands with other addresses, and without a
+    GPU.
 
-    The two groups use the page's optional `--min_replicas 2`: neither trains before the other one has started.
+    The two groups use the page's optional `--min_replicas 2`: neither trains before the other one has
+    started.
     """
     (lighthouse,) = section("docs/two_hosts.md", "Start the lighthouse")
     settings, look = section("docs/two_hosts.md", "Set the addresses and interfaces")
@@ -335,7 +363,9 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
             log = tmp_path / f"output-{len(started)}"
             # The first group waits for the second one as long as the test waits for both.
             env = {**environment, "TORCHFT_QUORUM_TIMEOUT_SEC": "200"}
-            process = process_tree.start([*hosts.command(host), "bash", "-ec", script], log, env, cwd=tmp_path)
+            process = process_tree.start(
+                [*hosts.command(host), "bash", "-ec", script], log, env, cwd=tmp_path
+            )
             running.callback(process_tree.kill_tree, process)
             started.append(log)
             return process
@@ -358,7 +388,10 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "events")
         start(0, lighthouse)
         end(*(start(host, command) for host, command in enumerate(block_commands(over_both))))
-        ranks = [(tmp_path / "events" / f"group-0-rank-{rank}.jsonl").read_text().splitlines()[-1] for rank in range(2)]
+        ranks = [
+            (tmp_path / "events" / f"group-0-rank-{rank}.jsonl").read_text().splitlines()[-1]
+            for rank in range(2)
+        ]
         first, second = map(json.loads, ranks)
         assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
 

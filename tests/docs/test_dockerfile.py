@@ -46,7 +46,11 @@ def test_its_arguments_match_the_page() -> None:
 
 
 def test_commands_that_are_run_in_it_are_known() -> None:
-    runs = [re.split(r" torchft(?:-cuda)? (?=\w)", command, maxsplit=1) for command in DOCKER if " run " in command]
+    runs = [
+        re.split(r" torchft(?:-cuda)? (?=\w)", command, maxsplit=1)
+        for command in DOCKER
+        if " run " in command
+    ]
     assert runs and all(len(parts) == 2 for parts in runs)
     for _, command in runs:
         check(command)
@@ -54,10 +58,14 @@ def test_commands_that_are_run_in_it_are_known() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_copied_files_suffice_for_the_wheel(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_copied_files_suffice_for_the_wheel(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     for source in COPIED:
         if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(
+                ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+            )
         else:
             shutil.copy2(ROOT / source, tmp_path / source)
     recipe = next(line for line in LINES if " pip wheel " in line).removeprefix("RUN python3 ")
@@ -68,5 +76,9 @@ def test_the_copied_files_suffice_for_the_wheel(tmp_path: Path, tmp_path_factory
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (tmp_path / "dist").glob("torchft-*-cp310-abi3-*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {str(path.relative_to(ROOT)) for kind in ("*.py", "*.pyi") for path in (ROOT / "torchft").rglob(kind)}
-    assert wanted | {"torchft/_torchft_go.abi3.so", "torchft/process_group/isolated/_native.abi3.so"} <= packed
+    wanted = {
+        str(path.relative_to(ROOT)) for kind in ("*.py", "*.pyi") for path in (ROOT / "torchft").rglob(kind)
+    }
+    assert (
+        wanted | {"torchft/_torchft_go.abi3.so", "torchft/process_group/isolated/_native.abi3.so"} <= packed
+    )

@@ -49,7 +49,10 @@ def test_commands_of_a_page() -> None:
 
 
 def test_in_a_console_block_only_lines_after_the_prompt_are_commands() -> None:
-    assert block_commands("$ make train\ngroup 0 trains\n$ make test\n", console=True) == ["make train", "make test"]
+    assert block_commands("$ make train\ngroup 0 trains\n$ make test\n", console=True) == [
+        "make train",
+        "make test",
+    ]
 
 
 def test_commands_in_indented_blocks_are_found_so_that_they_can_be_refused() -> None:
@@ -98,10 +101,16 @@ def test_unknown_commands(command: str, why: str) -> None:
 
 
 def test_nothing_says_to_install_the_other_project() -> None:
-    """`pip install torchft` fetches upstream; this package is installed from its folder: `pip install '.[otel]'`."""
+    """`pip install torchft` fetches upstream; this package is installed from its folder: `pip install
+    '.[otel]'`.
+    """
     files = [path for path in ROOT.glob("*.*") if path.suffix in (".md", ".py", ".toml")]
     for folder in ("docs", "python", "torchft"):
-        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".sh", ".yaml", ".toml")]
+        files += [
+            path
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".md", ".py", ".sh", ".yaml", ".toml")
+        ]
     wrong = re.compile(r"pip install (?:-\S+ )*['\"]?torchft\b(?!\.)")
     assert wrong.search("pip install 'torchft[otel]'")
     assert [path for path in files if wrong.search(path.read_text())] == []

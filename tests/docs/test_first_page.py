@@ -32,7 +32,8 @@ LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 def sentences(page: str) -> list[str]:
     """Each sentence in running text, lists and the bodies of tables."""
     page = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
-    page = re.sub(r"^(#.*|\|.*\|\n\|[-| ]+\|)$", "", page, flags=re.MULTILINE)  # headings, and header rows of tables
+    # Headings, and header rows of tables.
+    page = re.sub(r"^(#.*|\|.*\|\n\|[-| ]+\|)$", "", page, flags=re.MULTILINE)
     page = LINK.sub(lambda link: "" if link[0].startswith("!") else link[1], page)
     blocks = re.split(r"\n\s*\n|\n(?=[-*] )|\|", page)
     parts = (" ".join(part.split()) for block in blocks for part in END.split(block + " "))
@@ -51,7 +52,9 @@ def missing(reference: str) -> str:
         return ""
     files = sorted(path.glob("*_test.go")) if path.is_dir() else [path]
     defined = rf"^(?:func|def) {re.escape(name)}\("
-    return "" if any(re.search(defined, f.read_text(), re.MULTILINE) for f in files) else f"no {name} in {place}"
+    return (
+        "" if any(re.search(defined, f.read_text(), re.MULTILINE) for f in files) else f"no {name} in {place}"
+    )
 
 
 def benchmarks() -> str:

@@ -1,4 +1,6 @@
-"""The site: links are valid, every page is in it, every name of the API exists. MkDocs builds it, if installed."""
+"""The site: links are valid, every page is in it, every name of the API exists. MkDocs builds it, if
+installed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_the_link_is_valid(document: str, link: str) -> None:
     path = (ROOT / document).parent / target if target else ROOT / document
     assert path.exists()
     if place:
-        assert place in {anchor(heading) for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)}
+        assert place in {
+            anchor(heading) for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+        }
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,7 +18,9 @@ HEADING = "## The tests of a file"
 
 
 def tracked(*patterns: str) -> list[str]:
-    done = subprocess.run(["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return [path for path in done.stdout.split() if (ROOT / path).is_file()]
 
 
@@ -39,7 +41,11 @@ def has_its_own(source: str, tests: set[str]) -> bool:
 def expected() -> list[str]:
     """The sources that need a row."""
     tests = set(tracked("tests/*.py", "go/*_test.go"))
-    sources = [path for path in tracked(*SOURCES) if not path.endswith("_test.go") and Path(path).name != "__init__.py"]
+    sources = [
+        path
+        for path in tracked(*SOURCES)
+        if not path.endswith("_test.go") and Path(path).name != "__init__.py"
+    ]
     return [
         source
         for source in sources

@@ -11,7 +11,9 @@ from tests.gpu.device import DEVICE
 
 
 def check_gathering(group: Any, tensor: torch.Tensor) -> None:
-    """Gathers, scatters and exchanges a tensor of 4 elements. With one rank, the result is the tensor itself."""
+    """Gathers, scatters and exchanges a tensor of 4 elements. With one rank, the result is the tensor
+    itself.
+    """
     out = torch.zeros(4, device=DEVICE)
     group.broadcast_one(tensor, 0).wait()
     group.barrier().wait()

@@ -1,4 +1,6 @@
-"""Tests that need CUDA devices, most of them one: `make test-gpu` runs them, and lists those that did not run."""
+"""Tests that need CUDA devices, most of them one: `make test-gpu` runs them, and lists those that did not
+run.
+"""
 
 from __future__ import annotations
 

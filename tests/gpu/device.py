@@ -13,13 +13,15 @@ DEVICE = torch.device("cuda", 0)
 
 MB = 1 << 20
 
-# How long a stream is busy in tests that show that a call does not wait: longer than any bound of these tests.
+# How long a stream is busy in tests that show that a call does not wait: longer than any bound of these
+# tests.
 BUSY_S = within(ABORT_S) + HELD_UP_S
 
 
 def busy(seconds: float) -> None:
     """Keeps the current stream busy for this long or somewhat longer."""
-    # Above the clock rate of data center GPUs (H100: 1.98 GHz). With a faster clock the stream is busy for less time.
+    # Above the clock rate of data center GPUs (H100: 1.98 GHz). With a faster clock the stream is busy for
+    # less time.
     clock_hz = 2_000_000_000
     torch.cuda._sleep(int(seconds * clock_hz))
 
@@ -31,7 +33,9 @@ def used_mb() -> float:
 
 
 def settled_mb() -> float:
-    """Returns `used_mb` after this process has returned its cached memory, and the driver that of ended processes."""
+    """Returns `used_mb` after this process has returned its cached memory, and the driver that of ended
+    processes.
+    """
     torch.cuda.synchronize()
     last, same = used_mb(), 0
     deadline = time.monotonic() + 10

@@ -13,7 +13,9 @@ from torchft.process_group.isolated import cuda
 
 
 def run(connection: Connection) -> None:
-    """Runs commands until it receives None: ("note", record, file or None), or ("double", seconds, mark, refs)."""
+    """Runs commands until it receives None: ("note", record, file or None), or ("double", seconds, mark,
+    refs).
+    """
     torch.cuda.set_device(0)
     end = cuda.worker()
     connection.send("up")

@@ -17,7 +17,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    ReduceScatterOptions,
+)
 
 from tests.gpu import two_ranks
 from tests.gpu.device import MB, busy
@@ -62,8 +67,8 @@ class Rank:
         return {"ms": 1000 * (time.monotonic() - began), "sum": got}
 
     def connect_standby(self, where: str, rank: int, n: int) -> dict[str, Any]:
-        """Connects with new peers while the present ones reduce, and waits for the whole device in each step. The last
-        rank is late.
+        """Connects with new peers while the present ones reduce, and waits for the whole device in each step.
+        The last rank is late.
         """
         store = create_store_client(where, CONNECT)
         store.set(f"handle/{rank}", self.group.get_reconfigure_handle())
@@ -151,8 +156,8 @@ class Rank:
         return two_ranks.receive(self.group, wants, self.device, CONNECT)
 
     def begin(self, busy_s: float = 0.0) -> dict[str, Any]:
-        """Starts an allreduce on another thread, behind `busy_s` seconds of work on its stream. Replies when it is
-        queued.
+        """Starts an allreduce on another thread, behind `busy_s` seconds of work on its stream. Replies when
+        it is queued.
         """
         queued = threading.Event()
 
@@ -171,7 +176,10 @@ class Rank:
             except Exception as e:
                 error = e
             queued.set()
-            self.end = {"at": time.monotonic(), "error": None if error is None else f"{type(error).__name__}: {error}"}
+            self.end = {
+                "at": time.monotonic(),
+                "error": None if error is None else f"{type(error).__name__}: {error}",
+            }
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()

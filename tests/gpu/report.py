@@ -69,7 +69,8 @@ def machine() -> str:
 
 def table(rows: list[Row]) -> str:
     cells = [
-        (row.file, row.passed, len(row.failures), row.deselected + row.skipped, row.seconds, row.note()) for row in rows
+        (row.file, row.passed, len(row.failures), row.deselected + row.skipped, row.seconds, row.note())
+        for row in rows
     ]
     cells.append(("all", *(sum(column) for column in list(zip(*cells))[1:5]), ""))
     lines = ["| file | passed | failed | not run | seconds | |", "|---|---|---|---|---|---|"]
@@ -112,7 +113,8 @@ class Report:
             name = report.nodeid.split("::", 1)[1]
             if name not in row.failures:
                 row.failures.append(name)
-            if self.path:  # at once: pytest prints it at the end, which a process that is ended does not reach
+            # At once: pytest prints it at the end, which a process that is ended does not reach.
+            if self.path:
                 print(f"\n{report.nodeid} failed:\n{report.longreprtext}", flush=True)
         elif report.skipped:
             row.skipped += 1
@@ -124,7 +126,9 @@ class Report:
         self._save()
 
     def _save(self) -> None:
-        """Called when a test begins and after each of its phases, so that a crash of the process loses no results."""
+        """Called when a test begins and after each of its phases, so that a crash of the process loses no
+        results.
+        """
         if self.path:
             save(self.rows.values(), Path(self.path))
 
@@ -134,4 +138,6 @@ class Report:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         ran = any(row.passed or row.failures for row in self.rows.values())
         if ran and not self.path:
-            terminalreporter.write_line(f"\n{machine()}\n\n{table(sorted(self.rows.values(), key=lambda r: r.file))}")
+            terminalreporter.write_line(
+                f"\n{machine()}\n\n{table(sorted(self.rows.values(), key=lambda r: r.file))}"
+            )

@@ -53,10 +53,21 @@ def run(file: Path, limit_s: float) -> tuple[list[report.Row], int]:
     """Runs a file. Returns the results of its tests, and 0 if nothing failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", "--durations=10", f"--timeout={limit_s:.0f}", str(file)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "--durations=10",
+            f"--timeout={limit_s:.0f}",
+            str(file),
+        ]
         began = time.monotonic()
         # In a new session, so that killpg ends its workers, too.
-        child = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "GPU_REPORT": str(path)}, start_new_session=True)
+        child = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "GPU_REPORT": str(path)}, start_new_session=True
+        )
         ended = ""
         try:
             code = child.wait(limit_s)
@@ -87,9 +98,13 @@ def run(file: Path, limit_s: float) -> tuple[list[report.Row], int]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run the tests that need a CUDA device.")
-    parser.add_argument("files", nargs="*", type=_file, metavar="FILE", help="files of tests/gpu; default: all")
+    parser.add_argument(
+        "files", nargs="*", type=_file, metavar="FILE", help="files of tests/gpu; default: all"
+    )
     parser.add_argument("--limit", type=float, default=300, help="limit in seconds for a file; default: 300")
-    parser.add_argument("--total", type=float, default=3600, help="limit in seconds for all files; default: 3600")
+    parser.add_argument(
+        "--total", type=float, default=3600, help="limit in seconds for all files; default: 3600"
+    )
     parser.add_argument("--out", help="also write the table to this file")
     args = parser.parse_args()
     for name in ("limit", "total"):

@@ -77,7 +77,11 @@ def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFi
 
     def state(value: float) -> dict[str, torch.Tensor]:
         large = torch.full((3 * staging.BLOCK // 4 + 5,), value, device=DEVICE)
-        return {"large": large, "small": torch.full((3, 7), value, device=DEVICE).t(), "host": torch.full((5,), value)}
+        return {
+            "large": large,
+            "small": torch.full((3, 7), value, device=DEVICE).t(),
+            "host": torch.full((5,), value),
+        }
 
     own, theirs = state(0.0), state(2.0)
     source, target = HTTPTransport(TIMEOUT, 0), HTTPTransport(TIMEOUT, 0, state_dict=lambda: own)
@@ -114,7 +118,9 @@ def test_close_waits_for_a_copy_in_progress(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_state_on_the_device_over_gloo(store: TCPStore, in_place: bool) -> None:
-    """Gloo needs host memory, from which the target's tensors on the device are filled; other tensors stay there."""
+    """Gloo needs host memory, from which the target's tensors on the device are filled; other tensors stay
+    there.
+    """
     groups: list[ProcessGroup] = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     connect(groups, store)
     state = {

@@ -17,7 +17,9 @@ from torchft.process_group import ProcessGroupGloo
 
 
 class OnDevice(Loop):
-    """Each group has its own stream: on the default stream, a missing wait would be hidden (test_training.py)."""
+    """Each group has its own stream: on the default stream, a missing wait would be hidden
+    (test_training.py).
+    """
 
     def __call__(self, rank: Rank) -> Any:
         torch.cuda.set_device(DEVICE)
@@ -29,7 +31,8 @@ class OnDevice(Loop):
     "make",
     [
         lambda model: optim.Adam(model.parameters(), lr=0.01),
-        lambda model: optim.AdamW(model.parameters(), lr=0.01, fused=True),  # its count of steps is on the device
+        # Its count of steps is on the device.
+        lambda model: optim.AdamW(model.parameters(), lr=0.01, fused=True),
         lambda model: optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
     ],
     ids=["adam", "fused", "sgd"],
@@ -39,7 +42,10 @@ def test_a_group_that_joins_has_the_same_bits(
     make: Callable[[nn.Module], optim.Optimizer],
 ) -> None:
     loop = OnDevice(together=2, make=make, device_of=lambda rank: DEVICE)
-    with Cluster(make_pg=lambda group: ProcessGroupGloo(timeout=DEADLINE)) as cluster, caplog.at_level(logging.INFO):
+    with (
+        Cluster(make_pg=lambda group: ProcessGroupGloo(timeout=DEADLINE)) as cluster,
+        caplog.at_level(logging.INFO),
+    ):
         _run(cluster, loop, first=1, later=1)
     assert loop.joined[1] >= LEAST_ROUNDS, "its state came in parts over some steps"
     assert all(committed for _, committed, _ in loop.histories[0])

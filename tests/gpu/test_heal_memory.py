@@ -1,6 +1,7 @@
 """A group heals on a device: into its own tensors, with little additional device memory.
 
-Both groups may use the same device. If each has its own, the target must not allocate memory on the source's device.
+Both groups may use the same device. If each has its own, the target must not allocate memory on the source's
+device.
 """
 
 from __future__ import annotations

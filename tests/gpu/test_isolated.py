@@ -197,4 +197,6 @@ def test_the_worker_ends_with_its_group(group: Any) -> None:
     assert numbers
     group.shutdown()
     wait_until(lambda: not any(os.path.exists(f"/proc/{number}") for number in numbers))
-    assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None), "the group changed the trainer's signal handler"
+    assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None), (
+        "the group changed the trainer's signal handler"
+    )

@@ -39,7 +39,9 @@ class RanksOnDevice(Ranks):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_memory_is_pinned(workers: int) -> None:
     units = [
-        unit.data[0] for _, units in train(make(pin_memory=True, shuffle=False, num_workers=workers)) for unit in units
+        unit.data[0]
+        for _, units in train(make(pin_memory=True, shuffle=False, num_workers=workers))
+        for unit in units
     ]
     assert all(part.is_pinned() for part in units)
     assert torch.cat([part.to(DEVICE, non_blocking=True) for part in units]).tolist() == list(range(10))

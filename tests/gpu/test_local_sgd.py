@@ -18,7 +18,9 @@ LAYER = WIDTH * WIDTH * 4  # bytes
 
 
 def run(device: str, steps: int = 24, **settings: Any) -> tuple[nn.Sequential, OneGroup, int]:
-    """Returns the model, its Manager, and the peak memory in bytes of the last round, above that between two rounds."""
+    """Returns the model, its Manager, and the peak memory in bytes of the last round, above that between two
+    rounds.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(device)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -41,7 +43,11 @@ def run(device: str, steps: int = 24, **settings: Any) -> tuple[nn.Sequential, O
 
 @pytest.mark.parametrize(
     ("settings", "layers"),
-    [({}, 0), ({"use_bucketization": True}, 0), ({"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}, 2)],
+    [
+        ({}, 0),
+        ({"use_bucketization": True}, 0),
+        ({"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}, 2),
+    ],
 )
 def test_numbers_and_memory(settings: dict[str, Any], layers: int) -> None:
     on_device, manager, most = run("cuda", **settings)

@@ -15,7 +15,8 @@ from tests.unit.process_group.ranks import TIMEOUT
 from torchft.process_group import native_error, supports_reconfigure
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
+    not hasattr(dist.ProcessGroup, "reconfigure"),
+    reason="needs PyTorch >= 2.14, whose groups can be reconfigured",
 )
 
 

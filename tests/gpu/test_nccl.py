@@ -1,6 +1,7 @@
 """NCCL in this process.
 
-There is one rank, since NCCL before 2.30 does not accept two on a device; a busy stream simulates a stalled peer.
+There is one rank, since NCCL before 2.30 does not accept two on a device; a busy stream simulates a stalled
+peer.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def test_wait_queues_and_the_stream_sees_the_result(group: ProcessGroupNCCL) -> 
     assert work.get_future().wait()[0].data_ptr() == tensor.data_ptr()
 
 
-def test_an_abort_takes_no_time_and_leaves_the_device_usable(group: ProcessGroupNCCL, store: TCPStore) -> None:
+def test_an_abort_takes_no_time_and_leaves_the_device_usable(
+    group: ProcessGroupNCCL, store: TCPStore
+) -> None:
     tensor = ones()
     busy(BUSY_S)
     idle = torch.cuda.current_stream().record_event()
@@ -83,7 +86,9 @@ def test_an_abort_takes_no_time_and_leaves_the_device_usable(group: ProcessGroup
 
     assert timed("abort", group.abort) + timed("wait", wait) < within(ABORT_S), times
     assert isinstance(group.errored(), RuntimeError)
-    assert timed("connect", lambda: group.configure(meeting(store), "replica", 0, 1)) < within(NEW_PEERS_S), times
+    assert timed("connect", lambda: group.configure(meeting(store), "replica", 0, 1)) < within(NEW_PEERS_S), (
+        times
+    )
     timed("allreduce", lambda: group.allreduce([tensor], ReduceOp.SUM).wait())
     assert group.errored() is None, times
 

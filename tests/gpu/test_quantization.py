@@ -22,7 +22,9 @@ def test_kernels_give_the_bits_of_plain_pytorch() -> None:
 
 def test_device_and_host_agree() -> None:
     tensor = torch.randn(10_001)
-    assert torch.equal(fused_quantize_into_fp8([tensor.to(DEVICE)], 3).cpu(), fused_quantize_into_fp8([tensor], 3))
+    assert torch.equal(
+        fused_quantize_into_fp8([tensor.to(DEVICE)], 3).cpu(), fused_quantize_into_fp8([tensor], 3)
+    )
 
 
 def test_gloo_with_tensors_on_a_device(store: TCPStore) -> None:

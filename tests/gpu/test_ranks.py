@@ -58,7 +58,9 @@ class Ranks:
         return self.job.python(f"rank{i}", RANK, self.kind, device, path=ours_path())
 
     def _wait(self) -> None:
-        self.job.wait(lambda: all(child.of("imported") for child in self.children), START_TIMEOUT_S, "ranks start")
+        self.job.wait(
+            lambda: all(child.of("imported") for child in self.children), START_TIMEOUT_S, "ranks start"
+        )
 
     def replace(self, i: int) -> None:
         self.children[i] = self._start(i)
@@ -70,7 +72,9 @@ class Ranks:
         for i, child in enumerate(children):
             child.send(do=do, **(each[i] if each else {}))
         self.job.wait(
-            lambda: all(len(child.of(do)) > n for child, n in zip(children, before)), ANSWER_S, f"{do} is done"
+            lambda: all(len(child.of(do)) > n for child, n in zip(children, before)),
+            ANSWER_S,
+            f"{do} is done",
         )
         return [child.of(do)[-1] for child in children]
 
@@ -117,8 +121,8 @@ def test_a_state_goes_from_one_rank_to_the_other(ranks: Ranks) -> None:
 
 
 def test_a_peer_is_killed_in_the_middle(ranks: Ranks) -> None:
-    """The peer is killed while its device is busy. The survivor gets an error, continues alone, and then with another
-    process as its peer.
+    """The peer is killed while its device is busy. The survivor gets an error, continues alone, and then with
+    another process as its peer.
     """
     ranks.connect([0, 1])
     ranks.do([0, 1], "begin", [{}, {"busy_s": 20.0}])
@@ -145,7 +149,10 @@ def test_an_abort_ends_the_wait_for_a_peer(ranks: Ranks) -> None:
         assert aborted["ms"] < 1000 * within(ABORT_S)
         (end,) = ranks.do([0], "ended")
         assert not end["running"] and end["error"] is not None
-        print(f"{ranks.kind}: abort {aborted['ms']:.1f} ms, the wait ended after {end['at'] - aborted['began']:.3f} s")
+        print(
+            f"{ranks.kind}: abort {aborted['ms']:.1f} ms, the wait ended after "
+            f"{end['at'] - aborted['began']:.3f} s"
+        )
         assert end["at"] - aborted["began"] < within(ABORT_S)
         assert ranks.do([0], "usable")[0]["sum"] == 4
         ranks.connect([0, 1])

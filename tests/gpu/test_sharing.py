@@ -55,10 +55,14 @@ class Pair:
         self.connection.send(("note", note, f"/proc/{os.getpid()}/fd/{descriptor}" if shares else None))
         self.imports = self._answer()  # type: ignore[assignment]
 
-    def start(self, tensors: list[torch.Tensor], seconds: float = 0.0) -> tuple[cuda._Mark, list[Registration]]:
+    def start(
+        self, tensors: list[torch.Tensor], seconds: float = 0.0
+    ) -> tuple[cuda._Mark, list[Registration]]:
         """Makes the worker double the tensors. Returns when the worker has queued that on its stream."""
         registrations = [self.end.register(tensor, True, True) for tensor in tensors]
-        self.connection.send(("double", seconds, self.end.mark(), [registration.ref for registration in registrations]))
+        self.connection.send(
+            ("double", seconds, self.end.mark(), [registration.ref for registration in registrations])
+        )
         return self._answer(), registrations  # type: ignore[return-value]
 
     def double(self, *tensors: torch.Tensor) -> None:

@@ -56,7 +56,10 @@ def test_a_synchronous_call_returns_a_work(group: ProcessGroupNCCL) -> None:
 def test_a_graph_that_captures_an_operation_is_refused_by_name(group: ProcessGroupNCCL) -> None:
     tensor = ones()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="torchft-nccl: allreduce cannot be captured"), torch.cuda.graph(graph):
+    with (
+        pytest.raises(RuntimeError, match="torchft-nccl: allreduce cannot be captured"),
+        torch.cuda.graph(graph),
+    ):
         group.allreduce([tensor], ReduceOp.SUM)
     group.shutdown()
 
@@ -67,7 +70,10 @@ def test_an_abort_ends_connecting_to_an_absent_peer() -> None:
 
     group, other = ProcessGroupNCCL(timeout=TIMEOUT), ProcessGroupNCCL(timeout=TIMEOUT)
     opts = ReconfigureOptions()
-    opts.handles, opts.uuid = [group.get_reconfigure_handle(), other.get_reconfigure_handle()], time.monotonic_ns()
+    opts.handles, opts.uuid = (
+        [group.get_reconfigure_handle(), other.get_reconfigure_handle()],
+        time.monotonic_ns(),
+    )
     errors: list[Exception] = []
 
     def connect() -> None:
@@ -106,8 +112,8 @@ def test_memory_that_another_stream_reads_is_not_reused(shared: bool) -> None:
 
 
 def test_an_operation_of_a_worker_past_its_deadline_is_never_a_success(store: TCPStore) -> None:
-    """PyTorch's watchdog in the worker aborts the operation. It then ends as after a success, so the trainer must ask
-    the worker for an error.
+    """PyTorch's watchdog in the worker aborts the operation. It then ends as after a success, so the trainer
+    must ask the worker for an error.
 
     The trainer has the same deadline, and either of the two may notice it first.
     """
@@ -118,7 +124,8 @@ def test_an_operation_of_a_worker_past_its_deadline_is_never_a_success(store: TC
         group.configure(meeting(store), "replica", 0, 1)
         group.allreduce([ones()], ReduceOp.SUM).wait()
         assert group.errored() is None
-        group.set_timeout(timedelta(seconds=3))  # not earlier: the first operation loads kernels, which takes long
+        # Not earlier: the first operation loads kernels, which takes long.
+        group.set_timeout(timedelta(seconds=3))
         busy(8)
         group.allreduce([ones()], ReduceOp.SUM).wait()  # the stream waits, not the host
         torch.cuda.synchronize()

@@ -1,7 +1,8 @@
-"""Two replica groups on one device train with DDP and Adam; one fails and heals from the other's device memory.
+"""Two replica groups on one device train with DDP and Adam; one fails and heals from the other's device
+memory.
 
-The groups are processes, or threads of one process. Each thread has its own stream: on the default stream, the
-operations of both groups would be ordered, which would hide a missing wait.
+The groups are processes, or threads of one process. Each thread has its own stream: on the default stream,
+the operations of both groups would be ordered, which would hide a missing wait.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def batch(step: int, group: int) -> torch.Tensor:
 
 
 class Training:
-    """The training loop of a group. The second group has other weights at each start, so that it must heal."""
+    """The training loop of a group. The second group has other weights at each start, so that it must
+    heal.
+    """
 
     def __init__(self, transport: Callable[[], Any] = lambda: None, **settings: Any) -> None:
         self.transport, self.settings = transport, settings
@@ -46,8 +49,8 @@ class Training:
 
     def __call__(self, rank: Rank) -> dict[str, torch.Tensor]:
         torch.cuda.set_device(DEVICE)
-        # Autograd has one thread per device. The two groups would deadlock: one occupies the thread in a backward pass
-        # that waits for an allreduce, and the other one waits for the thread.
+        # Autograd has one thread per device. The two groups would deadlock: one occupies the thread in a
+        # backward pass that waits for an allreduce, and the other one waits for the thread.
         with torch.cuda.stream(torch.cuda.Stream()), torch.autograd.set_multithreading_enabled(False):
             return self._train(rank)
 

@@ -25,7 +25,9 @@ def _state(device: torch.device, value: float) -> dict[str, Any]:
     }
 
 
-def send(group: Any, wants: torch.device, device: torch.device, timeout: timedelta, busy: Callable[[], None]) -> None:
+def send(
+    group: Any, wants: torch.device, device: torch.device, timeout: timedelta, busy: Callable[[], None]
+) -> None:
     """Serves a state that was written just before, and changes it as soon as the transport allows that.
 
     Args:
@@ -48,15 +50,19 @@ def send(group: Any, wants: torch.device, device: torch.device, timeout: timedel
 
 
 def receive(group: Any, wants: torch.device, device: torch.device, timeout: timedelta) -> dict[str, Any]:
-    """Receives the state on rank 1. Returns its values, and the names of the tensors that were not received in
-    place.
+    """Receives the state on rank 1. Returns its values, and the names of the tensors that were not received
+    in place.
     """
     own = _state(device, 0.0)
     transport = PGTransport[Any](group, timeout, wants, lambda: own)
     got = transport.recv_checkpoint(0, transport.metadata(), STEP, timeout)
     return {
-        "values": {name: leaf.unique().tolist() for name, leaf in got.items() if isinstance(leaf, torch.Tensor)},
-        "elsewhere": [name for name, leaf in own.items() if isinstance(leaf, torch.Tensor) and got[name] is not leaf],
+        "values": {
+            name: leaf.unique().tolist() for name, leaf in got.items() if isinstance(leaf, torch.Tensor)
+        },
+        "elsewhere": [
+            name for name, leaf in own.items() if isinstance(leaf, torch.Tensor) and got[name] is not leaf
+        ],
         "step": got["step"],
     }
 

@@ -1,7 +1,7 @@
 """A job in one process: a real lighthouse, and a thread for each rank of the replica groups.
 
-All is as in production (sockets, Gloo, HTTP), except for a "crash": a rank closes its servers and connections without
-notifying any other process.
+All is as in production (sockets, Gloo, HTTP), except for a "crash": a rank closes its servers and connections
+without notifying any other process.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class Cluster:
     def wait_for_waiter(self, group: int) -> None:
         """Waits until this group waits for a quorum; others may wait for one, too."""
         name = f"group_{group}:"
-        self._poll(f"waiting {name}", lambda now: any(m["waiting"] and name in m["replica_id"] for m in now["members"]))
+        self._poll(
+            f"waiting {name}",
+            lambda now: any(m["waiting"] and name in m["replica_id"] for m in now["members"]),
+        )
 
     def wait_for_another(self) -> None:
         """Waits until two groups are in the quorum, or one waits to join it."""

@@ -20,7 +20,9 @@ class Model:
 
     def __init__(self, device: torch.device, width: int, value: float, trained: bool) -> None:
         self.device = device
-        self.weights = [torch.full((width, width), value, device=device, requires_grad=True) for _ in range(LAYERS)]
+        self.weights = [
+            torch.full((width, width), value, device=device, requires_grad=True) for _ in range(LAYERS)
+        ]
         self.adam = torch.optim.Adam(self.weights, lr=0.25)
         if trained:
             for weight in self.weights:
@@ -39,7 +41,10 @@ class Model:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights and Adam's moments."""
         moments = {
-            f"{name} {i}": s[name] for i, s in enumerate(self.adam.state.values()) for name in s if name != "step"
+            f"{name} {i}": s[name]
+            for i, s in enumerate(self.adam.state.values())
+            for name in s
+            if name != "step"
         }
         return {**{f"weight {i}": weight.detach() for i, weight in enumerate(self.weights)}, **moments}
 
@@ -52,8 +57,8 @@ def check_heal(
     in_background: bool,
     has_stepped: bool,
 ) -> None:
-    """Checks a heal of the second of two groups: into its own tensors, on its own device, with at most 5 % of the state
-    as additional device memory.
+    """Checks a heal of the second of two groups: into its own tensors, on its own device, with at most 5 % of
+    the state as additional device memory.
 
     Args:
         make_pg: the process group of a group

@@ -2,19 +2,19 @@
 
 It uses neither torchft nor PyTorch; a model is a list of fragments, a fragment an array.
 
-- Stich, "Local SGD Converges Fast and Communicates Little", 2018 (arXiv:1805.09767), algorithm 1: K workers take SGD
-  steps; after each H of them the parameters become their mean.
-- Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023 (arXiv:2311.08105),
-  algorithm 1: worker i goes from theta(t-1) to theta_i(t) in H inner steps; the outer gradient is
-  Delta(t) = 1/k sum_i (theta(t-1) - theta_i(t)); theta(t) = OuterOpt(theta(t-1), Delta(t)), OuterOpt being SGD with
-  Nesterov momentum (Sutskever et al., 2013).
-- Douillard et al., "Streaming DiLoCo with overlapping communication", 2025 (arXiv:2501.18512), algorithm 2: fragment p
-  is sent at its time t_p and arrives tau inner steps later; the outer step is taken from theta_p of its last round;
-  each worker goes on with alpha theta_i,p + (1 - alpha) theta_p.
+- Stich, "Local SGD Converges Fast and Communicates Little", 2018 (arXiv:1805.09767), algorithm 1: K workers
+  take SGD steps; after each H of them the parameters become their mean.
+- Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023
+  (arXiv:2311.08105), algorithm 1: worker i goes from theta(t-1) to theta_i(t) in H inner steps; the outer
+  gradient is Delta(t) = 1/k sum_i (theta(t-1) - theta_i(t)); theta(t) = OuterOpt(theta(t-1), Delta(t)),
+  OuterOpt being SGD with Nesterov momentum (Sutskever et al., 2013).
+- Douillard et al., "Streaming DiLoCo with overlapping communication", 2025 (arXiv:2501.18512), algorithm 2:
+  fragment p is sent at its time t_p and arrives tau inner steps later; the outer step is taken from theta_p
+  of its last round; each worker goes on with alpha theta_i,p + (1 - alpha) theta_p.
 
-The papers do not define the following, so torchft does: the order of the fragments is round robin; after a failed round
-the fragment gets its last global parameters back, and the round is repeated; a joining worker starts as a copy of
-another one.
+The papers do not define the following, so torchft does: the order of the fragments is round robin; after a
+failed round the fragment gets its last global parameters back, and the round is repeated; a joining worker
+starts as a copy of another one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Callable, Optional
 import numpy as np
 
 Parameters = list[np.ndarray]  # one array per fragment
-Gradient = Callable[[int, int, int, Parameters], Parameters]  # of (worker, round, inner step of the round, parameters)
+# Of (worker, round, inner step of the round, parameters).
+Gradient = Callable[[int, int, int, Parameters], Parameters]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Attempt:
     Attributes:
         senders: workers whose outer gradients are in the average.
         committed: whether the round is committed.
-        joining: workers that start as a copy of another one (``joining[new] = old``), just before the sending.
+        joining: workers that start as a copy of another one (``joining[new] = old``), just before the
+            sending.
         failed: workers that have failed before the end of the round.
     """
 
@@ -88,7 +90,9 @@ class DiLoCo:
             if inner == s.period - 1 - s.delay:
                 for new, old in how.joining.items():
                     self.local[new] = [fragment.copy() for fragment in self.local[old]]
-                delta = sum(self.theta[p] - self.local[worker][p] for worker in how.senders) / len(how.senders)
+                delta = sum(self.theta[p] - self.local[worker][p] for worker in how.senders) / len(
+                    how.senders
+                )
         assert delta is not None
         for worker in how.failed:
             del self.local[worker]
@@ -119,9 +123,11 @@ def local_sgd(
 
 
 def two_layers(worker: int, t: int, inner: int, theta: Parameters) -> Parameters:
-    """The gradient of the mean squared error of ``tanh(x W0') W1' ... `` on other data for each worker, round and step.
+    """The gradient of the mean squared error of ``tanh(x W0') W1' ... `` on other data for each worker, round
+    and step.
 
-    Every fragment is the weight of a linear layer with a tanh behind it. The gradient of each depends on all fragments.
+    Every fragment is the weight of a linear layer with a tanh behind it. The gradient of each depends on all
+    fragments.
     """
     x, target = batch(worker, t, inner, theta[0].shape[1], theta[-1].shape[0])
     activations = [x]
@@ -140,5 +146,7 @@ def batch(worker: int, t: int, inner: int, inputs: int, outputs: int) -> tuple[n
     """The data of a worker in one inner step: noisy values of a function that differs between workers."""
     rng = np.random.default_rng([worker, t, inner])
     x = rng.standard_normal((4, inputs))
-    target = np.tanh(x[:, :1] * (0.3 + 0.2 * worker)) * np.ones(outputs) + 0.1 * rng.standard_normal((4, outputs))
+    target = np.tanh(x[:, :1] * (0.3 + 0.2 * worker)) * np.ones(outputs) + 0.1 * rng.standard_normal(
+        (4, outputs)
+    )
     return x, target

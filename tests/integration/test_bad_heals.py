@@ -1,5 +1,5 @@
-"""Heals that cannot end: between groups that do not fit, with a function that hangs, from a source that fails. The
-group says why, and the others train on.
+"""Heals that cannot end: between groups that do not fit, with a function that hangs, from a source that
+fails. The group says why, and the others train on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ TIMEOUT = timedelta(seconds=4)
     ],
 )
 def test_a_group_with_another_optimizer_names_it(theirs: Any, ours: Any, missing: str) -> None:
-    """PyTorch's optimizers load the state of any other kind, and fail in a later step, or train differently."""
+    """PyTorch's optimizers load the state of any other kind, and fail in a later step, or train
+    differently.
+    """
     running, failed = Gate(), threading.Event()
 
     def loop(rank: Rank) -> list[str]:
@@ -79,8 +81,8 @@ def test_a_group_with_another_optimizer_names_it(theirs: Any, ours: Any, missing
 
 
 def test_a_state_dict_function_that_hangs_is_named() -> None:
-    """Its rank tells the lighthouse, which reports the group as stalled, that the function runs. The others go on
-    without the group, and heal the one that joins.
+    """Its rank tells the lighthouse, which reports the group as stalled, that the function runs. The others
+    go on without the group, and heal the one that joins.
     """
     running, joining, go_on = Gate(), threading.Event(), threading.Event()
     hung: list[int] = []
@@ -151,8 +153,12 @@ class Torn(HTTPTransport[Any]):
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_no_rank_loads_a_state_that_another_rank_of_its_group_has_not_received(use_async_quorum: bool) -> None:
-    """Otherwise the ranks of the only group left are of different steps, and it begins again from a checkpoint."""
+def test_no_rank_loads_a_state_that_another_rank_of_its_group_has_not_received(
+    use_async_quorum: bool,
+) -> None:
+    """Otherwise the ranks of the only group left are of different steps, and it begins again from a
+    checkpoint.
+    """
     running, received = Gate(), threading.Event()
 
     def loop(rank: Rank) -> tuple[list[float], list[bool]]:

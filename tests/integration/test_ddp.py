@@ -52,8 +52,8 @@ def batch(step: int, group: int, micro: int = 0) -> torch.Tensor:
 
 
 def reference(micro_batches: int = 1) -> dict[str, torch.Tensor]:
-    """The same training in one plain loop: one group before JOIN_AT, then a step in which the second heals, then
-    both.
+    """The same training in one plain loop: one group before JOIN_AT, then a step in which the second heals,
+    then both.
     """
     torch.manual_seed(0)
     model = Model()
@@ -85,7 +85,10 @@ class Training:
         model = Model(self.unused)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         manager = rank.start_manager(
-            load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
+            load_state_dict=lambda s: (
+                model.load_state_dict(s["model"]),
+                inner.load_state_dict(s["optimizer"]),
+            ),
             state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         )
         ddp = self.wrap(manager, model)
@@ -123,7 +126,9 @@ def cluster() -> Iterator[Cluster]:
 WRAPPERS: dict[str, Callable[[Any, nn.Module], nn.Module]] = {
     "plain": lambda manager, model: DistributedDataParallel(manager, model, bucket_cap_mb=1),
     "one bucket": lambda manager, model: DistributedDataParallel(manager, model, bucket_cap_mb=100),
-    "static graph": lambda manager, model: DistributedDataParallel(manager, model, bucket_cap_mb=1, static_graph=True),
+    "static graph": lambda manager, model: DistributedDataParallel(
+        manager, model, bucket_cap_mb=1, static_graph=True
+    ),
     "no bucket view": lambda manager, model: DistributedDataParallel(
         manager, model, bucket_cap_mb=1, gradient_as_bucket_view=False
     ),
@@ -142,7 +147,9 @@ def upstream(manager: Any, model: nn.Module, **kwargs: Any) -> nn.Module:
     """PyTorch's own wrapper over a group registered with torch.distributed."""
     group = ManagedProcessGroup(manager).register(f"managed_{next(_names)}")
     # find_unused_parameters: groups that join later must form the same buckets, see torchft.ddp.
-    return nn.parallel.DistributedDataParallel(model, process_group=group, find_unused_parameters=True, **kwargs)
+    return nn.parallel.DistributedDataParallel(
+        model, process_group=group, find_unused_parameters=True, **kwargs
+    )
 
 
 _names = itertools.count()
@@ -150,7 +157,9 @@ _names = itertools.count()
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """Initializes torch.distributed for `register`. All ranks are threads of one process, so they share it."""
+    """Initializes torch.distributed for `register`. All ranks are threads of one process, so they share
+    it.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -186,7 +195,9 @@ def test_no_sync(cluster: Cluster, kind: str) -> None:
 def test_unused_parameters(cluster: Cluster) -> None:
     expected = reference()
     training = Training(
-        lambda manager, model: DistributedDataParallel(manager, model, bucket_cap_mb=1, find_unused_parameters=True),
+        lambda manager, model: DistributedDataParallel(
+            manager, model, bucket_cap_mb=1, find_unused_parameters=True
+        ),
         unused=True,
     )
     first = cluster.start(training.loop, group=0)
@@ -219,7 +230,9 @@ def _assert_equal(expected: dict[str, torch.Tensor], *states: dict[str, torch.Te
     for state in states:
         assert state.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                state[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
             assert torch.equal(state[name], states[0][name])
 
 
@@ -238,8 +251,8 @@ class HeldWork:
 
 
 def test_allreduces_overlap_with_backward(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No allreduce ends before that of the last bucket has begun. Backward still ends, so it does not wait for the
-    allreduces one by one.
+    """No allreduce ends before that of the last bucket has begun. Backward still ends, so it does not wait
+    for the allreduces one by one.
     """
     held: list[HeldWork] = []
 
@@ -334,7 +347,13 @@ def test_ignored_parameters_may_have_sparse_gradients() -> None:
 @pytest.mark.parametrize(
     ("unused", "dtype", "bucket_cap_mb", "error", "lost"),
     [
-        (True, torch.float32, 1, r"member group_1:.* reduces other tensors than member group_0:.* there nothing", 0),
+        (
+            True,
+            torch.float32,
+            1,
+            r"member group_1:.* reduces other tensors than member group_0:.* there nothing",
+            0,
+        ),
         (
             False,
             torch.float64,
@@ -391,11 +410,16 @@ def test_a_group_that_joins_with_other_reductions_ends(
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
 @pytest.mark.parametrize(
     "settings",
-    [{"use_async_quorum": True}, {"use_async_quorum": False}, {"use_async_quorum": False, "heal": "in_passing"}],
+    [
+        {"use_async_quorum": True},
+        {"use_async_quorum": False},
+        {"use_async_quorum": False, "heal": "in_passing"},
+    ],
 )
 def test_zero_grad_after_the_forward_pass(cluster: Cluster, settings: dict[str, Any], wrap: Any) -> None:
     """As in many scripts of PyTorch. Gradients of the weights before a heal do not count."""
-    counted: dict[int, list[tuple[bool, bool]]] = {0: [], 1: []}  # whether it counts, whether its weights changed
+    # Whether it counts, whether its weights changed.
+    counted: dict[int, list[tuple[bool, bool]]] = {0: [], 1: []}
 
     def train(rank: Rank) -> list[torch.Tensor]:
         torch.manual_seed(rank.group)

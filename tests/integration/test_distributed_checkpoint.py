@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint with torchft: a job is saved by one of its groups, and all groups resume from that."""
+"""torch.distributed.checkpoint with torchft: a job is saved by one of its groups, and all groups resume from
+that.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ class Training(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
-            self.model, self.adam, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optimizer"]
+            self.model,
+            self.adam,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
         )
 
     def step(self, manager: Manager, optimizer: Optimizer) -> None:
@@ -81,7 +86,9 @@ def run(folder: Path, start: int, steps: int) -> list[list[float]]:
 
 
 def test_a_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    """It resumes at the same step, and ends with the weights and moments of a job that was never interrupted."""
+    """It resumes at the same step, and ends with the weights and moments of a job that was never
+    interrupted.
+    """
     halfway = run(tmp_path / "stopped", 0, 5)
     assert halfway[0] == halfway[1]
     went_on = run(tmp_path / "stopped", 5, 10)

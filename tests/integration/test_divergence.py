@@ -1,4 +1,6 @@
-"""A flipped bit in the weights or optimizer state of a group is found by all groups, and healed if so configured."""
+"""A flipped bit in the weights or optimizer state of a group is found by all groups, and healed if so
+configured.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Training:
     groups: int = GROUPS
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
-    crashes: dict[int, int] = field(default_factory=dict)  # by group: the step in whose forward pass it crashes
+    # By group: the step in whose forward pass it crashes.
+    crashes: dict[int, int] = field(default_factory=dict)
     flipped: dict[int, str] = field(default_factory=dict)  # by step: the name of the changed tensor
     ended: dict[int, int] = field(default_factory=dict)  # by group: the digest of its final state
 
@@ -57,7 +60,10 @@ class Training:
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
         inner = torch.optim.Adam(model.parameters(), lr=0.01)
         manager = rank.start_manager(
-            load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
+            load_state_dict=lambda s: (
+                model.load_state_dict(s["model"]),
+                inner.load_state_dict(s["optimizer"]),
+            ),
             state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
             **{"compare_commits": SWEEP, **self.settings},
         )
@@ -86,7 +92,11 @@ class Training:
 
     def tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         parts = [*model.named_parameters()]
-        state = [(f"{name}: {key}", optimizer.state[p][key]) for name, p in parts for key in ("exp_avg", "exp_avg_sq")]
+        state = [
+            (f"{name}: {key}", optimizer.state[p][key])
+            for name, p in parts
+            for key in ("exp_avg", "exp_avg_sq")
+        ]
         return [*parts, *state]
 
     def flip(self, flip: Flip, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -137,8 +147,8 @@ def test_equal_groups_report_no_difference(reported: list[Any]) -> None:
 SLOW = pytest.mark.slow
 
 
-# A weight, a bias, and two tensors of the optimizer's state. The slow ones differ from the others in the tensor's place
-# only, which test_flipped_bits_are_healed draws.
+# A weight, a bias, and two tensors of the optimizer's state. The slow ones differ from the others in the
+# tensor's place only, which test_flipped_bits_are_healed draws.
 @pytest.mark.parametrize("tensor", [0, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW), 11])
 def test_a_flipped_bit_is_named_by_all_groups(tensor: int, reported: list[Any]) -> None:
     training = Training([Flip(7, 1, tensor, 23)], steps=7 + WITHIN + 1, settings={})
@@ -156,7 +166,9 @@ def test_flipped_bits_are_healed(reported: list[Any]) -> None:
     """Bits of mantissas only: a NaN would be in the next average, and so in all groups."""
     choose, every = random.Random(1), WITHIN + 3
     bits = [32 * choose.randrange(1000) + choose.randrange(16, 23) for _ in range(FLIPS)]
-    flips = [Flip(5 + every * i, choose.randrange(GROUPS), choose.randrange(12), bit) for i, bit in enumerate(bits)]
+    flips = [
+        Flip(5 + every * i, choose.randrange(GROUPS), choose.randrange(12), bit) for i, bit in enumerate(bits)
+    ]
     training = Training(flips, steps=5 + every * FLIPS + 1, settings={"on_divergence": "heal"})
     run(training)
     assert len(set(training.ended.values())) == 1
@@ -169,18 +181,22 @@ def test_flipped_bits_are_healed(reported: list[Any]) -> None:
 # tests/integration/test_replay.py has such failures, and test_flipped_bits_are_healed such differences.
 @pytest.mark.parametrize("crash", [pytest.param(8, marks=SLOW), 10, pytest.param(11, marks=SLOW)])
 def test_with_replay_a_group_heals_while_another_fails(crash: int, reported: list[Any]) -> None:
-    """Of four groups one differs from step 7 on. Another one fails at, just before, or just after step 10, which finds
-    the difference.
+    """Of four groups one differs from step 7 on. Another one fails at, just before, or just after step 10,
+    which finds the difference.
     """
     settings = {"on_divergence": "heal", "replay_failed_step": True}
-    training = Training([Flip(7, 1, 0, 20)], steps=7 + 2 * WITHIN, settings=settings, groups=4, crashes={3: crash})
+    training = Training(
+        [Flip(7, 1, 0, 20)], steps=7 + 2 * WITHIN, settings=settings, groups=4, crashes={3: crash}
+    )
     run(training)
     assert len(training.ended) == 3 and len(set(training.ended.values())) == 1
     assert {(*names(record), record.certain) for record in reported} == {("group_1", True)}
 
 
 def test_of_two_groups_the_second_heals(reported: list[Any]) -> None:
-    training = Training([Flip(7, 0, 0, 23)], steps=7 + WITHIN + 2, settings={"on_divergence": "heal"}, groups=2)
+    training = Training(
+        [Flip(7, 0, 0, 23)], steps=7 + WITHIN + 2, settings={"on_divergence": "heal"}, groups=2
+    )
     run(training)
     assert len(set(training.ended.values())) == 1
     assert {(*names(record), record.certain) for record in reported} == {("group_0", "group_1", False)}

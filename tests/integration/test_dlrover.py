@@ -13,7 +13,16 @@ from torch.utils.data import DataLoader
 
 from tests.bounded import often
 from tests.integration.cluster import Cluster, Gate, Rank, results
-from tests.integration.test_loader import SAMPLES, SETTINGS, Training, check, dataset, flat, make_model, make_optimizer
+from tests.integration.test_loader import (
+    SAMPLES,
+    SETTINGS,
+    Training,
+    check,
+    dataset,
+    flat,
+    make_model,
+    make_optimizer,
+)
 from tests.integration.test_loader import one_process as one_process_of_batches
 from tests.unit.dlrover import test_optimizer as plain
 from torchft import Optimizer
@@ -79,7 +88,10 @@ def test_weights_with_8_4_2_1_and_4_groups_are_those_of_one_process(monkeypatch:
         model = plain.make_model()
         sgd = plain.sgd(model)
         manager = rank.start_manager(
-            load_state_dict=lambda state: (model.load_state_dict(state["model"]), sgd.load_state_dict(state["sgd"])),
+            load_state_dict=lambda state: (
+                model.load_state_dict(state["model"]),
+                sgd.load_state_dict(state["sgd"]),
+            ),
             state_dict=lambda: {"model": model.state_dict(), "sgd": sgd.state_dict()},
             use_async_quorum=False,
         )

@@ -1,4 +1,6 @@
-"""A group fails while its connections to the other groups stay open, so only the lighthouse's report reaches them."""
+"""A group fails while its connections to the other groups stay open, so only the lighthouse's report reaches
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from torchft.manager import Manager
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    # The heartbeat timeout is as long as the timeout of collectives: any faster detection comes from the broken
-    # connection.
+    # The heartbeat timeout is as long as the timeout of collectives: any faster detection comes from the
+    # broken connection.
     with Cluster(min_replicas=1, heartbeat_timeout_ms=30_000, join_timeout_ms=10_000) as built:
         yield built
 
@@ -46,7 +48,8 @@ def fail_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, 
         manager.wait_quorum()
         together.wait()
         assert manager._manager is not None
-        manager._manager.shutdown()  # the process group's connections stay open, as if the process were stopped
+        # The process group's connections stay open, as if the process were stopped.
+        manager._manager.shutdown()
         failed.open()
         ended.wait()
 

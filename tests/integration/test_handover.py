@@ -27,7 +27,8 @@ class Connecting:
 
     size: int
     open: threading.Event = field(default_factory=threading.Event)
-    made: list[tuple[int, int]] = field(default_factory=list)  # group, and number of groups that it connected with
+    # Group, and number of groups that it connected with.
+    made: list[tuple[int, int]] = field(default_factory=list)
     beside: list[int] = field(default_factory=list)  # groups that made a connection beside the one in use
     fails: Callable[[int, int], None] = lambda group, size: None
 
@@ -67,7 +68,9 @@ def cluster(connecting: Connecting) -> Iterator[Cluster]:
 
 @dataclass
 class Watch:
-    """Counts the steps of group 0 in quorums of ``size`` groups. In the tenth it calls ``then``, or a group fails."""
+    """Counts the steps of group 0 in quorums of ``size`` groups. In the tenth it calls ``then``, or a group
+    fails.
+    """
 
     size: int
     then: Callable[[], None] = lambda: None
@@ -102,7 +105,9 @@ def test_the_others_train_on_while_a_group_connects(
     loop = Loop(begun=Watch(3, connecting.open.set), reduced=reduced)
     with caplog.at_level(logging.INFO):
         _run(cluster, loop, first=2, later=1)
-    assert reports == {(False, "computes, after 0 collectives of this step")}, "it could be reported as stalled"
+    assert reports == {(False, "computes, after 0 collectives of this step")}, (
+        "it could be reported as stalled"
+    )
     assert _lost(loop, 0) == _lost(loop, 1) == 0
     assert loop.joined[2] >= ALONE - 1 + LEAST_ROUNDS, "it heals once it is connected"
     assert sorted(connecting.made) == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)], "each connection is made once"
@@ -112,7 +117,9 @@ def test_the_others_train_on_while_a_group_connects(
     assert not [text for text in warnings if "lost" in text or "connect" in text or "weights" in text]
 
 
-def test_a_group_that_connects_does_not_end_for_its_max_retries(cluster: Cluster, connecting: Connecting) -> None:
+def test_a_group_that_connects_does_not_end_for_its_max_retries(
+    cluster: Cluster, connecting: Connecting
+) -> None:
     loop = Loop(begun=Watch(3, connecting.open.set), settings={"max_retries": 2})
     _run(cluster, loop, first=2, later=1)
     assert _lost(loop, 2) > ALONE
@@ -164,7 +171,9 @@ def test_an_attempt_that_fails_is_repeated(
     loop = Loop()
     _run(cluster, loop, first=2, later=1)
     assert failed and _lost(loop, 0) == _lost(loop, 1) == 0
-    logged = [r.getMessage() for r in caplog.records if "the groups that join are not connected" in r.getMessage()]
+    logged = [
+        r.getMessage() for r in caplog.records if "the groups that join are not connected" in r.getMessage()
+    ]
     assert len([text for text in logged if "no route to host" in text]) == 1
 
 
@@ -214,7 +223,9 @@ def test_ranks_of_a_group_connect_at_different_times(cluster: Cluster) -> None:
     assert loop.joined[1] >= LEAST_ROUNDS and _lost(loop, 0) == 0
 
 
-def test_without_heal_along_in_one_group_all_connect_at_once(cluster: Cluster, connecting: Connecting) -> None:
+def test_without_heal_along_in_one_group_all_connect_at_once(
+    cluster: Cluster, connecting: Connecting
+) -> None:
     @dataclass
     class Mixed(Loop):
         def __call__(self, rank: Rank) -> Optional[tuple[int, Any]]:

@@ -83,19 +83,23 @@ class Loop:
 
     together: int = 3  # number of groups
     steps: int = 5  # number of steps that these groups commit together
-    make: Callable[[nn.Module], Any] = lambda model: optim.Adam(model.parameters(), lr=0.01)  # or several in a tuple
+    # Or several in a tuple.
+    make: Callable[[nn.Module], Any] = lambda model: optim.Adam(model.parameters(), lr=0.01)
     model: Callable[[], nn.Module] = lambda: nn.Sequential(
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)
     )
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     settings: dict[str, Any] = field(default_factory=dict)
     initial: int = 1  # number of groups at step 0, if they have several ranks
-    agreed: Callable[[nn.Module, int], None] = lambda model, step: None  # called in each round once its step is known
-    begun: Callable[[Rank, int], None] = lambda rank, round: None  # called at the start of each round of the loop
+    # Called in each round once its step is known.
+    agreed: Callable[[nn.Module, int], None] = lambda model, step: None
+    # Called at the start of each round of the loop.
+    begun: Callable[[Rank, int], None] = lambda rank, round: None
     quorum: Callable[[Rank], None] = lambda rank: None  # called in each round once its quorum is known
     reduced: Callable[[Rank, int], None] = lambda rank, round: None
     counts: Callable[[Manager], bool] = lambda manager: True  # whether a step can be the first of these steps
-    joined: dict[int, int] = field(default_factory=dict)  # number of rounds until a group committed its first step
+    # Number of rounds until a group committed its first step.
+    joined: dict[int, int] = field(default_factory=dict)
     histories: dict[int, list[tuple[int, bool, int]]] = field(default_factory=dict)
 
     def __call__(self, rank: Rank) -> Optional[tuple[int, State]]:
@@ -180,7 +184,13 @@ def _same(ours: Any, theirs: Any, path: str = "") -> None:
 
 
 def _run(
-    cluster: Cluster, loop: Loop, first: int, later: int, gate: Optional[Gate] = None, ranks: int = 1, same: bool = True
+    cluster: Cluster,
+    loop: Loop,
+    first: int,
+    later: int,
+    gate: Optional[Gate] = None,
+    ranks: int = 1,
+    same: bool = True,
 ) -> list[Any]:
     begun = loop.begun
     steps = gate or Gate()
@@ -223,7 +233,9 @@ def test_a_group_that_joins_has_the_same_bits_and_the_others_lose_no_step(
     assert loop.joined[1] >= LEAST_ROUNDS, "its state came in parts over some steps"
     first, *_ = loop.histories[1][loop.joined[1]]
     assert all(participants == 1 + (step > first) for step, _, participants in loop.histories[0])
-    assert set(steps) == {0}, "between two steps it tells the step of its own weights, as docs/healing.md says"
+    assert set(steps) == {0}, (
+        "between two steps it tells the step of its own weights, as docs/healing.md says"
+    )
     assert all(committed for _, committed, _ in loop.histories[0])
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING and "is lost" in r.getMessage()]
@@ -236,7 +248,10 @@ def test_a_group_that_joins_has_the_same_bits_and_the_others_lose_no_step(
         lambda model: optim.AdamW(model.parameters(), lr=0.01, fused=True),
         lambda model: optim.Adagrad(model.parameters(), lr=0.01),
         lambda model: optim.RMSprop(
-            [{"params": model[0].parameters(), "lr": 0.1}, {"params": [*model[1].parameters(), *model[3].parameters()]}]
+            [
+                {"params": model[0].parameters(), "lr": 0.1},
+                {"params": [*model[1].parameters(), *model[3].parameters()]},
+            ]
         ),
     ],
 )
@@ -292,7 +307,9 @@ def test_the_ranks_of_a_group_heal_at_once_with_two_optimizers(cluster: Cluster)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_two_optimizers(cluster: Cluster, caplog: pytest.LogCaptureFixture, ranks: int, use_async_quorum: bool) -> None:
+def test_two_optimizers(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, ranks: int, use_async_quorum: bool
+) -> None:
     loop = Loop(together=2, make=_two, settings={"use_async_quorum": use_async_quorum})
     _run(cluster, loop, first=1, later=1, ranks=ranks)
     assert loop.joined[1] >= LEAST_ROUNDS, "its state came in parts over some steps"
@@ -348,7 +365,9 @@ def test_a_vote_that_is_no_step_of_an_optimizer(cluster: Cluster, caplog: pytest
 
 
 @pytest.mark.parametrize("fails", ["report", "future"])
-def test_an_error_between_the_steps_of_two_optimizers_changes_no_decision(cluster: Cluster, fails: str) -> None:
+def test_an_error_between_the_steps_of_two_optimizers_changes_no_decision(
+    cluster: Cluster, fails: str
+) -> None:
     """Both share a step of the Manager: what one group does not step, the others must not step either."""
 
     def loop(rank: Rank) -> tuple[int, list[list[float]]]:
@@ -385,7 +404,9 @@ def test_an_error_between_the_steps_of_two_optimizers_changes_no_decision(cluste
     assert first == second
 
 
-def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_if_one_rank_of_a_group_gives_up_all_of_them_do(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = TwoRanks(together=2, second={"make": lambda model: _Own(model.parameters())})
     _run(cluster, loop, first=1, later=1, ranks=2)
     logged = {r.getMessage() for r in caplog.records if "transferred at once" in r.getMessage()}
@@ -394,8 +415,8 @@ def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog
 
 
 def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """A group loses a step that the only other group commits. If the other group failed during the heal, the weights
-    of the first one would still be needed.
+    """A group loses a step that the only other group commits. If the other group failed during the heal, the
+    weights of the first one would still be needed.
     """
 
     def fails(rank: Rank, round: int) -> None:
@@ -411,14 +432,20 @@ def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.Lo
 
     heals: list[int] = []
     # Waits until both have healed: otherwise they would end at different steps.
-    loop = Loop(together=2, reduced=fails, counts=lambda manager: bool(heals) and manager.current_step() > heals[0] + 3)
+    loop = Loop(
+        together=2,
+        reduced=fails,
+        counts=lambda manager: bool(heals) and manager.current_step() > heals[0] + 3,
+    )
     _run(cluster, loop, first=2, later=0)
     assert heals and heals[0] > 0
     logged = [r.getMessage() for r in caplog.records if "transferred at once" in r.getMessage()]
     assert len(logged) == 1 and "one group alone has it" in logged[0]
 
 
-def test_a_step_that_failed_meanwhile_is_not_applied(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_failed_meanwhile_is_not_applied(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     """The source reports errors while some parts are in place."""
 
     def fails(rank: Rank, round: int) -> None:
@@ -436,9 +463,11 @@ def test_a_step_that_failed_meanwhile_is_not_applied(cluster: Cluster, caplog: p
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
-def test_an_error_of_the_group_that_heals_costs_one_quorum(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """After the error, the next quorum has new connections. Later steps keep these connections, although the healing
-    group does not commit those steps either.
+def test_an_error_of_the_group_that_heals_costs_one_quorum(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the error, the next quorum has new connections. Later steps keep these connections, although the
+    healing group does not commit those steps either.
     """
 
     def fails(rank: Rank, round: int) -> None:
@@ -468,7 +497,8 @@ def test_a_group_that_differs_heals_along(reported: list[Any], caplog: pytest.Lo
     assert len(set(training.ended.values())) == 1
     assert {(*names(record), record.certain) for record in reported} == {("group_1", True)}
     along, whole = (
-        [r for r in caplog.records if what in r.getMessage()] for what in ("training along", "transferred at once")
+        [r for r in caplog.records if what in r.getMessage()]
+        for what in ("training along", "transferred at once")
     )
     # One of the others may have lost the step in which that group asked, and be behind the third one.
     assert along or whole
@@ -476,10 +506,15 @@ def test_a_group_that_differs_heals_along(reported: list[Any], caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    ("use_async_quorum", "make"), [(True, Loop.make), (False, Loop.make), (True, _two)], ids=["", "synchronous", "two"]
+    ("use_async_quorum", "make"),
+    [(True, Loop.make), (False, Loop.make), (True, _two)],
+    ids=["", "synchronous", "two"],
 )
 def test_the_source_fails(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture, use_async_quorum: bool, make: Callable[[nn.Module], Any]
+    cluster: Cluster,
+    caplog: pytest.LogCaptureFixture,
+    use_async_quorum: bool,
+    make: Callable[[nn.Module], Any],
 ) -> None:
     """The next quorum names another source. Parts that have arrived are kept."""
 
@@ -503,7 +538,9 @@ def test_the_source_fails(
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
-def test_the_ranks_of_a_group_count_the_same_groups(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_group_count_the_same_groups(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a synchronous quorum, where one rank has a state that alone would be healed at once."""
     monkeypatch.setattr(modes, "LITTLE", 10_000)
     counted: dict[tuple[int, int, int], set[int]] = {}
@@ -530,7 +567,10 @@ def test_too_few_groups_are_left(cluster: Cluster, caplog: pytest.LogCaptureFixt
 
     def without_it(manager: Manager) -> bool:
         plan = manager._current.plan
-        return plan is not None and [one.split(":")[0] for one in sorted(plan.replica_ids)] == ["group_0", "group_2"]
+        return plan is not None and [one.split(":")[0] for one in sorted(plan.replica_ids)] == [
+            "group_0",
+            "group_2",
+        ]
 
     crashed: list[int] = []
     loop = Loop(together=2, begun=fails, counts=without_it, settings={"min_replica_size": 2})
@@ -543,7 +583,9 @@ def test_too_few_groups_are_left(cluster: Cluster, caplog: pytest.LogCaptureFixt
 def test_the_others_replay_a_step_while_a_group_heals(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group fails in mid-step while parts arrive. The others lose no step; the newcomer adds zeros meanwhile."""
+    """A group fails in mid-step while parts arrive. The others lose no step; the newcomer adds zeros
+    meanwhile.
+    """
 
     def fails(rank: Rank) -> None:
         if rank.group == 1 and halfway(cluster, 3):
@@ -593,7 +635,10 @@ def _hooked(model: nn.Module) -> optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda model: _Own(model.parameters()), "the optimizer is _Own: known to step each element by itself are SGD"),
+        (
+            lambda model: _Own(model.parameters()),
+            "the optimizer is _Own: known to step each element by itself are SGD",
+        ),
         (_hooked, "SGD has hooks of its steps"),
     ],
 )
@@ -660,7 +705,9 @@ def test_with_auto_a_group_whose_only_source_fails_trains_on_with_its_own_weight
             rank.crash()
 
     monkeypatch.setattr(modes, "LITTLE", 0)
-    loop = Loop(together=1, steps=1, quorum=fails, counts=lambda manager: manager._replica_id.startswith("group_1"))
+    loop = Loop(
+        together=1, steps=1, quorum=fails, counts=lambda manager: manager._replica_id.startswith("group_1")
+    )
     loop.settings = AUTO
     with caplog.at_level(logging.INFO):
         (ended,) = _run(cluster, loop, first=1, later=1)
@@ -724,7 +771,10 @@ def _reorders(optimizer: optim.Optimizer) -> None:
     ("change", "reason"),
     [
         # It depends on which group is the first.
-        (_adds_a_parameter, "parameters or optimizers differ from the source's|the parameter groups of an optimizer"),
+        (
+            _adds_a_parameter,
+            "parameters or optimizers differ from the source's|the parameter groups of an optimizer",
+        ),
         # Or a digest differs, if the source is the first group to reorder its parameters.
         (_reorders, "the parameter groups of an optimizer were changed|differ from the source's"),
     ],
@@ -749,8 +799,12 @@ def test_an_optimizer_whose_groups_change_meanwhile(
     assert len(logged) == 1 and re.search(reason, logged[0])
 
 
-def test_parameters_that_are_frozen_and_unfrozen_meanwhile(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """In all groups in the same steps. Some parameters get their first gradient and optimizer state during the heal."""
+def test_parameters_that_are_frozen_and_unfrozen_meanwhile(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In all groups in the same steps. Some parameters get their first gradient and optimizer state during
+    the heal.
+    """
 
     def freezes(model: nn.Module, step: int) -> None:
         for number, parameter in enumerate(model.parameters()):
@@ -840,7 +894,8 @@ def test_a_learning_rate_that_is_set_within_a_step_is_a_difference(
     def reduced(rank: Rank, round: int) -> None:
         assert rank.manager is not None
         (optimizer,) = rank.manager._replicas.state.optimizers
-        if rank.group == 0 and len(changed) < 4 and halfway(cluster, 1):  # a step with one of them may be lost
+        # A step with one of them may be lost.
+        if rank.group == 0 and len(changed) < 4 and halfway(cluster, 1):
             changed.append(round)
             optimizer.param_groups[0]["lr"] *= 1.5
 
@@ -851,7 +906,9 @@ def test_a_learning_rate_that_is_set_within_a_step_is_a_difference(
 
 
 class Scaled(nn.Module):
-    """Stands for a model with a GradScaler: its gradients are multiplied by a scale, which is part of the state."""
+    """Stands for a model with a GradScaler: its gradients are multiplied by a scale, which is part of the
+    state.
+    """
 
     scale: torch.Tensor
 
@@ -864,9 +921,11 @@ class Scaled(nn.Module):
         return self.net(data) * self.scale.sqrt()  # the loss is the square
 
 
-def test_a_gradient_scaler_of_another_scale_is_a_difference(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """Groups reduce gradients of the source's scale. That comes with the state: the target still divides those of the
-    step in which it loads it by its own.
+def test_a_gradient_scaler_of_another_scale_is_a_difference(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Groups reduce gradients of the source's scale. That comes with the state: the target still divides
+    those of the step in which it loads it by its own.
     """
     scales = iter([4.0, 16.0])
     models: dict[int, Scaled] = {}

@@ -1,4 +1,6 @@
-"""A signal for one rank drains its group: all of its ranks leave after the same step. No group loses a step."""
+"""A signal for one rank drains its group: all of its ranks leave after the same step. No group loses a
+step.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
-    """The signalled rank does not have the manager server. It runs on the main thread, which runs signal handlers."""
+    """The signalled rank does not have the manager server. It runs on the main thread, which runs signal
+    handlers.
+    """
     ready, told = threading.Barrier(2 * RANKS), threading.Barrier(2 * RANKS)
     # no rank ends before the others have the result of their vote
     over = [threading.Barrier(RANKS), threading.Barrier(RANKS)]
@@ -70,7 +74,8 @@ def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
     with urllib.request.urlopen(f"{cluster.lighthouse.address()}/api/v1/history", timeout=10) as answer:
         events = json.load(answer)["events"]
 
-    # A signal is reported during the step. The quorum that is called then is the group's last one, in the next step.
+    # A signal is reported during the step. The quorum that is called then is the group's last one, in the
+    # next step.
     both = len(here)
     assert both == AT + 2
     assert [step for step, _, _ in here] == [*range(both)] and here == there

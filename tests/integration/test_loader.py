@@ -77,16 +77,19 @@ class Training:
     loader: dict[str, Any] = field(default_factory=dict)
     start_with: int = 1  # number of groups that must be healthy before the first step
     wrap: Callable[[Any, nn.Module], nn.Module] = lambda manager, model: model
-    before: Callable[[Rank, ElasticDataLoader], None] = lambda rank, loader: None  # called before the first step
+    # Called before the first step.
+    before: Callable[[Rank, ElasticDataLoader], None] = lambda rank, loader: None
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     data: Any = field(default_factory=dataset)
-    # "continue" or "break" instead of training on a unit, by (group, step, number of the unit in this rank's share)
+    # "continue" or "break" instead of training on a unit, by (group, step, number of the unit in this rank's
+    # share)
     leaves_out: dict[tuple[int, int, int], str] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     # The weight of each sample in the step that a group committed, by (group, step)
     committed: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
-    unusable: list[int] = field(default_factory=list)  # groups whose weights were of no step after one that they lost
+    # Groups whose weights were of no step after one that they lost.
+    unusable: list[int] = field(default_factory=list)
     lost_one: Gate = field(default_factory=Gate)
 
     def __call__(self, rank: Rank) -> Optional[torch.Tensor]:
@@ -153,12 +156,15 @@ class Training:
         return flat(net).cpu()
 
 
-def check(training: Training, weights: list[Optional[torch.Tensor]], incomplete: frozenset[int] = frozenset()) -> None:
-    """Checks that all groups ended with the weights of one process, and that each committed step contains each of its
-    samples once.
+def check(
+    training: Training, weights: list[Optional[torch.Tensor]], incomplete: frozenset[int] = frozenset()
+) -> None:
+    """Checks that all groups ended with the weights of one process, and that each committed step contains
+    each of its samples once.
 
     Args:
-        incomplete: steps that some groups committed and another one lost, so that its samples were not recorded.
+        incomplete: steps that some groups committed and another one lost, so that its samples were not
+            recorded.
     """
     expected = one_process()
     for ended in weights:
@@ -179,7 +185,9 @@ def check(training: Training, weights: list[Optional[torch.Tensor]], incomplete:
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_any_number_of_groups_ends_with_the_weights_of_one_process(groups: int, use_async_quorum: bool) -> None:
+def test_any_number_of_groups_ends_with_the_weights_of_one_process(
+    groups: int, use_async_quorum: bool
+) -> None:
     training = Training(start_with=groups, settings={"use_async_quorum": use_async_quorum})
     with Cluster(min_replicas=groups) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(groups)))
@@ -188,9 +196,12 @@ def test_any_number_of_groups_ends_with_the_weights_of_one_process(groups: int, 
 
 
 def ends_of_a_failure_and_a_join(
-    training: Training, make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
+    training: Training,
+    make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE),
 ) -> list[Optional[torch.Tensor]]:
-    """Returns the weights of three groups, one of which fails in its third step, and of the group that replaces it."""
+    """Returns the weights of three groups, one of which fails in its third step, and of the group that
+    replaces it.
+    """
     restart, replaced = Gate(), Gate()
 
     def fail(rank: Rank) -> str:
@@ -246,8 +257,8 @@ def test_a_group_joins_while_its_state_arrives_in_parts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It trains along on a unit of weight 0. Its position comes with the last part of the state. That is the default
-    with a loader, unless the state is small.
+    """It trains along on a unit of weight 0. Its position comes with the last part of the state. That is the
+    default with a loader, unless the state is small.
     """
     if little is not None:
         monkeypatch.setattr(mode, "LITTLE", little)
@@ -342,7 +353,9 @@ def test_a_loop_that_skips_a_unit_gets_an_error_and_the_others_train_on_all_samp
     job = Training(start_with=2, wrap=wrap, leaves_out={(1, number, place): instead})
 
     def left_out(rank: Rank) -> None:
-        with pytest.raises(UnitsSkipped, match=rf"unit \d of batch {number} of epoch 0 \(samples \d+, \d+\).* did not"):
+        with pytest.raises(
+            UnitsSkipped, match=rf"unit \d of batch {number} of epoch 0 \(samples \d+, \d+\).* did not"
+        ):
             job(rank)
         rank.crash()
 
@@ -380,7 +393,9 @@ def test_a_group_at_another_position_heals() -> None:
 def refused(
     job: Training, newcomer: Callable[[Rank], object], **cluster_settings: Any
 ) -> tuple[list[Optional[torch.Tensor]], str]:
-    """Lets a group that does not fit join a job. Returns the final weights of the job, and the error of that group."""
+    """Lets a group that does not fit join a job. Returns the final weights of the job, and the error of that
+    group.
+    """
     started = Gate()
 
     def join(rank: Rank) -> str:
@@ -388,7 +403,8 @@ def refused(
         try:
             newcomer(rank)
         except ValueError as e:
-            # If this group fails before the others have read its announcement, they lose a step to its failure.
+            # If this group fails before the others have read its announcement, they lose a step to its
+            # failure.
             job.lost_one.wait()
             return str(e)
         finally:
@@ -422,7 +438,9 @@ def refused(
         ("data_world_size", 1, {"data_rank": 1, "data_world_size": 2}),
     ],
 )
-def test_a_group_with_another_dataset_is_refused_by_name(setting: str, ours: object, other: dict[str, Any]) -> None:
+def test_a_group_with_another_dataset_is_refused_by_name(
+    setting: str, ours: object, other: dict[str, Any]
+) -> None:
     job = Training()
     ended, refusal = refused(job, Training(loader=other))
     theirs = f"{setting}={other[setting]}"

@@ -1,4 +1,6 @@
-"""Between two steps a group is in no quorum, so heals and checkpoints contain the changes that its loop makes there."""
+"""Between two steps a group is in no quorum, so heals and checkpoints contain the changes that its loop makes
+there.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import torch
 from torch import nn
 
 from tests.integration.cluster import Cluster, Gate, Rank, results
-from tests.integration.test_loader import SAMPLES, SETTINGS, Training, check, dataset, flat, make_model, make_optimizer
+from tests.integration.test_loader import (
+    SAMPLES,
+    SETTINGS,
+    Training,
+    check,
+    dataset,
+    flat,
+    make_model,
+    make_optimizer,
+)
 from torchft import Optimizer
 from torchft.data import ElasticDataLoader
 from torchft.data.position import DataPlan, DataPosition
@@ -61,7 +72,8 @@ class Scheduled:
                 return None
             if rank.group == 0 and number == 4:
                 self.restart.open()
-                rank.cluster.wait_for_waiters(1)  # the other group heals as soon as this one requests the next quorum
+                # The other group heals as soon as this one requests the next quorum.
+                rank.cluster.wait_for_waiters(1)
             optimizer.zero_grad()
             for unit in step:
                 with unit.accumulate(net):
@@ -114,7 +126,9 @@ def once(what: str) -> Callable[[Rank], Optional[str]]:
 @pytest.mark.parametrize("groups", [(0, 1), (1,)])
 @pytest.mark.parametrize("step", [0, 3, STEPS - 1])
 def test_a_step_whose_optimizer_did_not_step_is_repeated(step: int, groups: tuple[int, ...]) -> None:
-    """This happens if a GradScaler finds infinities in all groups. If only one group does not step, it heals."""
+    """This happens if a GradScaler finds infinities in all groups. If only one group does not step, it
+    heals.
+    """
     training = Training(start_with=2, events={(group, 0, step): once("left out") for group in groups})
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(2)))
@@ -136,12 +150,17 @@ def test_more_groups_than_units_end_with_the_weights_of_one_process(reproducible
 def test_diloco_is_refused_with_reproducible_reduction() -> None:
     def loop(rank: Rank) -> None:
         manager = rank.start_manager(
-            reproducible_reduction=True, use_async_quorum=False, load_state_dict=lambda state: None, state_dict=dict
+            reproducible_reduction=True,
+            use_async_quorum=False,
+            load_state_dict=lambda state: None,
+            state_dict=dict,
         )
         net = make_model()
         outer = torch.optim.SGD(net.parameters(), lr=0.7)
         with (
-            pytest.raises(ValueError, match=r"DiLoCo.*: reproducible_reduction=True is for .* choose reprod.*=False"),
+            pytest.raises(
+                ValueError, match=r"DiLoCo.*: reproducible_reduction=True is for .* choose reprod.*=False"
+            ),
             DiLoCo(manager, [net], make_optimizer(net), outer, sync_every=2),
         ):
             raise AssertionError("it was not refused")

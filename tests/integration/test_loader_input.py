@@ -24,7 +24,8 @@ LAST = DataPosition(1, PLAN.batches_per_epoch - 1)
 
 
 def test_a_group_whose_dataset_has_another_length_is_refused_by_name() -> None:
-    # The others do not wait until this group has healed: the timeout of that is longer than the one of the test.
+    # The others do not wait until this group has healed: the timeout of that is longer than the one of the
+    # test.
     job = Training(settings={"timeout": timedelta(minutes=5)})
     shorter = TensorDataset(*(tensor[:-1] for tensor in dataset().tensors))
     ended, refusal = refused(job, Training(data=shorter))
@@ -42,7 +43,9 @@ def test_a_group_that_restores_a_position_of_other_data_gets_an_error(field: str
     job = Training(before=restore)
 
     def wrong(rank: Rank) -> None:
-        with pytest.raises(PositionDiffers, match=rf"{field} is .*, and the saved position is .* it was {other}"):
+        with pytest.raises(
+            PositionDiffers, match=rf"{field} is .*, and the saved position is .* it was {other}"
+        ):
             job(rank)
         rank.crash()
 
@@ -116,14 +119,18 @@ def test_of_different_positions_the_first_groups_counts(first: DataPosition, sec
 def test_a_group_that_was_restored_at_the_end_compares_before_it_ends(
     first: DataPosition, second: DataPosition
 ) -> None:
-    """It has nothing else to reduce. The comparison is needed, because the group at the end may be the correct one."""
+    """It has nothing else to reduce. The comparison is needed, because the group at the end may be the
+    correct one.
+    """
     job, (one, other) = restored(first, second)
     assert one is not None and other is not None and torch.equal(one, other)
     assert batches(job) == rest_of(first)
 
 
 def test_ranks_of_a_group_that_would_begin_at_different_positions_are_refused_by_name() -> None:
-    """At step 0 each rank takes over the state of one rank of another group, and not all ranks from the same group."""
+    """At step 0 each rank takes over the state of one rank of another group, and not all ranks from the same
+    group.
+    """
 
     def loop(rank: Rank) -> str:
         manager = rank.start_manager(load_state_dict=lambda state: None, state_dict=dict)
@@ -149,7 +156,9 @@ def test_ranks_of_a_group_that_would_begin_at_different_positions_are_refused_by
 # Native groups, whose handles are PyTorch's own
 
 
-@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14: native groups")
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14: native groups"
+)
 @pytest.mark.parametrize("with_loader", [True, False])
 def test_native_groups_all_have_a_loader_or_are_refused_by_name(with_loader: bool) -> None:
     master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -1,4 +1,6 @@
-"""LocalSGD and DiLoCo with an ElasticDataLoader: positions heal with the state, and lost samples are counted."""
+"""LocalSGD and DiLoCo with an ElasticDataLoader: positions heal with the state, and lost samples are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ class Training:
         model = make_model()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         manager = rank.start_manager(
-            load_state_dict=model.load_state_dict, state_dict=model.state_dict, use_async_quorum=False, **self.settings
+            load_state_dict=model.load_state_dict,
+            state_dict=model.state_dict,
+            use_async_quorum=False,
+            **self.settings,
         )
         votes, vote = iter(range(100)), manager.should_commit
 
@@ -115,7 +120,9 @@ class Training:
 
     def part(self, group: int, epoch: int) -> int:
         """Returns the samples that a group has trained on in an epoch, which is one period here."""
-        return sum(size for (g, position), size in self.parts.items() if (g, position.epoch) == (group, epoch))
+        return sum(
+            size for (g, position), size in self.parts.items() if (g, position.epoch) == (group, epoch)
+        )
 
 
 def agree(ended: list[Optional[Ended]]) -> tuple[int, int]:
@@ -130,7 +137,9 @@ def agree(ended: list[Optional[Ended]]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("loader_first", [True, False])
 @pytest.mark.parametrize("algorithm", [local_sgd, diloco])
-def test_without_a_fault_each_sample_counts_once_an_epoch(algorithm: Callable[..., Any], loader_first: bool) -> None:
+def test_without_a_fault_each_sample_counts_once_an_epoch(
+    algorithm: Callable[..., Any], loader_first: bool
+) -> None:
     training = Training(algorithm, start_with=2, loader_first=loader_first)
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(2)))

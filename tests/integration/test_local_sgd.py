@@ -1,4 +1,6 @@
-"""LocalSGD and DiLoCo of real groups; all numbers are compared with the papers' algorithms (`local_sgd_papers.py`)."""
+"""LocalSGD and DiLoCo of real groups; all numbers are compared with the papers' algorithms
+(`local_sgd_papers.py`).
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,9 @@ class Training:
     """The loop of each group.
 
     Attributes:
-        fault: called with (rank, where, attempt) before and after the calls to the Manager in a round; raises Killed in
-            a group that is to fail. `where` is "quorum", "send", "sent", "vote", "voted" or "inner".
+        fault: called with (rank, where, attempt) before and after the calls to the Manager in a round; raises
+            Killed in a group that is to fail. `where` is "quorum", "send", "sent", "vote", "voted" or
+            "inner".
     """
 
     settings: Settings
@@ -175,9 +178,12 @@ def assert_ends(ran: Ran, group: int, reference: papers.DiLoCo) -> None:
         (Settings(fragments=1, period=5), {}),
         (Settings(fragments=2, period=4, delay=1), {"use_bucketization": True}),
         (Settings(fragments=4, period=3, delay=1, alpha=0.25), {}),
-        (Settings(fragments=3, period=2, delay=1, alpha=1.0), {"use_bucketization": True, "bucket_cap_mb": 1}),
-        # The slow ones differ from those above in numbers only; test_a_group_fails_in_each_phase_of_a_sync_and_returns
-        # has a delay of more than one step.
+        (
+            Settings(fragments=3, period=2, delay=1, alpha=1.0),
+            {"use_bucketization": True, "bucket_cap_mb": 1},
+        ),
+        # The slow ones differ from those above in numbers only;
+        # test_a_group_fails_in_each_phase_of_a_sync_and_returns has a delay of more than one step.
         *(
             pytest.param(settings, {}, marks=pytest.mark.slow)
             for settings in (
@@ -190,7 +196,9 @@ def assert_ends(ran: Ran, group: int, reference: papers.DiLoCo) -> None:
     ids=str,
 )
 def test_diloco_equals_the_papers(settings: Settings, options: dict[str, Any]) -> None:
-    """Two groups over hundreds of inner steps. Both have the same global parameters, and their own local ones."""
+    """Two groups over hundreds of inner steps. Both have the same global parameters, and their own local
+    ones.
+    """
     rounds = max(40, -(-200 // settings.period))
     with Cluster(min_replicas=2) as cluster:
         loop = Training(settings, rounds, options)
@@ -261,7 +269,12 @@ class Kill:
         if rank.group == 1 and not self.asked.is_set() and (where, attempt) == (self.where, self.attempt):
             self.asked.set()
             raise Killed
-        if rank.group == 0 and where == "quorum" and self.failed_group._event.is_set() and attempt == self.back_at:
+        if (
+            rank.group == 0
+            and where == "quorum"
+            and self.failed_group._event.is_set()
+            and attempt == self.back_at
+        ):
             self.back.open()
             rank.cluster.wait_for_waiters(1)  # so that the restarted group is in this quorum
 
@@ -318,7 +331,9 @@ PHASES = [
         *(pytest.param(*phase, 0, marks=pytest.mark.slow) for phase in PHASES if phase[0] != "send"),
     ],
 )
-def test_a_group_fails_in_each_phase_of_a_sync_and_returns(where: str, lost: Optional[int], delay: int) -> None:
+def test_a_group_fails_in_each_phase_of_a_sync_and_returns(
+    where: str, lost: Optional[int], delay: int
+) -> None:
     settings = Settings(fragments=2, period=3, delay=delay, alpha=0.25 if delay else 0.0)
     kill = Kill(where, attempt=5, back_at=10)
     survivor, failed_group, healed = run_with_kill(settings, kill, rounds=20)
@@ -386,7 +401,8 @@ def test_one_group_is_a_synchronisation_ahead_when_another_fails() -> None:
 
     kill = Ahead("vote", attempt=5, back_at=10)
     survivor, failed_group, healed = run_with_kill(settings, kill, rounds=16)
-    assert [committed for _, committed, _ in survivor.rounds] == [True] * 16  # round 5 was complete for group 0
+    # Round 5 was complete for group 0.
+    assert [committed for _, committed, _ in survivor.rounds] == [True] * 16
     assert len(failed_group.rounds) == 5
     reference = replay(settings, survivor, kill)
     assert_ends(survivor, 0, reference)
@@ -453,7 +469,9 @@ def metric(manager: Manager, name: str) -> float:
 
 @pytest.mark.parametrize("diloco", [False, True])
 def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bool) -> None:
-    """One group spoils the second of three synchronisations with NaN. All groups use the average, and report it."""
+    """One group spoils the second of three synchronisations with NaN. All groups use the average, and report
+    it.
+    """
     looked = threading.Barrier(2)
 
     def train(rank: Rank) -> list[float]:
@@ -464,7 +482,9 @@ def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bo
         )
         rank.cluster.wait_for_healthy(2)
         outer = torch.optim.SGD(model.parameters(), lr=1.0)
-        algorithm = DiLoCo(manager, [model], inner, outer, 1) if diloco else LocalSGD(manager, model, inner, 1)
+        algorithm = (
+            DiLoCo(manager, [model], inner, outer, 1) if diloco else LocalSGD(manager, model, inner, 1)
+        )
         seen = []
         with algorithm:
             for sync in range(3):
@@ -476,7 +496,10 @@ def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bo
                 assert manager.current_step() == sync + 1
                 seen.append(algorithm.nonfinite_syncs)
         deadline = time.monotonic() + 30  # counters are reported asynchronously
-        while metric(manager, "torchft_manager_nonfinite_syncs_total") < seen[-1] and time.monotonic() < deadline:
+        while (
+            metric(manager, "torchft_manager_nonfinite_syncs_total") < seen[-1]
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         looked.wait(60)  # keeps both servers running until both have been read
         return [*seen, metric(manager, "torchft_manager_nonfinite_syncs_total")]
@@ -496,7 +519,9 @@ def test_the_first_average_is_that_of_equal_weights(use_async_quorum: bool) -> N
         nn.init.constant_(model.weight, rank.group + 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.0)
         manager = rank.start_manager(
-            load_state_dict=model.load_state_dict, state_dict=model.state_dict, use_async_quorum=use_async_quorum
+            load_state_dict=model.load_state_dict,
+            state_dict=model.state_dict,
+            use_async_quorum=use_async_quorum,
         )
         rank.cluster.wait_for_healthy(3)
         seen = []

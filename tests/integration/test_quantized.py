@@ -1,4 +1,6 @@
-"""Manager.allreduce(should_quantize=True) is like a plain allreduce, except for the number of bytes and rounding."""
+"""Manager.allreduce(should_quantize=True) is like a plain allreduce, except for the number of bytes and
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def test_tensors_that_cannot_be_quantized_are_refused_at_once() -> None:
         manager = rank.start_manager()
         state(manager)
         manager.start_quorum()
-        with pytest.raises(ValueError, match=r"tensor of shape \(3,\) is torch.float64, which cannot be quantized"):
+        with pytest.raises(
+            ValueError, match=r"tensor of shape \(3,\) is torch.float64, which cannot be quantized"
+        ):
             manager.allreduce(torch.ones(3).double(), should_quantize=True)
         with pytest.raises(ValueError, match=r"reduce_op=MIN: .*SUM and AVG"):
             manager.allreduce(torch.ones(3), should_quantize=True, reduce_op=ReduceOp.MIN)

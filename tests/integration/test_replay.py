@@ -1,7 +1,7 @@
 """Groups fail in mid-step, and the survivors commit the same step, so that no work is lost.
 
-The weights after a job with failures are compared with those of a plain loop over the batches of the groups that took
-part in each step.
+The weights after a job with failures are compared with those of a plain loop over the batches of the groups
+that took part in each step.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ class Outcome:
 
     weights: dict[str, torch.Tensor]
     commits: list[bool]  # the result of each call of should_commit
-    participants: list[list[int]]  # participants of each step that any group committed, from its first step on
+    # Participants of each step that any group committed, from its first step on.
+    participants: list[list[int]]
     batches: int
     steps: list[int] = field(default_factory=list)  # the steps that were decided
-    warned: list[str] = field(default_factory=list)  # warnings, including the reasons why a step was not replayed
+    # Warnings, including the reasons why a step was not replayed.
+    warned: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -113,7 +115,10 @@ class Job:
     def loop(self, rank: Rank) -> Optional[Outcome]:
         model, inner = new_model()
         manager = rank.start_manager(
-            load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
+            load_state_dict=lambda s: (
+                model.load_state_dict(s["model"]),
+                inner.load_state_dict(s["optimizer"]),
+            ),
             state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
             init_sync=False,
             **{"replay_failed_step": True, **self.settings(rank.group)},
@@ -170,8 +175,8 @@ class Job:
             self.contributed.setdefault((step, manager._quorum_id), set()).add(rank.group)
 
     def history(self) -> list[list[int]]:
-        """The participants of each step. Checks that all groups committed it in one quorum and with the same number
-        of participants.
+        """The participants of each step. Checks that all groups committed it in one quorum and with the same
+        number of participants.
         """
         found = []
         for step in sorted(self.committed):
@@ -239,7 +244,9 @@ class _Instead:
 
 
 def lost_steps(outcome: Outcome, outcomes: list[Outcome]) -> set[int]:
-    """The steps that the group lost, except those that other groups committed and whose state it took over."""
+    """The steps that the group lost, except those that other groups committed and whose state it took
+    over.
+    """
     uncommitted = {step for step, committed in zip(outcome.steps, outcome.commits) if not committed}
     at_once = {
         step
@@ -251,8 +258,8 @@ def lost_steps(outcome: Outcome, outcomes: list[Outcome]) -> set[int]:
 
 
 def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) -> None:
-    """Checks the number of steps that the survivors lost, and that their weights are those of a plain loop over
-    the participants.
+    """Checks the number of steps that the survivors lost, and that their weights are those of a plain loop
+    over the participants.
     """
     assert len(outcomes) == (job.groups - len(job.failures)) * job.world_size
     expected = reference(outcomes[0].participants, clip)
@@ -267,9 +274,9 @@ def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) 
             assert torch.equal(value, outcomes[0].weights[name]), name
 
 
-# In one of a hundred failures Gloo does not wake a send. With PyTorch 2.7 the step is then lost, unless the survivor
-# waits until the send's timeout. So the timeout of operations is short here, and the wait for aborted operations is
-# long.
+# In one of a hundred failures Gloo does not wake a send. With PyTorch 2.7 the step is then lost, unless the
+# survivor waits until the send's timeout. So the timeout of operations is short here, and the wait for
+# aborted operations is long.
 OPERATION = timedelta(seconds=10)
 DRAIN_SEC = 20.0
 
@@ -285,7 +292,8 @@ def cluster() -> Iterator[Cluster]:
         yield built
 
 
-# With three groups, two survivors reduce a step again. test_failures_in_step_after_step has the slow cases, with four.
+# With three groups, two survivors reduce a step again. test_failures_in_step_after_step has the slow cases,
+# with four.
 @pytest.mark.parametrize(
     ("groups", "place"),
     [
@@ -299,8 +307,8 @@ def test_a_failure_in_mid_step_costs_no_step(cluster: Cluster, groups: int, plac
     outcomes = job.run(cluster)
     check(job, outcomes)
     everybody, survivors = list(range(groups)), list(range(1, groups))
-    # After its vote the victim has reduced everything, and usually the others have too: they commit the step. If its
-    # connections break while their last reduction is still in flight, they replay the step without it.
+    # After its vote the victim has reduced everything, and usually the others have too: they commit the step.
+    # If its connections break while their last reduction is still in flight, they replay the step without it.
     with_victim = [3, 4] if place == "commit" else [3]
     assert outcomes[0].participants in [[everybody] * n + [survivors] * (STEPS - n) for n in with_victim]
 
@@ -323,7 +331,8 @@ def test_a_group_that_joins_in_the_quorum_of_a_replay(cluster: Cluster) -> None:
     def join(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
         if rank.group == 1 and step == 3 and not job.newcomers:
             job.newcomers.append(cluster.start(job.loop, 5))
-            cluster.wait_for_waiter(5)  # the joining group; group 2 may already have lost the step, and wait, too
+            # The joining group; group 2 may already have lost the step, and wait, too.
+            cluster.wait_for_waiter(5)
 
     job = Job(3, failures={0: (3, "bucket0")}, then=join)
     outcomes = job.run(cluster)
@@ -347,7 +356,9 @@ def test_a_group_that_missed_a_commit_takes_over_its_state(cluster: Cluster) -> 
             missed.append(step)
             manager._end_collectives()
             assert all(committed.acquire(timeout=60) for _ in range(2))
-            manager._errors.lose(RuntimeError("the last collective failed here, after the others had finished"))
+            manager._errors.lose(
+                RuntimeError("the last collective failed here, after the others had finished")
+            )
 
     def begun(rank: Rank, manager: Manager, model: nn.Module) -> None:
         if rank.group != 0:
@@ -376,12 +387,16 @@ def test_clipping_must_be_done_in_a_hook(cluster: Cluster, hook: bool) -> None:
         if hook:
             manager.register_replay_hook(lambda: clip(model))
 
-    job = Job(3, failures={0: (3, "bucket0")}, begun=begun, then=lambda rank, manager, model, step: clip(model))
+    job = Job(
+        3, failures={0: (3, "bucket0")}, begun=begun, then=lambda rank, manager, model, step: clip(model)
+    )
     check(job, job.run(cluster), lost=0 if hook else 1, clip=True)
 
 
 def test_an_error_of_the_training_loop_is_not_replayed(cluster: Cluster) -> None:
-    """The group that reports it computes the step again, and the others replay the step together with that group."""
+    """The group that reports it computes the step again, and the others replay the step together with that
+    group.
+    """
 
     def fail(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
         if rank.group == 0 and step == 3 and not failed:

@@ -149,7 +149,9 @@ def test_a_group_with_other_scales_heals() -> None:
 
 
 def growing(position: DataPosition) -> float:
-    """A factor that grows so much that gradients do not fit, and then shrinks so that few of their bits are left."""
+    """A factor that grows so much that gradients do not fit, and then shrinks so that few of their bits are
+    left.
+    """
     return 2.0**30 if position.batch == 2 else 1.0
 
 
@@ -159,7 +161,8 @@ class Ranks:
 
     group_size: int
     groups: int = 2
-    fails: tuple[int, int] = (-1, -1)  # the rank of group 0, and the step, whose first attempt fails with an error
+    # The rank of group 0, and the step, whose first attempt fails with an error.
+    fails: tuple[int, int] = (-1, -1)
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
     repeated: list[list[int]] = field(default_factory=list)  # for each rank, the steps with a second pass
@@ -171,7 +174,10 @@ class Ranks:
         net = make_model().to(device)
         sgd = make_optimizer(net)
         manager = rank.start_manager(
-            load_state_dict=lambda state: (net.load_state_dict(state["net"]), sgd.load_state_dict(state["sgd"])),
+            load_state_dict=lambda state: (
+                net.load_state_dict(state["net"]),
+                sgd.load_state_dict(state["sgd"]),
+            ),
             state_dict=lambda: {"net": net.state_dict(), "sgd": sgd.state_dict()},
             reproducible_reduction=True,
         )
@@ -203,7 +209,9 @@ class Ranks:
 
     def run(self) -> list[torch.Tensor]:
         with Cluster(min_replicas=self.groups, make_pg=self.make_pg) as cluster:
-            ended = results(*(cluster.start(self, group, world_size=self.group_size) for group in range(self.groups)))
+            ended = results(
+                *(cluster.start(self, group, world_size=self.group_size) for group in range(self.groups))
+            )
         for group in self.made:
             group.shutdown()
         return ended
@@ -240,7 +248,9 @@ def test_gradients_that_differ_from_pass_to_pass_cost_the_step() -> None:
                 passes.append(unit.repeated)
         assert not manager.should_commit()
         error = manager.errored()
-        assert error is not None and "gradients of the same units did not fit in 4" in str(error.original_exception)
+        assert error is not None and "gradients of the same units did not fit in 4" in str(
+            error.original_exception
+        )
 
     with Cluster() as cluster:
         tried(cluster, do)
@@ -292,12 +302,16 @@ LOAD: dict[str, Any] = {"load_state_dict": lambda state: None}
 
 
 def test_without_a_loader_the_first_step_is_an_error(alone: Cluster) -> None:
-    with pytest.raises(ValueError, match="reproducible_reduction=True needs an ElasticDataLoader: make one before"):
+    with pytest.raises(
+        ValueError, match="reproducible_reduction=True needs an ElasticDataLoader: make one before"
+    ):
         tried(alone, lambda manager: manager.start_quorum())
 
 
 def test_local_steps_are_refused(alone: Cluster) -> None:
-    with pytest.raises(ValueError, match=r"LocalSGD: reproducible_reduction=True is for .* choose reprod.*=False"):
+    with pytest.raises(
+        ValueError, match=r"LocalSGD: reproducible_reduction=True is for .* choose reprod.*=False"
+    ):
         tried(alone, lambda manager: manager.register_layout("LocalSGD", ["a"]))
 
 
@@ -353,11 +367,17 @@ FIRST = DataPlan(SAMPLES, **SETTINGS).share(DataPosition(), 0, 1).units[0].indic
         ),
         (under(), ValueError, "accumulate.. got no model: pass the models"),
         (others, ValueError, "accumulate.. got other models; each unit"),
-        (under(Sharded(1, 1)), ValueError, "takes plain models and DistributedDataParallel; a model of FSDP2"),
+        (
+            under(Sharded(1, 1)),
+            ValueError,
+            "takes plain models and DistributedDataParallel; a model of FSDP2",
+        ),
         (also_as_floats, ValueError, "a sum of torch.float32 has other bits with other groups"),
     ],
 )
-def test_irreproducible_settings_are_refused(alone: Cluster, body: Any, error: type[Exception], match: str) -> None:
+def test_irreproducible_settings_are_refused(
+    alone: Cluster, body: Any, error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         tried(alone, train_one(body))
 
@@ -380,11 +400,20 @@ def test_a_step_with_missing_units_is_lost(alone: Cluster) -> None:
 @pytest.mark.parametrize(
     ("loader", "match"),
     [
-        ({"data_rank": 0, "data_world_size": 1}, "data_world_size is 1, and the group has 2 ranks: with reprod"),
-        ({}, "needs a process group of the 2 ranks of the group, and there is none: call init_process_group before"),
+        (
+            {"data_rank": 0, "data_world_size": 1},
+            "data_world_size is 1, and the group has 2 ranks: with reprod",
+        ),
+        (
+            {},
+            "needs a process group of the 2 ranks of the group, and there is none: call init_process_group "
+            "before",
+        ),
     ],
 )
-def test_ranks_of_a_group_need_a_process_group_to_add_in(alone: Cluster, loader: dict[str, Any], match: str) -> None:
+def test_ranks_of_a_group_need_a_process_group_to_add_in(
+    alone: Cluster, loader: dict[str, Any], match: str
+) -> None:
     def loop(rank: Rank) -> None:
         manager = rank.start_manager(reproducible_reduction=True)
         with pytest.raises(ValueError, match=match):

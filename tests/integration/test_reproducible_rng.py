@@ -1,4 +1,6 @@
-"""reproducible_rng with reproducible_reduction: dropout and augmentation depend on the unit, not on the rank."""
+"""reproducible_rng with reproducible_reduction: dropout and augmentation depend on the unit, not on the
+rank.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,19 @@ class Training:
         net = nn.Sequential(nn.Dropout(0.3), make_model(), nn.Dropout(0.2))
         sgd = make_optimizer(net)
         manager = rank.start_manager(
-            load_state_dict=lambda state: (net.load_state_dict(state["net"]), sgd.load_state_dict(state["sgd"])),
+            load_state_dict=lambda state: (
+                net.load_state_dict(state["net"]),
+                sgd.load_state_dict(state["sgd"]),
+            ),
             state_dict=lambda: {"net": net.state_dict(), "sgd": sgd.state_dict()},
             reproducible_reduction=True,
         )
-        # PyTorch's DataLoader draws a number when it begins to read, here perhaps within another group's forward pass.
+        # PyTorch's DataLoader draws a number when it begins to read, here perhaps within another group's
+        # forward pass.
         own: Any = {"generator": torch.Generator()}
-        loader = ElasticDataLoader(manager, Augmented(), **SETTINGS, reproducible_rng=self.reproducible_rng, **own)
+        loader = ElasticDataLoader(
+            manager, Augmented(), **SETTINGS, reproducible_rng=self.reproducible_rng, **own
+        )
         optimizer = Optimizer(manager, sgd)
         if self.restart is not None:
             rank.cluster.wait_for_healthy(GROUPS)

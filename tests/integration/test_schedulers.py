@@ -1,4 +1,6 @@
-"""Groups that heal step with the hyperparameters of the others, whatever the script's functions give and load."""
+"""Groups that heal step with the hyperparameters of the others, whatever the script's functions give and
+load.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class KeptOptimizer(Everything):
         super().__init__(parts)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        groups = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups])
+        groups = copy.deepcopy(
+            [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * 0
         self.optimizer.step()  # makes the state
@@ -114,7 +118,9 @@ class Training:
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         inner, scheduler = self.make(model.parameters())
         functions = self.functions((model, inner, scheduler))
-        manager = rank.start_manager(load_state_dict=functions.load, state_dict=functions.read, compare_commits=1)
+        manager = rank.start_manager(
+            load_state_dict=functions.load, state_dict=functions.read, compare_commits=1
+        )
         ddp, optimizer = DistributedDataParallel(manager, model), OptimizerWrapper(manager, inner)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         if not restarted:

@@ -96,7 +96,8 @@ def train(rank: Rank, reached: Gate, use_async_quorum: bool, over_group: bool, h
     [
         pytest.param(True, each(ProcessGroupGloo), False, "at_once", id="asynchronous"),
         pytest.param(False, each(ProcessGroupGloo), False, "at_once", id="synchronous"),
-        pytest.param(True, each(ProcessGroupGloo), False, "in_passing", id="fall-back"),  # it has no optimizer
+        # It has no optimizer.
+        pytest.param(True, each(ProcessGroupGloo), False, "in_passing", id="fall-back"),
         pytest.param(True, each(Slow), True, "at_once", id="PGTransport"),
         pytest.param(
             True,
@@ -111,8 +112,9 @@ def train(rank: Rank, reached: Gate, use_async_quorum: bool, over_group: bool, h
 def test_the_others_wait_for_a_heal_that_makes_progress(
     use_async_quorum: bool, make_pg: Callable[[timedelta], Callable[[int], Any]], over_group: bool, heal: str
 ) -> None:
-    """No step is lost, and the heal is not begun again. The ranks of a group vote, though one has healed long before
-    the other one. With heal="in_passing" the others train on while the group connects, and wait for its whole state.
+    """No step is lost, and the heal is not begun again. The ranks of a group vote, though one has healed long
+    before the other one. With heal="in_passing" the others train on while the group connects, and wait for
+    its whole state.
     """
     reached = Gate()
 
@@ -126,7 +128,9 @@ def test_the_others_wait_for_a_heal_that_makes_progress(
         survivors, healed = results(first), results(second)
     assert all(all(one["decisions"]) for one in survivors)
     for one in healed:
-        assert one["decisions"] == sorted(one["decisions"]) and (heal == "in_passing" or all(one["decisions"]))
+        assert one["decisions"] == sorted(one["decisions"]) and (
+            heal == "in_passing" or all(one["decisions"])
+        )
     assert healed[1]["transfer"] > TIMEOUT.total_seconds()
     for mine, theirs in zip(healed, survivors):
         assert torch.equal(mine["weights"], theirs["weights"])

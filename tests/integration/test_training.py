@@ -46,7 +46,8 @@ class Loop:
     load: Optional[Callable[[int, torch.Tensor, dict[str, Any]], None]] = None
     history: dict[tuple[int, int], list[tuple[int, bool, int]]] = field(default_factory=dict)
     errors: dict[int, list[str]] = field(default_factory=dict)
-    begun: dict[int, list[int]] = field(default_factory=dict)  # the step at which each round of the loop began
+    # The step at which each round of the loop began.
+    begun: dict[int, list[int]] = field(default_factory=dict)
 
     def __call__(self, rank: Rank) -> list[float]:
         life = self.lives[rank.group, rank.rank]
@@ -58,7 +59,9 @@ class Loop:
                 self.load(rank.group, weights, state)
             weights.copy_(state["weights"])
 
-        manager = rank.start_manager(load_state_dict=load, state_dict=lambda: {"weights": weights}, **self.settings)
+        manager = rank.start_manager(
+            load_state_dict=load, state_dict=lambda: {"weights": weights}, **self.settings
+        )
         log = self.history.setdefault((rank.group, rank.rank), [])
         manager.register_commit_hook(lambda *decision: log.append(decision))
         rank.cluster.wait_for_healthy(self.start_with if life == 0 else 1)
@@ -139,13 +142,16 @@ def test_init_sync_makes_groups_equal() -> None:
         loop = Loop()
         a, b, c = results(*(cluster.start(loop, group=group) for group in range(3)))
     assert a == b == c
-    # step 0: the gradient of the group whose weights all take over, divided by three; then the average of 1, 2 and 3
+    # step 0: the gradient of the group whose weights all take over, divided by three; then the average of 1,
+    # 2 and 3
     assert loop.history[0, 0] == [(step, True, 3) for step in range(STEPS)]
 
 
 def test_without_init_sync_all_groups_participate_from_the_start() -> None:
     with Cluster(min_replicas=2) as cluster:
-        a, b = results(*(cluster.start(Loop(settings={"init_sync": False}), group=group) for group in range(2)))
+        a, b = results(
+            *(cluster.start(Loop(settings={"init_sync": False}), group=group) for group in range(2))
+        )
     assert a == [STEPS * 1.5] * 4 and b == [1 + STEPS * 1.5] * 4
 
 
@@ -178,7 +184,9 @@ def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_async_quorum": False}])
-def test_the_first_quorum_comes_before_the_first_forward_pass(cluster: Cluster, settings: dict[str, Any]) -> None:
+def test_the_first_quorum_comes_before_the_first_forward_pass(
+    cluster: Cluster, settings: dict[str, Any]
+) -> None:
     known: dict[int, bool] = {}
 
     def train(rank: Rank) -> list[float]:
@@ -260,14 +268,17 @@ def test_the_functions_of_the_state_run_on_the_training_thread(kind: str) -> Non
     assert threads["read"] and threads["load"]
     assert threads["read"] | threads["load"] <= threads["train"]
     sources = {group for group, _ in where}
-    assert {group for group, at_boundary in where if at_boundary} == sources, "the state was read within a step"
+    assert {group for group, at_boundary in where if at_boundary} == sources, (
+        "the state was read within a step"
+    )
 
 
 def test_two_ranks_a_group_commit_together() -> None:
     with Cluster(min_replicas=2) as cluster:
         loop = Loop()
         ends = results(*(cluster.start(loop, group=group, world_size=2) for group in range(2)))
-    # At step 0, rank 0 of all groups took over group 0's weights, and rank 1 those of group 1: the sources alternate
+    # At step 0, rank 0 of all groups took over group 0's weights, and rank 1 those of group 1: the sources
+    # alternate
     assert ends[0] == ends[2] and ends[1] == ends[3] and ends[0] != ends[1]
 
 
@@ -335,7 +346,8 @@ def test_many_survivors_do_not_wait_for_the_join_timeout() -> None:
 
         def crash(rank: Rank) -> None:
             assert rank.manager is not None
-            rank.manager.start_quorum()  # the other groups enter the collective of this step and wait for this one
+            # The other groups enter the collective of this step and wait for this one.
+            rank.manager.start_quorum()
             rank.manager.wait_quorum()
             time.sleep(0.2)
             crashed.append(time.monotonic())
@@ -382,8 +394,8 @@ def test_a_reported_error_does_not_delay_the_peers() -> None:
 @pytest.mark.parametrize("votes", [True, False])
 @pytest.mark.parametrize("in_mid_step", [True, False])
 def test_a_rank_that_skips_a_batch_and_says_so_ends_the_step_at_once(votes: bool, in_mid_step: bool) -> None:
-    """The other groups are in the backward pass then, and wait for its gradients. The lighthouse would look for such a
-    rank after five seconds.
+    """The other groups are in the backward pass then, and wait for its gradients. The lighthouse would look
+    for such a rank after five seconds.
     """
     waits, reported = Gate(), [0.0]
 
@@ -424,7 +436,9 @@ def test_a_rank_that_skips_a_batch_and_says_so_ends_the_step_at_once(votes: bool
 
 
 def test_a_step_that_is_begun_again_is_lost_for_all_groups() -> None:
-    """Its collectives would meet later ones of the other group: those of the next one, and of the next step."""
+    """Its collectives would meet later ones of the other group: those of the next one, and of the next
+    step.
+    """
 
     def loop(rank: Rank) -> list[tuple[int, Optional[bool], list[float]]]:
         manager = rank.start_manager(init_sync=False)
@@ -456,7 +470,9 @@ def test_a_step_that_is_begun_again_is_lost_for_all_groups() -> None:
 
 
 def test_late_peer_does_not_write_into_the_next_step() -> None:
-    """Group 0 aborts a collective and continues with the same memory. Group 1, which is late, must lose the step."""
+    """Group 0 aborts a collective and continues with the same memory. Group 1, which is late, must lose the
+    step.
+    """
     late, ended = Gate(), Gate()
 
     def loop(rank: Rank) -> list[Any]:
@@ -595,7 +611,9 @@ def test_native_groups() -> None:
 
 
 def test_shutdown_ends_a_quorum_that_waits(cluster: Cluster) -> None:
-    """The other rank of the group never requests a quorum. Shutting down does not wait for the quorum's timeout."""
+    """The other rank of the group never requests a quorum. Shutting down does not wait for the quorum's
+    timeout.
+    """
 
     def loop(rank: Rank) -> None:
         manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=dict)
@@ -622,7 +640,8 @@ def test_shutdown_ends_a_quorum_that_waits(cluster: Cluster) -> None:
 
 
 def test_shutdown_leaves_nothing() -> None:
-    # Gloo operations of other tests may still sleep until their timeout, if their group failed and they were not woken.
+    # Gloo operations of other tests may still sleep until their timeout, if their group failed and they were
+    # not woken.
     assert reaper.drain(timeout_sec=60)
     before = {thread.name for thread in threading.enumerate()}
     with Cluster(min_replicas=2) as cluster:

@@ -1,4 +1,6 @@
-"""Compiles the test device once for all test processes: a library in build/late, under a digest of its inputs."""
+"""Compiles the test device once for all test processes: a library in build/late, under a digest of its
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,16 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "late"
-# -O1 compiles in two thirds of the time of -O2. The tests are as fast, because they spend most of their time in
-# PyTorch.
+# -O1 compiles in two thirds of the time of -O2. The tests are as fast, because they spend most of their time
+# in PyTorch.
 FLAGS = ("-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w")
 UNITS = ("late", "backend")
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
 def library() -> Path:
-    """Returns the path of the library for this source, compiler, Python and PyTorch. The first caller compiles it.
+    """Returns the path of the library for this source, compiler, Python and PyTorch. The first caller
+    compiles it.
 
     Raises:
         RuntimeError: there is no C++ compiler, or the compilation failed.
@@ -58,7 +61,15 @@ def _compile(compiler: str, made: Path) -> None:
     include_flags = ["-DTORCH_EXTENSION_NAME=_late", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
     include_flags += [f"-I{folder}" for folder in include]
     _run(
-        [compiler, *FLAGS, *include_flags, "-c", str(SOURCES / f"{unit}.cpp"), "-o", str(made.with_name(f"{unit}.o"))]
+        [
+            compiler,
+            *FLAGS,
+            *include_flags,
+            "-c",
+            str(SOURCES / f"{unit}.cpp"),
+            "-o",
+            str(made.with_name(f"{unit}.o")),
+        ]
         for unit in UNITS
     )
     link = [compiler, "-shared", *map(str, objects), "-o", str(partial), f"-L{root / 'lib'}"]
@@ -83,4 +94,6 @@ def _run(commands: Iterable[list[str]]) -> None:
     outputs = [process.communicate()[1] for process in running]
     for process, errors in zip(running, outputs):
         if process.returncode != 0:
-            raise RuntimeError(f"late: {process.args[0]} failed with status {process.returncode}:\n{errors[-10000:]}")
+            raise RuntimeError(
+                f"late: {process.args[0]} failed with status {process.returncode}:\n{errors[-10000:]}"
+            )

@@ -1,8 +1,8 @@
 """The fixture `late`: the test accelerator, for one test.
 
 These tests run in a separate process (`pytest tests/late`, and as a part of `make test`), because a device is
-registered for the whole process, and other tests need a host without a device. They require the newest PyTorch. If they
-are deselected, one line reports that.
+registered for the whole process, and other tests need a host without a device. They require the newest
+PyTorch. If they are deselected, one line reports that.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def late() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="session")
 def job_server() -> Iterator[None]:
-    """Makes children of `processes.Job` fork from a process that has imported PyTorch, as in tests/process."""
+    """Makes children of `processes.Job` fork from a process that has imported PyTorch, as in
+    tests/process.
+    """
     if os.environ.get("FORK_SERVER") == "0":
         yield
         return

@@ -1,4 +1,6 @@
-"""Registers the device "late" with PyTorch: importing this is irrevocable for the process. See the package."""
+"""Registers the device "late" with PyTorch: importing this is irrevocable for the process. See the
+package.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def _module() -> types.ModuleType:
     m.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     m.empty_cache = lambda: None
     m.mem_get_info = lambda device=None: (C.free_memory(_index(device)), C.free_memory(_index(device)))
-    m.get_device_properties = lambda device=None: types.SimpleNamespace(name="late", uuid=f"late-{_index(device)}")
+    m.get_device_properties = lambda device=None: types.SimpleNamespace(
+        name="late", uuid=f"late-{_index(device)}"
+    )
     return m
 
 
@@ -116,8 +120,8 @@ delays, lazy, poison, stats, host_timeout_ms, cpu_view, contexts, fill, room_for
 
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
-    """Another thread captures a graph, in PyTorch's default mode: a query of an event on a thread in that mode raises,
-    and invalidates the graph. An invalid graph is an error at the end.
+    """Another thread captures a graph, in PyTorch's default mode: a query of an event on a thread in that
+    mode raises, and invalidates the graph. An invalid graph is an error at the end.
     """
     C.begin_capture()
     try:
@@ -161,8 +165,8 @@ def held(stream: torch.Stream | None = None) -> Iterator[None]:
 
 
 def reset() -> None:
-    """Undoes a test's settings: nothing is held or delayed, all streams are idle, no error is left, and the contexts of
-    the next test are counted anew.
+    """Undoes a test's settings: nothing is held or delayed, all streams are idle, no error is left, and the
+    contexts of the next test are counted anew.
     """
     release()
     lazy(0)

@@ -64,7 +64,9 @@ dist.ProcessGroupNCCL = _Nccl()  # type: ignore[assignment, misc]
 
 
 def native_group(store: Store, rank: int = 0, world_size: int = 1) -> BaseProcessGroup:
-    """PyTorch's own group with the second form: what `init_process_group(..., enable_reconfigure=True)` makes."""
+    """PyTorch's own group with the second form: what `init_process_group(..., enable_reconfigure=True)`
+    makes.
+    """
     device = torch.device("late", torch.accelerator.current_device_index())
     pg = BaseProcessGroup(store, rank, world_size)
     pg._set_default_backend(_CUSTOM)
@@ -123,7 +125,8 @@ def together(
             errors.append(e)
 
     threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(world_size)
+        threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(world_size)
     ]
     for thread in threads:
         thread.start()
@@ -134,7 +137,9 @@ def together(
     if errors:
         raise errors[0]
     if any(thread.is_alive() for thread in threads):
-        raise TimeoutError(f"ranks did not end within {timeout_s} s: {[t.name for t in threads if t.is_alive()]}")
+        raise TimeoutError(
+            f"ranks did not end within {timeout_s} s: {[t.name for t in threads if t.is_alive()]}"
+        )
     return [results[rank] for rank in range(world_size)]
 
 

@@ -1,9 +1,11 @@
-"""Isolated groups on the test device: torchft's code for CUDA memory and events, with this device in place of CUDA.
+"""Isolated groups on the test device: torchft's code for CUDA memory and events, with this device in place of
+CUDA.
 
-This module replaces the functions of PyTorch and of the driver that the code calls for CUDA. Another process can map a
-storage's memory by its name; the memory stays allocated until that process reports that it no longer uses it. Another
-process can also wait for an event. As with CUDA, a stream that waits for an event of a killed process never continues.
-Streams write values to registered memory of the host, and wait for them there.
+This module replaces the functions of PyTorch and of the driver that the code calls for CUDA. Another process
+can map a storage's memory by its name; the memory stays allocated until that process reports that it no
+longer uses it. Another process can also wait for an event. As with CUDA, a stream that waits for an event of
+a killed process never continues. Streams write values to registered memory of the host, and wait for them
+there.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ class _Torch(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("torch")
         self.cuda: Any = types.SimpleNamespace(
-            **{name: getattr(torch.late, name) for name in ("current_device", "current_stream", "device", "stream")},  # type: ignore[attr-defined]
+            **{
+                name: getattr(torch.late, name)
+                for name in ("current_device", "current_stream", "device", "stream")
+            },  # type: ignore[attr-defined]
             **{name: getattr(torch.late, name) for name in ("set_device", "set_stream", "Stream")},  # type: ignore[attr-defined]
             Event=_Event,
             ipc_collect=lambda: None,
@@ -84,7 +89,9 @@ class _Torch(types.ModuleType):
 
 
 class Driver:
-    """Like `torchft.process_group.isolated.driver.CudaDriver`, whose calls make its device the thread's current one."""
+    """Like `torchft.process_group.isolated.driver.CudaDriver`, whose calls make its device the thread's
+    current one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.index or 0

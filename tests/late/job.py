@@ -1,9 +1,10 @@
-"""A replica group of one process that trains a small model on the test device; one script for every kind of job.
+"""A replica group of one process that trains a small model on the test device; one script for every kind of
+job.
 
-Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager, {"do": "finish", "step": N} ends after
-step N. Each step prints the digest of the weights, and the end the devices that have a context. With --fails this
-process kills itself in a step's last bucket; with --stalls its device stands still in one, until the deadline of the
-operation.
+Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager, {"do": "finish", "step": N}
+ends after step N. Each step prints the digest of the weights, and the end the devices that have a context.
+With --fails this process kills itself in a step's last bucket; with --stalls its device stands still in one,
+until the deadline of the operation.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def main() -> None:
         store_port=store.port,
         lighthouse_addr=commands.next()["lighthouse"],
         replica_id=f"late_{args.group}",
-        checkpoint_transport=PGTransport(pg, timeout=TIMEOUT, device=device) if args.transport == "pg" else None,
+        checkpoint_transport=PGTransport(pg, timeout=TIMEOUT, device=device)
+        if args.transport == "pg"
+        else None,
     )
     # After the Manager was made: threads that torchft has started by then are on device 0.
     torch.accelerator.set_device_index(args.device)
@@ -97,15 +100,20 @@ def main() -> None:
     last: int | None = None
     batches = 0
     decided: list[tuple[bool, int]] = []
-    manager.register_commit_hook(lambda step, committed, participants: decided.append((committed, participants)))
+    manager.register_commit_hook(
+        lambda step, committed, participants: decided.append((committed, participants))
+    )
     with algorithm(args.kind, manager, model, adam):
         while last is None or manager.current_step() < last:
             if (command := commands.poll()) is not None:
                 last = command["step"]
                 continue
             step = manager.current_step()
-            # The batch depends on the step and the group, so a step that two groups did not share changes the digest.
-            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * batches + args.group))
+            # The batch depends on the step and the group, so a step that two groups did not share changes the
+            # digest.
+            x = torch.randn(
+                16, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * batches + args.group)
+            )
             batches += 1
             optimizer.zero_grad()
             loss = ddp(x.to(device)).square().mean()
@@ -138,7 +146,9 @@ def make_pg(kind: str) -> Any:
 
 
 def fail_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
-    """Fails in the only bucket of the model: its launched kernel never runs, so the peers' kernels wait for it."""
+    """Fails in the only bucket of the model: its launched kernel never runs, so the peers' kernels wait for
+    it.
+    """
     allreduce, steps = pg.allreduce, set()
 
     def launch(*given: Any) -> Any:

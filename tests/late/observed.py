@@ -22,7 +22,8 @@ class Observed(StreamCopies):
 
     made: list[Observed]
     late: float | None = 0.002  # seconds; None: until the gate is opened
-    check: Callable[..., None] = staticmethod(lambda target, source: None)  # called with each copy when it is queued
+    # Called with each copy when it is queued.
+    check: Callable[..., None] = staticmethod(lambda target, source: None)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

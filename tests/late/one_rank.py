@@ -1,8 +1,9 @@
 """A test backend for one rank that follows NCCL's rules. A test controls its kernels, failures and aborts.
 
-An allreduce simulates a peer with the same tensor, so a sum doubles the values. As in NCCL, the kernel is queued on the
-backend's own stream, the future is complete at launch, only `get_error` reports a failure, and an abort ends the
-kernels, with invalid outputs (here: NaN). `asyncOp=False` queues the kernel on the current stream and returns no work.
+An allreduce simulates a peer with the same tensor, so a sum doubles the values. As in NCCL, the kernel is
+queued on the backend's own stream, the future is complete at launch, only `get_error` reports a failure, and
+an abort ends the kernels, with invalid outputs (here: NaN). `asyncOp=False` queues the kernel on the current
+stream and returns no work.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torchft.process_group.base import BaseProcessGroup
 
 late = load()
 
-# How long a kernel waits for its missing peer. The limit ends a test that calls neither `peer_comes` nor `abort`.
+# How long a kernel waits for its missing peer. The limit ends a test that calls neither `peer_comes` nor
+# `abort`.
 _HOST_WAITS_SEC = 20
 
 
@@ -77,7 +79,9 @@ class OneRank(dist.ProcessGroup):
         self._may_run.set()
 
     def fail(self) -> None:
-        """Simulates an error that the backend handles by aborting its communicator, as PyTorch's watchdog does."""
+        """Simulates an error that the backend handles by aborting its communicator, as PyTorch's watchdog
+        does.
+        """
         self.error = "COMM_ERROR"
         self.abort()
 
@@ -115,8 +119,9 @@ class OneRank(dist.ProcessGroup):
         with self.stream:
             self._queue(tensors, op)
             event = self.stream.record_event()
-            # Completed in this block: the future records an event on the current stream, and a stream that waits for
-            # the future waits for that event. An event on the caller's stream would not wait for the kernel.
+            # Completed in this block: the future records an event on the current stream, and a stream that
+            # waits for the future waits for that event. An event on the caller's stream would not wait for
+            # the kernel.
             future: Future[Any] = Future(devices=[tensors[0].device])
             future.set_result(tensors)
         return Kernel(event, list(tensors), future)

@@ -1,4 +1,6 @@
-"""Operations of a group on a device: deadlines, how long tensors are kept, and errors that only the backend reports."""
+"""Operations of a group on a device: deadlines, how long tensors are kept, and errors that only the backend
+reports.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_timers_of_finished_operations_are_removed(group: Group) -> None:
     assert len(timers.pending) < 100
 
 
-def test_the_operations_of_a_step_wake_the_timers_thread_once(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operations_of_a_step_wake_the_timers_thread_once(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Buckets with futures, as DDP reduces them, and with waits."""
     timers = futures._TIMEOUT_MANAGER
     timers.shutdown()

@@ -1,5 +1,5 @@
-"""The collective backend follows NCCL's rules: when it reports which error, the effect of an abort, the result of each
-operation.
+"""The collective backend follows NCCL's rules: when it reports which error, the effect of an abort, the
+result of each operation.
 """
 
 from __future__ import annotations
@@ -297,7 +297,9 @@ print("still here")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     done = run_python(script, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == -signal.SIGABRT and "still here" not in done.stdout
-    assert "the watchdog takes the process down" in done.stderr and "connection closed by a peer" in done.stderr
+    assert (
+        "the watchdog takes the process down" in done.stderr and "connection closed by a peer" in done.stderr
+    )
 
 
 def test_an_abort_waits_for_the_lock_that_connecting_holds(late, monkeypatch):

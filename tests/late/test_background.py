@@ -40,7 +40,9 @@ def healing() -> Any:
     )
 
 
-def test_a_served_state_is_ordered_behind_the_trainings_queued_work(fixture: Fixture, late: ModuleType) -> None:
+def test_a_served_state_is_ordered_behind_the_trainings_queued_work(
+    fixture: Fixture, late: ModuleType
+) -> None:
     """The last step's optimizer may still run when the next quorum names a healing group."""
     weights, served = torch.zeros(4, device="late"), []
     fixture.client._quorum.return_value = serving()
@@ -56,7 +58,9 @@ def test_a_served_state_is_ordered_behind_the_trainings_queued_work(fixture: Fix
 
 
 @pytest.mark.parametrize("use_async_quorum", [False, True])
-def test_a_heal_has_arrived_when_it_is_loaded(fixture: Fixture, late: ModuleType, use_async_quorum: bool) -> None:
+def test_a_heal_has_arrived_when_it_is_loaded(
+    fixture: Fixture, late: ModuleType, use_async_quorum: bool
+) -> None:
     """When the transport returns, the receive is only queued."""
     loaded = []
 
@@ -68,14 +72,18 @@ def test_a_heal_has_arrived_when_it_is_loaded(fixture: Fixture, late: ModuleType
 
     fixture.transport.recv_checkpoint.side_effect = receive
     fixture.client._quorum.return_value = healing()
-    manager = fixture.manager(load_state_dict=lambda state: loaded.append(state + 0), use_async_quorum=use_async_quorum)
+    manager = fixture.manager(
+        load_state_dict=lambda state: loaded.append(state + 0), use_async_quorum=use_async_quorum
+    )
     manager.start_quorum()
     if use_async_quorum:
         assert manager.should_commit()
     assert loaded[0].tolist() == [7, 7, 7, 7]
 
 
-def test_a_healed_tensor_is_not_used_again_while_the_training_reads_it(fixture: Fixture, late: ModuleType) -> None:
+def test_a_healed_tensor_is_not_used_again_while_the_training_reads_it(
+    fixture: Fixture, late: ModuleType
+) -> None:
     """It was allocated on the heal's stream, whose next allocation would reuse its memory at once."""
     loaded: list[torch.Tensor] = []
     streams: list[torch.Stream] = []
@@ -174,7 +182,9 @@ def test_a_state_that_does_not_arrive_is_not_loaded(fixture: Fixture, hanging: O
 def set_on(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """The threads that have set a current device."""
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: threads.append(threading.current_thread()))
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda _: threads.append(threading.current_thread())
+    )
     return threads
 
 
@@ -206,7 +216,9 @@ def test_the_device_is_that_of_the_step_not_that_of_the_constructor(
     assert [thread.name for thread in set_on] == ["torchft_quorum"]
 
 
-def test_a_state_that_is_being_sent_may_be_changed_after_finish_serving(fixture: Fixture, late: ModuleType) -> None:
+def test_a_state_that_is_being_sent_may_be_changed_after_finish_serving(
+    fixture: Fixture, late: ModuleType
+) -> None:
     """Streaming DiLoCo continues within the step. The sends were only queued when the transport returned."""
     fixture.client._quorum.return_value = serving()
     state, sent = torch.ones(4, device="late"), torch.zeros(4, device="late")

@@ -41,7 +41,9 @@ class Group:
         torch.accelerator.set_device_index(device)
         self.device = torch.device("late", device)
         self.weights = {"w": torch.ones(4, device=self.device)}
-        self.manager = rank.start_manager(state_dict=lambda: self.weights, load_state_dict=self.weights.update)
+        self.manager = rank.start_manager(
+            state_dict=lambda: self.weights, load_state_dict=self.weights.update
+        )
 
     def step(self) -> int:
         """Returns the number of groups that committed it; 0 if it was lost."""
@@ -64,8 +66,8 @@ def steps(group: Group, number: int, participants: int) -> None:
 def trains_beside(
     second: Callable[[Rank], None], make_pg: Callable[[int], ProcessGroup] = late_pg, world_size: int = 1
 ) -> list[int]:
-    """Group 0 trains; group 1 begins after its first step, and ends with a crash. Returns the number of groups that
-    committed each step of group 0, at least ten.
+    """Group 0 trains; group 1 begins after its first step, and ends with a crash. Returns the number of
+    groups that committed each step of group 0, at least ten.
     """
     trains, ended = Gate(), threading.Event()
 
@@ -77,7 +79,8 @@ def trains_beside(
             ended.set()
             return []
         group, participants = Group(rank, 0), []
-        while not ended.is_set() or len(participants) < 10 or not participants[-1]:  # the last step may be lost
+        # The last step may be lost.
+        while not ended.is_set() or len(participants) < 10 or not participants[-1]:
             participants.append(group.step())
             trains.open()
         return participants
@@ -109,7 +112,9 @@ def test_a_device_that_is_full_when_a_group_joins_ends_its_own_group(late: Any) 
             steps(group, 2, participants=2)
             late.fill(1, True)
             full.open()
-            with pytest.raises(RuntimeError, match="late:1 has too little memory for the connection with the other"):
+            with pytest.raises(
+                RuntimeError, match="late:1 has too little memory for the connection with the other"
+            ):
                 forever(group)
             rank.crash()
             ended.set()
@@ -127,7 +132,9 @@ def claimed(monkeypatch: pytest.MonkeyPatch, devices: list[int], uuids: list[str
     store, errors = HashStore(), []
     for rank, (device, uuid) in enumerate(zip(devices, uuids)):
         torch.accelerator.set_device_index(device)
-        monkeypatch.setattr(torch.late, "get_device_properties", lambda _, uuid=uuid: SimpleNamespace(uuid=uuid))  # type: ignore[attr-defined]
+        monkeypatch.setattr(
+            torch.late, "get_device_properties", lambda _, uuid=uuid: SimpleNamespace(uuid=uuid)
+        )  # type: ignore[attr-defined]
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         try:
             claim_device(store, "group:1", rank)
@@ -145,9 +152,12 @@ def test_two_ranks_on_one_device_are_refused_by_name(late: Any, monkeypatch: pyt
     first, second, third = claimed(monkeypatch, [0, 1, 0], ["GPU-6", "GPU-7", "GPU-6"])
     assert not first and not second
     assert third == (
-        "two ranks of the group use one device, GPU-6: rank 0 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=6,7, 8 visible) on "
-        "late:0, and rank 2 (LOCAL_RANK=2, CUDA_VISIBLE_DEVICES=6,7, 8 visible) on late:0. Start at most as many ranks "
-        "on a host as it has devices, and let each rank set its own, as torch.cuda.set_device(LOCAL_RANK) does; "
+        "two ranks of the group use one device, GPU-6: rank 0 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=6,7, 8 "
+        "visible) on "
+        "late:0, and rank 2 (LOCAL_RANK=2, CUDA_VISIBLE_DEVICES=6,7, 8 visible) on late:0. Start at most as "
+        "many ranks "
+        "on a host as it has devices, and let each rank set its own, as torch.cuda.set_device(LOCAL_RANK) "
+        "does; "
         "NCCL_MULTI_RANK_GPU_ENABLE=1 allows it"
     )
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
@@ -189,7 +199,9 @@ def test_the_group_of_such_ranks_ends_and_another_trains_on(late: Any) -> None:
 def test_a_worker_whose_device_is_full_ends_its_own_group(late: Any) -> None:
     def second(rank: Rank) -> None:
         group = Group(rank, 1)
-        with pytest.raises(RuntimeError, match="late:1 has too little memory for the connection with the other"):
+        with pytest.raises(
+            RuntimeError, match="late:1 has too little memory for the connection with the other"
+        ):
             forever(group)
 
     def pg(group: int) -> ProcessGroup:

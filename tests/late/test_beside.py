@@ -1,4 +1,6 @@
-"""Device work of another thread follows the mark of the training thread, and has ended when its context ends."""
+"""Device work of another thread follows the mark of the training thread, and has ended when its context
+ends.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def other() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def test_work_beside_follows_the_mark_and_not_what_comes_later(late: ModuleType, other: ThreadPoolExecutor) -> None:
+def test_work_beside_follows_the_mark_and_not_what_comes_later(
+    late: ModuleType, other: ThreadPoolExecutor
+) -> None:
     weights = torch.ones(3, device="late")
     beside = Beside(weights.device)
 
@@ -75,8 +79,12 @@ class Shared:
             return self.weights.cpu().tolist()
 
 
-def test_work_beside_is_not_on_the_stream_of_the_training_thread(late: ModuleType, other: ThreadPoolExecutor) -> None:
-    """The training thread may queue a collective at any time, which waits for a peer that waits for this work."""
+def test_work_beside_is_not_on_the_stream_of_the_training_thread(
+    late: ModuleType, other: ThreadPoolExecutor
+) -> None:
+    """The training thread may queue a collective at any time, which waits for a peer that waits for this
+    work.
+    """
     shared = Shared(other)
     with get_stream_context(shared.stream):
         shared.beside.mark()

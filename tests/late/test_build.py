@@ -35,7 +35,9 @@ def test_concurrent_callers_get_one_build(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("changed", ["CXX", "source", "torch"])
-def test_the_librarys_name_depends_on_its_inputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str) -> None:
+def test_the_librarys_name_depends_on_its_inputs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str
+) -> None:
     sources = tmp_path / "csrc"
     sources.mkdir()
     (sources / "late.cpp").write_text("1")
@@ -55,7 +57,9 @@ def test_the_librarys_name_depends_on_its_inputs(monkeypatch: pytest.MonkeyPatch
 def test_without_a_compiler_the_error_names_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "FOLDER", tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler: install g\+\+, or set CXX; no 'no-such-compiler'"):
+    with pytest.raises(
+        RuntimeError, match=r"needs a C\+\+ compiler: install g\+\+, or set CXX; no 'no-such-compiler'"
+    ):
         build.library()
 
 

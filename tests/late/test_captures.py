@@ -77,7 +77,9 @@ def test_a_deadline_that_passes_during_a_capture_leaves_the_graph_valid(late: An
             assert expired.wait(20)
 
 
-def test_a_query_that_a_capture_forbids_is_no_deadline_passed(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_that_a_capture_forbids_is_no_deadline_passed(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver cannot change the mode. The query is repeated after the capture."""
     monkeypatch.setattr(futures, "_ASK_AGAIN", SOON)
     monkeypatch.setattr(utils, "_exchange_capture_mode", lambda: lambda _: late.C.exchange_capture_mode(0))
@@ -129,7 +131,9 @@ def test_the_call_of_the_driver_is_that_of_cuda(monkeypatch: pytest.MonkeyPatch)
     def driver(name: str) -> Any:
         assert name == "libcuda.so.1"
         return type(
-            "Driver", (), {"cuThreadExchangeStreamCaptureMode": lambda self, mode: given.append(mode._obj.value)}
+            "Driver",
+            (),
+            {"cuThreadExchangeStreamCaptureMode": lambda self, mode: given.append(mode._obj.value)},
         )()
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

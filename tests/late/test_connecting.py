@@ -108,7 +108,9 @@ def test_an_abort_ends_connecting_to_an_absent_peer(late: ModuleType) -> None:
 
 
 def test_an_abort_ends_a_first_operation_whose_peer_does_not_follow(late: ModuleType) -> None:
-    """The operation would occupy the device until the deadline, and with it everything that waits for the device."""
+    """The operation would occupy the device until the deadline, and with it everything that waits for the
+    device.
+    """
     group = Group(timedelta(seconds=1000))
     group.follows = False
     group.peer.set()
@@ -142,7 +144,9 @@ def test_a_wrapped_group_passes_the_options_on(late: ModuleType) -> None:
     opts.handles, opts.uuid, opts.timeout = [outer.get_reconfigure_handle()], 1, timedelta(seconds=7)
     outer.reconfigure(opts)
     assert group.made[0].waited.is_set() and group._connect_timeout == timedelta(seconds=7)
-    outer.configure(meeting(TCPStore("localhost", 0, is_master=True, wait_for_workers=False)), "replica", 0, 1)
+    outer.configure(
+        meeting(TCPStore("localhost", 0, is_master=True, wait_for_workers=False)), "replica", 0, 1
+    )
     assert not group.made[1].waited.is_set() and group._connect_timeout == timedelta(seconds=20)
 
 
@@ -175,7 +179,9 @@ def test_a_slow_connection_does_not_delay_other_deadlines(late: ModuleType) -> N
 
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_torchfts_own_group_times_out_on_an_absent_peer(late: ModuleType, how: str) -> None:
-    """`ProcessGroupNCCL` over the test device's backend, whose abort waits for the lock that connecting holds."""
+    """`ProcessGroupNCCL` over the test device's backend, whose abort waits for the lock that connecting
+    holds.
+    """
     from tests.late.group import ProcessGroupLate
 
     timeout = timedelta(seconds=2 if how == "abort" else 0.3)
@@ -196,7 +202,9 @@ def test_torchfts_own_group_times_out_on_an_absent_peer(late: ModuleType, how: s
     assert group._pg is None
 
 
-def test_nccl_is_used_once_before_peers_can_wait_for_it(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_used_once_before_peers_can_wait_for_it(
+    late: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first use of NCCL in a process takes most of a second."""
     from tests.late.group import ProcessGroupLate
 
@@ -234,7 +242,9 @@ def test_a_group_that_cannot_use_nccl_has_a_handle(
 
 
 @pytest.mark.parametrize("name", nccl._NAMED_AFTER_FIRST_GROUP)
-def test_the_flight_recorder_keeps_the_ranks_of_the_first_group(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_flight_recorder_keeps_the_ranks_of_the_first_group(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """PyTorch names its pipe and files after the rank in the first NCCL group of the process."""
     monkeypatch.setenv(name, "true")
     monkeypatch.setattr(nccl, "_rehearsed", set())
@@ -243,9 +253,11 @@ def test_the_flight_recorder_keeps_the_ranks_of_the_first_group(monkeypatch: pyt
     assert ProcessGroupNCCL().get_reconfigure_handle() and not made.called
 
 
-def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of the operation still writes after the abort. PyTorch has few streams: another user of the group's
-    stream, such as FSDP2, would be given the block into which the kernel still writes garbage.
+def test_memory_of_an_aborted_operation_is_not_reused(
+    late: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of the operation still writes after the abort. PyTorch has few streams: another user of the
+    group's stream, such as FSDP2, would be given the block into which the kernel still writes garbage.
     """
     pool, backend, group = torch.Stream("late"), OneRank(), Group(timedelta(milliseconds=50))
     monkeypatch.setattr(torch, "Stream", lambda device: pool)

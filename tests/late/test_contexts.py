@@ -35,8 +35,8 @@ from tests.late.workers import ProcessGroupBabyCounting  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def no_garbage(late: Any) -> Iterator[None]:
-    """A timer of an earlier test would run on that test's device; an event that one left in a cycle is destroyed on any
-    thread.
+    """A timer of an earlier test would run on that test's device; an event that one left in a cycle is
+    destroyed on any thread.
     """
     gc.collect()
     gc.disable()
@@ -49,7 +49,9 @@ def no_garbage(late: Any) -> Iterator[None]:
 
 
 def memory_is_returned() -> None:
-    """Waits for the thread that returns shared memory: it uses the device of that memory, here that of other tests."""
+    """Waits for the thread that returns shared memory: it uses the device of that memory, here that of other
+    tests.
+    """
     if sharing._returns._started:
         returned = threading.Event()
         sharing._returns.put(SimpleNamespace(device=torch.device("late:0"), release_now=returned.set))

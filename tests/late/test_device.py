@@ -1,4 +1,6 @@
-"""The test device: its work is delayed, its memory is separate, and only streams and events order its work."""
+"""The test device: its work is delayed, its memory is separate, and only streams and events order its
+work.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def test_a_stream_waits_for_a_word_that_another_stream_or_the_host_writes(late):
     address = late.C.register_words(ctypes.addressof(words), 8)
     other, a = torch.Stream("late"), torch.zeros(3, device="late")
     settle()
-    late.C.wait_value(other.device_index, other.stream_id, address, 1)  # behind the largest number, which it has
+    # Behind the largest number, which it has.
+    late.C.wait_value(other.device_index, other.stream_id, address, 1)
     with other:
         b = a.clone()
     with late.held(current()):
@@ -200,8 +203,8 @@ def test_record_stream_keeps_a_block_from_its_next_user(late, record: bool, expe
 
 
 def test_a_free_writes_nothing(late):
-    """As on CUDA: another stream reads correct data if the block's stream waits for that stream before the next
-    allocation.
+    """As on CUDA: another stream reads correct data if the block's stream waits for that stream before the
+    next allocation.
     """
     other = torch.Stream("late")
     with other:

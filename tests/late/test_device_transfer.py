@@ -61,7 +61,9 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The objects that were received in the upstream format."""
     seen: list[str] = []
     original = checkpoint.Checkpoint.stream
-    monkeypatch.setattr(checkpoint.Checkpoint, "stream", lambda self, key: seen.append(key) or original(self, key))
+    monkeypatch.setattr(
+        checkpoint.Checkpoint, "stream", lambda self, key: seen.append(key) or original(self, key)
+    )
     return seen
 
 
@@ -87,7 +89,9 @@ def on_the_device(t: torch.Tensor) -> torch.Tensor:
 # Both directions through stages
 
 
-def test_a_heal_from_device_to_device(make: Any, device: type[Observed], upstream: list[str], caplog: Any) -> None:
+def test_a_heal_from_device_to_device(
+    make: Any, device: type[Observed], upstream: list[str], caplog: Any
+) -> None:
     caplog.set_level("INFO")
     state, source, target = on_device(), make(), make()
     for step in (1, 2):
@@ -108,11 +112,14 @@ def test_all_kinds_of_leaves(make: Any) -> None:
 
 
 def test_a_state_that_is_partly_on_the_device(make: Any, device: type[Observed]) -> None:
-    """The large tensors are on the device. The small ones between them are received in place, without the device."""
+    """The large tensors are on the device. The small ones between them are received in place, without the
+    device.
+    """
     large = 100_000
     sizes = [10, 3 * BLOCK // 2, 0, 700, BLOCK, 99_999, large + 1, 5]
     state = {
-        f"t{i}": torch.roll(numbers(size), i).to("late" if size > large else "cpu") for i, size in enumerate(sizes)
+        f"t{i}": torch.roll(numbers(size), i).to("late" if size > large else "cpu")
+        for i, size in enumerate(sizes)
     }
     source = make()
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -162,7 +169,10 @@ def test_the_source_is_not_copied_before_a_request(make: Any, device: type[Obser
 
 def test_the_source_continues_to_train(make: Any, device: type[Observed]) -> None:
     """Every step changes all tensors. A reader gets the state of the step that it requested."""
-    source, state = make(), {f"w{i}": torch.full((BLOCK,), 0, dtype=torch.uint8, device="late") for i in range(4)}
+    source, state = (
+        make(),
+        {f"w{i}": torch.full((BLOCK,), 0, dtype=torch.uint8, device="late") for i in range(4)},
+    )
     done, steps, reads = threading.Event(), [0], []
     source.send_checkpoint([1], 0, state, TIMEOUT)
 
@@ -180,7 +190,11 @@ def test_the_source_continues_to_train(make: Any, device: type[Observed]) -> Non
     with ThreadPoolExecutor(2) as pool:
         readers = [pool.submit(heal_on) for _ in range(2)]
         deadline = time.monotonic() + 60
-        while len(set(reads)) < 5 and time.monotonic() < deadline and not any(reader.done() for reader in readers):
+        while (
+            len(set(reads)) < 5
+            and time.monotonic() < deadline
+            and not any(reader.done() for reader in readers)
+        ):
             time.sleep(0.03)
             source.disallow_checkpoint()
             for tensor in state.values():
@@ -209,7 +223,9 @@ def wire(make: Any) -> Iterator[Callable[..., Wire]]:
         one.close()
 
 
-def test_a_flipped_bit_never_reaches_the_device(make: Any, wire: Any, device: type[Observed], monkeypatch: Any) -> None:
+def test_a_flipped_bit_never_reaches_the_device(
+    make: Any, wire: Any, device: type[Observed], monkeypatch: Any
+) -> None:
     own, state, source = (
         {"w": torch.zeros(10 * BLOCK, dtype=torch.uint8, device="late")},
         {"w": numbers(10 * BLOCK)},
@@ -232,7 +248,9 @@ def test_a_flipped_bit_never_reaches_the_device(make: Any, wire: Any, device: ty
 
 
 @pytest.mark.parametrize("kind", ["drop", "reset", "truncate"])
-def test_a_transfer_continues_after_a_lost_connection(make: Any, wire: Any, kind: str, monkeypatch: Any) -> None:
+def test_a_transfer_continues_after_a_lost_connection(
+    make: Any, wire: Any, kind: str, monkeypatch: Any
+) -> None:
     made: list[Landing] = []
     monkeypatch.setattr(transfer, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
     source, state = make(), {"w": numbers(30 * BLOCK)}
@@ -275,14 +293,21 @@ def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
     additional.help_checkpoint(1, {"w": state["w"].clone()})
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(
-            make().recv_checkpoint, 0, assigned.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata]
+            make().recv_checkpoint,
+            0,
+            assigned.metadata(),
+            1,
+            TIMEOUT,
+            additional_sources=[additional.metadata],
         )
         until(lambda: len(grants) == 2 and all(one.served > 0 for one in grants))
         assigned._native.close()
         assert_same(got.result(60), state)
 
 
-def test_an_additional_source_takes_its_memory_back_while_it_is_copied(make: Any, device: type[Observed]) -> None:
+def test_an_additional_source_takes_its_memory_back_while_it_is_copied(
+    make: Any, device: type[Observed]
+) -> None:
     source, additional = make(bandwidth_limit=3 * MB), make()  # slow enough for the additional source to join
     state = {"w": numbers(16 * BLOCK)}
     source.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
@@ -301,7 +326,9 @@ def test_an_additional_source_takes_its_memory_back_while_it_is_copied(make: Any
     assert device.made[1].ended == ended
 
 
-def test_when_the_state_cannot_be_staged(make: Any, upstream: list[str], caplog: Any, monkeypatch: Any) -> None:
+def test_when_the_state_cannot_be_staged(
+    make: Any, upstream: list[str], caplog: Any, monkeypatch: Any
+) -> None:
     """The target gets the reason, retries, and receives the upstream format, which needs no extra memory."""
     caplog.set_level("INFO")
     started = threading.Event()
@@ -368,7 +395,8 @@ def test_a_missing_device(make: Any, monkeypatch: Any, where: str, error: str) -
     source.send_checkpoint([1], 1, {"w": numbers(5)}, TIMEOUT)
     with pytest.raises(CheckpointError, match=error):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    own = {"w": torch.zeros(5, dtype=torch.uint8, device="late")}  # an existing local tensor determines its own device
+    # An existing local tensor determines its own device.
+    own = {"w": torch.zeros(5, dtype=torch.uint8, device="late")}
     got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert got["w"] is own["w"] and torch.equal(own["w"], numbers(5))
 
@@ -382,7 +410,8 @@ def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]
         rng = random.Random(seed + number)
         sizes = [rng.choice([0, 1, 100, 5000, 70_000, 600_000]) for _ in range(rng.randrange(1, 12))]
         state = {
-            f"t{i}": torch.randint(-128, 128, (size,), dtype=torch.int8).to("late") for i, size in enumerate(sizes)
+            f"t{i}": torch.randint(-128, 128, (size,), dtype=torch.int8).to("late")
+            for i, size in enumerate(sizes)
         }
         own = {name: torch.zeros_like(t) for name, t in state.items()}
         helping = {name: t.clone() for name, t in state.items()}
@@ -391,10 +420,14 @@ def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]
         source.send_checkpoint([1], number, state, TIMEOUT)
         additional.help_checkpoint(number, helping)
         through = Wire(source, random_faults(rng, ["drop", "reset", "delay"], 2000, 2), data)
-        target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0, state_dict=partial(dict, own) if number % 2 else None)
+        target: HTTPTransport[Any] = HTTPTransport(
+            TIMEOUT, 0, state_dict=partial(dict, own) if number % 2 else None
+        )
         additional_sources = [additional.metadata] if number % 3 else []
         try:
-            got = target.recv_checkpoint(0, through.metadata, number, TIMEOUT, additional_sources=additional_sources)
+            got = target.recv_checkpoint(
+                0, through.metadata, number, TIMEOUT, additional_sources=additional_sources
+            )
             assert_same(got, state)
         except BaseException:
             print(f"seed {seed}, transfer {number}")

@@ -52,7 +52,9 @@ def test_a_unit_is_added_while_the_device_is_held(late: ModuleType) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_the_bits_are_those_of_the_cpu(late: ModuleType, dtype: torch.dtype) -> None:
-    gradients = [torch.randn(500, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
+    gradients = [
+        torch.randn(500, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)
+    ]
     found = []
     for device in ("cpu", "late"):
         parameter = torch.nn.Parameter(torch.zeros(500, dtype=dtype, device=device))

@@ -30,7 +30,9 @@ def one_rank(late: ModuleType) -> Iterator[None]:
 
 
 def test_one_rank_ends_as_plain_training_on_the_cpu(late: ModuleType, one_rank: None) -> None:
-    """FSDP2 frees the gradients of a step, which are memory of its own stream, while the device still reads them."""
+    """FSDP2 frees the gradients of a step, which are memory of its own stream, while the device still reads
+    them.
+    """
     torch.manual_seed(0)
     model = Model().to("late")
     mesh = init_device_mesh("late", (1,))
@@ -48,8 +50,8 @@ def test_one_rank_ends_as_plain_training_on_the_cpu(late: ModuleType, one_rank: 
     check(got, [[0]] * STEPS, 1)
 
 
-# The rest is slow: four processes per test. test_jobs.py trains with DDP on the device; tests/process/test_hsdp.py
-# shards on the CPU.
+# The rest is slow: four processes per test. test_jobs.py trains with DDP on the device;
+# tests/process/test_hsdp.py shards on the CPU.
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Heals on the test accelerator: into existing tensors, on the target's own devices, with little additional memory."""
+"""Heals on the test accelerator: into existing tensors, on the target's own devices, with little additional
+memory.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_a_heal_takes_no_second_copy_on_the_device(
 def test_a_target_without_memory_costs_the_others_nothing(
     late: Any, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
-    """The target twice fails to allocate memory for the state. The source sends it nevertheless, and continues."""
+    """The target twice fails to allocate memory for the state. The source sends it nevertheless, and
+    continues.
+    """
     new, trains, healed, ended = pg_transport.Destination, Gate(), threading.Event(), threading.Event()
     failures: list[CheckpointError] = []
 
@@ -67,7 +71,9 @@ def test_a_target_without_memory_costs_the_others_nothing(
         torch.accelerator.set_device_index(rank.group)
         state = {"first": torch.full((1000,), 1.0 + rank.group, device=device)}
         if rank.group == 0:
-            state.update(more=torch.full((2000,), 3.0, device=device), last=torch.full((1000,), 4.0, device=device))
+            state.update(
+                more=torch.full((2000,), 3.0, device=device), last=torch.full((1000,), 4.0, device=device)
+            )
         else:
             rank.cluster.wait(trains)
         manager = rank.start_manager(
@@ -94,7 +100,9 @@ def test_a_target_without_memory_costs_the_others_nothing(
 
 
 @pytest.mark.slow  # test_a_transfer_may_take_longer_than_the_timeout in test_transports.py checks both ends
-def test_the_others_wait_for_a_heal_on_a_device_that_makes_progress(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_wait_for_a_heal_on_a_device_that_makes_progress(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No step is lost, though the heal takes longer than the timeout."""
     timeout, send, trains = timedelta(seconds=4), pg_transport.Pairs.send, Gate()
 

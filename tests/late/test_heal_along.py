@@ -1,4 +1,6 @@
-"""A group with parameters on a device trains along while its state arrives in parts: all end with the same bits."""
+"""A group with parameters on a device trains along while its state arrives in parts: all end with the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def small() -> nn.Module:
 
 
 class OnStream(Loop):
-    """Each group trains on its own stream: on the default stream, the mark of another thread would do, too."""
+    """Each group trains on its own stream: on the default stream, the mark of another thread would do,
+    too.
+    """
 
     def __call__(self, rank: Rank) -> Any:
         with torch.Stream(on_device(rank)), torch.autograd.set_multithreading_enabled(False):
@@ -84,7 +88,8 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "adam": lambda model: optim.Adam(model.parameters(), lr=0.01),
-    "capturable": lambda model: optim.Adam(model.parameters(), lr=0.01, capturable=True),  # counts steps on the device
+    # Counts steps on the device.
+    "capturable": lambda model: optim.Adam(model.parameters(), lr=0.01, capturable=True),
     "sgd": lambda model: optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
 }
 SCHEDULES = ("at once", "delayed", "lazy")
@@ -99,7 +104,10 @@ FEW = {
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")
 @pytest.mark.parametrize(
     ("optimizer", "schedule"),
-    [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in product(OPTIMIZERS, SCHEDULES)],
+    [
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
+        for case in product(OPTIMIZERS, SCHEDULES)
+    ],
 )
 def test_a_group_that_joins_has_the_same_bits(
     late: ModuleType,
@@ -113,7 +121,10 @@ def test_a_group_that_joins_has_the_same_bits(
     if schedule == "lazy":
         late.lazy(2000)
     loop = OnStream(together=2, make=OPTIMIZERS[optimizer], model=small, device_of=on_device)
-    with Cluster(make_pg=lambda group: ProcessGroupLate(timeout=DEADLINE)) as cluster, caplog.at_level(logging.INFO):
+    with (
+        Cluster(make_pg=lambda group: ProcessGroupLate(timeout=DEADLINE)) as cluster,
+        caplog.at_level(logging.INFO),
+    ):
         _run(cluster, loop, first=1, later=1)
     assert loop.joined[1] >= LEAST_ROUNDS, "its state came in parts over some steps"
     assert all(committed for _, committed, _ in loop.histories[0])

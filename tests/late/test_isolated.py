@@ -1,7 +1,7 @@
 """Isolated groups on the test device: trainer and worker each wait for the other's device.
 
-There is one rank, whose sums are doubled. Each task of the worker's device is delayed. The trainer's stream waits for
-the worker's; with the fixture `refused`, the driver refuses that and the host waits.
+There is one rank, whose sums are doubled. Each task of the worker's device is delayed. The trainer's stream
+waits for the worker's; with the fixture `refused`, the driver refuses that and the host waits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def queued(work: Any) -> None:
 
 
 def may_run_ahead(late: Any, tensor: torch.Tensor) -> None:
-    """Waits, with the trainer's device held, until the worker has written to the tensor, for at most 0.3 s."""
+    """Waits, with the trainer's device held, until the worker has written to the tensor, for at most 0.3
+    s.
+    """
     before, deadline = late.cpu_view(tensor)[-1].item(), time.monotonic() + 0.3
     while late.cpu_view(tensor)[-1].item() == before and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -166,7 +168,9 @@ def test_a_trainer_that_does_not_follow_is_noticed(group, monkeypatch):
 
 
 def reuse(group: ProcessGroupBabyLate) -> list[float]:
-    """Drops an operation and its tensor without a wait; then memory of the same size is allocated elsewhere."""
+    """Drops an operation and its tensor without a wait; then memory of the same size is allocated
+    elsewhere.
+    """
     another = full(1)
     double(group, another).wait()
     x = full(3)
@@ -237,7 +241,9 @@ def test_memory_is_returned(group):
         torch.accelerator.synchronize()
 
     def returned() -> bool:
-        """Freed memory is known to be unmapped after one of the next operations, a later one on a busy host."""
+        """Freed memory is known to be unmapped after one of the next operations, a later one on a busy
+        host.
+        """
         double(group, full(1)).wait()
         return used() <= before + 3 * 4 * COUNT
 
@@ -343,7 +349,9 @@ def test_a_stream_goes_on_when_the_worker_is_killed(stuck, how: str):
     assert not work.is_completed()
     kill(stuck)
     torch.accelerator.synchronize()
-    assert isinstance(stuck.errored(), RuntimeError) and "the worker process has ended" in str(stuck.errored())
+    assert isinstance(stuck.errored(), RuntimeError) and "the worker process has ended" in str(
+        stuck.errored()
+    )
     assert work.is_completed() and not work.is_success() and work.exception() is not None
     assert y.isfinite().all()
     with pytest.raises(RuntimeError, match="the worker process has ended"):

@@ -51,7 +51,11 @@ class Training:
     """The training loop of each rank. All begin with the same weights."""
 
     def __init__(
-        self, device_of: Callable[[Rank], torch.device], ddp: bool = True, steps: int = STEPS, static: bool = False
+        self,
+        device_of: Callable[[Rank], torch.device],
+        ddp: bool = True,
+        steps: int = STEPS,
+        static: bool = False,
     ) -> None:
         self.device_of, self.ddp, self.steps, self.static = device_of, ddp, steps, static
 
@@ -90,7 +94,9 @@ def late_pg(group: int) -> ProcessGroup:
 @pytest.fixture(scope="module")
 def on_cpu() -> list[torch.Tensor]:
     """The final weights of the job on the CPU."""
-    first, second = run(Training(lambda rank: torch.device("cpu")), lambda group: ProcessGroupGloo(timeout=DEADLINE))
+    first, second = run(
+        Training(lambda rank: torch.device("cpu")), lambda group: ProcessGroupGloo(timeout=DEADLINE)
+    )
     assert all(map(torch.equal, first, second))
     return first
 
@@ -129,7 +135,9 @@ class Averaging:
 
 
 class Hasty(dist._Work):
-    """A work with a mistake: it takes "queued" for "finished", so its results are not ordered behind the operation."""
+    """A work with a mistake: it takes "queued" for "finished", so its results are not ordered behind the
+    operation.
+    """
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -175,7 +183,9 @@ def test_a_group_that_takes_queued_work_for_finished_is_detected(late, on_cpu, d
 @pytest.mark.parametrize("hasty", [False, True])
 def test_local_sgd_ends_with_the_weights_of_the_cpu(late, hasty: bool) -> None:
     """With the mistake of ProcessGroupHasty, it does not."""
-    on_cpu = run(Averaging(lambda rank: torch.device("cpu")), lambda group: ProcessGroupGloo(timeout=DEADLINE))
+    on_cpu = run(
+        Averaging(lambda rank: torch.device("cpu")), lambda group: ProcessGroupGloo(timeout=DEADLINE)
+    )
     if not hasty:  # delays beside the collectives would make the early reads late
         late.delays(7, 1000, 2000)
     kind = ProcessGroupHasty if hasty else ProcessGroupLate

@@ -1,5 +1,5 @@
-"""Jobs on the test device in real processes, one of which is killed: the others continue, and all groups that commit a
-step have the same weights.
+"""Jobs on the test device in real processes, one of which is killed: the others continue, and all groups that
+commit a step have the same weights.
 """
 
 from __future__ import annotations
@@ -62,11 +62,15 @@ def committed(child: Child, participants: int, after: int = 0) -> list[int]:
     ]
 
 
-def run_with_a_kill(*args: str, survivor_args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> list[Child]:
+def run_with_a_kill(
+    *args: str, survivor_args: tuple[str, ...] = (), env: dict[str, str] | None = None
+) -> list[Child]:
     """Returns the two groups that end the job."""
     with Job() as job, tempfile.TemporaryDirectory() as folder:
         args = (*args, f"--store={folder}/store")
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
+        _, lighthouse = job.lighthouse(
+            ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000
+        )
         survivor, victim, spare = (
             start(job, 0, 0, *args, *survivor_args, env=env),
             start(job, 1, 0, *args, env=env),
@@ -91,7 +95,8 @@ def run_with_a_kill(*args: str, survivor_args: tuple[str, ...] = (), env: dict[s
         ("--transport=http", "--stalls=2"),
         ("--transport=pg",),
         ("--kind=diloco",),
-        # Seconds each. Of the threads that they run, the unit tests and test_contexts.py have those of torchft.
+        # Seconds each. Of the threads that they run, the unit tests and test_contexts.py have those of
+        # torchft.
         pytest.param(("--heal_along", "--stalls=2"), marks=pytest.mark.slow),
         pytest.param(("--transport=pg", "--stalls=2"), marks=pytest.mark.slow),
         pytest.param(("--kind=diloco", "--stalls=2"), marks=pytest.mark.slow),
@@ -99,7 +104,8 @@ def run_with_a_kill(*args: str, survivor_args: tuple[str, ...] = (), env: dict[s
         # Inner steps while a fragment is reduced. test_streaming.py has it without a kill.
         pytest.param(("--kind=streaming",), marks=pytest.mark.slow),
         pytest.param(("--kind=streaming", "--transport=pg"), marks=pytest.mark.slow),
-        # The second form of the backend, which revokes, in PyTorch's own group. test_reconfigure.py has its rules.
+        # The second form of the backend, which revokes, in PyTorch's own group. test_reconfigure.py has its
+        # rules.
         pytest.param(("--pg=native", "--transport=pg"), marks=pytest.mark.slow),
         # Each group imports PyTorch a second time, for its workers. test_isolated.py kills a worker.
         pytest.param(("--pg=isolated", "--timeout_s=40"), marks=pytest.mark.slow),
@@ -107,8 +113,8 @@ def run_with_a_kill(*args: str, survivor_args: tuple[str, ...] = (), env: dict[s
     ids=" ".join,
 )
 def test_a_group_is_killed_and_comes_back(job_server: None, args: tuple[str, ...]) -> None:
-    """A rank has a context on its own device only: each thread of torchft's is on that device when it uses one. With
-    --stalls, the deadline of an operation passes in the survivor, too.
+    """A rank has a context on its own device only: each thread of torchft's is on that device when it uses
+    one. With --stalls, the deadline of an operation passes in the survivor, too.
     """
     stalls = tuple(arg for arg in args if arg.startswith("--stalls"))
     common = [arg for arg in args if arg not in stalls]
@@ -125,15 +131,21 @@ def test_the_monitor_of_the_world_does_not_end_survivors(job_server: None) -> No
     run_with_a_kill("--world", env=env)
 
 
-@pytest.mark.parametrize("bus", ["1", pytest.param("0", marks=pytest.mark.slow)], ids=["failure bus", "no failure bus"])
+@pytest.mark.parametrize(
+    "bus", ["1", pytest.param("0", marks=pytest.mark.slow)], ids=["failure bus", "no failure bus"]
+)
 def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_weights(
     job_server: None, bus: str
 ) -> None:
-    """The kernels of both peers are aborted, with different garbage in each, and their works have no error."""
+    """The kernels of both peers are aborted, with different garbage in each, and their works have no
+    error.
+    """
     # Not torchrun's settings: with those PyTorch ends its workers, so that no peer would be left.
     env = {"TORCHFT_FAILURE_BUS": bus, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_RUN_ID": "job"}
     with Job() as job:
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
+        _, lighthouse = job.lighthouse(
+            ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000
+        )
         peers = start(job, 0, 0, env=env), start(job, 1, 0, env=env)
         victim = start(job, 2, 0, "--fails=3", env=env)
         victim.expected_to_live = False
@@ -141,21 +153,29 @@ def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_we
             join(job, child, lighthouse)
         job.wait(lambda: victim.returncode is not None, PHASE_TIMEOUT_S, "it fails")
         at = max(committed(victim, 3))
-        job.wait(lambda: all(len(committed(peer, 2, at)) >= 2 for peer in peers), PHASE_TIMEOUT_S, "its peers continue")
+        job.wait(
+            lambda: all(len(committed(peer, 2, at)) >= 2 for peer in peers),
+            PHASE_TIMEOUT_S,
+            "its peers continue",
+        )
         finish(job, *peers)
         check_steps(*peers, victim)
 
 
 @pytest.mark.slow  # three processes each, and 20 s for the timeout without the bus
 @pytest.mark.parametrize("bus", ["1", "0"], ids=["failure bus", "no failure bus"])
-def test_the_failure_bus_ends_a_collective_whose_backend_detects_no_failure(job_server: None, bus: str) -> None:
-    """Without the bus, the collective would last until its timeout if NCCL has no watchdog, or if its connections do
-    not break.
+def test_the_failure_bus_ends_a_collective_whose_backend_detects_no_failure(
+    job_server: None, bus: str
+) -> None:
+    """Without the bus, the collective would last until its timeout if NCCL has no watchdog, or if its
+    connections do not break.
     """
     env = {"TORCHFT_FAILURE_BUS": bus, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     args = ["--timeout_s=20"]
     with Job() as job:
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
+        _, lighthouse = job.lighthouse(
+            ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000
+        )
         peers = start(job, 0, 0, *args, env=env), start(job, 1, 0, *args, env=env)
         victim = start(job, 2, 0, "--fails=3", *args, env=env)
         victim.expected_to_live = False

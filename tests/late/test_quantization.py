@@ -1,4 +1,6 @@
-"""Quantized collectives on the test device, for which there are no Triton kernels: PyTorch's operators are used."""
+"""Quantized collectives on the test device, for which there are no Triton kernels: PyTorch's operators are
+used.
+"""
 
 from __future__ import annotations
 

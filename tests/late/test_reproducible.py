@@ -17,7 +17,9 @@ from tests.late.group import ProcessGroupLate  # noqa: E402
 
 def test_groups_on_a_device_end_with_the_bits_of_one_process(late: ModuleType) -> None:
     late.delays(7, 0, 500)
-    ranks = Ranks(1, fails=(0, 3), device_of=on_device, make_pg=lambda group: ProcessGroupLate(timeout=DEADLINE))
+    ranks = Ranks(
+        1, fails=(0, 3), device_of=on_device, make_pg=lambda group: ProcessGroupLate(timeout=DEADLINE)
+    )
     ended, expected = ranks.run(), one_process(growing)
     assert all(torch.equal(weights, expected) for weights in ended)
     assert "planned" in ranks.lost

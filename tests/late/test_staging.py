@@ -53,7 +53,9 @@ def test_blocks_are_reused(device: type[Observed]) -> None:
     assert copies.blocks == 2
 
 
-def test_a_block_that_is_still_written_is_not_reused(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_still_written_is_not_reused(
+    device: type[Observed], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Observed, "late", 0.2)
     copies = Observed(torch.device("late:0"))
     reader = Staged(numbers(3 * BLOCK), copies).read(0)
@@ -62,7 +64,9 @@ def test_a_block_that_is_still_written_is_not_reused(device: type[Observed], mon
     assert copies.under_way == 0
 
 
-def test_close_waits_for_copies_and_ends_readers(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_copies_and_ends_readers(
+    device: type[Observed], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Observed, "late", 0.2)
     source = numbers(4 * BLOCK)
     expected = source.cpu()
@@ -96,7 +100,9 @@ def test_an_offer_of_device_memory(device: type[Observed], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
-def test_a_heal_from_device_memory(device: type[Observed], num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heal_from_device_memory(
+    device: type[Observed], num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(nbytes: int, share: int) -> Reservation:
         raise NoRoom(0)
 

@@ -113,7 +113,9 @@ def failure() -> MemberFailure:
 
 @pytest.mark.parametrize("through_future", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_vote_comes_after_the_device(fixture: Fixture, late: ModuleType, kind: str, through_future: bool) -> None:
+def test_the_vote_comes_after_the_device(
+    fixture: Fixture, late: ModuleType, kind: str, through_future: bool
+) -> None:
     with started(fixture, kind) as (manager, backend):
         backend.hang()
         tensor = ones()
@@ -154,7 +156,9 @@ def test_a_device_that_does_not_finish_fails_the_step_at_the_deadline(
         assert backend.aborts == 1
 
 
-def test_a_poll_asks_for_one_event_only(fixture: Fixture, late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poll_asks_for_one_event_only(
+    fixture: Fixture, late: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last one first, and none twice that was reached."""
     asked: list[DeviceEvent] = []
     reached = DeviceEvent.reached
@@ -171,7 +175,11 @@ def test_a_poll_asks_for_one_event_only(fixture: Fixture, late: ModuleType, monk
         backend.hang()
         works.append(manager.allreduce(ones()))
         works[-1].wait()
-        marks = [flight for flight in manager._current.collectives._flights.values() if isinstance(flight, DeviceEvent)]
+        marks = [
+            flight
+            for flight in manager._current.collectives._flights.values()
+            if isinstance(flight, DeviceEvent)
+        ]
         monkeypatch.setattr(DeviceEvent, "reached", ask)
         vote = Vote(manager)
         deadline = time.monotonic() + 20
@@ -190,7 +198,9 @@ def test_a_poll_asks_for_one_event_only(fixture: Fixture, late: ModuleType, monk
 def test_a_reported_failure_ends_queued_collectives(
     fixture: Fixture, late: ModuleType, kind: str, while_voting: bool
 ) -> None:
-    """This happens in the last collective: all works have been waited for, and the device waits for the peer."""
+    """This happens in the last collective: all works have been waited for, and the device waits for the
+    peer.
+    """
     with started(fixture, kind) as (manager, backend):
         backend.hang()
         manager.allreduce(ones()).wait()
@@ -229,7 +239,9 @@ def test_the_backend_averages_if_all_members_take_part_and_can(
 
 
 @pytest.mark.parametrize(("group", "text"), [(ProcessGroupLate, "1"), (Torchfts, "")])
-def test_a_group_whose_backend_averages_announces_it(late: ModuleType, group: Callable[[], Any], text: str) -> None:
+def test_a_group_whose_backend_averages_announces_it(
+    late: ModuleType, group: Callable[[], Any], text: str
+) -> None:
     wrapped = ErrorSwallowingProcessGroupWrapper(group())
     assert [announced(Peers(pg).handle(), AVERAGES) for pg in (group(), wrapped)] == [text] * 2
 
@@ -244,7 +256,9 @@ def test_a_failure_after_the_device_has_finished_costs_nothing(fixture: Fixture,
 
 
 @pytest.mark.parametrize("through_future", [False, True])
-def test_results_are_not_held_until_the_vote(fixture: Fixture, late: ModuleType, through_future: bool) -> None:
+def test_results_are_not_held_until_the_vote(
+    fixture: Fixture, late: ModuleType, through_future: bool
+) -> None:
     with started(fixture) as (manager, _):
         tensor = ones()
         kept = weakref.ref(tensor)
@@ -296,7 +310,9 @@ def test_a_wait_without_a_timeout_leaves_the_host_free(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_future_uses_no_device_but_that_of_its_tensors(fixture: Fixture, late: ModuleType, kind: str) -> None:
+def test_a_future_uses_no_device_but_that_of_its_tensors(
+    fixture: Fixture, late: ModuleType, kind: str
+) -> None:
     """Each device that a future names gets a stream, and on CUDA also a context of hundreds of MB."""
     with started(fixture, kind) as (manager, _):
         for _ in range(32):
@@ -325,9 +341,14 @@ def test_a_tensor_that_cannot_be_reduced_costs_the_step_without_delay(
         assert "allreduce of a tensor " + what in str(manager.errored())
 
 
-def test_a_captured_allreduce_is_refused(fixture: Fixture, late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_allreduce_is_refused(
+    fixture: Fixture, late: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.get_device_module(), "is_current_stream_capturing", lambda: True, raising=False)
-    with started(fixture) as (manager, _), pytest.raises(RuntimeError, match=r"Manager.allreduce cannot be captured"):
+    with (
+        started(fixture) as (manager, _),
+        pytest.raises(RuntimeError, match=r"Manager.allreduce cannot be captured"),
+    ):
         manager.allreduce(ones())
 
 

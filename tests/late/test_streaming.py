@@ -1,4 +1,6 @@
-"""Streaming DiLoCo on the test device: inner steps run while a fragment is reduced, and nothing is read too early."""
+"""Streaming DiLoCo on the test device: inner steps run while a fragment is reduced, and nothing is read too
+early.
+"""
 
 from __future__ import annotations
 

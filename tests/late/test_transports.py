@@ -1,4 +1,6 @@
-"""Transports between groups with different devices: received tensors go to the devices of the target's own state."""
+"""Transports between groups with different devices: received tensors go to the devices of the target's own
+state.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,8 @@ def test_each_tensor_goes_to_the_targets_device_for_it(pair: Pair, writable: boo
         (["late:1", "late:3", "late:3"], ["late:0", "late:0", "late:0"], "late:0", "late:3"),
         # the source has no other tensor on late:2: the target's only device of the same type
         (["late:1", "cpu"], ["late:0", "cpu"], "late:2", "late:1"),
-        (["late:1", "late:3"], ["late:0", "late:0"], "late:2", "cpu"),  # ambiguous: the target has two devices
+        # Ambiguous: the target has two devices.
+        (["late:1", "late:3"], ["late:0", "late:0"], "late:2", "cpu"),
         (["cpu"], ["late:0"], "late:0", "cpu"),
         ([], [], "late:0", "cpu"),
         (["late:1"], ["cpu"], "cpu", "cpu"),
@@ -161,8 +164,8 @@ def test_the_device_of_a_tensor_that_the_target_does_not_have(
 
 @pytest.mark.parametrize("writable", [True, False], ids=["in place", "settled"])
 def test_a_target_without_the_devices_of_the_source(pair: Pair, writable: bool) -> None:
-    """The target's existing tensors are filled where they are. Other received tensors stay on the host; the target's
-    load function can move them.
+    """The target's existing tensors are filled where they are. Other received tensors stay on the host; the
+    target's load function can move them.
     """
     state, own = state_on("late:0", "late:2", 5.0), state_on("cpu", "cpu", 1.0)
     del own["second"]
@@ -179,7 +182,9 @@ def test_a_target_whose_state_cannot_be_read_heals_in_memory_of_the_host(pair: P
 
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(source.send_checkpoint, [1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
-        got = target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=TargetState(fail, writable=True))
+        got = target.recv_checkpoint(
+            0, source.metadata(), 3, TIMEOUT, target=TargetState(fail, writable=True)
+        )
         sent.result(60)
     assert got["w"].device.type == "cpu" and got["w"].tolist() == [1] * 5
 
@@ -204,16 +209,22 @@ def test_a_tensor_without_data_is_refused_and_the_target_gets_the_reason(pair: P
     begun = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(target.recv_checkpoint, 0, source.metadata(), 3, TIMEOUT)
-        with pytest.raises(Unsendable, match=r"\['model'\]\['w'\] is on the meta device: it has no data to send"):
+        with pytest.raises(
+            Unsendable, match=r"\['model'\]\['w'\] is on the meta device: it has no data to send"
+        ):
             source.send_checkpoint([1], 3, state, TIMEOUT)
-        with pytest.raises(CheckpointError, match=r"cannot send its state.*\['model'\]\['w'\] is on the meta device"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot send its state.*\['model'\]\['w'\] is on the meta device"
+        ):
             got.result(60)
     assert time.monotonic() - begun < TIMEOUT.total_seconds() / 2
 
 
 @pytest.fixture
 def held_at_the_tensors(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holds the devices when a process group's source has sent its header, so that all further work is only queued."""
+    """Holds the devices when a process group's source has sent its header, so that all further work is only
+    queued.
+    """
     announced = pg_transport._Channel.announced
 
     def stop(self: Any, nbytes: int) -> None:
@@ -262,7 +273,9 @@ def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_t
 def test_no_host_memory_for_tensors_on_a_device(
     late: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    """The upstream format is not tested: there the target learns a tensor's device only when the tensor arrives."""
+    """The upstream format is not tested: there the target learns a tensor's device only when the tensor
+    arrives.
+    """
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     monkeypatch.setattr(room, "folder", tmp_path)
     # the source has enough
@@ -274,7 +287,9 @@ def test_no_host_memory_for_tensors_on_a_device(
         with pytest.raises(
             CheckpointError, match=r"4000 bytes of it are on a device.*1000 free.*use_async_quorum=False"
         ):
-            target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=TargetState(lambda: own, writable=False))
+            target.recv_checkpoint(
+                0, source.metadata(), 3, TIMEOUT, target=TargetState(lambda: own, writable=False)
+            )
         sent.result(60)  # the source does not wait for a target that has no memory for the state
         source.disallow_checkpoint()
 
@@ -303,13 +318,19 @@ def test_a_target_that_cannot_even_discard_a_state_ends_the_transfer(
 
         sent = pool.submit(send)
         with pytest.raises(CheckpointError, match="no memory for a tensor"):
-            target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=TargetState(lambda: own, writable=True))
+            target.recv_checkpoint(
+                0, source.metadata(), 3, TIMEOUT, target=TargetState(lambda: own, writable=True)
+            )
         with pytest.raises(CheckpointError, match=r"checkpoint of step 3 to \[1\]"):
             sent.result(60)
 
 
-def test_a_heal_whose_native_group_was_aborted_returns_no_state(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The abort ends the receive on the device, which leaves undefined data in the tensor. The backend has no error."""
+def test_a_heal_whose_native_group_was_aborted_returns_no_state(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The abort ends the receive on the device, which leaves undefined data in the tensor. The backend has no
+    error.
+    """
     groups = ranks(2)
     reconfigure(groups, 1)
     source, target = (PGTransport[Any](group, TIMEOUT, LATE) for group in groups)
@@ -347,7 +368,9 @@ def test_a_heal_whose_native_group_was_aborted_returns_no_state(late: Any, monke
         try:
             assert receiving.wait(20)
             abort_group(groups[1])
-            with pytest.raises(CheckpointError, match="was aborted and has no peers until it is reconfigured"):
+            with pytest.raises(
+                CheckpointError, match="was aborted and has no peers until it is reconfigured"
+            ):
                 got.result(20)
         finally:
             for group in groups:
@@ -360,7 +383,9 @@ def test_a_state_has_arrived_on_the_device_when_it_is_returned(late: Any, held_a
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         source, target = process_group(stack, on_device=True)
         got = pool.submit(target.recv_checkpoint, 0, "", 3, TIMEOUT)
-        sent = pool.submit(source.send_checkpoint, [1], 3, {"w": torch.full((1000,), 3.0, device="late:0")}, TIMEOUT)
+        sent = pool.submit(
+            source.send_checkpoint, [1], 3, {"w": torch.full((1000,), 3.0, device="late:0")}, TIMEOUT
+        )
         try:
             with pytest.raises(FutureTimeout):
                 got.result(0.3)
@@ -374,7 +399,9 @@ def test_a_state_has_arrived_on_the_device_when_it_is_returned(late: Any, held_a
 def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
     late: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an asynchronous quorum the state waits in host memory. No copy to it stands between two receives."""
+    """With an asynchronous quorum the state waits in host memory. No copy to it stands between two
+    receives.
+    """
     begun: list[object] = []
     both, start, announced = threading.Event(), pg_transport._Channel._start, pg_transport._Channel.announced
 
@@ -416,8 +443,8 @@ def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
 
 
 def test_a_heal_in_flight_does_not_delay_an_allreduce(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source has queued its sends, and the target does not receive them yet. A communicator runs its operations one
-    after the other, as NCCL's does.
+    """The source has queued its sends, and the target does not receive them yet. A communicator runs its
+    operations one after the other, as NCCL's does.
     """
     may_receive, queued, announced = threading.Event(), threading.Event(), pg_transport._Channel.announced
     wait = pg_transport._Channel.wait
@@ -487,7 +514,9 @@ def test_the_connection_of_a_heal_ends_with_its_group(late: Any, ends: str) -> N
             got.result(60)
 
 
-def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
+def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(
+    late: Any, held_at_the_tensors: None
+) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         source, target = process_group(stack, on_device=True)
         own = torch.zeros(5, device="late:1")
@@ -500,7 +529,9 @@ def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(late: Any, 
         got = pool.submit(receive)
         sent = pool.submit(source.send_checkpoint, [1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
         try:
-            with pytest.raises(CheckpointTimeout, match="from rank 0: timed out after 3 seconds: the device has not"):
+            with pytest.raises(
+                CheckpointTimeout, match="from rank 0: timed out after 3 seconds: the device has not"
+            ):
                 got.result(60)
         finally:
             late.release()
@@ -521,7 +552,8 @@ class Counted(Deadline):
 
 
 class SlowTransfer:
-    """A transfer in eleven pieces. The device begins each when both ends have noticed the one before, and after `slow`.
+    """A transfer in eleven pieces. The device begins each when both ends have noticed the one before, and
+    after `slow`.
 
     Args:
         stack: ends it
@@ -550,7 +582,10 @@ class SlowTransfer:
         self.most_ahead = 0
         self.source, self.target = process_group(stack, on_device=True)
         self.state = {"w": torch.arange(9000.0, device="late:0")}
-        patch, pool = stack.enter_context(pytest.MonkeyPatch.context()), stack.enter_context(ThreadPoolExecutor(2))
+        patch, pool = (
+            stack.enter_context(pytest.MonkeyPatch.context()),
+            stack.enter_context(ThreadPoolExecutor(2)),
+        )
         stack.callback(self.end)
         own, seconds = {"w": torch.zeros(9000, device="late:1")}, timedelta(seconds=timeout)
         begin, send = iter(range(100)), pg_transport.Pairs.send
@@ -560,7 +595,9 @@ class SlowTransfer:
             return self.ends[-1]
 
         def begins(piece: int) -> None:
-            while not self.over.is_set() and not (len(self.ends) == 2 and min(e.moves for e in self.ends) >= piece):
+            while not self.over.is_set() and not (
+                len(self.ends) == 2 and min(e.moves for e in self.ends) >= piece
+            ):
                 time.sleep(0.001)
             if not self.over.is_set():
                 slow(piece)
@@ -605,7 +642,9 @@ def test_a_transfer_may_take_longer_than_the_timeout(late: Any, writable: bool) 
         transfer.sent.result(60)
         assert torch.equal(transfer.got.result(60)["w"].cpu(), transfer.state["w"].cpu())
         transfer.source.disallow_checkpoint()
-        assert now[0] == 70 * transfer.PIECES and [end.moves for end in transfer.ends] == [transfer.PIECES] * 2
+        assert (
+            now[0] == 70 * transfer.PIECES and [end.moves for end in transfer.ends] == [transfer.PIECES] * 2
+        )
         assert 1 < transfer.most_ahead <= pg_transport._AHEAD + 1
 
 
@@ -660,7 +699,9 @@ def test_a_peer_that_fails_in_a_transfer(late: Any, failed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["late", "gloo"])
 def test_the_gpu_test_of_two_ranks(late: Any, kind: str) -> None:
-    """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, needs a GPU. Its ranks run here without one."""
+    """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, needs a GPU. Its ranks run here without
+    one.
+    """
 
     def make() -> Any:
         return ProcessGroupGloo(timeout=TIMEOUT) if kind == "gloo" else ProcessGroupLate(timeout=TIMEOUT)

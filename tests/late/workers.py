@@ -22,7 +22,9 @@ class ProcessGroupBabyHanging(isolated.ProcessGroupBabyLate):
 
 
 class ProcessGroupBabyFailing(isolated.ProcessGroupBabyLate):
-    """Its backend fails in the second operation and handles that itself: operations in flight end with garbage."""
+    """Its backend fails in the second operation and handles that itself: operations in flight end with
+    garbage.
+    """
 
     @classmethod
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
@@ -47,7 +49,9 @@ class ProcessGroupBabyFull(isolated.ProcessGroupBabyLate):
 
 
 class ProcessGroupBabyCounting(isolated.ProcessGroupBabyLate):
-    """Its operations fill tensors with the sum of 2 ** n for each device n on which the worker has a context."""
+    """Its operations fill tensors with the sum of 2 ** n for each device n on which the worker has a
+    context.
+    """
 
     @classmethod
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
@@ -78,7 +82,9 @@ class Stuck(Failing):
 
 
 class ProcessGroupBabyHasty(isolated.ProcessGroupBabyLate):
-    """A wrong worker that does not wait for work queued by the trainer. A test shows that this is detected."""
+    """A wrong worker that does not wait for work queued by the trainer. A test shows that this is
+    detected.
+    """
 
     _sharing: ClassVar[dict[str, str]] = {"late": __name__}
 

@@ -80,7 +80,10 @@ while last < 0 or manager.current_step() < last:
     elif plan.source is not None and error is not None and str(error.original_exception) != reported:
         reported = str(error.original_exception)
         emit("heals", far=reported, source=plan.source.replica_id)
-weights = [*model.parameters(), *(adam.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq"))]
+weights = [
+    *model.parameters(),
+    *(adam.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")),
+]
 emit("finished", step=manager.current_step(), digest=digest_all(weights))
 manager.shutdown()
 pg.shutdown()

@@ -1,4 +1,6 @@
-"""Checks how a lighthouse detected failures: a SIGKILL must be noticed by broken connections, not by silence."""
+"""Checks how a lighthouse detected failures: a SIGKILL must be noticed by broken connections, not by
+silence.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ SILENCE_MS = 600_000
 # All causes, read from the lighthouse's source.
 _SOURCE = Path(__file__).resolve().parents[2] / "go/quorum/types.go"
 CAUSES = re.findall(r'^\t\w+ +Cause = "(\w+)"', _SOURCE.read_text(), re.MULTILINE)
-_COUNTED = re.compile(r'^torchft_member_failures_total\{cause="(\w+)",training_job="default"\} (\d+)$', re.MULTILINE)
-# The causes of a kill. The kernel closes the sockets of a killed process: its stream to the lighthouse ("connection")
-# or to the manager server of its group ("rank"). "unreachable" may also follow a stop: most peers reported broken
-# connections to the member, and then either its port refused a connection, or its stream was open and brought no
-# answer. A kill leaves no stream open, so without stopped processes it is the former.
+_COUNTED = re.compile(
+    r'^torchft_member_failures_total\{cause="(\w+)",training_job="default"\} (\d+)$', re.MULTILINE
+)
+# The causes of a kill. The kernel closes the sockets of a killed process: its stream to the lighthouse
+# ("connection") or to the manager server of its group ("rank"). "unreachable" may also follow a stop: most
+# peers reported broken connections to the member, and then either its port refused a connection, or its
+# stream was open and brought no answer. A kill leaves no stream open, so without stopped processes it is the
+# former.
 _BY_CONNECTION = ("connection", "rank", "unreachable")
 _BY_SILENCE = ("silent", "unreachable", "stalled")
 
@@ -31,10 +36,11 @@ def failures(lighthouse: str) -> Counter[str]:
 
 
 def check_killed(before: Counter[str], after: Counter[str], members: int, heartbeat_timeout_ms: int) -> None:
-    """Checks that this number of members were killed between two counts, and that each was detected by a connection.
+    """Checks that this number of members were killed between two counts, and that each was detected by a
+    connection.
 
-    If the heartbeat timeout is short, because the job has stopped members too, a healthy member may be silent for that
-    long on a busy machine. Silence is then ignored, and only the connections are counted.
+    If the heartbeat timeout is short, because the job has stopped members too, a healthy member may be silent
+    for that long on a busy machine. Silence is then ignored, and only the connections are counted.
     """
     new = {cause: after[cause] - before[cause] for cause in after}
     found = sum(new[cause] for cause in _BY_CONNECTION)
@@ -57,4 +63,6 @@ def check_silenced(before: Counter[str], after: Counter[str], members: int) -> N
     connections stayed open.
     """
     new = {cause: after[cause] - before[cause] for cause in after}
-    assert sum(new[cause] for cause in _BY_SILENCE) >= members, f"{members} members were stopped or cut off: {new}"
+    assert sum(new[cause] for cause in _BY_SILENCE) >= members, (
+        f"{members} members were stopped or cut off: {new}"
+    )

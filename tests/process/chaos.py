@@ -27,7 +27,8 @@ from torch.distributed import TCPStore
 
 from tests.promises import KILL_S, within
 
-# PyTorch's TCPStore asks the name server for the name of every peer. In a new quorum a lost answer would cost 5 s.
+# PyTorch's TCPStore asks the name server for the name of every peer. In a new quorum a lost answer would cost
+# 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 PHASES = [
@@ -58,8 +59,8 @@ class Outcome:
 class Chaos:
     """A job of `groups` groups of `ranks` ranks. Close it with `finish`, which checks its invariants.
 
-    With `torchrun`, each group has one rank, which torchrun's agent starts and restarts. `kills_only` is for jobs in
-    which no process is stopped or cut off, so that no failure may be detected by silence.
+    With `torchrun`, each group has one rank, which torchrun's agent starts and restarts. `kills_only` is for
+    jobs in which no process is stopped or cut off, so that no failure may be detected by silence.
     """
 
     job: Job
@@ -95,8 +96,8 @@ class Chaos:
     # Faults
 
     def kill(self, *victims: int, phase: str = "in bucket 1", rank: int = 0) -> Outcome:
-        """Sends SIGKILL to a rank of each victim at a phase, and ends the other ranks of the group, as torchrun would.
-        Then all are restarted.
+        """Sends SIGKILL to a rank of each victim at a phase, and ends the other ranks of the group, as
+        torchrun would. Then all are restarted.
         """
         for victim in victims:
             self._prepare(victim)  # started in advance, so that the start is not measured
@@ -118,13 +119,17 @@ class Chaos:
         at = self._strike([agent], phase, signal.SIGKILL)
         outcome = self._after(self._others(victim), [victim], at, KILL_BOUND_S)
         self._check_killed(before, 1)
-        self.job.wait(lambda: len(agent.of("imported")) > lives, START_TIMEOUT_S, "the agent starts the worker again")
+        self.job.wait(
+            lambda: len(agent.of("imported")) > lives, START_TIMEOUT_S, "the agent starts the worker again"
+        )
         self._join(self.lives[victim])
         self.wait_together()
         return outcome
 
     def kill_agent(self, victim: int) -> Outcome:
-        """Sends SIGKILL to torchrun's agent only. Its worker ends with it, and then the group is restarted."""
+        """Sends SIGKILL to torchrun's agent only. Its worker ends with it, and then the group is
+        restarted.
+        """
         self._prepare(victim)
         agent = self.lives[victim].ranks[0]
         before = self._failures()
@@ -137,8 +142,12 @@ class Chaos:
         self._replace([victim])
         return outcome
 
-    def stop(self, *victims: int, phase: str = "in bucket 1", rank: int = 0, bound_s: float = STOP_BOUND_S) -> Outcome:
-        """Sends SIGSTOP at a phase, and SIGCONT when the others have continued. The victims notice that, and heal."""
+    def stop(
+        self, *victims: int, phase: str = "in bucket 1", rank: int = 0, bound_s: float = STOP_BOUND_S
+    ) -> Outcome:
+        """Sends SIGSTOP at a phase, and SIGCONT when the others have continued. The victims notice that, and
+        heal.
+        """
         children = [self.lives[victim].ranks[rank] for victim in victims]
         before = self._failures()
         at = self._strike(children, phase, signal.SIGSTOP)
@@ -190,9 +199,13 @@ class Chaos:
         child.expected_to_live = number != signal.SIGKILL
         child.send(do="strike", phase="heals" if role == "target" else "heals another", signal=number)
         if role == "source":  # it reads commands between two steps, and the heal takes one step
-            self.job.wait(lambda: len(child.of("armed")) > armed, HEAL_BOUND_S, "the source reads the command")
+            self.job.wait(
+                lambda: len(child.of("armed")) > armed, HEAL_BOUND_S, "the source reads the command"
+            )
         self._join(back)
-        self.job.wait(lambda: len(child.of("striking")) > before, HEAL_BOUND_S, f"a strike at the {role} of a heal")
+        self.job.wait(
+            lambda: len(child.of("striking")) > before, HEAL_BOUND_S, f"a strike at the {role} of a heal"
+        )
         at = child.of("striking")[-1]["at"]
         if number == signal.SIGKILL:
             for sibling in life.ranks:
@@ -223,20 +236,28 @@ class Chaos:
         return outcome
 
     def stop_lighthouse(self, seconds: float) -> Outcome:
-        """Stops the lighthouse. It receives nothing in that time, and must not count that as failures of members."""
+        """Stops the lighthouse. It receives nothing in that time, and must not count that as failures of
+        members.
+        """
         quorum = max(e["quorum"] for e in self._steps(self.lives[0]))
         at = time.monotonic()
         os.kill(self.lighthouse.pid, signal.SIGSTOP)
         time.sleep(seconds)
         os.kill(self.lighthouse.pid, signal.SIGCONT)
         before = self._commits()
-        self.job.wait(lambda: self._commits() >= before + 5, HEAL_BOUND_S, "the groups continue after the stop")
+        self.job.wait(
+            lambda: self._commits() >= before + 5, HEAL_BOUND_S, "the groups continue after the stop"
+        )
         quorums = {e["quorum"] for life in self.lives for e in self._steps(life)[-2:]}
-        assert quorums == {quorum}, f"a stopped lighthouse counted members as failed: {quorums}, before: {quorum}"
+        assert quorums == {quorum}, (
+            f"a stopped lighthouse counted members as failed: {quorums}, before: {quorum}"
+        )
         return self._after(self.lives, [], at, HEAL_BOUND_S)
 
     def flap(self, cuts: int) -> None:
-        """Interrupts the network of the lighthouse repeatedly, once per second. No member may be evicted for that."""
+        """Interrupts the network of the lighthouse repeatedly, once per second. No member may be evicted for
+        that.
+        """
         assert self.through is not None
         (quorum,) = {e["quorum"] for life in self.lives for e in self._steps(life)[-1:]}
         seen = {child: len(child.of("step")) for child in self._children()}
@@ -253,9 +274,13 @@ class Chaos:
         seen = {child: len(child.of("step")) for child in self._children()}
 
         def together(child: Child) -> bool:
-            return any(e["committed"] and e["participants"] == self.groups for e in child.of("step")[seen[child] :])
+            return any(
+                e["committed"] and e["participants"] == self.groups for e in child.of("step")[seen[child] :]
+            )
 
-        self.job.wait(lambda: all(together(c) for c in self._children()), HEAL_BOUND_S, "all groups train together")
+        self.job.wait(
+            lambda: all(together(c) for c in self._children()), HEAL_BOUND_S, "all groups train together"
+        )
 
     # The end
 
@@ -270,7 +295,9 @@ class Chaos:
                 child.kill()
         self.lighthouse.kill()
         check_history([*self.past, *self.lives], last)
-        check_nothing_left([*self.past, *self.lives, *self.spares], self.memory_before, (self._address(), self.port))
+        check_nothing_left(
+            [*self.past, *self.lives, *self.spares], self.memory_before, (self._address(), self.port)
+        )
 
     # Parts
 
@@ -305,7 +332,9 @@ class Chaos:
             agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
             command = [*agent, "--max_restarts=1000", *worker]
             env = {"SHARED_STORE": str(self.shared.port)}
-            return Life(group, [self.job.start(f"group{group}-life{number}", command, path=ours_path(), env=env)])
+            return Life(
+                group, [self.job.start(f"group{group}-life{number}", command, path=ours_path(), env=env)]
+            )
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         env = {
             "WORLD_SIZE": str(self.ranks),
@@ -316,7 +345,11 @@ class Chaos:
             **({"GLOO_SOCKET_IFNAME": "eth0"} if self.hosts else {}),
         }
         names = [f"group{group}.{rank}-life{number}" for rank in range(self.ranks)]
-        return Life(group, [self._start(group, n, worker, {**env, "RANK": str(i)}) for i, n in enumerate(names)], store)
+        return Life(
+            group,
+            [self._start(group, n, worker, {**env, "RANK": str(i)}) for i, n in enumerate(names)],
+            store,
+        )
 
     def _start(self, group: int, name: str, worker: Sequence[str | Path], env: dict[str, str]) -> Child:
         if self.hosts is None:
@@ -356,7 +389,8 @@ class Chaos:
         """Returns when the last rank was struck."""
         before = {child: len(child.of("striking")) for child in victims}
         for child in victims:
-            child.expected_to_live = number != signal.SIGKILL or self.torchrun  # torchrun's agent itself is no victim
+            # Torchrun's agent itself is no victim.
+            child.expected_to_live = number != signal.SIGKILL or self.torchrun
             child.send(do="strike", phase=phase, signal=number)
         self.job.wait(
             lambda: all(len(c.of("striking")) > before[c] for c in victims), HEAL_BOUND_S, f"a strike {phase}"
@@ -373,7 +407,9 @@ class Chaos:
             return None
 
         children = [child for life in survivors for child in life.ranks]
-        self.job.wait(lambda: all(alone(c) for c in children), bound_s, f"the survivors continue without {victims}")
+        self.job.wait(
+            lambda: all(alone(c) for c in children), bound_s, f"the survivors continue without {victims}"
+        )
         ends = [alone(child) for child in children]
         seconds = max(e["at"] for e in ends if e) - at if ends else 0.0
         lost = [
@@ -383,7 +419,11 @@ class Chaos:
         ]
         notices = [e for child in children for e in child.of("failure") if e["received"] > at]
         phases = (
-            {name.removesuffix("_seconds"): round(s, 3) for name, s in notices[-1].items() if name.endswith("_seconds")}
+            {
+                name.removesuffix("_seconds"): round(s, 3)
+                for name, s in notices[-1].items()
+                if name.endswith("_seconds")
+            }
             if notices
             else {}
         )

@@ -1,7 +1,8 @@
-"""The faults that a job survives, by name: random ones for a given time, or each a number of times for a table.
+"""The faults that a job survives, by name: random ones for a given time, or each a number of times for a
+table.
 
-`make chaos` runs this. `--record=FILE` records the effect of each fault, continues where an earlier run ended, and
-prints the table of all that is in the file.
+`make chaos` runs this. `--record=FILE` records the effect of each fault, continues where an earlier run
+ended, and prints the table of all that is in the file.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _some(chaos: Chaos, rng: random.Random, count: int) -> list[int]:
 
 
 def _kill(count: int, phase: str | None = None, rank: int = 0) -> Do:
-    return lambda chaos, rng: chaos.kill(*_some(chaos, rng, count), phase=phase or rng.choice(PHASES), rank=rank)
+    return lambda chaos, rng: chaos.kill(
+        *_some(chaos, rng, count), phase=phase or rng.choice(PHASES), rank=rank
+    )
 
 
 def _stop(count: int, phase: str | None = None, rank: int = 0) -> Do:
@@ -97,9 +100,17 @@ FAULTS = [
 ]
 
 
-def possible_in(groups: int, ranks: int, torchrun: bool, only: str = "", recorded: bool = False) -> list[Fault]:
-    """The faults that make sense in a job. For a record, only faults that are impossible in a job with fewer ranks."""
-    found = [f for f in FAULTS if f.groups <= groups and f.ranks <= ranks and f.torchrun == torchrun and only in f.name]
+def possible_in(
+    groups: int, ranks: int, torchrun: bool, only: str = "", recorded: bool = False
+) -> list[Fault]:
+    """The faults that make sense in a job. For a record, only faults that are impossible in a job with fewer
+    ranks.
+    """
+    found = [
+        f
+        for f in FAULTS
+        if f.groups <= groups and f.ranks <= ranks and f.torchrun == torchrun and only in f.name
+    ]
     return [f for f in found if f.ranks == ranks] if recorded else found
 
 
@@ -122,8 +133,9 @@ def next_missing(possible: list[Fault], kind: str, done: dict[str, int]) -> Faul
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:
-    """Formats a Markdown table. For each fault and kind of group: how often all invariants held, the median and longest
-    time in seconds until the survivors' next commit, and the largest number of steps that a survivor lost.
+    """Formats a Markdown table. For each fault and kind of group: how often all invariants held, the median
+    and longest time in seconds until the survivors' next commit, and the largest number of steps that a
+    survivor lost.
     """
     by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
@@ -168,7 +180,9 @@ def main() -> int:
     )
     print(f"to replay: {again}", flush=True)
     rng = random.Random(args.seed)
-    possible = possible_in(args.groups, args.ranks, args.torchrun, args.only, recorded=args.record is not None)
+    possible = possible_in(
+        args.groups, args.ranks, args.torchrun, args.only, recorded=args.record is not None
+    )
     done = dict.fromkeys((fault.name for fault in possible), 0)
     for record in _read(args.record) if args.record else []:
         if record["kind"] == args.kind and "broken" not in record:
@@ -190,15 +204,27 @@ def main() -> int:
         )
         try:
             chaos.start()
-            while time.monotonic() - began < 60 * args.minutes and len(records) < (args.faults or sys.maxsize):
-                fault = next_missing(possible, args.kind, done) if args.record else next_at_random(possible, rng)
+            while time.monotonic() - began < 60 * args.minutes and len(records) < (
+                args.faults or sys.maxsize
+            ):
+                fault = (
+                    next_missing(possible, args.kind, done) if args.record else next_at_random(possible, rng)
+                )
                 if fault is None:
                     break
                 outcome = fault.do(chaos, rng)
                 done[fault.name] += 1
-                records.append({"fault": fault.name, "kind": args.kind, "groups": args.groups, "ranks": args.ranks})
-                records[-1] |= {"seconds": round(outcome.seconds, 3), "lost": outcome.lost, "phases": outcome.phases}
-                print(f"[{time.monotonic() - began:7.1f} s] {len(records)}: {fault.name}: {outcome}", flush=True)
+                records.append(
+                    {"fault": fault.name, "kind": args.kind, "groups": args.groups, "ranks": args.ranks}
+                )
+                records[-1] |= {
+                    "seconds": round(outcome.seconds, 3),
+                    "lost": outcome.lost,
+                    "phases": outcome.phases,
+                }
+                print(
+                    f"[{time.monotonic() - began:7.1f} s] {len(records)}: {fault.name}: {outcome}", flush=True
+                )
                 if outcome.seconds > args.slow:
                     print(job.report(), flush=True)
             chaos.finish()
@@ -231,7 +257,8 @@ def flap(args: argparse.Namespace) -> int:
         chaos.finish()
         steps = len(chaos.lives[0].ranks[0].of("step"))
     print(
-        f"{args.flapping} cuts in {seconds:.0f} s broke {proxy.broken} connections; {steps} steps, all committed by all"
+        f"{args.flapping} cuts in {seconds:.0f} s broke {proxy.broken} connections; {steps} steps, all "
+        "committed by all"
     )
     return 0
 
@@ -257,7 +284,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--heal_along",
         action=argparse.BooleanOptionalAction,
-        help="groups heal in passing while the others train; default: yes, and no with --record, which measures the "
+        help="groups heal in passing while the others train; default: yes, and no with --record, which "
+        "measures the "
         "Manager's default",
     )
     parser.add_argument(
@@ -266,9 +294,15 @@ def _parse() -> argparse.Namespace:
         metavar="N",
         help="groups compare weights within N commits; default: the Manager's",
     )
-    parser.add_argument("--flapping", type=int, metavar="N", help="no faults, but N cuts of 100 ms, one each second")
     parser.add_argument(
-        "--slow", type=float, default=float("inf"), metavar="S", help="print all logs when a fault took longer"
+        "--flapping", type=int, metavar="N", help="no faults, but N cuts of 100 ms, one each second"
+    )
+    parser.add_argument(
+        "--slow",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="print all logs when a fault took longer",
     )
     parser.add_argument("--only", default="", help="only faults whose name contains this, such as SIGSTOP")
     parser.add_argument(

@@ -1,4 +1,6 @@
-"""The invariants of a job whose processes are killed or stopped: its history is correct, and it leaks nothing."""
+"""The invariants of a job whose processes are killed or stopped: its history is correct, and it leaks
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Life:
     """A group, from its start to its failure.
 
     Attributes:
-        ranks: a process for each rank; or only torchrun's agent, which starts and restarts the group's only rank.
+        ranks: a process for each rank; or only torchrun's agent, which starts and restarts the group's only
+            rank.
         store: a replacement for the store of torchrun's agent; None if there is an agent.
     """
 
@@ -40,8 +43,8 @@ def check_history(lives: Sequence[Life], last: int) -> None:
     """Checks all commits of all groups, from step 0 to the one before `last`.
 
     Each rank communicates with the ranks of the same number in the other groups. In the first step one group
-    contributes; all others take over its weights and contribute nothing. Which group that is differs between rank
-    numbers.
+    contributes; all others take over its weights and contribute nothing. Which group that is differs between
+    rank numbers.
     """
     for rank in range(len(lives[0].ranks)):
         _check_rank([(life.group, life.ranks[rank]) for life in lives], last)
@@ -90,10 +93,16 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
             for group in groups:
                 weights[bucket] -= RATE / e["participants"] * gradient(step, group, bucket)
         batches += e["participants"]
-        found = torch.frombuffer(bytearray(base64.b64decode(e["weights"])), dtype=torch.float32).view_as(weights)
-        assert torch.allclose(found, weights, rtol=1e-3, atol=1e-3), f"after step {step}: {found}, expected: {weights}"
+        found = torch.frombuffer(bytearray(base64.b64decode(e["weights"])), dtype=torch.float32).view_as(
+            weights
+        )
+        assert torch.allclose(found, weights, rtol=1e-3, atol=1e-3), (
+            f"after step {step}: {found}, expected: {weights}"
+        )
         for event in by_step[step]:
-            assert event["batches"] == batches, f"batches_committed after step {step}: {event['batches']}, {batches}"
+            assert event["batches"] == batches, (
+                f"batches_committed after step {step}: {event['batches']}, {batches}"
+            )
     differences = [e["what"] for _, child in children for e in child.of("differs")]
     assert not differences, f"differences between groups were reported: {differences}"
     # Parameters that never change equal those of the group with whose weights all began.
@@ -115,15 +124,17 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
     left = {name for name in set(os.listdir("/dev/shm")) - memory_before if name.startswith("torchft")}
     assert not left, f"shared memory is left: {left}"
     with socket.socket() as s:
-        # Closed connections of a killed lighthouse remain for a minute, which SO_REUSEADDR permits; a listener would
-        # fail this.
+        # Closed connections of a killed lighthouse remain for a minute, which SO_REUSEADDR permits; a
+        # listener would fail this.
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(lighthouse)
         s.listen()
     for child in (child for life in lives for child in life.ranks):
         # The trainers' reports: after the last step, and when all of torchft is shut down.
         for end in child.of("finished"):
-            assert not end["grown"], f"{child.name} has more than after its first reconfiguration: {end['grown']}"
+            assert not end["grown"], (
+                f"{child.name} has more than after its first reconfiguration: {end['grown']}"
+            )
             again = _reconfigurations(child)
             assert end["compared"] == (again > 1), f"{child.name}: {again} times, compared: {end['compared']}"
         for end in child.of("ended"):
@@ -131,7 +142,9 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
             assert not end["listens"] or end["kind"] == "native", (
                 f"{child.name} still listens on the ports {end['listens']}: it has {end['holders']}"
             )
-            threads = [name for name in end["left"] if name.startswith("torchft") and name not in OF_THE_PROCESS]
+            threads = [
+                name for name in end["left"] if name.startswith("torchft") and name not in OF_THE_PROCESS
+            ]
             assert not threads, f"threads of {child.name} are left: {threads}"
 
 

@@ -28,8 +28,8 @@ def left_over() -> Counter[str]:
 class Leaks:
     """Compares quorums with the same number of groups, because each peer takes descriptors.
 
-    The reference is the value at the end of the first such quorum after a reconfiguration. In the first quorum of all,
-    the process may not have allocated all of its permanent resources.
+    The reference is the value at the end of the first such quorum after a reconfiguration. In the first
+    quorum of all, the process may not have allocated all of its permanent resources.
 
     Attributes:
         compared: number of comparisons; 0 in a process that ends during its reference quorum.
@@ -51,8 +51,8 @@ class Leaks:
             self._settled[groups] = quorum, self._count()
 
     def grown(self, wait_s: float) -> dict[str, int]:
-        """Returns the resources that have grown. Waits up to this many seconds for resources that are about to be
-        freed.
+        """Returns the resources that have grown. Waits up to this many seconds for resources that are about
+        to be freed.
         """
         quorum, groups = self._last
         before, settled = self._settled.get(groups, (quorum, Counter()))

@@ -3,8 +3,9 @@
 Its model is small, and its gradients depend on the step and the group only, so that the parent can compute
 the weights from the participants of each step.
 
-Commands: {"do": "join", "lighthouse": ADDRESS} makes the Manager and trains; {"do": "strike", "phase": NAME, "signal":
-NUMBER} sends itself the signal when it next reaches the phase; {"do": "finish", "step": N} ends after step N.
+Commands: {"do": "join", "lighthouse": ADDRESS} makes the Manager and trains; {"do": "strike", "phase": NAME,
+"signal": NUMBER} sends itself the signal when it next reaches the phase; {"do": "finish", "step": N} ends
+after step N.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Worker:
         self.group, self.kind, self.compute_s = args.group, args.kind, args.compute_s
         self.along, self.compare_commits = args.heal_along, args.compare_commits
         if args.kind == "isolated" and self.compare_commits is None:
-            # The first comparison allocates permanent shared memory, so it must precede the reference of chaos_leaks.
+            # The first comparison allocates permanent shared memory, so it must precede the reference of
+            # chaos_leaks.
             self.compare_commits = 4
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.commands = Commands()
@@ -82,7 +84,9 @@ class Worker:
         # Groups start with different weights, so that a group that is not healed is detected.
         self.weights = [torch.full((SIZE,), float(args.group), device=self.device) for _ in range(BUCKETS)]
         # Its size makes a heal take a moment. It never changes, and differs between groups until they heal.
-        self.ballast = torch.arange(args.state_mb * 250_000, dtype=torch.float32, device=self.device) + args.group
+        self.ballast = (
+            torch.arange(args.state_mb * 250_000, dtype=torch.float32, device=self.device) + args.group
+        )
         # The ballast gets no gradients, so it never changes.
         self.optimizer = torch.optim.SGD([*self.weights, self.ballast], lr=RATE)
         # PyTorch's own groups keep pending operations until they time out.
@@ -93,7 +97,9 @@ class Worker:
 
     def process_group(self) -> dist.ProcessGroup:
         if self.kind == "native":
-            shared = TCPStore("localhost", int(os.environ["SHARED_STORE"]), is_master=False, wait_for_workers=False)
+            shared = TCPStore(
+                "localhost", int(os.environ["SHARED_STORE"]), is_master=False, wait_for_workers=False
+            )
             dist.init_process_group(
                 "gloo",
                 store=PrefixStore(f"rank{self.rank}", shared),
@@ -110,7 +116,11 @@ class Worker:
             return ProcessGroupLate(timeout=TIMEOUT)
         from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupGloo
 
-        return ProcessGroupBabyGloo(timeout=TIMEOUT) if self.kind == "isolated" else ProcessGroupGloo(timeout=TIMEOUT)
+        return (
+            ProcessGroupBabyGloo(timeout=TIMEOUT)
+            if self.kind == "isolated"
+            else ProcessGroupGloo(timeout=TIMEOUT)
+        )
 
     def join(self, lighthouse: str) -> None:
         from torchft import Manager, Optimizer
@@ -155,7 +165,8 @@ class Worker:
             heal_along=self.along,
             compare_commits=self.compare_commits,
         )
-        self.registered = Optimizer(self.manager, self.optimizer)  # registers the parameters to compare and to heal
+        # Registers the parameters to compare and to heal.
+        self.registered = Optimizer(self.manager, self.optimizer)
 
     def save(self) -> dict[str, Any]:
         self.strike_soon("heals another")
@@ -200,7 +211,8 @@ class Worker:
             plan = manager._current.plan
             assert plan is not None
             groups = sorted(int(i.split(":")[0].removeprefix("chaos_")) for i in plan.replica_ids)
-            # Reported before the first collective, because from then on a failed group may be part of the sum.
+            # Reported before the first collective, because from then on a failed group may be part of the
+            # sum.
             emit("begin", step=step, quorum=plan.quorum_id, contributes=contributes)
             gradients, works = [], []
             for bucket in range(BUCKETS):
@@ -226,7 +238,9 @@ class Worker:
                 groups=groups,
                 participants=manager.num_participants(),
                 batches=manager.batches_committed(),
-                weights=base64.b64encode(b"".join(weight.cpu().numpy().tobytes() for weight in self.weights)).decode(),
+                weights=base64.b64encode(
+                    b"".join(weight.cpu().numpy().tobytes() for weight in self.weights)
+                ).decode(),
                 error=None if manager.errored() is None else str(manager.errored())[:200],
             )
             if committed:
@@ -240,10 +254,12 @@ class Worker:
         else:
             self.pg.shutdown()
         gc.collect()  # an exception keeps its frames alive, and with them the error
-        # PyTorch's groups are destroyed on separate threads. And its store looks for a killed peer until its own
-        # timeout of some seconds, on a thread that a step has abandoned.
+        # PyTorch's groups are destroyed on separate threads. And its store looks for a killed peer until its
+        # own timeout of some seconds, on a thread that a step has abandoned.
         deadline = time.monotonic() + ENDS_S
-        while ((self.kind != "native" and listens()) or left_over()["torchft_connect"]) and time.monotonic() < deadline:
+        while (
+            (self.kind != "native" and listens()) or left_over()["torchft_connect"]
+        ) and time.monotonic() < deadline:
             time.sleep(0.01)
         emit("ended", kind=self.kind, listens=listens(), left=dict(left_over()), holders=holders())
 
@@ -264,14 +280,20 @@ def listens() -> list[int]:
 
 
 def holders() -> dict[str, int]:
-    """Counts what may keep a port open: threads, such as those of a group of Gloo, and errors with their frames."""
+    """Counts what may keep a port open: threads, such as those of a group of Gloo, and errors with their
+    frames.
+    """
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    errors = [type(o).__name__ for o in gc.get_objects() if issubclass(type(o), BaseException) and o.__traceback__]
+    errors = [
+        type(o).__name__ for o in gc.get_objects() if issubclass(type(o), BaseException) and o.__traceback__
+    ]
     return dict(Counter([*names, *errors]))
 
 
 def end_with_parent() -> None:
-    """Makes the kernel end this process with its parent; it would otherwise survive a killed torchrun agent (Linux)."""
+    """Makes the kernel end this process with its parent; it would otherwise survive a killed torchrun agent
+    (Linux).
+    """
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,4 +1,5 @@
-"""A process with a checkpoint transport of the torchft on its path, which serves and fetches by commands on stdin.
+"""A process with a checkpoint transport of the torchft on its path, which serves and fetches by commands on
+stdin.
 
 Commands and answers are JSON, one per line.
 """

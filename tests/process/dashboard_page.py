@@ -61,27 +61,37 @@ class Page:
         browser.execute_script("window.loadedOnce = true")
 
     def text(self, element: str) -> str:
-        return str(self.browser.execute_script("return document.getElementById(arguments[0]).innerText", element))
+        return str(
+            self.browser.execute_script("return document.getElementById(arguments[0]).innerText", element)
+        )
 
     def rows(self) -> dict[str, str]:
         """Returns the state of each group."""
         script = (
-            "return [...document.querySelectorAll('#rows tr')].map(r => [r.cells[0].innerText, r.cells[1].innerText])"
+            "return [...document.querySelectorAll('#rows tr')].map(r => [r.cells[0].innerText, "
+            "r.cells[1].innerText])"
         )
         return dict(self.browser.execute_script(script))
 
     def event(self, kind: str, word: str) -> str:
-        """Returns the text of the latest event of this kind that contains this word; empty if there is none."""
+        """Returns the text of the latest event of this kind that contains this word; empty if there is
+        none.
+        """
         script = (
-            "return [...document.querySelectorAll('#events li')].map(li => [li.children[1].innerText, li.innerText])"
+            "return [...document.querySelectorAll('#events li')].map(li => [li.children[1].innerText, "
+            "li.innerText])"
         )
-        return next((text for of, text in self.browser.execute_script(script) if of == kind and word in text), "")
+        return next(
+            (text for of, text in self.browser.execute_script(script) if of == kind and word in text), ""
+        )
 
     def states(self) -> list[str]:
         return sorted(self.rows().values())
 
     def complaints(self) -> list[str]:
-        """Returns the browser's complaints: script errors, violations of the content policy, missing files."""
+        """Returns the browser's complaints: script errors, violations of the content policy, missing
+        files.
+        """
         return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
 
     def was_not_reloaded(self) -> bool:

@@ -43,7 +43,9 @@ class Commands:
         os._exit(3)
 
     def next(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for a command. Raises queue.Empty after ``timeout`` seconds; without it, waits without limit."""
+        """Wait for a command. Raises queue.Empty after ``timeout`` seconds; without it, waits without
+        limit.
+        """
         return self._queue.get(timeout=timeout)
 
     def poll(self) -> dict[str, Any] | None:

@@ -3,10 +3,11 @@
     ForkServer                                  in the tests: starts that process, and asks it for children
     python forkserver.py DESCRIPTOR MODULE...   the process, at the other end of a socket, which imports these
 
-It does not import torchft: a child imports the torchft on its PYTHONPATH, and the Go runtime starts after the fork. It
-has one thread and has not used a device, so that a fork is safe. A child runs and ends its script in the same way as
-Python, with these differences: /proc/PID/cmdline and /proc/PID/environ are those of the server, and all children have
-the same hash seed. So `make test-all` and benchmarks start each child as a program (FORK_SERVER=0).
+It does not import torchft: a child imports the torchft on its PYTHONPATH, and the Go runtime starts after the
+fork. It has one thread and has not used a device, so that a fork is safe. A child runs and ends its script in
+the same way as Python, with these differences: /proc/PID/cmdline and /proc/PID/environ are those of the
+server, and all children have the same hash seed. So `make test-all` and benchmarks start each child as a
+program (FORK_SERVER=0).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# PyTorch modules that the scripts import, or that are slow to import. Optimizers import the last one on first use.
+# PyTorch modules that the scripts import, or that are slow to import. Optimizers import the last one on first
+# use.
 IMPORTS = (
     "torch",
     "torch.distributed.checkpoint",
@@ -37,12 +39,24 @@ IMPORTS = (
     "torch.utils.data",
     "torch._dynamo",
 )
-# Variables that are read while Python starts or PyTorch is imported. A child in which one of them differs from the
-# server's is started as a program.
-READ_AT_START = ("CUDA_", "GLIBC_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_")
+# Variables that are read while Python starts or PyTorch is imported. A child in which one of them differs
+# from the server's is started as a program.
+READ_AT_START = (
+    "CUDA_",
+    "GLIBC_",
+    "KMP_",
+    "LANG",
+    "LC_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "OPENBLAS_",
+)
 READ_AT_START += ("PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRITON_")
-# Exceptions: the first is taken from the child's environment. The second is set by PyTorch itself in a process that has
-# used an optimizer, to the default path.
+# Exceptions: the first is taken from the child's environment. The second is set by PyTorch itself in a
+# process that has used an optimizer, to the default path.
 NOT_COMPARED = {"PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR"}
 # Read when a process group is created.
 READ_LATER = ("TORCH_NCCL_",)
@@ -85,7 +99,8 @@ class Forked:
 
 
 class ForkServer:
-    """Runs scripts in forks of a process that has imported PyTorch. Close it to end that process and its children.
+    """Runs scripts in forks of a process that has imported PyTorch. Close it to end that process and its
+    children.
 
     Args:
         env: the environment of most children, and of the server, which starts on first use.
@@ -107,7 +122,9 @@ class ForkServer:
         return all(env.get(name) == self._env.get(name) for name in read) and self._has_one_thread()
 
     def start(self, argv: Sequence[str], env: dict[str, str], cwd: str, stderr: IO[bytes]) -> Forked:
-        """Run `python ARGV`, a script and its arguments, in a new session, with pipes for stdin and stdout."""
+        """Run `python ARGV`, a script and its arguments, in a new session, with pipes for stdin and
+        stdout.
+        """
         request = json.dumps({"argv": list(argv), "env": env, "cwd": cwd}).encode()
         its_stdin, stdin = os.pipe()
         stdout, its_stdout = os.pipe()
@@ -148,7 +165,9 @@ class ForkServer:
             )
         self._threads = int(self._control.recv(16) or 0)
         if self._threads != 1:
-            print(f"the fork server has {self._threads} threads: children start by themselves", file=sys.stderr)
+            print(
+                f"the fork server has {self._threads} threads: children start by themselves", file=sys.stderr
+            )
 
 
 def _readable(descriptor: int, timeout: float | None) -> bool:
@@ -158,17 +177,19 @@ def _readable(descriptor: int, timeout: float | None) -> bool:
 
 
 def serve(control: socket.socket, imports: Sequence[str]) -> dict[str, Any]:
-    """Fork a child for each request until the tests have ended. Returns in the children only, with the request."""
+    """Fork a child for each request until the tests have ended. Returns in the children only, with the
+    request.
+    """
     for name in imports:
         if name == imports[-1]:
-            # Frozen objects are not collected at the end of a child, which would take a second. But Triton, which the
-            # last module imports, prints errors about objects that were not collected, so it is imported after the
-            # freeze.
+            # Frozen objects are not collected at the end of a child, which would take a second. But Triton,
+            # which the last module imports, prints errors about objects that were not collected, so it is
+            # imported after the freeze.
             gc.collect()
             gc.freeze()
         importlib.import_module(name)
-    # torch.distributed.checkpoint imports the registry of rendezvous, which has loaded the installed torchft; a child
-    # must import the torchft on its own path.
+    # torch.distributed.checkpoint imports the registry of rendezvous, which has loaded the installed torchft;
+    # a child must import the torchft on its own path.
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchft"]:
         del sys.modules[name]
     control.send(str(len(os.listdir("/proc/self/task"))).encode())
@@ -224,7 +245,10 @@ def become(request: dict[str, Any], standard: Sequence[int], status: int) -> Non
     script = request["argv"][0]
     sys.argv[:] = request["argv"]
     # The first entry is the folder of this file, where the server was started.
-    sys.path[:1] = [os.path.dirname(script), *filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:1] = [
+        os.path.dirname(script),
+        *filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     importlib.invalidate_caches()
 
 
@@ -238,6 +262,7 @@ if __name__ == "__main__":
     main = types.ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main
-    # Not by runpy, which removes the module at the end, while pickled classes and daemon threads still need it. And not
-    # in a function: at this level the end of the script is Python's own, with status, traceback, atexit and threads.
+    # Not by runpy, which removes the module at the end, while pickled classes and daemon threads still need
+    # it. And not in a function: at this level the end of the script is Python's own, with status, traceback,
+    # atexit and threads.
     exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)

@@ -1,4 +1,6 @@
-"""A rank of FSDP2 over PyTorch's default group, which torchft connects and reconfigures; prints its weights."""
+"""A rank of FSDP2 over PyTorch's default group, which torchft connects and reconfigures; prints its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ TIMEOUT = timedelta(seconds=30)
 commands = Commands()
 torch.set_num_threads(1)
 store = TCPStore("localhost", args.store, is_master=False, wait_for_workers=False)
-dist.init_process_group("gloo", store=store, rank=args.rank, world_size=2, timeout=TIMEOUT, enable_reconfigure=True)
+dist.init_process_group(
+    "gloo", store=store, rank=args.rank, world_size=2, timeout=TIMEOUT, enable_reconfigure=True
+)
 world = dist.group.WORLD
 assert world is not None
 reconfigure_with_store(world, f"localhost:{args.store}/first", args.rank, 2, TIMEOUT)

@@ -28,7 +28,9 @@ class Listener:
 
 def main(directory: Path) -> None:
     try:
-        member = SharedStorage(directory, name="a", expiry=timedelta(seconds=2), timeout=timedelta(seconds=60))
+        member = SharedStorage(
+            directory, name="a", expiry=timedelta(seconds=2), timeout=timedelta(seconds=60)
+        )
     except ValueError as error:
         emit("refused", error=str(error))
         return

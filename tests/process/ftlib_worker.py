@@ -1,7 +1,7 @@
 """A member of an FTLib job that trains on digits in float64, and may be killed at a line of a rebuild.
 
-A step trains on 32 samples chosen by its number, which the members divide. After the optimizer has stepped, the member
-reports the step to its parent, with the view in which it was made.
+A step trains on 32 samples chosen by its number, which the members divide. After the optimizer has stepped,
+the member reports the step to its parent, with the view in which it was made.
 """
 
 from __future__ import annotations

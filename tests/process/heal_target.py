@@ -1,4 +1,6 @@
-"""A target without memory for the state of step 1, and then with enough memory. Prints the result of each attempt."""
+"""A target without memory for the state of step 1, and then with enough memory. Prints the result of each
+attempt.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=60)
-ROOM = 256 << 20  # bytes beyond the present size of the process: enough for thread stacks, too few for the state
+# Bytes beyond the present size of the process: enough for thread stacks, too few for the state.
+ROOM = 256 << 20
 
 transport: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0)
 # a warm-up: the first transfer starts threads and loads libraries

@@ -30,7 +30,9 @@ def main(megabytes: int, megabytes_a_second: int) -> None:
     torch.set_num_threads(1)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     weights = torch.zeros(megabytes * 250_000)
-    transport: HTTPTransport[dict[str, Any]] = HTTPTransport(TIMEOUT, 0, bandwidth_limit=megabytes_a_second * 1_000_000)
+    transport: HTTPTransport[dict[str, Any]] = HTTPTransport(
+        TIMEOUT, 0, bandwidth_limit=megabytes_a_second * 1_000_000
+    )
     pg = ProcessGroupGloo(timeout=TIMEOUT)
     manager = Manager(
         pg,

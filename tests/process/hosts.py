@@ -119,12 +119,14 @@ class Hosts:
 
 
 def nameless(folder: Path) -> list[str]:
-    """The prefix of a command that runs as on a host that resolves no name, not even localhost: there is no /etc/hosts
-    and no name server, as in minimal images. Needs root.
+    """The prefix of a command that runs as on a host that resolves no name, not even localhost: there is no
+    /etc/hosts and no name server, as in minimal images. Needs root.
     """
     (folder / "hosts").touch()
     (folder / "nsswitch.conf").write_text("hosts: files\n")
-    mount = 'for name in hosts nsswitch.conf; do mount --bind "$0/$name" "/etc/$name" || exit 1; done; exec "$@"'
+    mount = (
+        'for name in hosts nsswitch.conf; do mount --bind "$0/$name" "/etc/$name" || exit 1; done; exec "$@"'
+    )
     return ["unshare", "--mount", "sh", "-c", mount, str(folder)]
 
 

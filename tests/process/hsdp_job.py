@@ -41,11 +41,16 @@ def train(job: Job, children: list[Child]) -> None:
 def weights(job: Job, children: list[Child]) -> dict[str, torch.Tensor]:
     """Returns the weights that all ranks of all groups end with."""
     job.wait_exit(children, 90)
-    ends = [{name: torch.tensor(w) for name, w in child.of("finished")[0]["weights"].items()} for child in children]
+    ends = [
+        {name: torch.tensor(w) for name, w in child.of("finished")[0]["weights"].items()}
+        for child in children
+    ]
     for end in ends[1:]:
         for name, value in end.items():
             first = ends[0][name]
-            assert torch.equal(value, first), f"{name} differs by {(value - first).abs().max()}\n{job.report()}"
+            assert torch.equal(value, first), (
+                f"{name} differs by {(value - first).abs().max()}\n{job.report()}"
+            )
     return ends[0]
 
 
@@ -62,8 +67,8 @@ def check(got: dict[str, torch.Tensor], participants: list[list[int]], shards: i
 
 
 def train_together(shards: int, steps: int, **options: object) -> None:
-    """Trains two groups from the first step to the last, and checks that the weights equal those of one process
-    with all the data.
+    """Trains two groups from the first step to the last, and checks that the weights equal those of one
+    process with all the data.
 
     Args:
         shards: ranks of a group.
@@ -83,7 +88,8 @@ def train_together(shards: int, steps: int, **options: object) -> None:
 
 
 def flip_and_heal(shards: int, flip: int, **options: object) -> None:
-    """Flips a bit of one rank's shard. That rank finds it, and its group takes over the other group's weights.
+    """Flips a bit of one rank's shard. That rank finds it, and its group takes over the other group's
+    weights.
 
     Args:
         shards: ranks of a group.
@@ -103,7 +109,9 @@ def flip_and_heal(shards: int, flip: int, **options: object) -> None:
             child.send(do="finish", step=last)
         got = weights(job, first + second)
         steps = committed(first[0])
-        found = {child.name for child in second for e in child.of("step") if "the bits of" in (e["error"] or "")}
+        found = {
+            child.name for child in second for e in child.of("step") if "the bits of" in (e["error"] or "")
+        }
     assert found == {f"group1-{shards - 1}"}, "the rank whose shard differs"
     assert [e["step"] for e in steps] == list(range(last)), "a step was lost in the other group"
     check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps], shards)
@@ -127,7 +135,8 @@ def _wait_for_step(job: Job, child: Child, participants: int, after: int = 0) ->
 
 
 def join_along(shards: int, fails: bool = False, **options: object) -> None:
-    """Lets a second group join, whose ranks take over their shards in parts while the first group does not wait.
+    """Lets a second group join, whose ranks take over their shards in parts while the first group does not
+    wait.
 
     Args:
         shards: ranks of a group.
@@ -160,7 +169,8 @@ def join_along(shards: int, fails: bool = False, **options: object) -> None:
         lost = [e for e in first[0].of("step") if not e["committed"]]
     assert [e["step"] for e in steps] == list(range(last)), "a step was lost or taken twice"
     assert bool(lost) == fails, lost
-    lengths = {len(errors) for errors in healing}  # all ranks end the heal in the same step, even if one had its parts
+    # All ranks end the heal in the same step, even if one had its parts.
+    lengths = {len(errors) for errors in healing}
     assert len(lengths) == 1 and min(lengths) >= 3, [[error[:40] for error in each] for each in healing]
     for errors in healing:
         while "waits for its connection" in errors[0]:
@@ -173,7 +183,8 @@ def join_along(shards: int, fails: bool = False, **options: object) -> None:
 
 
 def kill_and_heal(shards: int, failures: int = 1, **options: object) -> None:
-    """Ends a rank of the second group in a backward pass. The first group trains alone until new processes have healed.
+    """Ends a rank of the second group in a backward pass. The first group trains alone until new processes
+    have healed.
 
     Args:
         shards: ranks of a group.

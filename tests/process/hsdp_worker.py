@@ -1,9 +1,9 @@
-"""One rank of a replica group that trains with FSDP2: sharded over the group's ranks, replicated over the groups.
-With --wrap=ddp, a group of one rank that trains with DDP.
+"""One rank of a replica group that trains with FSDP2: sharded over the group's ranks, replicated over the
+groups. With --wrap=ddp, a group of one rank that trains with DDP.
 
-Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). With --native, the replicas' group is
-PyTorch's own, which torchft reconfigures. With --device=late, it trains on the test accelerator (tests/late). Prints
-every step, and at its end the full weights.
+Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). With --native, the replicas'
+group is PyTorch's own, which torchft reconfigures. With --device=late, it trains on the test accelerator
+(tests/late). Prints every step, and at its end the full weights.
 """
 
 from __future__ import annotations
@@ -39,17 +39,27 @@ parser.add_argument("--seed", type=int, required=True, help="seed of the first w
 parser.add_argument("--fail_after", type=int, default=-1, help="commits of this group after which it ends")
 parser.add_argument("--device", choices=["cpu", "cuda", "late"], default="cpu")
 parser.add_argument("--delays", type=int, default=0, help="seed of the delays of the test accelerator")
-parser.add_argument("--kind", default="ProcessGroupGloo", help="class of the process group between the replica groups")
+parser.add_argument(
+    "--kind", default="ProcessGroupGloo", help="class of the process group between the replica groups"
+)
 parser.add_argument("--wrap", choices=["fsdp", "ddp"], default="fsdp")
 parser.add_argument(
-    "--compare", type=int, default=0, help="commits in which all weights are compared once; a group that differs heals"
+    "--compare",
+    type=int,
+    default=0,
+    help="commits in which all weights are compared once; a group that differs heals",
 )
-parser.add_argument("--flip", type=int, default=-1, help="step before which a bit of the last rank's shard flips")
+parser.add_argument(
+    "--flip", type=int, default=-1, help="step before which a bit of the last rank's shard flips"
+)
 parser.add_argument(
     "--along", type=int, default=0, help="heal in parts of this many elements, one per step; 0: at once"
 )
 parser.add_argument(
-    "--fail_at", type=int, default=0, help="the last rank ends when it has so many elements of a heal; 0: never"
+    "--fail_at",
+    type=int,
+    default=0,
+    help="the last rank ends when it has so many elements of a heal; 0: never",
 )
 parser.add_argument("--native", type=int, default=0, help="port of the store that all groups share")
 args = parser.parse_args()
@@ -165,7 +175,8 @@ while last_step is None or manager.current_step() < last_step:
     x, y = (t.to(args.device) for t in batch(step, args.group, rank))
     loss = nn.functional.mse_loss(forward(x), y)
     if commits == args.fail_after:
-        manager.wait_quorum()  # not before the quorum: the other group must expect this one in its collectives
+        # Not before the quorum: the other group must expect this one in its collectives.
+        manager.wait_quorum()
         os._exit(9)
     loss.backward()
     participants = manager.num_participants()

@@ -18,8 +18,8 @@ MAIN = "from torchft._torchft import lighthouse_main; lighthouse_main()"
 
 
 class Cluster:
-    """Groups that request quorums and vote (`member.py`), and lighthouses that can be killed. Several of them are a
-    cluster.
+    """Groups that request quorums and vote (`member.py`), and lighthouses that can be killed. Several of them
+    are a cluster.
     """
 
     def __init__(self, job: Job, folder: Path, lighthouses: int, groups: int) -> None:
@@ -38,7 +38,9 @@ class Cluster:
         ]
 
     def start_lighthouse(self, i: int) -> Child:
-        options = f"--min_replicas 1 --bind 127.0.0.1:{self.ports[i]} --state_dir {self.folder / str(i)}".split()
+        options = (
+            f"--min_replicas 1 --bind 127.0.0.1:{self.ports[i]} --state_dir {self.folder / str(i)}".split()
+        )
         options += ["--cluster", ",".join(self.addresses)] if len(self.ports) > 1 else []
         child = self.job.start(f"lighthouse-{i}", [sys.executable, "-c", MAIN, *options], path=ours_path())
         self.wait(lambda: self.answers(i), f"lighthouse {i} listens", 60)

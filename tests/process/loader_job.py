@@ -1,4 +1,6 @@
-"""Runs a job with an ElasticDataLoader, kills and restarts its groups, and checks its weights and counted samples."""
+"""Runs a job with an ElasticDataLoader, kills and restarts its groups, and checks its weights and counted
+samples.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from torchft.data.position import DataPosition
 
 # The points of a step at which a rank kills itself; see loader_worker.py.
 PLACES = ("begin", "units", "reduce", "commit", "stepped")
-# Two more places, at which a rank does not kill itself: its dataset raises, or a worker process of its DataLoader is
-# killed. The rank then ends with an error, and its log contains the pattern given here.
+# Two more places, at which a rank does not kill itself: its dataset raises, or a worker process of its
+# DataLoader is killed. The rank then ends with an error, and its log contains the pattern given here.
 ERRORS = {
-    "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk has failed",
+    "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk",
     # PyTorch's message about the killed worker process, or the error when the rank reads that process's data.
-    "worker": r"DataLoader worker \(pid\(?s?\)? \d+\) (is killed|exited)|ReadFailed: unit .* could not be read: Conn",
+    "worker": r"DataLoader worker \(pid\(?s?\)? \d+\) (is killed|exited)"
+    r"|ReadFailed: unit .* could not be read: Conn",
 }
 
 
@@ -45,8 +48,8 @@ class Part:
 
 @dataclass
 class Elastic:
-    """Runs the parts one after another, each with the same number of steps. The seed determines which groups are killed
-    in a part, and at which points.
+    """Runs the parts one after another, each with the same number of steps. The seed determines which groups
+    are killed in a part, and at which points.
     """
 
     folder: Path
@@ -58,7 +61,8 @@ class Elastic:
     seed: int = 0
     places: tuple[str, ...] = PLACES
     killed: int = 0  # number of groups that were killed by an order, in all parts
-    living: dict[int, list[Child]] = field(default_factory=dict)  # the processes of each running group, by its number
+    # The processes of each running group, by its number.
+    living: dict[int, list[Child]] = field(default_factory=dict)
     started: int = 0  # number of groups that were started, in all parts
     new: list[int] = field(default_factory=list)  # groups that were started for this part
 
@@ -66,8 +70,8 @@ class Elastic:
         """Runs the job and checks its result.
 
         Raises:
-            AssertionError: the final weights differ from those of training in one process, or a sample was not counted
-                exactly once in each epoch.
+            AssertionError: the final weights differ from those of training in one process, or a sample was
+                not counted exactly once in each epoch.
         """
         self.plan = plan(self.samples)
         steps = self.plan.batches_per_epoch * self.plan.epochs
@@ -80,7 +84,8 @@ class Elastic:
                 begin, until = steps * number // len(self.parts), steps * (number + 1) // len(self.parts)
                 last = number + 1 == len(self.parts)
                 self._bring(part, begin)
-                # In the last part the limit is never reached: the groups end with the last epoch, and do not pause.
+                # In the last part the limit is never reached: the groups end with the last epoch, and do not
+                # pause.
                 orders = {group: {"until": until + last} for group in self.living}
                 for victim in random_.sample(sorted(self.living), part.kills):
                     orders[victim] |= {"fail_at": random_.randrange(begin + 1, until - 1)}
@@ -93,8 +98,8 @@ class Elastic:
         restore = ""
         if part.restored:
             restore = str(self.folder / f"{self.started}.checkpoint")
-            # Works only with one rank in each group: then one process has the loader's whole state. A group that still
-            # heals may have paused before an earlier part, and has not trained up to this one.
+            # Works only with one rank in each group: then one process has the loader's whole state. A group
+            # that still heals may have paused before an earlier part, and has not trained up to this one.
             source = next(child for (child,) in self.living.values() if _paused_at(child, begin))
             source.send(save=restore)
             self.job.wait(lambda: source.of("saved"), 30, "a checkpoint")
@@ -118,9 +123,9 @@ class Elastic:
                 "kind": self.kind,
                 "reproducible": int(self.reproducible),
                 "samples": self.samples,
-                # Each group begins with different weights, so that a missing heal changes the result. If groups have
-                # several ranks, those started before the first kill begin with equal weights: at step 0, ranks of the
-                # same group may take over weights from different groups.
+                # Each group begins with different weights, so that a missing heal changes the result. If
+                # groups have several ranks, those started before the first kill begin with equal weights: at
+                # step 0, ranks of the same group may take over weights from different groups.
                 "seed": self.started if self.killed or self.ranks == 1 else 0,
                 "log": self.folder / f"{self.started}-{rank}.log",
                 "weights": self.folder / f"{self.started}-{rank}.weights",
@@ -131,7 +136,11 @@ class Elastic:
             script = Path(HERE) / "loader_worker.py"
             children.append(
                 self.job.python(
-                    f"group{group}-{rank}", script, *arguments, path=ours_path(), env={**env, "RANK": str(rank)}
+                    f"group{group}-{rank}",
+                    script,
+                    *arguments,
+                    path=ours_path(),
+                    env={**env, "RANK": str(rank)},
                 )
             )
         self.started += 1
@@ -144,8 +153,8 @@ class Elastic:
                 child.expected_to_live = False
         self._send(orders, self.new)
         if len(self.new) < len(orders):
-            # The quorum that the running groups request next includes only those new groups that have requested it
-            # already.
+            # The quorum that the running groups request next includes only those new groups that have
+            # requested it already.
             self.job.wait(lambda: self._waiters() == len(self.new), 30, "new groups request a quorum")
             self._send(orders, [group for group in orders if group not in self.new])
         for group in list(victims):
@@ -153,7 +162,9 @@ class Elastic:
             self.job.wait(lambda victim=victim: victim.returncode is not None, 60, f"group {group} is killed")
             failed = orders[group]["place"] in ERRORS
             assert victim.returncode == (1 if failed else -9), self.job.report()
-            assert not failed or re.search(ERRORS[str(orders[group]["place"])], victim.log_tail(30)), self.job.report()
+            assert not failed or re.search(ERRORS[str(orders[group]["place"])], victim.log_tail(30)), (
+                self.job.report()
+            )
             self._kill(group)
             self.killed += 1
         rest = [child for children in self.living.values() for child in children]
@@ -161,16 +172,16 @@ class Elastic:
             self.job.wait_exit(rest, 120)
             self.ended = [child.name for child in rest]
         else:
-            # Waits for one group only: a group that still heals may not reach the end of the part, because its next
-            # quorum waits for the paused groups, which request none. It may reach the end of this part only after the
-            # next one has begun, so the step of the pause counts.
+            # Waits for one group only: a group that still heals may not reach the end of the part, because
+            # its next quorum waits for the paused groups, which request none. It may reach the end of this
+            # part only after the next one has begun, so the step of the pause counts.
             self.job.wait(lambda: any(_paused_at(child, until) for child in rest), 120, "the end of a part")
 
     def _send(self, orders: dict[int, dict[str, object]], groups: list[int]) -> None:
         for group in groups:
             for rank, child in enumerate(self.living[group]):
-                # Only the last rank of a group is ordered to fail. The other ranks cannot continue without it: they
-                # fail too, or wait for it until _train kills them.
+                # Only the last rank of a group is ordered to fail. The other ranks cannot continue without
+                # it: they fail too, or wait for it until _train kills them.
                 child.send(**(orders[group] if rank + 1 == self.ranks else {"until": orders[group]["until"]}))
 
     def _waiters(self) -> int:
@@ -200,8 +211,8 @@ class Elastic:
                 trained.setdefault((epoch, batch, quorum), Counter()).update(indices)
         position = DataPosition()
         epochs = [Counter[int]() for _ in range(self.plan.epochs)]
-        # The history names the quorum in which each step was committed. Samples that were logged in another quorum do
-        # not count: their attempt was not committed, or only by a group that then failed.
+        # The history names the quorum in which each step was committed. Samples that were logged in another
+        # quorum do not count: their attempt was not committed, or only by a group that then failed.
         for quorum in ended[0]["history"]:
             indices = trained[position.epoch, position.batch, quorum]
             batch = [index for unit in self.plan.share(position, 0, 1).units for index in unit.indices]

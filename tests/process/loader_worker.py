@@ -1,11 +1,12 @@
 """One rank of a replica group that trains with an ElasticDataLoader, and kills itself (SIGKILL) on command.
 
-Before the reduction of a step it writes a line into its log: the position, the quorum, and the samples that it counts.
-Its state contains the quorum in which each step was committed. So the lines of steps in the final weights can be
-distinguished from those of lost steps, and of steps committed only by a group that then failed.
+Before the reduction of a step it writes a line into its log: the position, the quorum, and the samples that
+it counts. Its state contains the quorum in which each step was committed. So the lines of steps in the final
+weights can be distinguished from those of lost steps, and of steps committed only by a group that then
+failed.
 
-Commands: {"until": STEP} trains up to a step, or with {"fail_at": STEP, "place": PLACE} until it kills itself there;
-{"save": FILE} writes a checkpoint.
+Commands: {"until": STEP} trains up to a step, or with {"fail_at": STEP, "place": PLACE} until it kills itself
+there; {"save": FILE} writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Mortal(Manager):
-    """Ends in place of an allreduce, for which its peers then wait; or after the vote of its group, before its
-    optimizer steps.
+    """Ends in place of an allreduce, for which its peers then wait; or after the vote of its group, before
+    its optimizer steps.
     """
 
     place: Optional[str] = None
@@ -145,7 +146,8 @@ wrapped = model if sharded else DistributedDataParallel(manager, model)
 sgd = make_optimizer(model)
 optimizer = Optimizer(manager, sgd)
 if args.num_workers:
-    # A new object, because worker processes close sys.stdin, and the command thread holds the lock of the old object.
+    # A new object, because worker processes close sys.stdin, and the command thread holds the lock of the old
+    # object.
     sys.stdin = open(os.devnull)  # noqa: SIM115
 loader = ElasticDataLoader(
     manager,
@@ -159,7 +161,9 @@ if args.restore:
     load(saved["user"])
     manager.load_state_dict(saved["manager"])
     loader.load_state_dict(saved["loader"])
-manager.register_commit_hook(lambda _, committed, __: history.append(manager._quorum_id) if committed else None)
+manager.register_commit_hook(
+    lambda _, committed, __: history.append(manager._quorum_id) if committed else None
+)
 log = open(args.log, "a", buffering=1)  # noqa: SIM115 (until the process ends)
 emit("ready")
 
@@ -204,7 +208,9 @@ while True:
     if place == "stepped":
         fail()
 
-full = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()}
+full = {
+    name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()
+}
 torch.save({"weights": full, "history": history}, args.weights)
 emit("finished")
 manager.shutdown()

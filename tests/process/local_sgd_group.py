@@ -55,8 +55,9 @@ def train(name: str, group: int, lighthouse: str) -> list[list[str]]:
         state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
         min_replica_size=2,
         use_async_quorum=False,
-        # While an upstream group sends its state between two fragments, it continues to train, so the state may be that
-        # of a later inner step. With init_sync, upstream's numbers therefore differ from run to run.
+        # While an upstream group sends its state between two fragments, it continues to train, so the state
+        # may be that of a later inner step. With init_sync, upstream's numbers therefore differ from run to
+        # run.
         init_sync="fragment_sync_delay" not in (CASES[name] or (0, {}))[1],
         timeout=TIMEOUT,
         rank=0,

@@ -1,6 +1,7 @@
 """A link between two network namespaces, with the delay and loss of a link between cities.
 
-A replacement of `tc netem` for kernels without it: frames pass through this process, from one TAP device to another.
+A replacement of `tc netem` for kernels without it: frames pass through this process, from one TAP device to
+another.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _LONGEST_FRAME = 1 << 16
 
 
 def tap(name: str) -> int:
-    """Makes a network device of that name. Returns a descriptor to read and write its frames; closing it removes the
-    device.
+    """Makes a network device of that name. Returns a descriptor to read and write its frames; closing it
+    removes the device.
 
     Raises:
         OSError: not root, or a kernel without TAP.

@@ -52,7 +52,13 @@ def main(steps: float) -> None:
         )
         step = max(step, quorum.max_step) + 1
         committed = client.should_commit(0, step, True, timeout=TIMEOUT)
-        emit("step", step=step, quorum_id=quorum.quorum_id, members=quorum.replica_world_size, committed=committed)
+        emit(
+            "step",
+            step=step,
+            quorum_id=quorum.quorum_id,
+            members=quorum.replica_world_size,
+            committed=committed,
+        )
         if getattr(quorum, "draining", False):  # an upstream result does not have this field
             client._leave(TIMEOUT)
             break

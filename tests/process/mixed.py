@@ -1,6 +1,7 @@
 """A job of two groups that run different torchft packages; `test_mixed_jobs.py` chooses them.
 
-Both start together (init_sync), train together, and each is killed once with SIGKILL and heals from the other.
+Both start together (init_sync), train together, and each is killed once with SIGKILL and heals from the
+other.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Group:
 
     def __init__(self, job: Job, number: int, path: Path, options: tuple[str, ...]) -> None:
         self.job, self.number, self.path, self.options = job, number, path, options
-        # The process that takes over after the kill is started in advance and has imported torch, which simulates a
-        # fast restart.
+        # The process that takes over after the kill is started in advance and has imported torch, which
+        # simulates a fast restart.
         self.child, self._spare = self._start(0), self._start(1)
 
     def _start(self, life: int) -> Child:
@@ -51,14 +52,17 @@ class Group:
         return max([e["step"] for e in self.child.of("step")], default=0)
 
 
-def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, options: tuple[str, ...] = ()) -> None:
+def run_mixed_job(
+    job: Job, paths: tuple[Path, Path], lighthouse_path: Path, options: tuple[str, ...] = ()
+) -> None:
     """Run the whole job with group i from paths[i]; raises AssertionError or JobFailed.
 
     Args:
         options: options of worker.py, for both groups
     """
     groups = [Group(job, number, path, options) for number, path in enumerate(paths)]
-    # Upstream groups keep no connection to the lighthouse, and an upstream lighthouse detects failures by silence only.
+    # Upstream groups keep no connection to the lighthouse, and an upstream lighthouse detects failures by
+    # silence only.
     ours_only = {lighthouse_path, *paths} == {ours_path()}
     heartbeat_ms = SILENCE_MS if ours_only else UPSTREAM_SILENCE_MS
     _, lighthouse = job.lighthouse(
@@ -66,10 +70,13 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
     )
     job.wait(lambda: all(c.events for c in job.children), START_TIMEOUT_S, "all have imported torchft")
 
-    # The lighthouse knows both groups before either requests a quorum, so that the first quorum has both: init_sync.
+    # The lighthouse knows both groups before either requests a quorum, so that the first quorum has both:
+    # init_sync.
     for group in groups:
         group.join(lighthouse)
-    job.wait(lambda: all(f"worker_{i}:" in status(lighthouse) for i in range(2)), PHASE_TIMEOUT_S, "it knows both")
+    job.wait(
+        lambda: all(f"worker_{i}:" in status(lighthouse) for i in range(2)), PHASE_TIMEOUT_S, "it knows both"
+    )
     for group in groups:
         group.child.send(do="train")
     # The weights differ before any heal and training, so equal weights later are due to torchft.
@@ -99,7 +106,9 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
 
 def status(lighthouse: str) -> str:
     """Returns the status page of any lighthouse, which names the members that it knows."""
-    with urllib.request.urlopen(f"http://localhost:{lighthouse.rsplit(':', 1)[1]}/status", timeout=20) as response:
+    with urllib.request.urlopen(
+        f"http://localhost:{lighthouse.rsplit(':', 1)[1]}/status", timeout=20
+    ) as response:
         return response.read().decode()
 
 

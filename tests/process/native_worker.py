@@ -1,7 +1,7 @@
 """A replica group of one process over PyTorch's own default group, which torchft reconfigures.
 
-`dist` calls, functional collectives and the Manager use that one object. Commands are those of worker.py. At every
-second step the group also checks a round of collectives among the present members.
+`dist` calls, functional collectives and the Manager use that one object. Commands are those of worker.py. At
+every second step the group also checks a round of collectives among the present members.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torchft import DistributedDataParallel, Manager, Optimizer
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--store", type=int, required=True, help="port of the store that all groups share")
-parser.add_argument("--timeout_s", type=int, required=True, help="timeout of collectives and of waiting for a quorum")
+parser.add_argument(
+    "--timeout_s", type=int, required=True, help="timeout of collectives and of waiting for a quorum"
+)
 args = parser.parse_args()
 
 TIMEOUT = timedelta(seconds=args.timeout_s)
@@ -35,7 +37,9 @@ model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 adam = optim.Adam(model.parameters(), lr=1e-2)
 
 shared = TCPStore("localhost", args.store, is_master=False, wait_for_workers=False)
-dist.init_process_group("gloo", store=shared, rank=args.group, world_size=3, timeout=TIMEOUT, enable_reconfigure=True)
+dist.init_process_group(
+    "gloo", store=shared, rank=args.group, world_size=3, timeout=TIMEOUT, enable_reconfigure=True
+)
 world = dist.group.WORLD
 assert world is not None
 
@@ -68,7 +72,9 @@ def digest() -> str:
 
 
 def check_collectives() -> int:
-    """Checks torch.distributed's collectives on its default group, among its present members. Returns their number."""
+    """Checks torch.distributed's collectives on its default group, among its present members. Returns their
+    number.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
@@ -120,13 +126,15 @@ while last_step is None or manager.current_step() < last_step:
     time.sleep(0.02)  # time for a joining group to heal
     nn.functional.mse_loss(ddp(x), y).backward()
     members = 0
-    # Every group runs these collectives at the same steps, including a healing group, which has the others' step by
-    # now.
+    # Every group runs these collectives at the same steps, including a healing group, which has the others'
+    # step by now.
     manager.wait_quorum()
     if manager.errored() is None and manager.current_step() % 2 == 0:
         try:
             members = check_collectives()
-        except RuntimeError as e:  # a peer failed: these calls bypass the Manager, which would have kept the error
+        except (
+            RuntimeError
+        ) as e:  # a peer failed: these calls bypass the Manager, which would have kept the error
             manager.report_error(e)
     step = manager.current_step()
     optimizer.step()

@@ -1,7 +1,7 @@
 """One rank of a group that SIGTERM drains, with a DataLoader worker.
 
-It writes an event per step: its number, whether it was committed, the batch, and the samples that this rank counts.
-HANG_AT is a step at which the last rank of the group hangs outside of Python.
+It writes an event per step: its number, whether it was committed, the batch, and the samples that this rank
+counts. HANG_AT is a step at which the last rank of the group hangs outside of Python.
 """
 
 from __future__ import annotations

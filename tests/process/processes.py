@@ -1,7 +1,7 @@
 """Child processes for tests and benchmarks: starts, observes and kills them, and leaves none behind.
 
-A `Job` owns its children. Every wait has a deadline. If a child ends unexpectedly, the wait ends early with an error
-that contains the child's stderr.
+A `Job` owns its children. Every wait has a deadline. If a child ends unexpectedly, the wait ends early with
+an error that contains the child's stderr.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class JobFailed(AssertionError):
 
 
 def ours_path() -> Path:
-    """Return the entry for PYTHONPATH that selects the torchft that this process would import, without importing it."""
+    """Return the entry for PYTHONPATH that selects the torchft that this process would import, without
+    importing it.
+    """
     spec = importlib.util.find_spec("torchft")
     if spec is None or spec.origin is None:
         raise JobFailed("torchft is not importable here: install it (pip install .) or set PYTHONPATH")
@@ -55,15 +57,17 @@ _CHILD = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
 def clean_environment(path: Path) -> dict[str, str]:
-    """Return this process's environment without the variables of `_SETTINGS`, and with the torchft below `path` first
-    on PYTHONPATH.
+    """Return this process's environment without the variables of `_SETTINGS`, and with the torchft below
+    `path` first on PYTHONPATH.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def child_environment(path: Path, env: dict[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child with the torchft below `path`, and with the additional variables of `env`."""
+    """Return the environment of a child with the torchft below `path`, and with the additional variables of
+    `env`.
+    """
     return {**clean_environment(path), **_CHILD, **(env or {})}
 
 
@@ -109,10 +113,13 @@ def free_port() -> int:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Return the processes with XDG_RUNTIME_DIR=`folder` in their environment: a command and its descendants."""
+    """Return the processes with XDG_RUNTIME_DIR=`folder` in their environment: a command and its
+    descendants.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # the process has ended in the meantime, or belongs to another user
+        # The process has ended in the meantime, or belongs to another user.
+        with contextlib.suppress(OSError):
             if f"XDG_RUNTIME_DIR={folder}".encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
     return found
@@ -122,7 +129,11 @@ class Child:
     """One Python process. Its JSON events are collected in `events`; all other output goes to its log."""
 
     def __init__(
-        self, name: str, process: subprocess.Popen[bytes] | Forked, log: IO[bytes], changed: threading.Condition
+        self,
+        name: str,
+        process: subprocess.Popen[bytes] | Forked,
+        log: IO[bytes],
+        changed: threading.Condition,
     ) -> None:
         self.name = name
         self.events: list[Event] = []
@@ -239,7 +250,9 @@ class Job:
         log = self._log(name)
         return self._add(name, fork_server.start(argv, full, self._folder.name, log), log)
 
-    def start(self, name: str, argv: Sequence[str | Path], *, path: Path, env: dict[str, str] | None = None) -> Child:
+    def start(
+        self, name: str, argv: Sequence[str | Path], *, path: Path, env: dict[str, str] | None = None
+    ) -> Child:
         """Start any command with the torchft below `path`, never from the fork server."""
         log = self._log(name)
         # A new session, so that `kill` also kills its children, and Ctrl-C reaches only the parent.
@@ -276,7 +289,8 @@ class Job:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise JobFailed(f"{timeout:g} s passed before: {what}\n{self.report()}")
-                # A child can end without an event, so the condition is evaluated at least four times a second.
+                # A child can end without an event, so the condition is evaluated at least four times a
+                # second.
                 self._changed.wait(min(left, 0.25))
 
     def wait_exit(self, children: Sequence[Child], timeout: float) -> None:

@@ -1,4 +1,6 @@
-"""A node at torchrun's rendezvous that ends itself with SIGKILL: `rendezvous_node.py ENDPOINT NNODES MOMENT`."""
+"""A node at torchrun's rendezvous that ends itself with SIGKILL: `rendezvous_node.py ENDPOINT NNODES
+MOMENT`.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,12 @@ import torch.distributed as dist
 
 folder = Path(os.environ["EVENTS"])
 dist.init_process_group("gloo")
-event = {"node": os.environ["NODE"], "rank": dist.get_rank(), "size": dist.get_world_size(), "pid": os.getpid()}
+event = {
+    "node": os.environ["NODE"],
+    "rank": dist.get_rank(),
+    "size": dist.get_world_size(),
+    "pid": os.getpid(),
+}
 with (folder / "events.jsonl").open("a") as events:
     events.write(json.dumps(event) + "\n")
 while True:

@@ -1,4 +1,6 @@
-"""A replica group of one process that replays failed steps, and kills itself (SIGKILL) at a given step and place."""
+"""A replica group of one process that replays failed steps, and kills itself (SIGKILL) at a given step and
+place.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ parser.add_argument("--save", required=True, help="file for the weights")
 args = parser.parse_args()
 
 TIMEOUT = timedelta(seconds=60)
-# In one of a hundred failures Gloo does not wake a send. With PyTorch 2.7 the step is then lost, unless the survivor
-# waits until the send's timeout. So the timeout of operations is short here, and the wait for aborted operations is
-# long.
+# In one of a hundred failures Gloo does not wake a send. With PyTorch 2.7 the step is then lost, unless the
+# survivor waits until the send's timeout. So the timeout of operations is short here, and the wait for
+# aborted operations is long.
 OPERATION = timedelta(seconds=15)
 collectives._DRAIN_SEC = 30.0
 
@@ -51,7 +53,12 @@ def make_pg() -> Any:
         return ProcessGroupBabyGloo(timeout=OPERATION)
     store = TCPStore("localhost", args.store, is_master=False, wait_for_workers=False)
     dist.init_process_group(
-        "gloo", store=store, rank=args.group, world_size=args.groups, timeout=OPERATION, enable_reconfigure=True
+        "gloo",
+        store=store,
+        rank=args.group,
+        world_size=args.groups,
+        timeout=OPERATION,
+        enable_reconfigure=True,
     )
     return dist.group.WORLD
 
@@ -133,7 +140,13 @@ while manager.current_step() < args.steps:
     optimizer.step()
     slowest = max(slowest, time.monotonic() - began)
 torch.save(model.state_dict(), args.save)
-emit("finished", commits=commits, participants=participants, batches=manager.batches_committed(), slowest=slowest)
+emit(
+    "finished",
+    commits=commits,
+    participants=participants,
+    batches=manager.batches_committed(),
+    slowest=slowest,
+)
 manager.shutdown()
 if args.kind == "native":
     dist.destroy_process_group()

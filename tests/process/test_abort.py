@@ -1,4 +1,5 @@
-"""A peer that stops in the middle of a collective, and the effect of an abort: real processes, all kinds of groups.
+"""A peer that stops in the middle of a collective, and the effect of an abort: real processes, all kinds of
+groups.
 
 docs/benchmarks.md has exact figures. Without the abort, all waits would last ten minutes.
 """
@@ -63,12 +64,16 @@ class Ranks:
     def meeting(self) -> str:
         return f"localhost:{self.store.port}/abort/{next(_meetings)}"
 
-    def do(self, children: list[Child], do: str, each: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    def do(
+        self, children: list[Child], do: str, each: list[dict[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
         before = [len(child.of(do)) for child in children]
         for i, child in enumerate(children):
             child.send(do=do, **(each[i] if each else {}))
         self.job.wait(
-            lambda: all(len(child.of(do)) > n for child, n in zip(children, before)), ANSWER_S, f"{do} is done"
+            lambda: all(len(child.of(do)) > n for child, n in zip(children, before)),
+            ANSWER_S,
+            f"{do} is done",
         )
         return [child.of(do)[-1] for child in children]
 
@@ -134,7 +139,9 @@ def test_no_wait_for_a_stopped_peer_after_an_abort(ranks: Ranks, kind: str) -> N
     ranks.do(ranks.children, "shutdown")
 
 
-@pytest.mark.parametrize(("kind", "drop"), [("gloo", True), ("gloo", False), ("native", False), ("isolated", False)])
+@pytest.mark.parametrize(
+    ("kind", "drop"), [("gloo", True), ("gloo", False), ("native", False), ("isolated", False)]
+)
 def test_a_process_ends_at_once_with_an_operation_in_flight(ranks: Ranks, kind: str, drop: bool) -> None:
     """Without an abort, as after an exception in the training loop."""
     needs(kind)
@@ -146,8 +153,8 @@ def test_a_process_ends_at_once_with_an_operation_in_flight(ranks: Ranks, kind: 
         ranks.do([leaver], "leave", [{"drop": drop}])
         leaver.expected_to_live = False
         ranks.job.wait(lambda: leaver.returncode is not None, EXIT_S, "the process ends")
-        # At exit the interpreter ends a thread that waits in an operation of PyTorch's own group. The thread's stack
-        # has C++ frames, and C++ sometimes aborts the process then.
+        # At exit the interpreter ends a thread that waits in an operation of PyTorch's own group. The
+        # thread's stack has C++ frames, and C++ sometimes aborts the process then.
         assert leaver.returncode in ((0, -signal.SIGABRT) if kind == "native" else (0,)), ranks.job.report()
         print(f"{kind}: the process ended after {time.monotonic() - began:.2f} s")
     finally:

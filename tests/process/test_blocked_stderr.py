@@ -1,6 +1,8 @@
-"""A lighthouse whose standard error is not read continues to serve, and later reports the number of dropped lines.
+"""A lighthouse whose standard error is not read continues to serve, and later reports the number of dropped
+lines.
 
-It also continues if the reader of its standard error has ended."""
+It also continues if the reader of its standard error has ended.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,15 @@ def test_a_lighthouse_serves_while_its_log_is_not_read() -> None:
         client = LighthouseClient(address, WAIT)
         assert client.quorum("a", WAIT).quorum_id > 0
         with urllib.request.urlopen(f"{address}/metrics", timeout=WAIT.total_seconds()) as answer:
-            dropped = re.search(r"^torchft_log_lines_dropped_total (\S+)$", answer.read().decode(), re.MULTILINE)
+            dropped = re.search(
+                r"^torchft_log_lines_dropped_total (\S+)$", answer.read().decode(), re.MULTILINE
+            )
         assert dropped and float(dropped[1]) > 0
 
         process.terminate()
-        counts = [int(lines) for lines in re.findall(r"lines of the log were dropped.* lines=(\d+)", stderr.read())]
+        counts = [
+            int(lines) for lines in re.findall(r"lines of the log were dropped.* lines=(\d+)", stderr.read())
+        ]
         assert sum(counts) >= float(dropped[1])
         assert process.wait(WAIT.total_seconds()) == 0
 

@@ -1,8 +1,9 @@
-"""Kills and stops real processes at each phase of a step, and checks that the survivors keep the invariants of the job.
+"""Kills and stops real processes at each phase of a step, and checks that the survivors keep the invariants
+of the job.
 
-The invariants, checked by chaos.py: the survivors commit within a bound; the weights at a step are equal in all groups,
-and equal to those that one process computes; no step is committed twice; no process, port, thread, descriptor or shared
-memory is left. One job survives many faults, one after another.
+The invariants, checked by chaos.py: the survivors commit within a bound; the weights at a step are equal in
+all groups, and equal to those that one process computes; no step is committed twice; no process, port,
+thread, descriptor or shared memory is left. One job survives many faults, one after another.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from processes import Job
 
 from tests.promises import KILL_S, within
 
-needs_native = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14")
-# Slow: the threads and processes of these groups have their tests in tests/unit/process_group, and test_abort.py stops
-# their peers.
+needs_native = pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14"
+)
+# Slow: the threads and processes of these groups have their tests in tests/unit/process_group, and
+# test_abort.py stops their peers.
 OTHERS = [
     pytest.param("isolated", marks=pytest.mark.slow),
     pytest.param("native", marks=[needs_native, pytest.mark.slow]),
 ]
-# One fault for each way in which survivors detect a failure (the end of the grace period, an error of a collective,
-# missing heartbeats) or continue (as the only group, during a heal, with a new lighthouse). Stops come first: after a
-# stop, Gloo may keep an operation until its timeout, and it must have ended when the job is checked for leaks.
+# One fault for each way in which survivors detect a failure (the end of the grace period, an error of a
+# collective, missing heartbeats) or continue (as the only group, during a heal, with a new lighthouse). Stops
+# come first: after a stop, Gloo may keep an operation until its timeout, and it must have ended when the job
+# is checked for leaks.
 EACH_KIND = [
     "SIGSTOP in bucket 1",
     "SIGSTOP of the source of a heal",
@@ -52,7 +56,9 @@ def run(job: Job, **settings: Any) -> Chaos:
 
 
 def check_compared(chaos: Chaos) -> None:
-    """Checks that the check for leaks has compared at least one process with its reference (chaos_leaks.py)."""
+    """Checks that the check for leaks has compared at least one process with its reference
+    (chaos_leaks.py).
+    """
     ends = [end for life in chaos.lives for child in life.ranks for end in child.of("finished")]
     assert any(end["compared"] for end in ends)
 
@@ -97,15 +103,17 @@ def test_other_process_groups(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
-    """If one rank fails, its group fails, whether or not the rank hosts the manager server. The lighthouse evicts a
-    group with a stalled rank, and names that rank.
+    """If one rank fails, its group fails, whether or not the rank hosts the manager server. The lighthouse
+    evicts a group with a stalled rank, and names that rank.
     """
     with Job() as job:
         chaos = run(job, groups=2, ranks=2, lighthouse_options=EJECT)
         chaos.kill(0, phase="in bucket 1", rank=0)
         chaos.kill(1, phase="in bucket 1", rank=1)
         outcome = chaos.stop(1, phase="in bucket 1", rank=1, bound_s=STOP_BOUND_S + 3)
-        assert outcome.seconds > 2.0, "its manager server is alive, so only the lack of progress shows the failure"
+        assert outcome.seconds > 2.0, (
+            "its manager server is alive, so only the lack of progress shows the failure"
+        )
         chaos.finish()
         log = chaos.lighthouse.log_tail(1000)
     assert "a member makes no progress" in log and "rank 1, step" in log
@@ -115,8 +123,8 @@ def test_one_rank_of_a_group() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
-    """An abort may fail to end a Gloo operation in progress. A rank must stop waiting for that operation before
-    its group's vote times out.
+    """An abort may fail to end a Gloo operation in progress. A rank must stop waiting for that operation
+    before its group's vote times out.
     """
     with Job() as job:
         chaos = run(job, kind="native", groups=2, ranks=2, lighthouse_options=EJECT)
@@ -139,9 +147,9 @@ def test_groups_of_torchrun() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_flapping_network_is_no_failure() -> None:
-    """If a member's connection is cut for less than the grace period, the lighthouse does not declare the member
-    failed. On a busy machine a cut may last longer than intended, so the grace period is longer than the default here;
-    go/manager tests the default with a fake clock.
+    """If a member's connection is cut for less than the grace period, the lighthouse does not declare the
+    member failed. On a busy machine a cut may last longer than intended, so the grace period is longer than
+    the default here; go/manager tests the default with a fake clock.
     """
     grace = f"--suspect_grace_ms={int(1000 * within(KILL_S))}"
     with Flapping() as proxy, Job() as job:
@@ -178,7 +186,9 @@ def test_each_phase(kind: str, groups: int) -> None:
 
 
 def test_a_record_goes_on_where_it_ended_and_makes_a_table() -> None:
-    """Each fault must be repeated a number of times. The next fault is the one that lacks the largest share of them."""
+    """Each fault must be repeated a number of times. The next fault is the one that lacks the largest share
+    of them.
+    """
     done: dict[str, int] = {}
     for _ in range(len(FAULTS)):
         fault = next_missing(FAULTS, "gloo", done)
@@ -189,7 +199,12 @@ def test_a_record_goes_on_where_it_ended_and_makes_a_table() -> None:
     assert next_missing(FAULTS[:1], "native", {FAULTS[0].name: 5}) is None
     records: list[dict[str, Any]] = [
         {"fault": FAULTS[0].name, "kind": kind, "seconds": seconds, "lost": lost}
-        for kind, seconds, lost in [("gloo", 0.25, 1), ("gloo", 0.75, 0), ("gloo", 0.5, 0), ("native", 2.0, 0)]
+        for kind, seconds, lost in [
+            ("gloo", 0.25, 1),
+            ("gloo", 0.75, 0),
+            ("gloo", 0.5, 0),
+            ("native", 2.0, 0),
+        ]
     ]
     broken = {"fault": FAULTS[0].name, "kind": "native", "broken": "different weights after step 7"}
     made = table([*records, broken])
@@ -206,8 +221,8 @@ def test_each_fault_has_a_job_that_it_is_recorded_in() -> None:
 
 
 def test_strikes_end_or_stop_the_process() -> None:
-    """If a strike with SIGKILL did not end the process, the other tests of this file would pass although no process had
-    failed.
+    """If a strike with SIGKILL did not end the process, the other tests of this file would pass although no
+    process had failed.
     """
     with Job() as job:
         chaos = run(job, groups=1)

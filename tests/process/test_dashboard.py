@@ -59,7 +59,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=10_000)
+    server = LighthouseServer(
+        "127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=10_000
+    )
     yield server
     server.shutdown()
 
@@ -80,7 +82,9 @@ def groups(lighthouse: LighthouseServer) -> Iterator[Callable[[int], Child]]:
 
         def start(number: int) -> Child:
             env = {"REPLICA_GROUP_ID": str(number), "TORCHFT_LIGHTHOUSE": lighthouse.address()}
-            return job.python(f"group-{number}", HERE / "healing_member.py", *sizes, path=ours_path(), env=env)
+            return job.python(
+                f"group-{number}", HERE / "healing_member.py", *sizes, path=ours_path(), env=env
+            )
 
         yield start
 
@@ -163,7 +167,9 @@ def test_a_name_is_shown_as_text_and_not_markup(browser: Any, lighthouse: Lighth
 
     evil = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     second = timedelta(seconds=1)
-    LighthouseClient(lighthouse.address(), 10 * second).quorum(evil, timeout=10 * second, address="javascript:alert(1)")
+    LighthouseClient(lighthouse.address(), 10 * second).quorum(
+        evil, timeout=10 * second, address="javascript:alert(1)"
+    )
     page = Page(browser, lighthouse.address())
     wait(lambda: page.rows(), "the group is shown")
     assert list(page.rows()) == [evil]
@@ -171,13 +177,17 @@ def test_a_name_is_shown_as_text_and_not_markup(browser: Any, lighthouse: Lighth
     assert browser.title == "torchft" and page.complaints() == []
 
 
-def test_the_kill_button_asks_first_and_shows_why_it_was_refused(browser: Any, lighthouse: LighthouseServer) -> None:
+def test_the_kill_button_asks_first_and_shows_why_it_was_refused(
+    browser: Any, lighthouse: LighthouseServer
+) -> None:
     from datetime import timedelta
 
     from torchft.coordination import LighthouseClient
 
     second = timedelta(seconds=1)
-    LighthouseClient(lighthouse.address(), 10 * second).quorum("a", timeout=10 * second, address="http://127.0.0.1:9")
+    LighthouseClient(lighthouse.address(), 10 * second).quorum(
+        "a", timeout=10 * second, address="http://127.0.0.1:9"
+    )
     page = Page(browser, lighthouse.address())
     wait(lambda: page.rows(), "the group is shown")
     for button, question in (("kill", "End this group?"), ("drain", "Let this group leave?")):
@@ -190,11 +200,15 @@ def test_the_kill_button_asks_first_and_shows_why_it_was_refused(browser: Any, l
         browser.execute_script("document.getElementById('ask').close()")
 
 
-def test_the_drain_button_drains_a_group(browser: Any, lighthouse: LighthouseServer, members: list[Member]) -> None:
+def test_the_drain_button_drains_a_group(
+    browser: Any, lighthouse: LighthouseServer, members: list[Member]
+) -> None:
     page = Page(browser, lighthouse.address())
     wait(lambda: page.states() == ["training"] * 3, "three groups train")
     rows = "[...document.querySelectorAll('#rows tr')]"
-    browser.execute_script(f"{rows}.find(r => r.innerText.includes('member_1')).querySelector('.drain').click()")
+    browser.execute_script(
+        f"{rows}.find(r => r.innerText.includes('member_1')).querySelector('.drain').click()"
+    )
     browser.execute_script("document.getElementById('confirm').click()")
     wait(lambda: members[1].process.poll() == 0, "the drained group ends with status 0")
     wait(lambda: page.states() == ["training"] * 2, "two continue")
@@ -203,20 +217,28 @@ def test_the_drain_button_drains_a_group(browser: Any, lighthouse: LighthouseSer
     assert page.complaints() == []
 
 
-def test_the_kill_button_ends_a_group(browser: Any, lighthouse: LighthouseServer, members: list[Member]) -> None:
+def test_the_kill_button_ends_a_group(
+    browser: Any, lighthouse: LighthouseServer, members: list[Member]
+) -> None:
     page = Page(browser, lighthouse.address())
     wait(lambda: page.states() == ["training"] * 3, "three groups train")
     rows = "[...document.querySelectorAll('#rows tr')]"
-    browser.execute_script(f"{rows}.find(r => r.innerText.includes('member_2')).querySelector('.kill').click()")
+    browser.execute_script(
+        f"{rows}.find(r => r.innerText.includes('member_2')).querySelector('.kill').click()"
+    )
     assert members[2].process.poll() is None, "the first click must only ask"
     browser.execute_script("document.getElementById('confirm').click()")
     wait(lambda: members[2].process.poll() == 1, "the killed group ends")
     wait(lambda: page.event("killed", "member_2"), "the kill is shown")
     wait(lambda: page.states() == ["training"] * 2, "two continue")
-    assert not browser.execute_script("return document.getElementById('ask').open") and page.complaints() == []
+    assert (
+        not browser.execute_script("return document.getElementById('ask').open") and page.complaints() == []
+    )
 
 
-def test_the_kill_button_takes_the_token(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kill_button_takes_the_token(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     token = tmp_path / "token"
     token.write_text("a-secret-of-this-job\n")
     token.chmod(0o600)
@@ -247,15 +269,19 @@ def test_the_reason_for_a_missing_quorum_is_shown(browser: Any, tmp_path: Path) 
     try:
         page = Page(browser, server.address())
         wait(lambda: page.states() == ["waiting"], "the group waits")
-        assert "Next quorum: 1 member asked, min_replicas is 2. 1 alive, 1 waiting, at least 2 needed." in page.text(
-            "reason"
+        assert (
+            "Next quorum: 1 member asked, min_replicas is 2. 1 alive, 1 waiting, at least 2 needed."
+            in page.text("reason")
         )
         assert page.text("quorum") == "no quorum yet" and page.complaints() == []
         # The page also shows errors that an operator must fix, such as a state directory that was removed.
         assert page.text("unkept") == ""
         shutil.rmtree(disk)
         members.append(Member(1, server.address(), tmp_path))
-        wait(lambda: "The state of the job is not kept on disk: " in page.text("unkept"), "the page shows the error")
+        wait(
+            lambda: "The state of the job is not kept on disk: " in page.text("unkept"),
+            "the page shows the error",
+        )
     finally:
         for member in members:
             member.kill()
@@ -264,12 +290,17 @@ def test_the_reason_for_a_missing_quorum_is_shown(browser: Any, tmp_path: Path) 
 
 @pytest.mark.slow  # go/lighthouse/http_test.go tests the pages of jobs
 def test_each_job_has_its_page(browser: Any, lighthouse: LighthouseServer, tmp_path: Path) -> None:
-    members = [Member(0, lighthouse.address(), tmp_path), Member(1, lighthouse.address(), tmp_path, job="second")]
+    members = [
+        Member(0, lighthouse.address(), tmp_path),
+        Member(1, lighthouse.address(), tmp_path, job="second"),
+    ]
     try:
         page = Page(browser, lighthouse.address())
         wait(lambda: page.states() == ["training"], "the first one trains")
         options = "[...document.getElementById('jobs').options].map(o => o.value)"
-        wait(lambda: browser.execute_script(f"return {options}") == ["default", "second"], "both can be chosen")
+        wait(
+            lambda: browser.execute_script(f"return {options}") == ["default", "second"], "both can be chosen"
+        )
         assert "member_0" in next(iter(page.rows()))
         browser.execute_script("""
             const jobs = document.getElementById("jobs");
@@ -309,7 +340,9 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
             filter.dispatchEvent(new Event("input"));
         """)
         wait(lambda: len(page.rows()) == 100, "the results of the search are shown")
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, "the page scrolls sideways"
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, (
+            "the page scrolls sideways"
+        )
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert page.complaints() == []
@@ -342,7 +375,10 @@ def test_the_throughput_has_numbers_and_times(browser: Any, lighthouse: Lighthou
         const others = ["rate", "period", "reason", "events"].map((id) => at(id).innerText);
         return [texts("x"), texts("y"), inside, ...others];
     """)
-    assert shown[:2] == [["12:00", "12:02", "12:04", "12:06", "12:08", "12:10"], ["0", "10", "20", "30", "40"]]
+    assert shown[:2] == [
+        ["12:00", "12:02", "12:04", "12:06", "12:08", "12:10"],
+        ["0", "10", "20", "30", "40"],
+    ]
     assert shown[2] is True, "a number is cut off"
     assert shown[3:6] == ["20.0", "50 ms", "2 alive, 1 waiting, at least 1 needed."]
     assert "2 groups train from step 0" in shown[6]
@@ -350,7 +386,9 @@ def test_the_throughput_has_numbers_and_times(browser: Any, lighthouse: Lighthou
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """Answers like a proxy whose lighthouse is down. A browser does not reconnect by itself after such an answer."""
+    """Answers like a proxy whose lighthouse is down. A browser does not reconnect by itself after such an
+    answer.
+    """
 
     asked = threading.Event()
 
@@ -406,7 +444,13 @@ def test_the_lighthouses_of_a_cluster_are_shown(browser: Any, lighthouse: Lighth
         {"address": "http://c:1", "leads": False, "voter": True, "reached": False},
         {"address": "http://<b>d</b>:1", "leads": False, "voter": False, "reached": True},
     ]
-    cluster = {"self": "http://a:1", "leader": "http://b:1", "since_ms": 720_000, "members": members, "trouble": ""}
+    cluster = {
+        "self": "http://a:1",
+        "leader": "http://b:1",
+        "since_ms": 720_000,
+        "members": members,
+        "trouble": "",
+    }
     browser.execute_async_script(show, cluster)
     assert not browser.execute_script(hidden)
     assert page.text("leader") == "http://b:1 has led for 12 min." and page.text("trouble") == ""
@@ -417,7 +461,9 @@ def test_the_lighthouses_of_a_cluster_are_shown(browser: Any, lighthouse: Lighth
         ["http://<b>d</b>:1", "not in the cluster"],
     ]
     none = [{**member, "leads": False} for member in members]
-    browser.execute_async_script(show, {**cluster, "leader": "", "members": none, "trouble": "the disk is full"})
+    browser.execute_async_script(
+        show, {**cluster, "leader": "", "members": none, "trouble": "the disk is full"}
+    )
     assert page.text("leader").startswith("None has led for 12 min: 2 of 3 must reach each other.")
     assert page.text("trouble") == "http://a:1: the disk is full"
     assert page.complaints() == []
@@ -504,5 +550,7 @@ def test_events_of_another_day_show_their_date(browser: Any, lighthouse: Lightho
         try { redate(); } finally { Date = RealDate; }
         return document.querySelector("#events time").innerText;
     """)
-    assert re.fullmatch(r"\S+ \S+\s\d\d:\d\d:\d\d", yesterday), "a page that stays open until another day shows no date"
+    assert re.fullmatch(r"\S+ \S+\s\d\d:\d\d:\d\d", yesterday), (
+        "a page that stays open until another day shows no date"
+    )
     assert page.complaints() == []

@@ -1,4 +1,6 @@
-"""A group of two ranks is drained from a running train_ddp.py: it ends without an error, and no step is lost."""
+"""A group of two ranks is drained from a running train_ddp.py: it ends without an error, and no step is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,12 @@ def test_a_drained_group_ends_and_the_other_one_loses_no_step(lighthouse: str, t
             "60s",
             "train_ddp_1",
         ]
-        assert process_tree.start(drain, output, {"PYTHONPATH": ours_path()}).wait(90) == 0, output.read_text()
-        assert "asked to leave at the end of a step" in output.read_text() and "has left" in output.read_text()
+        assert process_tree.start(drain, output, {"PYTHONPATH": ours_path()}).wait(90) == 0, (
+            output.read_text()
+        )
+        assert (
+            "asked to leave at the end of a step" in output.read_text() and "has left" in output.read_text()
+        )
         wait_for(lambda: groups[1].status == 0, "it ends well", *groups, seconds=100)
         assert len({end["step"] for end in groups[1].ends()}) == 1, "its ranks left at the same step"
 

@@ -40,8 +40,8 @@ WAIT_S = 60
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """A server for these tests only, since they also run with FORK_SERVER=0. It does not import PyTorch, which is
-    faster.
+    """A server for these tests only, since they also run with FORK_SERVER=0. It does not import PyTorch,
+    which is faster.
     """
     server = ForkServer(child_environment(ours_path()), ["logging"])
     yield server
@@ -78,9 +78,15 @@ def test_arguments_environment_and_descriptors_are_those_of_a_program(job: Job, 
     script = str(tmp_path / "script.py")
     assert listing["argv"] == [script, "one", "2"] and listing["file"] == script
     assert listing["name"] == "__main__" and listing["main"]
-    assert listing["path"][:2] == [str(tmp_path), str(ours_path())] and str(processes.HERE) not in listing["path"]
+    assert (
+        listing["path"][:2] == [str(tmp_path), str(ours_path())]
+        and str(processes.HERE) not in listing["path"]
+    )
     assert listing["cwd"] == job._folder.name and listing["session"] and listing["stdin"] == ""
-    assert listing["environment"] == child_environment(ours_path(), {"SPECIAL": "yes"}) and listing["in C"] == "yes"
+    assert (
+        listing["environment"] == child_environment(ours_path(), {"SPECIAL": "yes"})
+        and listing["in C"] == "yes"
+    )
     assert listing["descriptors"][:3] == [0, 1, 2] and len(listing["descriptors"]) == 4, (
         "the fourth is the listing's own"
     )
@@ -95,7 +101,11 @@ def test_arguments_environment_and_descriptors_are_those_of_a_program(job: Job, 
         ("def f():\n    raise ValueError('a mistake')\nf()\n", 1, 'script.py", line 2, in f\n'),
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
         ("import atexit, sys; atexit.register(print, 'at its end', file=sys.stderr)", 0, "at its end"),
-        ("import threading, time; threading.Thread(target=time.sleep, args=[1000], daemon=True).start()", 0, ""),
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=[1000], daemon=True).start()",
+            0,
+            "",
+        ),
         ("import threading\nthreading.Timer(0.1, lambda: open('late', 'w')).start()", 0, ""),
     ],
 )
@@ -106,7 +116,9 @@ def test_a_child_ends_like_a_program(job: Job, tmp_path: Path, text: str, status
     assert Path(job._folder.name, "late").exists() == ("late" in text), "the process waits for other threads"
 
 
-def test_a_child_ends_with_its_parent_and_a_sibling_does_not_keep_its_pipes_open(job: Job, tmp_path: Path) -> None:
+def test_a_child_ends_with_its_parent_and_a_sibling_does_not_keep_its_pipes_open(
+    job: Job, tmp_path: Path
+) -> None:
     reads = "import sys; sys.stdin.read(); print('[]')"
     first, second = run(job, tmp_path, reads), run(job, tmp_path, reads)
     first._process.stdin.close()  # type: ignore[union-attr]
@@ -117,12 +129,16 @@ def test_a_child_ends_with_its_parent_and_a_sibling_does_not_keep_its_pipes_open
 
 def test_a_kill_also_kills_grandchildren(job: Job, tmp_path: Path) -> None:
     text = "import json, subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
-    parent = run(job, tmp_path, text + "print(json.dumps({'event': 'pid', 'pid': child.pid}))\nchild.wait()\n")
+    parent = run(
+        job, tmp_path, text + "print(json.dumps({'event': 'pid', 'pid': child.pid}))\nchild.wait()\n"
+    )
     job.wait(lambda: parent.of("pid"), WAIT_S, "it has a child")
     pid = parent.of("pid")[0]["pid"]
     assert os.getsid(pid) == os.getsid(parent.pid) == parent.pid
     parent.kill()
-    job.wait(lambda: not Path(f"/proc/{pid}").exists() or "Z (zombie)" in state(pid), WAIT_S, "its child ends")
+    job.wait(
+        lambda: not Path(f"/proc/{pid}").exists() or "Z (zombie)" in state(pid), WAIT_S, "its child ends"
+    )
 
 
 def state(pid: int) -> str:
@@ -145,7 +161,9 @@ def test_variables_that_python_reads_at_its_start_prevent_a_fork(server: ForkSer
     usual = child_environment(ours_path())
     assert server.can_start(usual)
     assert server.can_start({**usual, "PYTHONPATH": "/elsewhere", "RANK": "0", "TORCHFT_LOG_LEVEL": "debug"})
-    assert server.can_start({**usual, "TORCHINDUCTOR_CACHE_DIR": "/tmp", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    assert server.can_start(
+        {**usual, "TORCHINDUCTOR_CACHE_DIR": "/tmp", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    )
     assert not server.can_start({**usual, "OMP_NUM_THREADS": "2"})
     assert not server.can_start({**usual, "TORCH_LOGS": "+all"})
     assert not server.can_start({**usual, "PYTHONHASHSEED": "1"})

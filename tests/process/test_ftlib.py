@@ -1,5 +1,5 @@
-"""FTLib in four processes that train on digits, with each consensus: members are killed in turn, and at each line of
-a rebuild.
+"""FTLib in four processes that train on digits, with each consensus: members are killed in turn, and at each
+line of a rebuild.
 
 The weights equal those of one process that repeats the recorded steps.
 """
@@ -46,7 +46,16 @@ class Members:
             settings["seeds"] = [
                 child.of("address")[0]["address"] for child in self.now.values() if child.of("address")
             ]
-        args = [self._consensus, json.dumps(settings), *self._args, "--name", name, "--seed", len(self.lives), *more]
+        args = [
+            self._consensus,
+            json.dumps(settings),
+            *self._args,
+            "--name",
+            name,
+            "--seed",
+            len(self.lives),
+            *more,
+        ]
         child = self.job.python(
             name, HERE / "ftlib_worker.py", *args, path=ours_path(), env={"TORCHFT_HOST": "localhost"}
         )
@@ -91,8 +100,8 @@ class Members:
 
 
 def one_process(sizes: list[int]) -> torch.Tensor:
-    """Plain SGD with the first member's seed: the gradient of step n is the mean over the parts of ``sizes[n]``
-    members.
+    """Plain SGD with the first member's seed: the gradient of step n is the mean over the parts of
+    ``sizes[n]`` members.
     """
     inputs, labels = digits()
     model = make_model(0)
@@ -115,7 +124,9 @@ def lines_of_rebuild() -> int:
 
 def settings_of(consensus: str, job: Job, folder: Path) -> dict[str, Any]:
     if consensus == "lighthouse":
-        _, address = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=SILENCE_MS)
+        _, address = job.lighthouse(
+            ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=SILENCE_MS
+        )
         return {"timeout": 60, "lighthouse_addr": address}
     if consensus == "gossip":
         return {"timeout": 60}
@@ -192,10 +203,12 @@ def test_a_member_joins_at_each_line_of_a_rebuild(consensus: str, tmp_path: Path
         members.check_weights(5)
 
 
-# Slow with the two others: their rules are tested in tests/unit/ftlib, and an example trains with the shared directory.
+# Slow with the two others: their rules are tested in tests/unit/ftlib, and an example trains with the shared
+# directory.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "consensus", ["lighthouse", *(pytest.param(c, marks=pytest.mark.slow) for c in ("gossip", "shared_storage"))]
+    "consensus",
+    ["lighthouse", *(pytest.param(c, marks=pytest.mark.slow) for c in ("gossip", "shared_storage"))],
 )
 def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
     """Averages overlap with the backward pass."""
@@ -213,14 +226,16 @@ def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
         members.check_weights()
 
 
-# With gossip only: tests/unit/ftlib/test_shared_storage.py has members that do not renew their records, and tests of
-# the lighthouse have silent groups.
+# With gossip only: tests/unit/ftlib/test_shared_storage.py has members that do not renew their records, and
+# tests of the lighthouse have silent groups.
 @pytest.mark.slow  # test_a_member_is_killed; go/gossip/node_test.go has members that stop answering
 @pytest.mark.timeout(300)
 def test_a_member_that_stops_answering_is_noticed_before_the_collective_times_out(tmp_path: Path) -> None:
     """Its connections stay open. It rejoins when it continues."""
     with Job() as job:
-        members = Members(job, "gossip", settings_of("gossip", job, tmp_path), tmp_path, "--collective-timeout", "250")
+        members = Members(
+            job, "gossip", settings_of("gossip", job, tmp_path), tmp_path, "--collective-timeout", "250"
+        )
         for name in ("m0", "m1", "m2", "m3"):
             members.start(name)
             if name == "m0":

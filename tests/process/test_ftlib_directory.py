@@ -1,4 +1,6 @@
-"""FTLib's shared storage on a file system that is read-only, full, or becomes full: a tmpfs in a namespace."""
+"""FTLib's shared storage on a file system that is read-only, full, or becomes full: a tmpfs in a
+namespace.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ MOUNT = 'mount -t tmpfs -o size=64k none "$PWD"; cd "$PWD"'
     ],
     ids=["read-only", "full"],
 )
-def test_a_directory_without_space_or_write_access_is_refused(tmp_path: Path, prepare: str, reason: str) -> None:
+def test_a_directory_without_space_or_write_access_is_refused(
+    tmp_path: Path, prepare: str, reason: str
+) -> None:
     (refused,) = events(tmp_path / "shared", prepare)
     assert refused["event"] == "refused"
     assert reason in refused["error"] and "allowed: a directory with free space" in refused["error"]
@@ -50,5 +54,8 @@ def test_a_directory_without_space_or_write_access_is_refused(tmp_path: Path, pr
 
 def test_a_member_counts_as_failed_while_its_directory_is_full(tmp_path: Path) -> None:
     first, failed, second = events(tmp_path / "shared", MOUNT)
-    assert "its own record could not be renewed" in failed["reason"] and "No space left on device" in failed["reason"]
+    assert (
+        "its own record could not be renewed" in failed["reason"]
+        and "No space left on device" in failed["reason"]
+    )
     assert second["number"] > first["number"]

@@ -21,14 +21,29 @@ def test_the_source_is_killed() -> None:
         )
 
         def start(group: int) -> Child:
-            where = ("--group", group, "--lighthouse", lighthouse, "--rate", RATE, "--joins", JOINS, "--steps", STEPS)
+            where = (
+                "--group",
+                group,
+                "--lighthouse",
+                lighthouse,
+                "--rate",
+                RATE,
+                "--joins",
+                JOINS,
+                "--steps",
+                STEPS,
+            )
             return job.python(f"group_{group}", HERE / "along_worker.py", *where, path=ours_path())
 
         first = [start(group) for group in range(2)]
         job.wait(lambda: all(child.of("ready") for child in first), START_TIMEOUT_S, "two groups are ready")
         for child in first:
             child.send(do="go")
-        job.wait(lambda: all(len(child.of("committed")) >= 3 for child in first), START_TIMEOUT_S, "two groups train")
+        job.wait(
+            lambda: all(len(child.of("committed")) >= 3 for child in first),
+            START_TIMEOUT_S,
+            "two groups train",
+        )
         joins = start(2)  # not earlier, because the first quorum would wait for it
         joins.send(do="go")
         heals = job.wait(

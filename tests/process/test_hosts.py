@@ -1,4 +1,6 @@
-"""Hosts that lose contact while their connections stay open, so that only silence shows it; and distant hosts."""
+"""Hosts that lose contact while their connections stay open, so that only silence shows it; and distant
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ from processes import Job
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
 
-# Each process imports PyTorch, because none is forked in the namespace of a host. test_chaos.py stops processes, which
-# only silence shows too, and go/sim cuts machines off.
+# Each process imports PyTorch, because none is forked in the namespace of a host. test_chaos.py stops
+# processes, which only silence shows too, and go/sim cuts machines off.
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_commits_nothing_and_heals_afterwards() -> None:
-    """The check of the job's history would find commits that it makes alone, or steps from its outdated weights."""
+    """The check of the job's history would find commits that it makes alone, or steps from its outdated
+    weights.
+    """
     with Hosts(2) as hosts, Job() as job:
         chaos = Chaos(job, groups=2, hosts=hosts)
         chaos.start()

@@ -17,7 +17,9 @@ from tests.unit.children import run_python
 
 @pytest.mark.parametrize("name", ["ftlib", "dlrover"])
 def test_the_page_shows_a_part_of_the_example(name: str) -> None:
-    (block,) = (b.text for b in blocks(name, (ROOT / f"docs/{name}.md").read_text()) if b.language == "python")
+    (block,) = (
+        b.text for b in blocks(name, (ROOT / f"docs/{name}.md").read_text()) if b.language == "python"
+    )
     assert block in (ROOT / f"python/examples/{name}_loop.py").read_text()
 
 
@@ -37,9 +39,12 @@ def test_two_members_of_ftlib_end(consensus: str, tmp_path: Path) -> None:
     else:
         arguments = [[str(tmp_path)]] * 2
     with ThreadPoolExecutor(2) as pool:
-        members = list(pool.map(lambda each: run_python(script.read_text(), *each, env=env, timeout=200), arguments))
+        members = list(
+            pool.map(lambda each: run_python(script.read_text(), *each, env=env, timeout=200), arguments)
+        )
     assert [member.returncode for member in members] == [0, 0], [member.stderr for member in members]
-    # The weights differ if one member ended before the other began; tests/process/test_ftlib.py compares weights.
+    # The weights differ if one member ended before the other began; tests/process/test_ftlib.py compares
+    # weights.
     assert [len(weights(member.stdout)) for member in members] == [1, 1]
 
 
@@ -49,7 +54,11 @@ def test_two_groups_with_distributed_optimizer_end_with_equal_weights(tmp_path: 
     command = [sys.executable, "-m", "torchft.cli", "run", "--replicas", "2", "--min-replicas", "2"]
     script = ROOT / "python/examples/dlrover_loop.py"
     env = child_environment(ours_path(), {"TORCHFT_HOST": "localhost", "MAX_WORKER_NUM": "2"})
-    done = subprocess.run([*command, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [*command, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
-    logs = [log.read_text(errors="replace") for log in (tmp_path / "torchft-logs").rglob("*") if log.is_file()]
+    logs = [
+        log.read_text(errors="replace") for log in (tmp_path / "torchft-logs").rglob("*") if log.is_file()
+    ]
     assert len(weights(*logs)) == 1

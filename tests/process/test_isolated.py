@@ -58,10 +58,16 @@ def test_ten_kills_in_a_row_leave_both_groups_with_the_same_weights() -> None:
         join(survivor)
         join(victim)
         for kill in range(KILLS):
-            job.wait(lambda v=victim: len(committed(v, 2)) >= 3, PHASE_TIMEOUT_S, f"both train, before kill {kill}")
+            job.wait(
+                lambda v=victim: len(committed(v, 2)) >= 3, PHASE_TIMEOUT_S, f"both train, before kill {kill}"
+            )
             victim.kill()
             killed_at = survivor.of("step")[-1]["step"]
-            job.wait(lambda at=killed_at: len(committed(survivor, 1, at)) >= 2, PHASE_TIMEOUT_S, "one continues alone")
+            job.wait(
+                lambda at=killed_at: len(committed(survivor, 1, at)) >= 2,
+                PHASE_TIMEOUT_S,
+                "one continues alone",
+            )
             victim = spare
             lives.append(victim)
             join(victim)
@@ -80,20 +86,26 @@ def test_ten_kills_in_a_row_leave_both_groups_with_the_same_weights() -> None:
         # Every incarnation took over its weights from the survivor.
         weights = {event["step"]: event["digest"] for event in committed(survivor, 2)}
         for life in lives:
-            together = {event["step"]: event["digest"] for event in committed(life, 2) if event["step"] in weights}
+            together = {
+                event["step"]: event["digest"] for event in committed(life, 2) if event["step"] in weights
+            }
             assert together and all(weights[step] == digest for step, digest in together.items())
         assert all(life.of("loaded") for life in lives[1:])
 
 
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=SILENCE_MS)
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=SILENCE_MS
+    )
     yield server.address()
     server.shutdown()
 
 
 def workers_of(group: Group) -> list[int]:
-    """The workers of a trainer: grandchildren, forked by its fork server and with the server's command line."""
+    """The workers of a trainer: grandchildren, forked by its fork server and with the server's command
+    line.
+    """
     found = []
     for pid in process_tree.tree(group.pid):
         with contextlib.suppress(OSError):  # the process has ended in the meantime
@@ -114,8 +126,8 @@ def test_train_ddp_isolated_survives_kills_in_a_row(lighthouse: str, tmp_path: P
     killed: list[int] = []
 
     def together(group: Group) -> int:
-        """The steps that this incarnation of a group has committed together with the other group, whose weights it took
-        over.
+        """The steps that this incarnation of a group has committed together with the other group, whose
+        weights it took over.
         """
         return sum(
             event["time"] > group.started and event["participants"] == 2 and not event["healing"]
@@ -145,7 +157,9 @@ def test_train_ddp_isolated_survives_kills_in_a_row(lighthouse: str, tmp_path: P
 
 
 @pytest.mark.timeout(300)
-def test_train_ddp_isolated_survives_the_kill_of_a_worker_and_of_a_group(lighthouse: str, tmp_path: Path) -> None:
+def test_train_ddp_isolated_survives_the_kill_of_a_worker_and_of_a_group(
+    lighthouse: str, tmp_path: Path
+) -> None:
     groups = [Group(number, 2, folder=tmp_path) for number in range(2)]
     args = ["--isolated", "--steps", "800", "--timeout", "10"]
     pids: list[int] = []
@@ -154,8 +168,8 @@ def test_train_ddp_isolated_survives_the_kill_of_a_worker_and_of_a_group(lightho
             group.start(lighthouse, args)
         wait_for(lambda: all(group.step() >= 20 for group in groups), "both groups train", *groups)
 
-        # Only the worker is killed: its group loses a step and continues. While a group connects with new peers, the
-        # previous worker still exists.
+        # Only the worker is killed: its group loses a step and continues. While a group connects with new
+        # peers, the previous worker still exists.
         wait_for(lambda: len(workers_of(groups[0])) == 1, "it has one worker", *groups)
         (worker,) = workers_of(groups[0])
         os.kill(worker, signal.SIGKILL)

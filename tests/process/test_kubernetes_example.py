@@ -1,4 +1,6 @@
-"""The Kubernetes manifests: their programs know the arguments, and they match each other. No cluster is needed."""
+"""The Kubernetes manifests: their programs know the arguments, and they match each other. No cluster is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ REPOSITORY = EXAMPLES.parent.parent
 
 
 def manifests(path: Path) -> list[dict[str, Any]]:
-    yaml = pytest.importorskip("yaml", reason="reading the manifests needs PyYAML, which comes with torch's own tools")
+    yaml = pytest.importorskip(
+        "yaml", reason="reading the manifests needs PyYAML, which comes with torch's own tools"
+    )
     return list(yaml.safe_load_all(path.read_text()))
 
 
 def test_the_addresses_of_groups_and_probes_are_those_of_the_lighthouse() -> None:
     claim, deployment, service = manifests(MANIFESTS / "lighthouse.yaml")
     pod = deployment["spec"]["template"]
-    assert pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    assert (
+        pod["metadata"]["labels"]
+        == deployment["spec"]["selector"]["matchLabels"]
+        == service["spec"]["selector"]
+    )
     (container,) = pod["spec"]["containers"]
     command = [*container["command"], *container["args"]]
     check(" ".join(command))
@@ -33,12 +41,13 @@ def test_the_addresses_of_groups_and_probes_are_those_of_the_lighthouse() -> Non
     state = next(argument for argument in command if argument.startswith("--state_dir="))
     (mount,), (volume,) = container["volumeMounts"], pod["spec"]["volumes"]
     assert mount == {"name": volume["name"], "mountPath": state.partition("=")[2]}
-    # The state survives a pod only on the volume of the claim. Only one pod at a time may use it, so the strategy is
-    # Recreate.
+    # The state survives a pod only on the volume of the claim. Only one pod at a time may use it, so the
+    # strategy is Recreate.
     assert claim["kind"] == "PersistentVolumeClaim" and claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
 
-    user = f"USER {pod['spec']['securityContext']['fsGroup']}"  # otherwise the lighthouse could not write there
+    # Otherwise the lighthouse could not write there.
+    user = f"USER {pod['spec']['securityContext']['fsGroup']}"
     assert user in (REPOSITORY / "Dockerfile").read_text().splitlines()
 
     (job,) = manifests(MANIFESTS / "groups.yaml")
@@ -87,7 +96,9 @@ def test_each_pod_is_a_group_with_its_own_number() -> None:
     assert text.startswith("REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX exec torchrun ")
     check(text.replace("exec ", ""))
     grace = int(values["TORCHFT_GRACE_S"] or 0)
-    assert 0 < grace < 30 < spec["template"]["spec"]["terminationGracePeriodSeconds"], "torchrun kills after 30 s"
+    assert 0 < grace < 30 < spec["template"]["spec"]["terminationGracePeriodSeconds"], (
+        "torchrun kills after 30 s"
+    )
     ranks = re.search(r"--nproc_per_node (\d+)", text)
     assert ranks and int(ranks[1]) == group["resources"]["limits"]["nvidia.com/gpu"]
 

@@ -26,8 +26,12 @@ class Trains:
         ours = ours_path()
         self.healthy = [Group(job, number, ours, options) for number in range(2)]
         self.larger = Group(job, 2, ours, (*options, "--width=64"))
-        _, self.lighthouse = job.lighthouse(ours, min_replicas=2, join_timeout_ms=30_000, heartbeat_timeout_ms=10_000)
-        job.wait(lambda: all(child.events for child in job.children), START_TIMEOUT_S, "all have imported torch")
+        _, self.lighthouse = job.lighthouse(
+            ours, min_replicas=2, join_timeout_ms=30_000, heartbeat_timeout_ms=10_000
+        )
+        job.wait(
+            lambda: all(child.events for child in job.children), START_TIMEOUT_S, "all have imported torch"
+        )
         for group in self.healthy:
             group.join(self.lighthouse)
         for group in self.healthy:
@@ -83,7 +87,8 @@ def test_without_a_wrapper_it_ends_no_other_process(job: Job) -> None:
     larger = trains.join()
     assert larger.returncode == 1
     assert (
-        "call 0 of the step differs: allreduce of 512 x float32 (AVG) here, allreduce of 128 x float32" in larger.log()
+        "call 0 of the step differs: allreduce of 512 x float32 (AVG) here, allreduce of 128 x "
+        "float32" in larger.log()
     )
     trains.wait_steps()
     trains.finish()

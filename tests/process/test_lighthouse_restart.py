@@ -1,4 +1,6 @@
-"""A lighthouse is killed or stopped; the job continues with the restarted one, or with the others of a cluster."""
+"""A lighthouse is killed or stopped; the job continues with the restarted one, or with the others of a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_a_lighthouse_is_killed_and_restarted_during_a_job(tmp_path: Path) -> No
             took = c.steps(1)
             print(f"the job continues {took:.2f} s after the lighthouse listens again")
             c.steps(20, members=2)
-            assert min(c.quorum_ids(before)) >= last, "ids never fall; with the same members, a quorum keeps its id"
+            assert min(c.quorum_ids(before)) >= last, (
+                "ids never fall; with the same members, a quorum keeps its id"
+            )
         for member in c.members:
             ids = [e["quorum_id"] for e in member.of("step")]
             steps = [e["step"] for e in member.of("step")]

@@ -1,5 +1,5 @@
-"""Each sample counts once per epoch, and the weights are those of one process, with any failures: real processes,
-SIGKILL in mid-step.
+"""Each sample counts once per epoch, and the weights are those of one process, with any failures: real
+processes, SIGKILL in mid-step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def test_a_restore_with_another_number_of_groups(tmp_path: Path, reproducible: b
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("place", ["dataset", "worker"])
 def test_a_group_whose_dataset_fails_ends_and_the_others_continue(tmp_path: Path, place: str) -> None:
-    Elastic(tmp_path, [Part(3, 1), Part(3, 1), Part(2)], samples=191, reproducible=True, places=(place,)).run()
+    Elastic(
+        tmp_path, [Part(3, 1), Part(3, 1), Part(2)], samples=191, reproducible=True, places=(place,)
+    ).run()
 
 
 @pytest.mark.slow
@@ -79,4 +81,6 @@ def test_a_divide_factor_of_one_is_a_sum_over_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @has_hsdp
 def test_three_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
-    Elastic(tmp_path, [Part(2, 1), Part(3, 1), Part(3, 2), Part(2)], samples=191, kind="fsdp", ranks=2, seed=3).run()
+    Elastic(
+        tmp_path, [Part(2, 1), Part(3, 1), Part(3, 2), Part(2)], samples=191, kind="fsdp", ranks=2, seed=3
+    ).run()

@@ -58,8 +58,12 @@ def lighthouse_of(job: Job) -> str:
 
 
 @pytest.mark.parametrize("generation", ["nightly", pytest.param("stable", marks=pytest.mark.slow)])
-def test_an_upstream_group_that_joins_later_is_named_and_does_not_count(tmp_path: Path, generation: str) -> None:
-    """It would divide gradients that the loader has weighted already, so steps with it are lost until it ends."""
+def test_an_upstream_group_that_joins_later_is_named_and_does_not_count(
+    tmp_path: Path, generation: str
+) -> None:
+    """It would divide gradients that the loader has weighted already, so steps with it are lost until it
+    ends.
+    """
     with Job() as job:
         upstream = upstream_one(job, generation)
         lighthouse = lighthouse_of(job)

@@ -28,9 +28,15 @@ def test_every_number_equals_that_of_the_upstream_package() -> None:
     with Job() as job:
         jobs = {pair: start(job, pair) for pair in ((ours, ours), (upstream, upstream), (ours, upstream))}
         everybody = [child for children in jobs.values() for child in children]
-        job.wait(lambda: all(child.of("imported") for child in everybody), START_TIMEOUT_S, "all have imported torchft")
+        job.wait(
+            lambda: all(child.of("imported") for child in everybody),
+            START_TIMEOUT_S,
+            "all have imported torchft",
+        )
         for pair, children in jobs.items():
-            assert [child.of("imported")[0]["torchft"] for child in children] == [str(p / "torchft") for p in pair]
+            assert [child.of("imported")[0]["torchft"] for child in children] == [
+                str(p / "torchft") for p in pair
+            ]
         names = ["LocalSGD", "DiLoCo", "fragments", "streaming"]
         for child in everybody:
             child.expected_to_live = False
@@ -42,13 +48,20 @@ def test_every_number_equals_that_of_the_upstream_package() -> None:
         assert not any(child.returncode for child in everybody), job.report()
         for i, name in enumerate(names):
             expected = [child.of("case")[i]["trajectory"] for child in jobs[upstream, upstream]]
-            assert len(expected[0]) >= 24 and expected[0] != expected[1]  # in the inner steps each group is alone
+            # In the inner steps each group is alone.
+            assert len(expected[0]) >= 24 and expected[0] != expected[1]
             for pair, children in jobs.items():
                 found = [child.of("case")[i]["trajectory"] for child in children]
                 assert [child.of("case")[i]["name"] for child in children] == [name] * 2
                 for group in range(2):
-                    differs = [s for s, (a, b) in enumerate(zip(found[group], expected[group], strict=True)) if a != b]
+                    differs = [
+                        s
+                        for s, (a, b) in enumerate(zip(found[group], expected[group], strict=True))
+                        if a != b
+                    ]
                     where = (
-                        json.dumps([found[group][differs[0]][:3], expected[group][differs[0]][:3]]) if differs else ""
+                        json.dumps([found[group][differs[0]][:3], expected[group][differs[0]][:3]])
+                        if differs
+                        else ""
                     )
                     assert not differs, f"{name}, {pair}, group {group}: steps {differs[:5]} differ: {where}"

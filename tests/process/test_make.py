@@ -1,5 +1,5 @@
-"""The Makefile: the commands and messages of its setup, without installing anything; and Ctrl-C ends the processes that
-it starts.
+"""The Makefile: the commands and messages of its setup, without installing anything; and Ctrl-C ends the
+processes that it starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 def recipes(venv: Path, *arguments: str) -> list[str]:
     """The commands that make would run for a missing environment; with pip, as on most machines."""
-    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "TORCH_INDEX")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "TORCH_INDEX")
+    }
     command = ["make", "-n", f"VENV={venv}", "UV=", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -51,15 +55,21 @@ def test_the_size_of_the_download_is_printed_before_it_starts(tmp_path: Path) ->
 def test_pytorch_comes_from_the_index_that_is_asked_for(tmp_path: Path) -> None:
     lines = recipes(tmp_path / "venv", "train", f"TORCH_INDEX={CPU_INDEX}")
     from_index = where(rf"pip install .*--index-url {CPU_INDEX} torch$", lines)
-    assert from_index < where(r"pip install .*--editable '\.\[train\]'", lines), "which then finds PyTorch installed"
-    assert "--constraint" not in lines[from_index], "an index of PyTorch has few versions of the other packages"
+    assert from_index < where(r"pip install .*--editable '\.\[train\]'", lines), (
+        "which then finds PyTorch installed"
+    )
+    assert "--constraint" not in lines[from_index], (
+        "an index of PyTorch has few versions of the other packages"
+    )
     assert where(rf"echo .*PyTorch comes from {CPU_INDEX}", lines) < from_index
     assert not any("GB to download" in line for line in lines)
     assert not any("--index-url" in line for line in recipes(tmp_path / "venv", "train"))
 
 
 def test_the_setup_shows_its_progress(tmp_path: Path) -> None:
-    """pip hides the output of builds. Go's first build takes minutes, so a separate step runs it before pip."""
+    """pip hides the output of builds. Go's first build takes minutes, so a separate step runs it before
+    pip.
+    """
     lines = recipes(tmp_path / "venv", "train", f"LIBRARY={tmp_path / 'library.so'}")
     package = where(r"pip install .*--editable", lines)
     assert "--quiet" not in lines[package], "pip shows what it downloads"
@@ -70,7 +80,9 @@ def test_the_setup_shows_its_progress(tmp_path: Path) -> None:
 def test_a_linter_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
     lines = recipes(tmp_path / "venv", "lint-go")
     recipe = lines[where("gofmt -l", lines)]
-    done = subprocess.run(["/bin/sh", "-c", recipe], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["/bin/sh", "-c", recipe], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
     assert done.returncode == 127 and "gofmt" in done.stderr
     assert "gofmt -w" not in done.stderr, "no file is to blame"
 
@@ -112,7 +124,12 @@ def test_ctrl_c_ends_everything(target: str, running: str, venv: Path, tmp_path:
     log = tmp_path / "output"
     # With -o, make considers the build up to date.
     command = ["make", f"VENV={venv}", "-o", str(venv / "with-train"), "-o", LIBRARY, target]
-    env = {"PYTHONPATH": str(ours_path()), "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path), "MAKEFLAGS": ""}
+    env = {
+        "PYTHONPATH": str(ours_path()),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+        "MAKEFLAGS": "",
+    }
     make = process_tree.start(command, log, env, cwd=ROOT)
     try:
         deadline = time.monotonic() + 120
@@ -120,14 +137,17 @@ def test_ctrl_c_ends_everything(target: str, running: str, venv: Path, tmp_path:
         while not re.search(running, log.read_text(), re.M) or len(process_tree.tree(make.pid)) < 5:
             assert make.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        os.killpg(make.pid, signal.SIGINT)  # to the whole process group, as a terminal does, so make gets it too
+        # To the whole process group, as a terminal does, so make gets it too.
+        os.killpg(make.pid, signal.SIGINT)
         assert make.wait(60) != 0
         deadline = time.monotonic() + 60
         while left := processes_of(tmp_path):
             assert time.monotonic() < deadline, f"{left} are left\n{log.read_text()}"
             time.sleep(0.05)
         output = log.read_text()
-        assert re.search("interrupted; the logs|SIGINT: ending the groups", output) and "Traceback" not in output
+        assert (
+            re.search("interrupted; the logs|SIGINT: ending the groups", output) and "Traceback" not in output
+        )
     finally:
         process_tree.kill_tree(make)
         for folder in set(re.findall(r"^logs: (torchft-logs/\S+)$", log.read_text(), re.M)):

@@ -1,5 +1,5 @@
-"""A process ends while its Manager waits: nothing may keep the process alive, because its peers would consider it
-healthy.
+"""A process ends while its Manager waits: nothing may keep the process alive, because its peers would
+consider it healthy.
 """
 
 from __future__ import annotations

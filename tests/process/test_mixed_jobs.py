@@ -9,7 +9,9 @@ from upstream import REQUIREMENTS, upstream_path
 
 # Each version and each lighthouse once; the other pairs are slow.
 FAST = {("nightly", "ours"), ("stable", "upstream")}
-PAIRS = [(generation, lighthouse) for generation in sorted(REQUIREMENTS) for lighthouse in ("ours", "upstream")]
+PAIRS = [
+    (generation, lighthouse) for generation in sorted(REQUIREMENTS) for lighthouse in ("ours", "upstream")
+]
 
 
 @pytest.mark.timeout(300)
@@ -32,7 +34,8 @@ def test_a_state_that_is_set_after_the_manager_was_made_heals_in_both_directions
         run_mixed_job(job, (upstream_path(generation), ours_path()), ours_path(), ("--set-fns",))
 
 
-@pytest.mark.slow  # in make test: test_one_group_has_it_and_the_other_has_not, in tests/integration/test_heal_along.py
+# In make test: test_one_group_has_it_and_the_other_has_not, in tests/integration/test_heal_along.py.
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_with_heals_in_passing_an_upstream_group_transfers_its_state_at_once() -> None:
     with Job() as job:

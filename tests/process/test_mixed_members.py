@@ -1,7 +1,7 @@
 """Members of both upstream versions and of ours request quorums from one lighthouse, ours or an upstream one.
 
-An upstream nightly cannot train together with an upstream 0.2.0, because it needs handles, which the other does not
-send. They can only share the lighthouse, so `member.py` uses nothing else.
+An upstream nightly cannot train together with an upstream 0.2.0, because it needs handles, which the other
+does not send. They can only share the lighthouse, so `member.py` uses nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def test_all_generations_are_in_one_quorum(lighthouse: str) -> None:
             def there(m: Child) -> bool:
                 return len([e for e in m.of("step")[since[m.name] :] if e["members"] == len(members)]) >= 3
 
-            job.wait(lambda: all(map(there, members)), seconds, f"{[m.name for m in members]} are in one quorum")
+            job.wait(
+                lambda: all(map(there, members)), seconds, f"{[m.name for m in members]} are in one quorum"
+            )
 
         members = [start(name) for name in paths]
         in_step(members, START_TIMEOUT_S)
@@ -48,11 +50,15 @@ def test_all_generations_are_in_one_quorum(lighthouse: str) -> None:
         by_step = [{e["step"]: e["quorum_id"] for e in m.of("step") if e["members"] == 3} for m in members]
         common = set.intersection(*map(set, by_step))
         assert common
-        assert not [s for s in common if len({ids[s] for ids in by_step}) > 1], "a step has one quorum for all"
+        assert not [s for s in common if len({ids[s] for ids in by_step}) > 1], (
+            "a step has one quorum for all"
+        )
 
 
 def follower(c: Cluster) -> str:
-    """The address of a lighthouse that does not lead: as upstream's groups have one name for all lighthouses."""
+    """The address of a lighthouse that does not lead: as upstream's groups have one name for all
+    lighthouses.
+    """
     return c.addresses[(c.leader() + 1) % 3]
 
 
@@ -63,7 +69,10 @@ def test_members_of_all_generations_outlast_the_leader_of_a_cluster(tmp_path: Pa
         address = follower(c)
         c.members = [
             c.job.python(
-                name, HERE / "member.py", path=path, env={"TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": name}
+                name,
+                HERE / "member.py",
+                path=path,
+                env={"TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": name},
             )
             for name, path in paths.items()
         ]
@@ -79,7 +88,9 @@ def test_members_of_all_generations_outlast_the_leader_of_a_cluster(tmp_path: Pa
 @pytest.mark.slow  # in make test: the test above
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("generation", ["nightly", "stable"])
-def test_upstream_groups_train_while_the_leader_of_a_cluster_is_killed(generation: str, tmp_path: Path) -> None:
+def test_upstream_groups_train_while_the_leader_of_a_cluster_is_killed(
+    generation: str, tmp_path: Path
+) -> None:
     path = upstream_path(generation)
     with cluster(tmp_path, lighthouses=3, groups=0) as c:
         address = follower(c)
@@ -87,7 +98,9 @@ def test_upstream_groups_train_while_the_leader_of_a_cluster_is_killed(generatio
         c.job.wait(lambda: all(g.child.events for g in groups), START_TIMEOUT_S, "all have imported torchft")
         for group in groups:
             group.join(address)
-        c.job.wait(lambda: all(f"worker_{i}:" in status(address) for i in range(2)), PHASE_TIMEOUT_S, "it knows both")
+        c.job.wait(
+            lambda: all(f"worker_{i}:" in status(address) for i in range(2)), PHASE_TIMEOUT_S, "it knows both"
+        )
         for group in groups:
             group.child.send(do="train")
         wait_in_step(c.job, groups, after=0)
@@ -95,4 +108,6 @@ def test_upstream_groups_train_while_the_leader_of_a_cluster_is_killed(generatio
         c.lighthouses[c.leader()].kill()
         wait_in_step(c.job, groups, after=last + 5)
         assert_equal_weights(groups)
-        assert all(step["committed"] for group in groups for step in group.child.of("step") if step["step"] > 1)
+        assert all(
+            step["committed"] for group in groups for step in group.child.of("step") if step["step"] > 1
+        )

@@ -16,7 +16,8 @@ from torch.distributed import TCPStore
 
 pytestmark = [
     pytest.mark.skipif(
-        not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
+        not hasattr(dist.ProcessGroup, "reconfigure"),
+        reason="needs PyTorch >= 2.14, whose groups can be reconfigured",
     ),
     pytest.mark.timeout(300),
 ]
@@ -29,7 +30,9 @@ class Groups:
         self.job = job
         self.timeout_s = timeout_s
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        _, self.lighthouse = job.lighthouse(ours_path(), min_replicas=1, heartbeat_timeout_ms=heartbeat_timeout_ms)
+        _, self.lighthouse = job.lighthouse(
+            ours_path(), min_replicas=1, heartbeat_timeout_ms=heartbeat_timeout_ms
+        )
 
     def start(self, *groups: int) -> list[Child]:
         children = [self._spawn(group) for group in groups]
@@ -42,14 +45,18 @@ class Groups:
         return children
 
     def wait_step(self, children: list[Child], participants: int) -> int:
-        """Waits until each group has committed a new step with this number of groups, and has checked collectives.
-        Returns the last step.
+        """Waits until each group has committed a new step with this number of groups, and has checked
+        collectives. Returns the last step.
         """
         seen = {child: len(child.of("step")) for child in children}
 
         def new(child: Child) -> list[Event]:
             steps = child.of("step")[seen[child] :]
-            return [e for e in steps if e["committed"] and e["participants"] == participants == (e["members"] or None)]
+            return [
+                e
+                for e in steps
+                if e["committed"] and e["participants"] == participants == (e["members"] or None)
+            ]
 
         self.job.wait(lambda: all(new(child) for child in children), 60, f"steps of {participants} groups")
         return max(new(child)[-1]["step"] for child in children)
@@ -91,7 +98,10 @@ def test_three_two_three_groups() -> None:
         assert len({e["digest"] for e in ends}) == 1
         for child in (second, third):
             assert all(e["same"] for e in child.of("step")), "the default group was replaced"
-            print(f"{child.name}: reconfigured in {[round(t, 1) for t in child.of('step')[-1]['reconfigured_ms']]} ms")
+            print(
+                f"{child.name}: reconfigured in "
+                f"{[round(t, 1) for t in child.of('step')[-1]['reconfigured_ms']]} ms"
+            )
 
 
 @pytest.mark.slow  # test_abort has a native group with a stopped peer
@@ -104,7 +114,9 @@ def test_a_peer_that_is_stopped_in_a_collective() -> None:
         first._signal(signal.SIGSTOP)
         started = time.monotonic()
         groups.wait_step([second, third], 2)
-        print(f"committed {time.monotonic() - started:.2f} s after a peer stopped; the groups' timeout is 4 s")
+        print(
+            f"committed {time.monotonic() - started:.2f} s after a peer stopped; the groups' timeout is 4 s"
+        )
         first.kill()
         ends = groups.finish([second, third])
         assert len({e["digest"] for e in ends}) == 1
@@ -112,7 +124,9 @@ def test_a_peer_that_is_stopped_in_a_collective() -> None:
 
 @pytest.mark.slow  # test_hsdp has FSDP, and native groups between the replicas
 def test_fsdp_shards_over_the_default_group() -> None:
-    """The weights equal those of one process that trains on all data, also after an abort and a reconfiguration."""
+    """The weights equal those of one process that trains on all data, also after an abort and a
+    reconfiguration.
+    """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with Job() as job:
         ranks = [

@@ -35,7 +35,9 @@ class Job:
         self.events = folder / "events"
         self.events.mkdir()
         self.lighthouse = lighthouse
-        self.groups = [ReplicaGroup(i, groups, [str(SCRIPT)], folder / f"group-{i}.log", RANKS) for i in range(groups)]
+        self.groups = [
+            ReplicaGroup(i, groups, [str(SCRIPT)], folder / f"group-{i}.log", RANKS) for i in range(groups)
+        ]
         for group in self.groups:
             group.start(lighthouse, {"EVENTS": str(self.events), "PYTHONPATH": str(ours_path()), **env})
 
@@ -43,7 +45,9 @@ class Job:
         path = self.events / f"{group}-{rank}.jsonl"
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [
+            json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
 
     def wait(self, until: Callable[[], object], what: str, *alive: int, seconds: float = 60.0) -> None:
         """Returns when the condition is true. None of these groups may end before."""
@@ -82,7 +86,9 @@ def check_that_nothing_is_lost(events: list[list[Event]], until: int) -> None:
             if event["event"] == "commit" and event["step"] <= until:
                 counted.setdefault(tuple(event["batch"]), Counter()).update(event["counted"])
     assert len(counted) == until
-    assert all(len(samples) == BATCH and set(samples.values()) == {1} for samples in counted.values()), counted
+    assert all(len(samples) == BATCH and set(samples.values()) == {1} for samples in counted.values()), (
+        counted
+    )
 
 
 @pytest.mark.parametrize("signalled", ["rank 0", "rank 1", "torchrun"])
@@ -101,7 +107,9 @@ def test_a_preempted_group_leaves(lighthouse: str, tmp_path: Path, signalled: st
         last = ends[0]["step"]
         job.wait(lambda: all(job.step(i) >= last + 10 for i in (0, 2)), "the others continue", 0, 2)
         assert job.failed() == []
-        check_that_nothing_is_lost([job.of(i, rank) for i in range(3) for rank in range(RANKS)], until=last + 5)
+        check_that_nothing_is_lost(
+            [job.of(i, rank) for i in range(3) for rank in range(RANKS)], until=last + 5
+        )
     finally:
         for group in job.groups:
             group.kill()
@@ -117,7 +125,10 @@ def test_a_hanging_process_ends_after_the_grace_period(lighthouse: str, tmp_path
     finally:
         group.kill()
     output = group.log.read_text()
-    assert "SIGTERM: the grace period of TORCHFT_GRACE_S=2 s is over: the process ends now, with status 143" in output
+    assert (
+        "SIGTERM: the grace period of TORCHFT_GRACE_S=2 s is over: the process ends now, with status 143"
+        in output
+    )
     assert "preempted_job.py" in output[output.index("with status 143") :], "where it hangs"
     assert "forcefully exiting via" not in output, "torchrun had to kill it"
     assert job.of(0, 1)[-1]["event"] == "hangs"
@@ -133,7 +144,9 @@ def test_torchft_run_drains_all_groups(tmp_path: Path) -> None:
         del os.environ["EVENTS"]
 
     def of() -> list[list[Event]]:
-        return [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(events.iterdir())]
+        return [
+            [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(events.iterdir())
+        ]
 
     def steps() -> list[int]:
         return [path.read_text().count("commit") for path in events.iterdir()]

@@ -1,4 +1,6 @@
-"""python/examples/ray_ddp.py on a local Ray cluster: an actor's process is killed, its group is replaced and heals."""
+"""python/examples/ray_ddp.py on a local Ray cluster: an actor's process is killed, its group is replaced and
+heals.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from test_train_demo import EXAMPLES, ROOT
 
 # A stub of Ray that suffices to import the example, which checks its arguments before it starts Ray.
 STAND_IN = {
-    "ray/__init__.py": "def remote(*given, **options): return given[0] if given else lambda decorated: decorated\n",
+    "ray/__init__.py": (
+        "def remote(*given, **options):\n    return given[0] if given else lambda decorated: decorated\n"
+    ),
     "ray/util/__init__.py": "",
     "ray/util/placement_group.py": "placement_group = remove_placement_group = None\n",
     "ray/util/scheduling_strategies.py": "PlacementGroupSchedulingStrategy = None\n",
@@ -38,7 +42,9 @@ def run(*options: str, timeout: float, stand_in: Path | None = None) -> subproce
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_actor_comes_back_with_its_group(ranks: int) -> None:
     for _ in range(3):
-        done = run("--ranks", str(ranks), "--steps", "60", "--kill-at", "20", "--time-limit", "300", timeout=400)
+        done = run(
+            "--ranks", str(ranks), "--steps", "60", "--kill-at", "20", "--time-limit", "300", timeout=400
+        )
         if "timed out during startup" not in done.stderr:  # Ray gives its processes 15 s to start
             break
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,7 +53,9 @@ def test_a_killed_actor_comes_back_with_its_group(ranks: int) -> None:
     assert any("an actor of group 1 failed (" in line for line in lines)
     assert any(line.startswith("group 0: 1 lives") for line in lines)  # the other group never ended
     back = next(
-        re.match(r"group 1: 2 lives, \d+ steps, healed at steps \[(.*)\]", line) for line in lines if "2 lives" in line
+        re.match(r"group 1: 2 lives, \d+ steps, healed at steps \[(.*)\]", line)
+        for line in lines
+        if "2 lives" in line
     )
     assert back is not None and any(int(step) > 20 for step in back[1].split(", "))
     digests = re.findall(r"group \d rank \d  ([0-9a-f]{64})$", done.stdout, re.MULTILINE)

@@ -1,4 +1,5 @@
-"""torchrun with `--rdzv-backend torchft`: nodes are killed and join during the job, and the lighthouse is restarted.
+"""torchrun with `--rdzv-backend torchft`: nodes are killed and join during the job, and the lighthouse is
+restarted.
 
 tests/unit/dlrover/test_rendezvous.py tests nodes in one process, and go/rendezvous tests the decisions.
 """
@@ -30,7 +31,9 @@ pytestmark = pytest.mark.timeout(240)
 class Nodes:
     """torchrun agents, one for each node, and the rounds of their workers."""
 
-    def __init__(self, folder: Path, endpoint: str, nnodes: str = "1:2", conf: str = "last_call_timeout=1") -> None:
+    def __init__(
+        self, folder: Path, endpoint: str, nnodes: str = "1:2", conf: str = "last_call_timeout=1"
+    ) -> None:
         self.folder = folder
         self.command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nnodes, "--nproc-per-node", "1"),
@@ -65,7 +68,9 @@ class Nodes:
             time.sleep(0.05)
 
     def meet(self, size: int, *names: str) -> None:
-        self.wait(lambda: all(self.sizes(name)[-1:] == [size] for name in names), f"{names} train with {size}")
+        self.wait(
+            lambda: all(self.sizes(name)[-1:] == [size] for name in names), f"{names} train with {size}"
+        )
 
     def finish(self) -> None:
         (self.folder / "end").touch()
@@ -112,9 +117,10 @@ def test_torchrun_trains_with_a_round_of_the_backend(nodes: Nodes) -> None:
     nodes.finish()
 
 
-# Slow, because it starts PyTorch in eight processes. In `make test`, test_torchrun_trains_with_a_round_of_the_backend
-# runs torchrun, test_an_agent_is_killed_at_a_moment kills a node, and tests/unit/dlrover/test_rendezvous.py restarts
-# rounds for failed workers and further nodes, and continues one without its lighthouse.
+# Slow, because it starts PyTorch in eight processes. In `make test`,
+# test_torchrun_trains_with_a_round_of_the_backend runs torchrun, test_an_agent_is_killed_at_a_moment kills a
+# node, and tests/unit/dlrover/test_rendezvous.py restarts rounds for failed workers and further nodes, and
+# continues one without its lighthouse.
 @pytest.mark.slow
 def test_a_node_fails_and_another_one_joins(nodes: Nodes, lighthouse: Lighthouse) -> None:
     nodes.start("a", "b")
@@ -129,11 +135,14 @@ def test_a_node_fails_and_another_one_joins(nodes: Nodes, lighthouse: Lighthouse
     assert nodes.sizes("c") == [2]
 
 
-# Each moment costs a start of PyTorch; go/rendezvous tests other moments in failure.txt and lost_connection.txt.
+# Each moment costs a start of PyTorch; go/rendezvous tests other moments in failure.txt and
+# lost_connection.txt.
 @pytest.mark.parametrize(
     "moment", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("started", "asked", "met")), "released"]
 )
-def test_an_agent_is_killed_at_a_moment(lighthouse: Lighthouse, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_is_killed_at_a_moment(
+    lighthouse: Lighthouse, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The killed node is the first of three, which gets rank 0. The others train without it."""
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 2.0)
     with Job() as job:
@@ -145,7 +154,14 @@ def test_an_agent_is_killed_at_a_moment(lighthouse: Lighthouse, moment: str, mon
         asked = "started" if moment == "started" else "asked"
         job.wait(lambda: any(event["event"] == asked for event in first.events), 120, asked)
         where = RendezvousParameters(
-            "torchft", lighthouse.endpoint, "job/0", 1, 3, local_addr="127.0.0.1", last_call_timeout=2, join_timeout=100
+            "torchft",
+            lighthouse.endpoint,
+            "job/0",
+            1,
+            3,
+            local_addr="127.0.0.1",
+            last_call_timeout=2,
+            join_timeout=100,
         )
         others = [LighthouseRendezvousHandler.from_parameters(where) for _ in range(2)]
         with ThreadPoolExecutor(2) as threads:

@@ -1,7 +1,8 @@
 """With replay, kill -9 in mid-step costs time but no step.
 
-Groups of a job are killed one after another, each at another point of a step. The weights of the others are compared
-with each other, and with those of one plain loop over the batches of the groups that took part in each step.
+Groups of a job are killed one after another, each at another point of a step. The weights of the others are
+compared with each other, and with those of one plain loop over the batches of the groups that took part in
+each step.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ FAILURES = (2, 4, 6)  # steps
         # Slow: these differ only in the kind of process group, and test_abort and test_chaos cover the kinds.
         pytest.param("isolated", 3, ("bucket1",), id="isolated", marks=pytest.mark.slow),
         pytest.param("native", 4, ("bucket1", "forward", "bucket0"), id="native", marks=pytest.mark.slow),
-        pytest.param("gloo", 4, ("commit", "bucket0", "bucket1"), id="gloo, other places", marks=pytest.mark.slow),
         pytest.param(
-            "isolated", 4, ("commit", "forward", "bucket0"), id="isolated, four groups", marks=pytest.mark.slow
+            "gloo", 4, ("commit", "bucket0", "bucket1"), id="gloo, other places", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "isolated",
+            4,
+            ("commit", "forward", "bucket0"),
+            id="isolated, four groups",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -45,7 +52,9 @@ def test_kill_9_costs_no_step(kind: str, groups: int, places: tuple[str, ...], t
             common = ("--group", group, "--groups", groups, "--lighthouse", lighthouse, "--kind", kind)
             rest = ("--store", store.port, "--steps", STEPS, "--save", tmp_path / f"{group}.pt")
             children.append(
-                job.python(f"group{group}", HERE / "replay_worker.py", *common, *rest, *failure, path=ours_path())
+                job.python(
+                    f"group{group}", HERE / "replay_worker.py", *common, *rest, *failure, path=ours_path()
+                )
             )
         job.wait(lambda: all(c.of("ready") for c in children), START_TIMEOUT_S, "all groups are ready")
         mortal, survivors = children[: len(places)], children[len(places) :]

@@ -1,5 +1,5 @@
-"""The same script under torchrun trains with one group on upstream and the other on ours, and ends with the weights of
-a job on ours only.
+"""The same script under torchrun trains with one group on upstream and the other on ours, and ends with the
+weights of a job on ours only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from upstream import REQUIREMENTS, upstream_path
 
 @cache
 def run_script(first: Path, second: Path) -> list[Event]:
-    """Run the script as a job of two groups with the torchft below each path; return the final state of each group."""
+    """Run the script as a job of two groups with the torchft below each path; return the final state of each
+    group.
+    """
     with Job() as job:
         # Both groups are in every quorum, even if one starts much later.
         _, address = job.lighthouse(first, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)

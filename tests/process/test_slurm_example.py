@@ -49,7 +49,12 @@ def test_group_finds_the_lighthouse_and_starts_torchrun_on_all_its_nodes(slurm: 
     *env, command = done.stdout.splitlines()
     address = (Path(slurm["SHARED"]) / "lighthouse").read_text().strip()
     assert address.startswith("http://") and address.endswith(":29510")
-    assert env == ["NUM_REPLICA_GROUPS=4", "REPLICA_GROUP_ID=2", "TORCHFT_GRACE_S=25", f"TORCHFT_LIGHTHOUSE={address}"]
+    assert env == [
+        "NUM_REPLICA_GROUPS=4",
+        "REPLICA_GROUP_ID=2",
+        "TORCHFT_GRACE_S=25",
+        f"TORCHFT_LIGHTHOUSE={address}",
+    ]
     assert "\n#SBATCH --signal=TERM@60\n" in (SCRIPTS / "groups.sbatch").read_text()
     assert "--nnodes 2 --nproc_per_node 8 --max_restarts 3" in command
     port = 20000 + (1234 * 31 + 2) % 9000

@@ -37,7 +37,9 @@ class Groups:
         return [sys.executable, "-m", "torchft.cli", words[0], "--lighthouse", self.lighthouse, *words[1:]]
 
     def run(self, *words: str) -> str:
-        done = subprocess.run(self.torchft(*words), capture_output=True, text=True, timeout=120, env=environment())
+        done = subprocess.run(
+            self.torchft(*words), capture_output=True, text=True, timeout=120, env=environment()
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -1,4 +1,6 @@
-"""`torchft run` on the command line: it restarts killed groups, adds and drains groups; Ctrl-C leaves no process."""
+"""`torchft run` on the command line: it restarts killed groups, adds and drains groups; Ctrl-C leaves no
+process.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Command:
         self.log = folder / output
         self.env = {"PYTHONPATH": ours_path(), "XDG_RUNTIME_DIR": str(folder)}
         options = [*(["--log-dir", str(folder / log_dir)] if log_dir else []), *arguments]
-        hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored here if the tests run under nohup
+        # Which is ignored here if the tests run under nohup.
+        hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         try:
             command = [*prefix, sys.executable, "-m", "torchft.cli", "run", *options]
             self.process = process_tree.start(command, self.log, self.env, cwd=folder)
@@ -91,7 +94,9 @@ def test_run_kills_and_restarts_groups(tmp_path: Path) -> None:
 
 
 def end(run: Command, at_least: int, number: int = signal.SIGINT) -> None:
-    """Checks that at least this number of processes run, sends Ctrl-C, and checks that none of them is left."""
+    """Checks that at least this number of processes run, sends Ctrl-C, and checks that none of them is
+    left.
+    """
     assert len(process_tree.tree(run.process.pid)) >= at_least
     run.process.send_signal(number)
     assert run.process.wait(60) == 128 + number, run.report()
@@ -116,12 +121,15 @@ def test_a_closed_terminal_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_no_rank_outlives_its_agent_and_no_group_the_lighthouse(tmp_path: Path) -> None:
-    """A rank would train on beside the group that is started in its place, or in the next job on the port. Groups get
-    no quorum without the lighthouse: they would be restarted for minutes, and their scripts be blamed.
+    """A rank would train on beside the group that is started in its place, or in the next job on the port.
+    Groups get no quorum without the lighthouse: they would be restarted for minutes, and their scripts be
+    blamed.
     """
     with training(tmp_path) as run:
         commands = run.commands()
-        (rank,) = (pid for pid, command in commands.items() if str(MEMBER) in command and "-m\0" not in command)
+        (rank,) = (
+            pid for pid, command in commands.items() if str(MEMBER) in command and "-m\0" not in command
+        )
         (agent,) = (pid for pid, command in commands.items() if "-m\0torch.distributed.run\0" in command)
         os.kill(agent, signal.SIGKILL)
         wait_until(lambda: not process_tree.alive([rank]))
@@ -153,11 +161,15 @@ def test_no_step_is_lost_when_the_leading_lighthouse_is_killed(tmp_path: Path) -
     def cluster() -> dict[str, Any]:
         command = [sys.executable, "-m", "torchft.cli", "cluster", "--json", "--lighthouse", addresses]
         return json.loads(
-            subprocess.run(command, env={**os.environ, **run.env}, check=True, capture_output=True, timeout=60).stdout
+            subprocess.run(
+                command, env={**os.environ, **run.env}, check=True, capture_output=True, timeout=60
+            ).stdout
         )
 
     try:
-        run.wait(lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train")
+        run.wait(
+            lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train"
+        )
         (addresses,) = re.findall(r"^lighthouses: (\S+)$", run.log.read_text(), re.M)
         run.wait(more(), "both train together")
         before = cluster()
@@ -167,7 +179,9 @@ def test_no_step_is_lost_when_the_leading_lighthouse_is_killed(tmp_path: Path) -
         os.kill(pid, signal.SIGKILL)
         run.wait(more(), "they go on")
         # on a busy host the killed one may be back before the others have missed it, and lead again
-        run.wait(lambda: (now := cluster())["leader"] and now["term"] > before["term"], "one leads in a later term")
+        run.wait(
+            lambda: (now := cluster())["leader"] and now["term"] > before["term"], "one leads in a later term"
+        )
         run.wait(lambda: all(one["reached"] for one in cluster()["members"]), "the killed one is restarted")
         run.wait(more(), "they go on with three")
         for group in steps():
@@ -186,7 +200,9 @@ def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
     """Without kills, because a kill could replace a drain."""
     run = Command(tmp_path, "--replicas", "2:3", str(MEMBER), FOREVER)
     try:
-        run.wait(lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train")
+        run.wait(
+            lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train"
+        )
         scale = [sys.executable, "-m", "torchft.cli", "scale"]
         output = tmp_path / "scale"
         assert process_tree.start([*scale, "3"], output, run.env).wait(60) == 0, output.read_text()
@@ -223,7 +239,11 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
     run = Command(tmp_path, "--replicas", "2", str(MEMBER), "50")
     try:
         assert run.process.wait(120) == 0, run.report()
-        assert run.shows(r"^group 0 .* done") and run.shows(r"^group 1 .* done") and run.shows(r"^done: 2 groups")
+        assert (
+            run.shows(r"^group 0 .* done")
+            and run.shows(r"^group 1 .* done")
+            and run.shows(r"^done: 2 groups")
+        )
         assert_logs_are_named(run)
     finally:
         process_tree.kill_tree(run.process)
@@ -245,13 +265,15 @@ def test_a_job_on_a_host_that_cannot_resolve_localhost(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_jobs_that_start_in_the_same_second_are_separate(tmp_path: Path) -> None:
-    """Two pairs, in one folder. Otherwise two jobs write to the same logs, and both find the lighthouse of one there,
-    or one ends because the lighthouse's port is taken.
+    """Two pairs, in one folder. Otherwise two jobs write to the same logs, and both find the lighthouse of
+    one there, or one ends because the lighthouse's port is taken.
     """
     found: set[tuple[str, str]] = set()
     for pair in range(2):
         runs = [
-            Command(tmp_path, "--replicas", "1", str(MEMBER), FOREVER, output=f"{pair}-{number}", log_dir=None)
+            Command(
+                tmp_path, "--replicas", "1", str(MEMBER), FOREVER, output=f"{pair}-{number}", log_dir=None
+            )
             for number in range(2)
         ]
         try:
@@ -281,7 +303,10 @@ def test_jobs_that_start_in_the_same_second_are_separate(tmp_path: Path) -> None
             'bind is "127.0.0.1:{taken}": the port is in use by another process; choose another one, or 0',
         ),
         ("29510", 'bind is "29510": it must be host:port with a port between 0 and 65535'),
-        ("127.0.0.1:65536", 'bind is "127.0.0.1:65536": it must be host:port with a port between 0 and 65535'),
+        (
+            "127.0.0.1:65536",
+            'bind is "127.0.0.1:65536": it must be host:port with a port between 0 and 65535',
+        ),
         ("192.0.2.1:0", 'bind is "192.0.2.1:0", which cannot be listened on'),
     ],
 )
@@ -297,7 +322,9 @@ def test_the_error_names_an_address_on_which_the_lighthouse_cannot_listen(
             process_tree.kill_tree(run.process)
     output = run.log.read_text()
     assert f"torchft run: the lighthouse did not start: {expected.replace('{taken}', port)}" in output
-    assert "lighthouse: http" not in output and not list(tmp_path.glob("logs/group-*")), "no group was started"
+    assert "lighthouse: http" not in output and not list(tmp_path.glob("logs/group-*")), (
+        "no group was started"
+    )
     assert processes_of(tmp_path) == []
     assert not (tmp_path / "torchft").exists() or os.listdir(tmp_path / "torchft") == [], "nor a socket"
 
@@ -311,7 +338,9 @@ def test_a_script_that_raises_at_once_ends_the_job_with_its_error(tmp_path: Path
         assert run.process.wait(200) == 1
         shown = run.log.read_text()
         assert "torchft run: the script ends before its first step: RuntimeError: out of cheese\n" in shown
-        assert re.search(r"\nthe end of \S+/group-0.log:\nTraceback.*\n(?: .*\n)+RuntimeError: out of cheese\n", shown)
+        assert re.search(
+            r"\nthe end of \S+/group-0.log:\nTraceback.*\n(?: .*\n)+RuntimeError: out of cheese\n", shown
+        )
         assert "torch/distributed/elastic" not in shown, "nor what torchrun says of it"
         assert not run.shows("started again 2 times")
         assert f"\nlogs: {tmp_path / 'logs'}\n" in run.log.read_text()

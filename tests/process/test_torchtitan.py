@@ -24,7 +24,9 @@ pytestmark = [
 ]
 
 
-def start(job: Job, lighthouse: str, group: int, folder: Path, ranks: int = 1, **options: object) -> list[Child]:
+def start(
+    job: Job, lighthouse: str, group: int, folder: Path, ranks: int = 1, **options: object
+) -> list[Child]:
     env = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(free_port()),
@@ -67,7 +69,9 @@ def test_fsdp_survives_a_failure_and_resumes_from_checkpoints(tmp_path: Path) ->
         job.wait(lambda: list(own.glob("step-*/.metadata")), 60, "its position in the data is saved")
         for child in second:
             child.kill()
-        job.wait(lambda: [e for e in committed(first[0]) if e["participants"] == 1], 60, "a step of one group")
+        job.wait(
+            lambda: [e for e in committed(first[0]) if e["participants"] == 1], 60, "a step of one group"
+        )
         again = start(job, lighthouse, 1, tmp_path, seed=99)
         ready(job, again)
         job.wait(lambda: len(both(again[0])) >= 2, 60, "the restarted group participates")
@@ -76,9 +80,11 @@ def test_fsdp_survives_a_failure_and_resumes_from_checkpoints(tmp_path: Path) ->
             child.send(do="finish", step=last)
         end = weights(job, first + again)  # equal in all groups
         assert any(e["total"] == 2 for e in both(first[0]))
-        assert again[0].of("ready")[0]["place"] > 0  # its position in the data was restored from its own folder
+        # Its position in the data was restored from its own folder.
+        assert again[0].of("ready")[0]["place"] > 0
 
-        # A new job starts from the checkpoint on disk. torch.distributed.checkpoint wrote a full one every 5 steps.
+        # A new job starts from the checkpoint on disk. torch.distributed.checkpoint wrote a full one every 5
+        # steps.
         folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
         assert "ft-replicat-0" in folders and "ft-replicat-1" in folders
         saved = max(int(name.removeprefix("step-")) for name in folders if name.startswith("step-"))
@@ -127,7 +133,9 @@ class Killed:
 
     def _next(self, group: int) -> list[Child]:
         children = self.spares[group]
-        self.job.wait(lambda: all(c.of("imported") for c in children), START_TIMEOUT_S, "the spares have imported")
+        self.job.wait(
+            lambda: all(c.of("imported") for c in children), START_TIMEOUT_S, "the spares have imported"
+        )
         for child in children:
             child.send(do="start")
         self.spares[group] = self._spare(group)
@@ -164,7 +172,8 @@ class Killed:
 
 
 def check_equal(job: Job, children: list[Child]) -> int:
-    """Checks that the weights and Adam's state are equal after each step that two groups committed in one quorum.
+    """Checks that the weights and Adam's state are equal after each step that two groups committed in one
+    quorum.
 
     Returns:
         the number of these steps, of each rank.
@@ -188,7 +197,9 @@ def check_equal(job: Job, children: list[Child]) -> int:
     ],
 )
 def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
-    """No other process ends, no step waits for long, and weights are equal from the first step that counts."""
+    """No other process ends, no step waits for long, and weights are equal from the first step that
+    counts.
+    """
     seed = todays(43)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -24,7 +24,8 @@ def torchx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(client_path("torchx"))])
 
 
-@pytest.mark.slow  # test_roles checks the commands that TorchX would run, and test_torchft_run restarts a group
+# Test_roles checks the commands that TorchX would run, and test_torchft_run restarts a group.
+@pytest.mark.slow
 def test_groups_of_an_app_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One group fails at first, and torchrun restarts it."""
     from torchx.runner import get_runner
@@ -52,7 +53,9 @@ def test_groups_of_an_app_train_together(tmp_path: Path, monkeypatch: pytest.Mon
         lighthouse.shutdown()
     assert status is not None and status.state.name == "SUCCEEDED", status
     assert (tmp_path / "failed-0").exists() and (tmp_path / "failed-1").exists()
-    reports = [json.loads((tmp_path / f"{group}-{rank}.json").read_text()) for group in range(2) for rank in range(2)]
+    reports = [
+        json.loads((tmp_path / f"{group}-{rank}.json").read_text()) for group in range(2) for rank in range(2)
+    ]
     assert reports == [{"committed": True, "mean": 1.5, "visible": ""}] * 4
 
 
@@ -61,8 +64,14 @@ def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
-    app = hsdp("--steps", "5", replicas=3, workers_per_replica=4, gpu=4, env={"A": "b", "NUM_REPLICA_GROUPS": "9"})
-    assert app.name == "torchft" and [role.name for role in app.roles] == ["replica_0", "replica_1", "replica_2"]
+    app = hsdp(
+        "--steps", "5", replicas=3, workers_per_replica=4, gpu=4, env={"A": "b", "NUM_REPLICA_GROUPS": "9"}
+    )
+    assert app.name == "torchft" and [role.name for role in app.roles] == [
+        "replica_0",
+        "replica_1",
+        "replica_2",
+    ]
     for group, role in enumerate(app.roles):
         assert role.entrypoint == "torchrun" and role.num_replicas == 1
         assert role.args[-3:] == ["train_ddp.py", "--steps", "5"] and "--nproc_per_node=4" in role.args
@@ -76,7 +85,9 @@ def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert role.resource.gpu == 4 and role.resource.cpu == 2 and role.resource.memMB == 1024
 
 
-@pytest.mark.parametrize("bad", [{"replicas": 0}, {"workers_per_replica": 0}, {"max_restarts": -1}, {"script": ""}])
+@pytest.mark.parametrize(
+    "bad", [{"replicas": 0}, {"workers_per_replica": 0}, {"max_restarts": -1}, {"script": ""}]
+)
 def test_bad_input(bad: dict[str, int]) -> None:
     from torchft.torchx import hsdp
 

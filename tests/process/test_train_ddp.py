@@ -30,7 +30,9 @@ ENOUGH_STEPS = ["--steps", "500"]
 
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=SILENCE_MS)
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=SILENCE_MS
+    )
     yield server.address()
     server.shutdown()
 
@@ -68,7 +70,9 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
         group.start(lighthouse, ENOUGH_STEPS, ["--max_restarts", "1"])
     # Ten commits of each group itself: a group that starts late takes over the step of the other one.
     wait_for(
-        lambda: all(group.step() >= 20 and len(group.commits()) >= 10 for group in groups), "both groups train", *groups
+        lambda: all(group.step() >= 20 and len(group.commits()) >= 10 for group in groups),
+        "both groups train",
+        *groups,
     )
 
     # Not rank 0, which has the manager server and must not wait for its failed sibling.
@@ -90,7 +94,8 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
     assert samples(groups[0].events, everybody, IMAGES, epochs) == (epochs * IMAGES, 0, 0)
 
 
-@pytest.mark.slow  # in the test above torchrun restarts a worker; test_train_parts tests the order of the data
+# In the test above torchrun restarts a worker; test_train_parts tests the order of the data.
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its_checkpoint_was(
     lighthouse: str, new_group: Callable[..., Group], tmp_path: Path
@@ -105,7 +110,9 @@ def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its
     pids = process_tree.tree(group.pid)
     assert len(pids) >= 4  # the agent, the worker, two processes of its data loader
     os.kill(group.pid, signal.SIGKILL)  # only the agent is killed
-    wait_for(lambda: group.status is not None and not process_tree.alive(pids), "all follow the agent", seconds=60)
+    wait_for(
+        lambda: group.status is not None and not process_tree.alive(pids), "all follow the agent", seconds=60
+    )
     group.follow()
     first_life = group.events[1:]
     killed_at = first_life[-1]["step"]

@@ -34,7 +34,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if not shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent)):
         folder = tmp_path_factory.mktemp("bin")
         command = folder / "torchft_lighthouse"
-        command.write_text(f"#!{sys.executable}\nfrom torchft._torchft import lighthouse_main\nlighthouse_main()\n")
+        command.write_text(
+            f"#!{sys.executable}\nfrom torchft._torchft import lighthouse_main\nlighthouse_main()\n"
+        )
         command.chmod(0o755)
         environment["PATH"] = f"{folder}:{environment['PATH']}"
     return environment
@@ -45,13 +47,24 @@ def read_events(folder: Path, group: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-# Forty seconds of processor time: PyTorch starts seven times. test_torchft_run.py kills and restarts groups of
-# torchrun, test_train_readme.py trains with them to the end, and test_hsdp.py heals one; test_chaos.py compares the
-# weights of each step. The tests below have what the demo counts and prints.
+# Forty seconds of processor time: PyTorch starts seven times. test_torchft_run.py kills and restarts groups
+# of torchrun, test_train_readme.py trains with them to the end, and test_hsdp.py heals one; test_chaos.py
+# compares the weights of each step. The tests below have what the demo counts and prints.
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "100", "--kill-at", "30", "--logs", str(tmp_path)]
+def test_a_group_is_killed_heals_and_ends_with_the_same_weights(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        str(EXAMPLES / "demo.py"),
+        "--steps",
+        "100",
+        "--kill-at",
+        "30",
+        "--logs",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -66,7 +79,9 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     commits = [event["step"] for event in survivor if event["event"] == "commit"]
     assert commits == list(range(commits[0], commits[0] + len(commits)))  # no step twice, and none skipped
     assert commits[-1] >= 100
-    assert rows["steps committed"] == [str(sum(e["event"] == "commit" for e in es)) for es in (survivor, victim)]
+    assert rows["steps committed"] == [
+        str(sum(e["event"] == "commit" for e in es)) for es in (survivor, victim)
+    ]
     assert rows["steps lost"] == [str(sum(e["event"] == "lost" for e in es)) for es in (survivor, victim)]
     assert int(rows["steps lost"][0]) <= 2
     again = [event["event"] for event in victim].index("start", 1)
@@ -107,7 +122,9 @@ def test_steps_that_lie_partly_between_two_times(tmp_path: Path) -> None:
     assert group.steps_between(9.0, 10.0) == []
 
 
-def test_only_a_group_that_returns_is_shown_as_healed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_group_that_returns_is_shown_as_healed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import replica_group
 
     monkeypatch.setattr(replica_group.ReplicaGroup, "start", lambda *_: None)
@@ -116,10 +133,14 @@ def test_only_a_group_that_returns_is_shown_as_healed(tmp_path: Path, monkeypatc
     def starts_and_heals() -> str:
         group.start("", [])
         for healing in (True, False):
-            group._take({"event": "commit", "step": 5, "time": time.time(), "healing": healing, "participants": 2})
+            group._take(
+                {"event": "commit", "step": 5, "time": time.time(), "healing": healing, "participants": 2}
+            )
         return group.state
 
-    assert starts_and_heals() == "training", "at the start of the job it took over the weights of the first group"
+    assert starts_and_heals() == "training", (
+        "at the start of the job it took over the weights of the first group"
+    )
     assert starts_and_heals() == "training, healed"
 
 
@@ -136,7 +157,15 @@ def rows_of(table: str) -> list[str]:
 @pytest.mark.slow  # test_reproducible.py has it with threads
 @pytest.mark.timeout(240)
 def test_a_reproducible_run_ends_equal_bit_for_bit(environment: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "150", "--kill-at", "40", "--reproducible"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "demo.py"),
+        "--steps",
+        "150",
+        "--kill-at",
+        "40",
+        "--reproducible",
+    ]
     done = subprocess.run(
         [*command, "--logs", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=220
     )
@@ -158,8 +187,18 @@ def committed(step: int, quorum: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("survivor", "other", "counted", "why"),
     [
-        ([trained(0, 1, 0, 1), committed(0, 1)], [trained(0, 1, 2, 3), committed(0, 1)], (4, 0, 0), "all is well"),
-        ([trained(0, 1, 0, 1), committed(0, 1)], [trained(0, 1, 2, 3)], (4, 0, 0), "it is killed after its vote"),
+        (
+            [trained(0, 1, 0, 1), committed(0, 1)],
+            [trained(0, 1, 2, 3), committed(0, 1)],
+            (4, 0, 0),
+            "all is well",
+        ),
+        (
+            [trained(0, 1, 0, 1), committed(0, 1)],
+            [trained(0, 1, 2, 3)],
+            (4, 0, 0),
+            "it is killed after its vote",
+        ),
         (
             [trained(0, 1, 0, 1), trained(0, 2, 0, 1, 2, 3), committed(0, 2)],
             [trained(0, 1, 2, 3)],
@@ -172,8 +211,18 @@ def committed(step: int, quorum: int) -> dict[str, Any]:
             (4, 0, 0),
             "it committed alone, and is killed with that",
         ),
-        ([], [trained(0, 1, 0, 1, 2, 3), committed(0, 1)], (4, 0, 0), "the survivor joined later, and healed"),
-        ([trained(0, 1, 0, 1), committed(0, 1)], [trained(0, 1, 1, 2), committed(0, 1)], (4, 1, 1), "a wrong cut"),
+        (
+            [],
+            [trained(0, 1, 0, 1, 2, 3), committed(0, 1)],
+            (4, 0, 0),
+            "the survivor joined later, and healed",
+        ),
+        (
+            [trained(0, 1, 0, 1), committed(0, 1)],
+            [trained(0, 1, 1, 2), committed(0, 1)],
+            (4, 1, 1),
+            "a wrong cut",
+        ),
         (
             [trained(0, 1, 0, 1, 2, 3), committed(0, 1), trained(1, 1, 0, 1, 2, epoch=1), committed(1, 1)],
             [],
@@ -214,7 +263,9 @@ def test_required_output_of_a_run(
 
 @pytest.mark.slow  # test_make.py ends make minimal with Ctrl-C
 @pytest.mark.timeout(240)
-def test_ctrl_c_ends_the_demo_and_every_process_it_started(environment: dict[str, str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_demo_and_every_process_it_started(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     log = tmp_path / "output"
     demo = process_tree.start(
         [sys.executable, str(EXAMPLES / "demo.py"), "--logs", str(tmp_path / "logs")], log, environment
@@ -272,7 +323,9 @@ def test_failures_of_a_run(ends: list[tuple[str, int, str]], healed: float | Non
         ([600, 600], 1, False, "they wait for it in order to end"),
     ],
 )
-def test_a_group_is_not_killed_again_when_the_others_end(steps: list[int], kills: int, now: bool, why: str) -> None:
+def test_a_group_is_not_killed_again_when_the_others_end(
+    steps: list[int], kills: int, now: bool, why: str
+) -> None:
     import demo
 
     assert demo.time_to_kill(steps, kill_at=20, end=100, kills=kills) is now, why
@@ -298,7 +351,9 @@ def test_a_state_just_before_the_kill_is_shown(
                 return
             healing = bool(self.events) and self._left == [10, 90]
             step = self.step() + self._left.pop(0)
-            self._take({"event": "commit", "step": step, "time": time.time(), "healing": healing, "participants": 2})
+            self._take(
+                {"event": "commit", "step": step, "time": time.time(), "healing": healing, "participants": 2}
+            )
             if not self._left:
                 self._take({"event": "end", "step": step})
 
@@ -316,7 +371,9 @@ def test_a_state_just_before_the_kill_is_shown(
 
     monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "100", "--kill-at", "5"])
     demo.train(demo.parse_args(), [Quick(number, 2, tmp_path) for number in range(2)], "")
-    shown = [line.rsplit("  ", 1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("group 1")]
+    shown = [
+        line.rsplit("  ", 1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("group 1")
+    ]
     assert shown[:4] == ["starting", "training", "killed", "starting again"] and shown[-1] == "done"
 
 

@@ -24,7 +24,9 @@ __all__ = ["environment"]  # a fixture
 
 @pytest.mark.slow  # tests/integration/test_local_sgd.py has groups that fail in each phase
 @pytest.mark.timeout(240)
-def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     picture = tmp_path / "loss.png"
     plot = ["--plot", str(picture)] if find_spec("matplotlib") else []
     command = [
@@ -39,7 +41,9 @@ def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for state in ("training", "killed", "starting again", "done"):
-        assert any(line.startswith("group 1 [") and state in line for line in done.stdout.splitlines()), done.stdout
+        assert any(line.startswith("group 1 [") and state in line for line in done.stdout.splitlines()), (
+            done.stdout
+        )
     digests = re.findall(r"group \d rank \d  ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
     assert len(digests) == 2 and len(set(digests)) == 1 and "equal" in done.stdout.splitlines()
     assert picture.is_file() == bool(plot)
@@ -94,7 +98,9 @@ def test_batches_are_pieces_and_the_bytes_that_follow_them() -> None:
     bytes_in, bytes_out = next(train_diloco.Batches(text, batch_size=7, context=10))
     assert bytes_in.shape == bytes_out.shape == (7, 10)
     assert torch.equal(bytes_out, bytes_in + 1)
-    with pytest.raises(ValueError, match="a shard of 10 bytes is shorter than --context 10: raise --text-bytes"):
+    with pytest.raises(
+        ValueError, match="a shard of 10 bytes is shorter than --context 10: raise --text-bytes"
+    ):
         train_diloco.Batches(text[:10], 7, 10)
 
 
@@ -111,7 +117,9 @@ def test_predictions_do_not_see_later_bytes() -> None:
     changed = text.clone()
     changed[0, 5] = (changed[0, 5] + 1) % 256
     before, after = net(text), net(changed)
-    assert torch.allclose(before[:, :5], after[:, :5], atol=1e-6) and not torch.allclose(before[:, 5:], after[:, 5:])
+    assert torch.allclose(before[:, :5], after[:, :5], atol=1e-6) and not torch.allclose(
+        before[:, 5:], after[:, 5:]
+    )
 
 
 def test_groups_of_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +137,10 @@ def test_the_picture_has_a_curve_per_group_and_a_mark_at_the_kill(tmp_path: Path
     def group(number: int, *steps: list[int]) -> Any:
         events = []
         for life in steps:
-            events += [{"event": "start"}, *({"event": "commit", "step": step, "loss": 1 / step} for step in life)]
+            events += [
+                {"event": "start"},
+                *({"event": "commit", "step": step, "loss": 1 / step} for step in life),
+            ]
         return SimpleNamespace(number=number, events=[*events, {"event": "lost"}, {"event": "end"}])
 
     path = tmp_path / "loss.svg"

@@ -1,4 +1,6 @@
-"""A small version of `make train-fsdp`: a rank of a sharded group is killed, and each new rank heals its own shard."""
+"""A small version of `make train-fsdp`: a rank of a sharded group is killed, and each new rank heals its own
+shard.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,18 @@ def test_a_rank_is_killed_and_all_end_with_equal_weights(
 ) -> None:
     command = [
         *(sys.executable, str(EXAMPLES / "demo.py"), "--script", str(ROOT / "train_fsdp.py"), "--nproc", "2"),
-        *("--kill", "rank", "--steps", "200", "--kill-at", "15", "--time-limit", "200", "--logs", str(tmp_path)),
+        *(
+            "--kill",
+            "rank",
+            "--steps",
+            "200",
+            "--kill-at",
+            "15",
+            "--time-limit",
+            "200",
+            "--logs",
+            str(tmp_path),
+        ),
         *("--", "--replicate", replicate),
     ]
     done = subprocess.run(

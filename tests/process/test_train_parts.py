@@ -20,7 +20,9 @@ from torchft import Manager
 
 
 class Python2Pickler(pickle._Pickler):  # type: ignore[name-defined]
-    """Writes pickles in the format of the CIFAR-10 files, which Python 2 wrote: str and bytes are byte strings."""
+    """Writes pickles in the format of the CIFAR-10 files, which Python 2 wrote: str and bytes are byte
+    strings.
+    """
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
 
@@ -124,7 +126,9 @@ def test_groups_leave_together(step: int, participants: int, ends: bool, why: st
 @pytest.mark.parametrize("step", [100, 110])
 def test_a_group_that_heals_does_not_leave(step: int) -> None:
     """It has the step of the other groups already, but not yet their weights."""
-    manager = SimpleNamespace(current_step=lambda: step, num_participants=lambda: 2, is_participating=lambda: False)
+    manager = SimpleNamespace(
+        current_step=lambda: step, num_participants=lambda: 2, is_participating=lambda: False
+    )
     assert not parts.at_the_end(cast(Manager, manager), steps=100, overtime=10, groups=2)
 
 

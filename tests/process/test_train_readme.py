@@ -1,4 +1,6 @@
-"""The examples in the docs run unchanged. The README's is python/examples/minimal.py, which has other tests."""
+"""The examples in the docs run unchanged. The README's is python/examples/minimal.py, which has other
+tests.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ def test_both_sides_of_the_diff(tmp_path: Path) -> None:
 
 
 SCRIPTS = [ROOT / "python" / "examples" / name for name in ("huggingface_loop.py", "lightning_loop.py")]
-# The first example is the shortest. The others are slow, for example those of Lightning and Transformers; a script in
-# upstream's style is in test_script_unchanged.py.
+# The first example is the shortest. The others are slow, for example those of Lightning and Transformers; a
+# script in upstream's style is in test_script_unchanged.py.
 EXAMPLES = [
     pytest.param(text, id=str(i), marks=[pytest.mark.slow] if i else [])
     for i, text in enumerate([*blocks(LOOPS, "python"), *(script.read_text() for script in SCRIPTS)])
@@ -63,7 +65,9 @@ EXAMPLES = [
 def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path) -> None:
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     path += [
-        str(client_path(p)) for p in ("lightning", "transformers") if re.search(rf"^(from|import) {p}\b", example, re.M)
+        str(client_path(p))
+        for p in ("lightning", "transformers")
+        if re.search(rf"^(from|import) {p}\b", example, re.M)
     ]
     script = tmp_path / "example.py"
     script.write_text(example + "\nprint('ended at step', manager.current_step())\n")
@@ -84,7 +88,9 @@ def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path)
             }
             command = [sys.executable, str(script)]
             groups.append(
-                subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                subprocess.Popen(
+                    command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                )
             )
         for group in groups:
             output, _ = group.communicate(timeout=200)

@@ -16,7 +16,8 @@ import torch
 from torchft.launch import process_tree
 
 ROOT = Path(__file__).resolve().parents[2]
-# Removes from the environment the paths to this repository, and the variables of the make that runs the tests.
+# Removes from the environment the paths to this repository, and the variables of the make that runs the
+# tests.
 ENVIRONMENT = {"PYTHONPATH": "", "MAKEFLAGS": "", "MAKELEVEL": ""}
 
 # Run first, so that even a short run of `make test-all` tests the wheel that users install.
@@ -43,8 +44,8 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [new / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
     run(*pip, "--no-index", "--no-deps", wheel, cwd=new)
     (packages,) = new.glob("lib/python3*/site-packages")
-    # The borrowed folder is searched after the new environment's own packages. Its .pth files, which point to this
-    # repository, do not apply.
+    # The borrowed folder is searched after the new environment's own packages. Its .pth files, which point to
+    # this repository, do not apply.
     (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return new / "bin"
 
@@ -64,7 +65,17 @@ def test_the_name_contains_the_platform(wheel: Path) -> None:
 def test_the_example_trains_with_the_wheel(commands: Path, tmp_path: Path) -> None:
     example = (ROOT / "python" / "examples" / "minimal.py").read_text()
     (tmp_path / "minimal.py").write_text(f"{example}\nimport torchft; print('used', torchft.__file__)\n")
-    command = [commands / "torchft", "run", "--replicas", "2", "--min-replicas", "2", "--log-dir", "logs", "minimal.py"]
+    command = [
+        commands / "torchft",
+        "run",
+        "--replicas",
+        "2",
+        "--min-replicas",
+        "2",
+        "--log-dir",
+        "logs",
+        "minimal.py",
+    ]
     log = tmp_path / "output"
     job = process_tree.start([*map(str, command)], log, ENVIRONMENT, cwd=tmp_path)
     try:

@@ -1,8 +1,8 @@
-"""A rank of torchtitan's fault-tolerant trainer, on a CPU: its manager, optimizers and checkpoints as its trainer uses
-them, with a small model instead of a language model.
+"""A rank of torchtitan's fault-tolerant trainer, on a CPU: its manager, optimizers and checkpoints as its
+trainer uses them, with a small model instead of a language model.
 
-Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHFT_LIGHTHOUSE), with torchtitan in
-TORCHTITAN_PATH.
+Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHFT_LIGHTHOUSE), with
+torchtitan in TORCHTITAN_PATH.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Installs packages that tests need in addition to this environment: upstream, and clients of torchft.
 
-Tests and benchmarks run upstream in separate processes, with PYTHONPATH set to the directory that `install` returns.
-torch is not installed there, so both sides use the torch of this environment.
+Tests and benchmarks run upstream in separate processes, with PYTHONPATH set to the directory that `install`
+returns. torch is not installed there, so both sides use the torch of this environment.
 """
 
 from __future__ import annotations
@@ -24,15 +24,22 @@ DEPENDENCIES = [
     "opentelemetry-exporter-otlp-proto-http>=1.39.0",
 ]
 
-# Other projects that call torchft, with the dependencies that our tests of them import. All of their dependencies
-# would take hundreds of MB, and include old releases of packages of which other tests need newer ones.
+# Other projects that call torchft, with the dependencies that our tests of them import. All of their
+# dependencies would take hundreds of MB, and include old releases of packages of which other tests need newer
+# ones.
 CLIENTS = {
     "torchtitan": ["torchtitan==0.3.0", "spmd_types==0.2.3", "tyro", "docstring_parser"],
     "torchx": [
         *("torchx==0.7.0", "docstring_parser", "importlib_metadata", "lazy_importer", "mypy_extensions"),
         *("typing_inspect", "zipp"),
     ],
-    "lightning": ["lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0", "packaging", "tqdm"],
+    "lightning": [
+        "lightning==2.6.6",
+        "lightning-utilities==0.15.3",
+        "torchmetrics==1.9.0",
+        "packaging",
+        "tqdm",
+    ],
     "transformers": ["transformers==5.23.0", "accelerate==1.15.0", "psutil", "regex", "safetensors", "tqdm"],
 }
 # Further dependencies of some of them, installed with their own dependencies, none of which is torch.
@@ -49,8 +56,9 @@ class UpstreamUnavailable(RuntimeError):
 def upstream_path(name: str) -> Path:
     """Return the PYTHONPATH entry for "nightly" or "stable".
 
-    If it cannot be installed (no network, no wheel for this Python) the test is skipped. With CI=true it fails instead,
-    since only these tests prove that both packages can share a job. With an older PyTorch it is always skipped.
+    If it cannot be installed (no network, no wheel for this Python) the test is skipped. With CI=true it
+    fails instead, since only these tests prove that both packages can share a job. With an older PyTorch it
+    is always skipped.
     """
     import pytest
     from torch.distributed import ProcessGroupGloo
@@ -61,7 +69,9 @@ def upstream_path(name: str) -> Path:
 
 
 def client_path(name: str) -> Path:
-    """Return the path entry for one of CLIENTS, to be put last. Skips and fails like :func:`upstream_path`."""
+    """Return the path entry for one of CLIENTS, to be put last. Skips and fails like
+    :func:`upstream_path`.
+    """
     steps = [["--no-deps", *CLIENTS[name]]] + ([NEEDED_BY[name]] if name in NEEDED_BY else [])
     return _or_skip(lambda: _cached(CLIENTS[name][0], *steps))
 
@@ -90,7 +100,9 @@ def install(name: str) -> Path:
 
 
 def _cached(requirement: str, *steps: list[str]) -> Path:
-    """Install packages in several calls of pip into a folder named after a requirement, and return the folder."""
+    """Install packages in several calls of pip into a folder named after a requirement, and return the
+    folder.
+    """
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     target = _cache_dir() / f"{requirement.replace('==', '-')}-{python}-{sysconfig.get_platform()}"
     if target.is_dir():

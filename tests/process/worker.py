@@ -1,7 +1,7 @@
 """A replica group of one process that trains a tiny model, with the torchft on PYTHONPATH.
 
-Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager (answered by `ready`), {"do": "train"}
-begins, {"do": "finish", "step": N} ends after step N. Each step prints the digest of the weights.
+Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager (answered by `ready`), {"do":
+"train"} begins, {"do": "finish", "step": N} ends after step N. Each step prints the digest of the weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from torchft.process_group import ProcessGroupBabyGloo
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
-parser.add_argument("--seed", type=int, required=True, help="seed of the first weights, different for each group")
-parser.add_argument("--compute_s", type=float, default=0.04, help="seconds between zero_grad and the forward pass")
+parser.add_argument(
+    "--seed", type=int, required=True, help="seed of the first weights, different for each group"
+)
+parser.add_argument(
+    "--compute_s", type=float, default=0.04, help="seconds between zero_grad and the forward pass"
+)
 parser.add_argument("--width", type=int, default=16, help="width of the hidden layer")
 parser.add_argument("--undeclared", action="store_true", help="wrap neither model nor optimizer")
 parser.add_argument("--isolated", action="store_true", help="run the collectives in a separate process")
@@ -96,11 +100,12 @@ while last_step is None or manager.current_step() < last_step:
     else:
         manager.start_quorum()
         adam.zero_grad()
-    # Simulates computation, so that a joining group can heal. An upstream source withdraws its checkpoint when it
-    # commits: without this it often commits before any target, upstream or ours, has fetched it.
+    # Simulates computation, so that a joining group can heal. An upstream source withdraws its checkpoint
+    # when it commits: without this it often commits before any target, upstream or ours, has fetched it.
     time.sleep(args.compute_s)
     nn.functional.mse_loss(model(x), y).backward()
-    # Not DistributedDataParallel: in upstream 0.2.0 its backward raises an error if a peer failed before the call.
+    # Not DistributedDataParallel: in upstream 0.2.0 its backward raises an error if a peer failed before the
+    # call.
     for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
         work.wait()
     if optimizer is not None:

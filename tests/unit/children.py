@@ -21,9 +21,11 @@ def run_python(
     timeout: float = 110.0,
     by_itself: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script like `python SCRIPT ARGS`, with the torchft of this process and additional variables `env`.
+    """Runs a script like `python SCRIPT ARGS`, with the torchft of this process and additional variables
+    `env`.
 
-    With `by_itself` it is started as a new Python process, for tests of how Python starts or ends; else it is forked.
+    With `by_itself` it is started as a new Python process, for tests of how Python starts or ends; else it is
+    forked.
     """
     full = processes.child_environment(processes.ours_path(), env)
     with tempfile.TemporaryDirectory() as folder:
@@ -33,7 +35,9 @@ def run_python(
         server = processes.fork_server
         if by_itself or server is None or not server.can_start(full):
             command = [sys.executable, *argv]
-            return subprocess.run(command, env=full, cwd=folder, capture_output=True, text=True, timeout=timeout)
+            return subprocess.run(
+                command, env=full, cwd=folder, capture_output=True, text=True, timeout=timeout
+            )
         with open(Path(folder) / "stderr", "w+b") as stderr:
             child = server.start(argv, full, folder, stderr)
             child.stdin.close()

@@ -19,7 +19,9 @@ def fork_server() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def isolated_server_stays() -> Iterator[None]:
-    """Keeps the server of isolated workers running between tests that need it, because its start takes seconds."""
+    """Keeps the server of isolated workers running between tests that need it, because its start takes
+    seconds.
+    """
     with pytest.MonkeyPatch.context() as patch:
         # All test modules are imported by now. Without this module, no test of the run uses isolated workers.
         if standby := sys.modules.get("torchft.process_group.isolated.standby"):

@@ -6,7 +6,9 @@ from typing import Any
 
 
 def cleared_after_each_look(kind: type, name: str) -> type:
-    """A subclass in which an attribute is None after each look at it, as if another thread had cleared it then."""
+    """A subclass in which an attribute is None after each look at it, as if another thread had cleared it
+    then.
+    """
 
     def look(self: Any) -> Any:
         return self.__dict__.pop(name, None)

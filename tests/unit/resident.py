@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 # For tests that call `resident`.
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from Linux's /proc")
+needs_proc = pytest.mark.skipif(
+    sys.platform != "linux", reason="the memory of a process is read from Linux's /proc"
+)
 
 
 def resident() -> int:

@@ -96,7 +96,9 @@ def test_route_is_used_unless_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert announced_host("http://near:1") == socket.gethostname()
 
 
-def test_the_lighthouse_of_a_manager_determines_the_route_of_all_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lighthouse_of_a_manager_determines_the_route_of_all_announcements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Process groups and checkpoint servers use the same route, including those that were made before."""
     transport = HTTPTransport(timedelta(seconds=10), num_chunks=0)
     try:
@@ -104,12 +106,17 @@ def test_the_lighthouse_of_a_manager_determines_the_route_of_all_announcements(m
         monkeypatch.setenv(LIGHTHOUSE_ENV, "http://near:1")
         addresses.use_lighthouse("http://far:1")
         assert announced_host() == "10.1.2.3"
-        assert transport.metadata().startswith("http://10.1.2.3:") and transport.address() == transport.metadata()
+        assert (
+            transport.metadata().startswith("http://10.1.2.3:")
+            and transport.address() == transport.metadata()
+        )
     finally:
         transport.shutdown()
 
 
-@pytest.mark.parametrize("addr", ["", "nonsense", "http://localhost:29510", "http://[::1]:1", "http://:99999999"])
+@pytest.mark.parametrize(
+    "addr", ["", "nonsense", "http://localhost:29510", "http://[::1]:1", "http://:99999999"]
+)
 def test_there_is_no_route_to_a_loopback_or_unknown_lighthouse(addr: str) -> None:
     assert addresses._route_towards(addr) is None
 
@@ -142,7 +149,9 @@ def test_a_store_of_a_host_that_does_not_resolve_its_own_names(monkeypatch: pyte
     hosts = ["localhost", "node7", "node7.cluster.example", "node8", "10.0.0.7"]
     assert [store_host(host) for host in hosts] == 3 * ["127.0.0.1"] + ["node8", "10.0.0.7"]
     monkeypatch.setattr(addresses, "_resolves", lambda name: True)
-    assert [store_host(host) for host in hosts] == ["127.0.0.1", *hosts[1:]], "its name may be that of another address"
+    assert [store_host(host) for host in hosts] == ["127.0.0.1", *hosts[1:]], (
+        "its name may be that of another address"
+    )
 
 
 def test_the_numeric_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +176,9 @@ def test_own_stores_are_reached_by_either_address(here: str, monkeypatch: pytest
     assert create_store_client(address, timedelta(seconds=30)).get("key") == b"value"
 
 
-def test_a_store_at_a_name_of_this_host_that_does_not_resolve_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_at_a_name_of_this_host_that_does_not_resolve_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torchrun names the store of a group after the host."""
     monkeypatch.setattr(socket, "gethostname", lambda: "node7.invalid")
     monkeypatch.setattr(addresses, "_resolves", lambda name: False)

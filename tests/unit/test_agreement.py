@@ -22,7 +22,9 @@ from torchft._agreement import (
 BOTH = ((COMPARES, "1/10"), (CONNECTIONS, "a/2//0"), (HEALS, ""))
 
 
-@pytest.mark.parametrize("handle", ['{"id": "a"}', "native", "{no json", '{"torchft_compares": 3}', "", "[1]", "3"])
+@pytest.mark.parametrize(
+    "handle", ['{"id": "a"}', "native", "{no json", '{"torchft_compares": 3}', "", "[1]", "3"]
+)
 def test_a_handle_that_announces_nothing(handle: str) -> None:
     assert announced(handle, COMPARES) == ""
 
@@ -64,10 +66,14 @@ def test_what_all_groups_can_do() -> None:
         ({COMPARES: "1/10"}, {COMPARES: "1/20"}, None),
     ],
 )
-def test_settings_that_must_be_equal(ours: dict[str, str], theirs: dict[str, str], expected: str | None) -> None:
+def test_settings_that_must_be_equal(
+    ours: dict[str, str], theirs: dict[str, str], expected: str | None
+) -> None:
     assert differing(ours, theirs, *EQUAL) == expected
 
 
 def test_an_error_names_the_setting_both_values_and_what_is_allowed() -> None:
     text = explained(LOADER, {}, "rank 1", {LOADER: "L"})
-    assert text.startswith("the data loader differs: 'none' here, 'L' in rank 1; allowed: one in all groups of a job")
+    assert text.startswith(
+        "the data loader differs: 'none' here, 'L' in rank 1; allowed: one in all groups of a job"
+    )

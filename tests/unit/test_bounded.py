@@ -60,7 +60,8 @@ def run(pytester: pytest.Pytester, *args: str, suite: str = SUITE) -> pytest.Run
     state = random.getstate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "torch", Torch("torch"))
-        # In this process Go's runtime turns SIGSEGV into a panic; faulthandler would replace the runtime's handler.
+        # In this process Go's runtime turns SIGSEGV into a panic; faulthandler would replace the runtime's
+        # handler.
         done = pytester.runpytest_inprocess("-p", "no:faulthandler", "-p", "tests.bounded", "-v", "-s", *args)
     random.setstate(state)
     return done
@@ -94,7 +95,9 @@ def test_slow_tests_are_first_and_a_seed_chooses_the_first_of_each_kind(
 
 
 @pytest.mark.parametrize(
-    ("minutes", "expected"), [(60, 4), (5, 3), (1, 2), (0.1, 0)], ids=["all", "not the slower", "no slow ones", "none"]
+    ("minutes", "expected"),
+    [(60, 4), (5, 3), (1, 2), (0.1, 0)],
+    ids=["all", "not the slower", "no slow ones", "none"],
 )
 def test_tests_that_would_not_end_in_time_are_skipped(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, minutes: float, expected: int
@@ -130,7 +133,9 @@ def test_rotated() -> None:
     assert found == {("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")}
 
 
-def test_tests_that_run_each_time_are_first(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_that_run_each_time_are_first(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     suite = "".join(f"@pytest.mark.slow\ndef test_slow_{n}(): pass\n" for n in range(3))
     each_time = "@pytest.mark.slow(first=True)\ndef test_wheel(): pass\n"
     monkeypatch.setenv("NIGHT_UNTIL", f"{time.monotonic() + 1000:.0f}")

@@ -32,7 +32,9 @@ def test_a_switch(text: str | None, default: bool, expected: bool, monkeypatch: 
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_the_callers_choice_counts_before_the_environment(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_choice_counts_before_the_environment(
+    given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(NAME, "yes")
     assert switch(NAME, given=given) is given
 

@@ -85,14 +85,22 @@ def test_signatures_are_the_published_ones() -> None:
 def test_a_quorum_contains_its_members_data(lighthouse: LighthouseServer) -> None:
     client = LighthouseClient(lighthouse.address(), SOON)
     quorum = client.quorum(
-        "group", SOON, address="http://m:1", store_address="s:2", step=7, world_size=2, data={"über": [1, None]}
+        "group",
+        SOON,
+        address="http://m:1",
+        store_address="s:2",
+        step=7,
+        world_size=2,
+        data={"über": [1, None]},
     )
     assert isinstance(quorum, Quorum)
     assert quorum.quorum_id > 0
     assert quorum.created.seconds > 1_700_000_000
     assert 0 <= quorum.created.nanos < 1_000_000_000
     assert quorum.participants == [
-        QuorumMember("group", "http://m:1", "s:2", step=7, world_size=2, shrink_only=False, data={"über": [1, None]})
+        QuorumMember(
+            "group", "http://m:1", "s:2", step=7, world_size=2, shrink_only=False, data={"über": [1, None]}
+        )
     ]
     assert client.quorum("group", SOON).participants == [QuorumMember("group")]
 
@@ -122,7 +130,12 @@ def test_members_that_ask_together_get_one_quorum() -> None:
 def test_invalid_bytes_on_the_port_do_not_end_the_lighthouse(lighthouse: LighthouseServer) -> None:
     host, port = urlsplit(lighthouse.address()).hostname, urlsplit(lighthouse.address()).port
     assert host is not None and port is not None
-    for garbage in (b"\0" * 64, b"\xff\xfe garbage \r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64, b""):
+    for garbage in (
+        b"\0" * 64,
+        b"\xff\xfe garbage \r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64,
+        b"",
+    ):
         with socket.create_connection((host, port), timeout=10) as connection:
             connection.sendall(garbage)
     page = http.client.HTTPConnection(host, port, timeout=10)

@@ -89,7 +89,9 @@ def buckets(ddp: Any) -> list[list[str]]:
 @pytest.mark.parametrize("unused", [False, True], ids=["", "find unused"])
 @pytest.mark.parametrize("cap", [{}, {"bucket_cap_mb": 1}, {"bucket_cap_mb": 100}], ids=str)
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
-def test_buckets_are_the_same_in_each_step(manager: Any, static: bool, unused: bool, cap: dict[str, int]) -> None:
+def test_buckets_are_the_same_in_each_step(
+    manager: Any, static: bool, unused: bool, cap: dict[str, int]
+) -> None:
     """A group that joins later forms them, too, and so does one with another setting."""
     expected = buckets(
         parallel.DistributedDataParallel(
@@ -120,7 +122,9 @@ def test_buckets_of_several_types(manager: Any) -> None:
         return model
 
     expected = buckets(
-        parallel.DistributedDataParallel(make(), process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True)
+        parallel.DistributedDataParallel(
+            make(), process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True
+        )
     )
     assert len(expected) > 2
     assert buckets(DistributedDataParallel(manager, make())) == expected
@@ -239,7 +243,9 @@ def test_a_pickle_holds_no_manager(manager: Any, wrap: Wrap) -> None:
     twin = pickle.loads(pickle.dumps(ddp))
     assert type(twin) is type(ddp)
     with torch.no_grad():
-        assert torch.equal(pickle.loads(pickle.dumps(twin))(torch.ones(1, WIDTH)), model(torch.ones(1, WIDTH)))
+        assert torch.equal(
+            pickle.loads(pickle.dumps(twin))(torch.ones(1, WIDTH)), model(torch.ones(1, WIDTH))
+        )
     with pytest.raises(RuntimeError, match=r"was unpickled.* no Manager.*wrap its attribute `module`"):
         twin(torch.ones(1, WIDTH))
     assert_doubled(wrap(manager, twin.module), model)

@@ -1,4 +1,6 @@
-"""Device meshes with a replicate dimension of the Manager, and HSDP over two replica groups in separate processes."""
+"""Device meshes with a replicate dimension of the Manager, and HSDP over two replica groups in separate
+processes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def mesh(manager: Any, shape: tuple[int, ...] = (2, 1), dim: int = 0, names: tuple[str, ...] = ("replicate", "shard")):  # type: ignore[no-untyped-def]
+def mesh(
+    manager: Any,
+    shape: tuple[int, ...] = (2, 1),
+    dim: int = 0,
+    names: tuple[str, ...] = ("replicate", "shard"),
+):  # type: ignore[no-untyped-def]
     return ft_init_device_mesh(
         device_type="cpu", mesh_shape=shape, mesh_dim_names=names, replicate_dim=dim, manager=manager
     )
@@ -57,7 +64,9 @@ def test_the_replicate_dimension_is_the_managers() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_a_mesh_of_replicas_only_and_in_any_place() -> None:
-    assert isinstance(mesh(Manager(ProcessGroupDummy(0, 2)), (2,), 0, ("dp",)).get_group("dp"), ManagedProcessGroup)
+    assert isinstance(
+        mesh(Manager(ProcessGroupDummy(0, 2)), (2,), 0, ("dp",)).get_group("dp"), ManagedProcessGroup
+    )
     made = mesh(Manager(ProcessGroupDummy(0, 2)), (1, 2), 1, ("tp", "replicas"))
     assert isinstance(made.get_group("replicas"), ManagedProcessGroup)
 

@@ -1,4 +1,6 @@
-"""A forked child of a process with Managers, servers and process groups: no call hangs, and the parent goes on."""
+"""A forked child of a process with Managers, servers and process groups: no call hangs, and the parent goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import json
 
 from tests.unit.children import run_python
 
-# Makes two groups as threads of one process, forks for each call, and prints what the call returned or raised in the
-# child. After each child the parent's groups must still be able to reduce.
+# Makes two groups as threads of one process, forks for each call, and prints what the call returned or raised
+# in the child. After each child the parent's groups must still be able to reduce.
 SCRIPT = """
 import gc, json, os, signal, sys, threading, warnings
 from datetime import timedelta

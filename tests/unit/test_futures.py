@@ -193,7 +193,9 @@ def test_cancelled_timers_keep_nothing_alive_and_are_dropped(timers: _TimeoutMan
     assert not called.is_set()
 
 
-def test_steps_of_many_operations_wake_it_once(timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_many_operations_wake_it_once(
+    timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(futures, "_TIMEOUT_MANAGER", timers)
     with patch.object(timers._cond, "notify", wraps=timers._cond.notify) as notify:
         for step in range(3):
@@ -318,13 +320,17 @@ def test_a_forked_child_has_its_own_timers() -> None:
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-3", "nan"])
-def test_a_bad_watchdog_timeout_is_named(value: str, timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_watchdog_timeout_is_named(
+    value: str, timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(WATCHDOG_TIMEOUT_SEC, value)
     with pytest.raises(ValueError, match=f"{WATCHDOG_TIMEOUT_SEC}='{value}': a positive number"):
         timers.schedule(LONG, lambda: None)
 
 
-def test_the_watchdog_spares_a_callback_that_returns(timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_spares_a_callback_that_returns(
+    timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = threading.Event()
     monkeypatch.setattr(futures, "_end_process", lambda *args: ends.set())
     monkeypatch.setenv(WATCHDOG_TIMEOUT_SEC, "30")
@@ -354,7 +360,8 @@ def test_the_watchdog_ends_a_process_whose_callback_hangs() -> None:
 
 def test_pending_timers_do_not_delay_the_end_of_the_process() -> None:
     code = (
-        "from datetime import timedelta; from torch.futures import Future; from torchft.futures import future_timeout\n"
+        "from datetime import timedelta; from torch.futures import Future\n"
+        "from torchft.futures import future_timeout\n"
         "future_timeout(Future(), timedelta(seconds=600)); print('end')"
     )
     process = run_python(code, timeout=60)

@@ -26,7 +26,9 @@ def test_the_parts_follow_each_other_and_share_one_file(tmp_path: Path) -> None:
         stand_in("first", "print('one'); import sys; print('more', file=sys.stderr)"),
         # The file is there while the later parts still run.
         stand_in(
-            "second", f"import os; print(os.environ['SET'], 'second: not run' in open({str(out)!r}).read())", SET="x"
+            "second",
+            f"import os; print(os.environ['SET'], 'second: not run' in open({str(out)!r}).read())",
+            SET="x",
         ),
     ]
     assert measure(parts, 60, out) == 0
@@ -57,11 +59,16 @@ def test_a_part_past_its_share_is_ended_with_its_children_and_keeps_its_lines(tm
     # The child is in a session of its own, as the ranks of a job are.
     hangs = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "sleeps = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "child = subprocess.Popen(sleeps, start_new_session=True)\n"
         f"print('partial'); open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); sys.stdout.flush()\n"
         "time.sleep(600)"
     )
-    parts = [stand_in("hangs", hangs, 3), stand_in("last", "print('all the same')", 3), stand_in("late", "", 600)]
+    parts = [
+        stand_in("hangs", hangs, 3),
+        stand_in("last", "print('all the same')", 3),
+        stand_in("late", "", 600),
+    ]
     # The last one would have all of the remaining time; what is kept for it is taken from the first.
     assert measure(parts[:2], 6, out) == 1
     text = out.read_text()
@@ -78,7 +85,9 @@ def test_no_part_begins_after_the_time_is_over(tmp_path: Path) -> None:
 
 def test_a_part_without_a_share_takes_what_the_others_leave(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
-    told = Part("told", "its time", [sys.executable, "-c", "import sys; print('told', sys.argv[1])", "{seconds}"])
+    told = Part(
+        "told", "its time", [sys.executable, "-c", "import sys; print('told', sys.argv[1])", "{seconds}"]
+    )
     assert measure([told, stand_in("later", "", 60)], 160, out) == 0
     assert "told 89" in out.read_text() or "told 90" in out.read_text()
 
@@ -91,7 +100,9 @@ def test_all_programs_exist_and_the_shares_leave_time_for_the_tests() -> None:
 
 
 @pytest.mark.parametrize("argument", ["--seconds=0", "nothing"])
-def test_bad_arguments_are_named(argument: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_bad_arguments_are_named(
+    argument: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_figures.py", argument])
     with pytest.raises(SystemExit, match="2"):
         gpu_figures.main()
@@ -99,7 +110,10 @@ def test_bad_arguments_are_named(argument: str, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_gap_is_from_the_last_allreduce_to_the_first_kernel_of_the_optimizer() -> None:
-    reduce, adam = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "void at::native::multi_tensor_apply_kernel<...>"
+    reduce, adam = (
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+        "void at::native::multi_tensor_apply_kernel<...>",
+    )
     steps = [
         Span(reduce, 0, 100),
         Span("gemm", 50, 90),

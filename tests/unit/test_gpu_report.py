@@ -1,5 +1,5 @@
-"""The table of the tests that ran on a device (`make test-gpu`), checked without a device on files that imitate such
-tests.
+"""The table of the tests that ran on a device (`make test-gpu`), checked without a device on files that
+imitate such tests.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def test_five(i): pass
 
 
 def test_results_before_a_crash_are_kept(folder: Path) -> None:
-    text = "def test_one(): pass\ndef test_two(): os.kill(os.getpid(), signal.SIGKILL)\ndef test_three(): pass"
+    text = (
+        "def test_one(): pass\ndef test_two(): os.kill(os.getpid(), signal.SIGKILL)\ndef test_three(): pass"
+    )
     (row,), status = run(file(folder, text), 60)
     assert status != 0 and row.passed == 1
     assert row.failures == ["test_two (ended by SIGKILL)"]
@@ -106,7 +108,15 @@ def test_a_file_that_cannot_be_imported_fails(folder: Path) -> None:
 def test_the_table() -> None:
     rows = [
         Row("test_a.py", passed=3, seconds=1.6),
-        Row("test_b.py", passed=1, skipped=1, deselected=2, seconds=2.0, reasons={"why": 3}, failures=["test_x"]),
+        Row(
+            "test_b.py",
+            passed=1,
+            skipped=1,
+            deselected=2,
+            seconds=2.0,
+            reasons={"why": 3},
+            failures=["test_x"],
+        ),
     ]
     assert table(rows).splitlines()[2:] == [
         "| test_a.py | 3 | 0 | 0 | 2 |  |",

@@ -21,7 +21,9 @@ def prepared() -> None:
 
 def test_a_function_runs_on_a_thread_of_its_own() -> None:
     ran: list[tuple[str, bool]] = []
-    handed = hand_off(lambda: ran.append((threading.current_thread().name, threading.current_thread().daemon)), "mine")
+    handed = hand_off(
+        lambda: ran.append((threading.current_thread().name, threading.current_thread().daemon)), "mine"
+    )
     assert handed.wait(DEADLINE_S) and handed.over
     assert ran == [("mine", True)]
 
@@ -59,7 +61,9 @@ def test_an_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "failing" in caplog.text and "no more of it" in caplog.text
 
 
-def test_where_no_thread_can_be_started_the_function_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_the_function_runs_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def start(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

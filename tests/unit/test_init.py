@@ -14,11 +14,15 @@ import torchft
 def loaded_after(statement: str) -> set[str]:
     """The modules that a fresh interpreter has loaded after a statement."""
     code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["torchft", "torchft.coordination", "torchft._torchft", "torchft.addresses"])
+@pytest.mark.parametrize(
+    "module", ["torchft", "torchft.coordination", "torchft._torchft", "torchft.addresses"]
+)
 def test_importing_the_control_plane_loads_neither_torch_nor_the_library(module: str) -> None:
     loaded = loaded_after(f"import {module}")
     assert module in loaded

@@ -68,7 +68,8 @@ def test_the_parts_of_make_test_are_all_tests() -> None:
         found.update(
             path
             for path in (ROOT / "tests").rglob("test_*.py")
-            if any(path.is_relative_to(each) for each in given) and not any(path.is_relative_to(i) for i in ignored)
+            if any(path.is_relative_to(each) for each in given)
+            and not any(path.is_relative_to(i) for i in ignored)
         )
     assert found == dict.fromkeys((ROOT / "tests").rglob("test_*.py"), 1)
 
@@ -102,7 +103,9 @@ def test_a_part_gets_its_time_as_an_argument(tmp_path: Path) -> None:
 
 
 def test_a_part_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    child = (
+        "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    )
     lines: list[str] = []
     for over_s in (0.5, 5, 50):  # longer if the child had not started yet
         (result,) = run([python("a", child)], 1, tmp_path, lambda line: None, time_s=0.5, over_s=over_s)
@@ -115,13 +118,24 @@ def test_a_part_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -
 
 
 def hangs_at_its_end(tmp_path: Path, exit_s: str) -> Part:
-    """A run of pytest whose process does not end after its tests: tests/conftest.py ends it after `exit_s` seconds."""
+    """A run of pytest whose process does not end after its tests: tests/conftest.py ends it after `exit_s`
+    seconds.
+    """
     test = tmp_path / "test_hangs.py"
     test.write_text(
         "import atexit, time\n\ndef test_passes():\n    atexit.register(hangs)\n\n"
         "def hangs():\n    print('waits', flush=True)\n    time.sleep(600)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-p", "tests.conftest"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={ROOT}",
+        "-p",
+        "tests.conftest",
+    ]
     return Part("a", [*command, str(test)], env={"PYTHONPATH": str(ROOT), "EXIT_S": exit_s})
 
 
@@ -143,7 +157,16 @@ def test_a_test_that_hangs_in_native_code_is_ended_with_its_stacks(tmp_path: Pat
         "    for _ in range(2):  # the second waits for the first\n"
         "        ctypes.PyDLL(None).pthread_mutex_lock(mutex)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-p", "tests.conftest"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={ROOT}",
+        "-p",
+        "tests.conftest",
+    ]
     part = Part("a", [*command, str(test)], env={"PYTHONPATH": str(ROOT), "HANGS_S": "1"})
     (result,) = run([part], 1, tmp_path, lambda line: None, time_s=60)
     assert (result.status, result.ended) == (1, False)
@@ -164,7 +187,8 @@ def test_a_part_that_takes_too_long_writes_its_stacks_first(tmp_path: Path) -> N
     assert result is not None
     assert result.failed
     assert "1 passed" in log.read_text()
-    stacks = log.read_text().partition("most recent call first")[2]  # written by faulthandler at SIGQUIT, before SIGINT
+    # Written by faulthandler at SIGQUIT, before SIGINT.
+    stacks = log.read_text().partition("most recent call first")[2]
     assert "in hangs" in stacks.splitlines()[1]
 
 
@@ -190,7 +214,9 @@ def test_ctrl_c_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
         results = lanes.run(parts, 2, Path("."), print)
         print([(r.part.name, r.status) for r in results])
     """
-    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as lanes:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as lanes:
         logs = [tmp_path / "a.log", tmp_path / "b.log"]
         until = time.monotonic() + 60
         while not all(log.exists() and log.read_text().endswith("\n") for log in logs):
@@ -211,7 +237,10 @@ def test_the_end_of_a_log_is_shown() -> None:
     go = "ok  \texample.org/go/sim\t12.1s\nok  \texample.org/go/round\t(cached)\n"
     assert tail(go, failed=False) == go.strip()
     stacks = 'Thread 0x1 (most recent call first):\n  File "/a/test_b.py", line 3 in test\n'
-    assert tail(stacks + '  File "/site-packages/_pytest/main.py", line 4 in _main\n', failed=True) == stacks.strip()
+    assert (
+        tail(stacks + '  File "/site-packages/_pytest/main.py", line 4 in _main\n', failed=True)
+        == stacks.strip()
+    )
     long = tail("\n".join(str(n) for n in range(1000)), failed=True).splitlines()
     assert long[0] == "... 600 lines left out ..."
     assert long[-1] == "999"

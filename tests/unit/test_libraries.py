@@ -50,6 +50,7 @@ def test_sources_that_hide_the_installed_package_are_named(
         [sys.executable, "-S", *command], cwd=here, env=env, capture_output=True, text=True, timeout=60
     )
     error = done.stderr.splitlines()[-1]
-    hidden = f"the source folder {clone / 'torchft'} hides the package that is installed in {packages / 'torchft'}, "
+    source, installed = clone / "torchft", packages / "torchft"
+    hidden = f"the source folder {source} hides the package that is installed in {installed}, "
     assert f"{hidden}{remedy.format(clone)} " in error
     assert error.endswith(f"build it in place with `pip install -e '{clone}[train]'`")

@@ -11,8 +11,8 @@ from torchft import addresses
 from torchft._network_cards import PciPlace, distance, nearest
 from torchft.checkpointing import HTTPTransport, http_transport
 
-# As on a host with two processors: below each of them two PCI switches, each with two GPUs and a card. The frontend
-# network is a virtual device at a root of its own.
+# As on a host with two processors: below each of them two PCI switches, each with two GPUs and a card. The
+# frontend network is a virtual device at a root of its own.
 GPUS = {
     "0000:17:00.0": "pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:00.0",
     "0000:18:00.0": "pci0000:15/0000:15:01.0/0000:16:01.0/0000:18:00.0",
@@ -25,7 +25,13 @@ CARDS = {
     "rail1": "pci0000:37/0000:37:01.0/0000:38:02.0/0000:3b:00.0",
     "rail2": "pci0000:95/0000:95:01.0/0000:96:02.0/0000:99:00.0",
 }
-ADDRESSES = {"eth0": "10.0.0.5", "rail0": "10.1.0.5", "rail1": "10.2.0.5", "rail2": "10.3.0.5", "lo": "127.0.0.1"}
+ADDRESSES = {
+    "eth0": "10.0.0.5",
+    "rail0": "10.1.0.5",
+    "rail1": "10.2.0.5",
+    "rail2": "10.3.0.5",
+    "lo": "127.0.0.1",
+}
 
 
 def numa_node(path: str) -> int:
@@ -138,7 +144,9 @@ def test_a_rank_announces_the_card_next_to_its_device(
     assert addresses.heal_hosts("0000:17:00.0") == expected
 
 
-def test_a_transport_announces_the_card_next_to_the_current_device(sys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_announces_the_card_next_to_the_current_device(
+    sys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TORCHFT_HOST", raising=False)
     monkeypatch.setattr(http_transport, "device_pci_address", lambda: "0000:3a:00.0")
     monkeypatch.setattr(addresses, "interface_address", ADDRESSES.get)

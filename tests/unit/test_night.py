@@ -71,7 +71,8 @@ def test_a_fuzz_target_has_half_a_minute_where_there_is_time() -> None:
 
 def test_each_day_begins_with_another_part() -> None:
     orders = [
-        [p.name for p in plan(7200, seed, 0, TARGETS) if p.name.startswith(("fuzz", "chaos"))] for seed in range(12)
+        [p.name for p in plan(7200, seed, 0, TARGETS) if p.name.startswith(("fuzz", "chaos"))]
+        for seed in range(12)
     ]
     assert len({tuple(order) for order in orders}) == 12
     assert len({tuple(sorted(order)) for order in orders}) == 1
@@ -104,7 +105,9 @@ def test_the_report_names_failures_and_the_commands_that_repeat_them() -> None:
         result("pytest", 1, sys.executable, "-u", "-m", "pytest"),
         result("soak", 0, "go", "test", "./sim", cwd=go),
         result("fuzz-heal-FuzzAnswers", 1, "go", "test", "-trimpath", "./heal", cwd=go),
-        result("chaos-gloo", 1, sys.executable, "-u", "tests/process/chaos_faults.py", "--seed=7", ended=True),
+        result(
+            "chaos-gloo", 1, sys.executable, "-u", "tests/process/chaos_faults.py", "--seed=7", ended=True
+        ),
         result("race", None),
     ]
     logs = {
@@ -123,7 +126,9 @@ def test_the_report_names_failures_and_the_commands_that_repeat_them() -> None:
     assert "not run for lack of time: 3 tests" in lines
     assert "deselected: 54 tests need a CUDA device" in lines
     assert "FAILED tests/process/test_chaos.py::test_x[kill -9]: AssertionError: group 1" in lines
-    assert "    SEED=7 .venv/bin/python -m pytest -m '' 'tests/process/test_chaos.py::test_x[kill -9]'" in lines
+    assert (
+        "    SEED=7 .venv/bin/python -m pytest -m '' 'tests/process/test_chaos.py::test_x[kill -9]'" in lines
+    )
     assert "fuzz-heal-FuzzAnswers: --- FAIL: FuzzAnswers" in lines
     assert "    cd go && go test -run=FuzzAnswers/abc ./heal" in lines
     assert "chaos-gloo took too long and was ended" in lines

@@ -100,7 +100,8 @@ def test_hooks_are_the_wrapped_optimizers(manager: MagicMock, committed: bool) -
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_checkpoint_helpers_neither_vote_nor_start_a_quorum(manager: MagicMock, scheduled: bool) -> None:
-    manager.should_commit.return_value = False  # PyTorch's checkpoint helpers call step(), which must not vote
+    # PyTorch's checkpoint helpers call step(), which must not vote.
+    manager.should_commit.return_value = False
     model, twin = nn.Linear(2, 2), nn.Linear(2, 2)
     before = model.weight.detach().clone()
     optimizer = OptimizerWrapper(manager, torch.optim.Adam(model.parameters(), lr=0.5))
@@ -196,7 +197,9 @@ WRAPPERS = pytest.mark.parametrize("wrap", [OptimizerWrapper, distributed])
 def uncopyable(manager: MagicMock) -> MagicMock:
     manager.num_participants.return_value = 1
     manager.should_commit.return_value = True
-    manager.__deepcopy__ = manager.__copy__ = manager.__reduce_ex__ = MagicMock(side_effect=AssertionError("copied"))
+    manager.__deepcopy__ = manager.__copy__ = manager.__reduce_ex__ = MagicMock(
+        side_effect=AssertionError("copied")
+    )
     return manager
 
 
@@ -215,7 +218,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @WRAPPERS
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_a_copy_with_its_model_steps_the_copied_model(uncopyable: MagicMock, wrap: Wrap, scheduled: bool) -> None:
+def test_a_copy_with_its_model_steps_the_copied_model(
+    uncopyable: MagicMock, wrap: Wrap, scheduled: bool
+) -> None:
     model, optimizer = trained(wrap, uncopyable)
     if scheduled:  # it replaces the method of the instance
         torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
@@ -252,7 +257,9 @@ def test_a_pickle_holds_no_manager(uncopyable: MagicMock, wrap: Wrap) -> None:
     assert other.state_dict()["state"][0]["step"] == 1
     kind = type(optimizer).__name__
     for call in (other.zero_grad, other.step, copy.deepcopy(other).step):
-        with pytest.raises(RuntimeError, match=f"this {kind} was unpickled.* no Manager.*wrap its attribute `optim`"):
+        with pytest.raises(
+            RuntimeError, match=f"this {kind} was unpickled.* no Manager.*wrap its attribute `optim`"
+        ):
             call()
     anew = wrap(uncopyable, other.optim)
     for one in ((twin, anew), (model, optimizer)):

@@ -51,7 +51,9 @@ def none_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"TORCHFT_USE_OTEL": "false", "OTEL_LOGS_EXPORTER": "console"}, []),
     ],
 )
-def test_environment_decides(env: dict[str, str], exporters: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_decides(
+    env: dict[str, str], exporters: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert otel_exporters() == exporters
@@ -64,7 +66,9 @@ def test_upstreams_switch_exports_no_traces(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_unknown_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_LOGS_EXPORTER", "zipkin")
-    with pytest.raises(ValueError, match="OTEL_LOGS_EXPORTER='zipkin': allowed are none, or otlp and console"):
+    with pytest.raises(
+        ValueError, match="OTEL_LOGS_EXPORTER='zipkin': allowed are none, or otlp and console"
+    ):
         otel_exporters()
 
 
@@ -189,7 +193,9 @@ def test_bad_resource_attributes(otel: Any, monkeypatch: pytest.MonkeyPatch) -> 
             otel.setup_logger("torchft_commits")
 
 
-def test_the_command_prints_where_a_record_is_sent(otel: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_command_prints_where_a_record_is_sent(
+    otel: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     otel.main()
     assert capsys.readouterr().out.startswith("off: ")
     monkeypatch.setenv("OTEL_LOGS_EXPORTER", "console")
@@ -302,7 +308,8 @@ def test_a_trace_is_whole_from_the_rank_to_the_lighthouse(otel: Any) -> None:
     try:
         endpoint = f"http://localhost:{collector.server.server_port}"
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_LOGS_EXPORTER": "none"}
-        done = run_python(TWO_STEPS, by_itself=True, env=env)  # not forked: Go would have its parent's environment
+        # Not forked: Go would have its parent's environment.
+        done = run_python(TWO_STEPS, by_itself=True, env=env)
         assert done.returncode == 0, done.stderr
     finally:
         collector.close()

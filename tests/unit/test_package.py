@@ -1,4 +1,6 @@
-"""The source distribution contains everything in the repository, so that it builds, trains and passes its tests."""
+"""The source distribution contains everything in the repository, so that it builds, trains and passes its
+tests.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_the_source_distribution_has_every_file(tmp_path: Path) -> None:
 def test_the_logs_of_jobs_are_no_part_of_the_repository() -> None:
     if not shutil.which("git") or not (ROOT / ".git").exists():
         pytest.skip("asks git, and this is no clone")
-    asked = subprocess.run(["git", "check-ignore", "torchft-logs/20260101-000000/group-0.log"], cwd=ROOT, timeout=60)
+    asked = subprocess.run(
+        ["git", "check-ignore", "torchft-logs/20260101-000000/group-0.log"], cwd=ROOT, timeout=60
+    )
     assert asked.returncode == 0
 
 

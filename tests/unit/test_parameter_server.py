@@ -69,7 +69,9 @@ def server() -> Iterator[Sums]:
 
 
 def session_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name in ("torchft_session_watch", "torchft-http-request")]
+    return [
+        t.name for t in threading.enumerate() if t.name in ("torchft_session_watch", "torchft-http-request")
+    ]
 
 
 def connecting() -> bool:
@@ -95,7 +97,8 @@ def test_session_ends_when_its_client_drops_the_process_group(server: Sums) -> N
     push(pg, 1.0)
     del pg
     gc.collect()
-    wait_until(lambda: server.sessions() == [] and len(server.errors) == 1)  # forward was waiting in an allreduce
+    # Forward was waiting in an allreduce.
+    wait_until(lambda: server.sessions() == [] and len(server.errors) == 1)
     wait_until(lambda: session_threads() == [])
 
 
@@ -121,14 +124,17 @@ def test_session_whose_client_fails_ends(server: Sums, tmp_path: Path) -> None:
 
 
 def test_session_of_a_client_that_never_connects_ends(server: Sums) -> None:
-    """The client requests a session and disconnects. The server, which waits in configure, notices at once."""
+    """The client requests a session and disconnects. The server, which waits in configure, notices at
+    once.
+    """
     parts = urllib.parse.urlsplit(server.address())
     connection = http.client.HTTPConnection("localhost", parts.port or 0, timeout=10)
     connection.request("POST", parts.path)
     asked = json.loads(connection.getresponse().read())
     address = f"{asked['store_addr']}/session/{asked['session_id']}"
     store = create_store_client(address, timedelta(seconds=60))
-    store.wait(["0/0"])  # the server's address: Gloo waits for the client's; an abort before that ends the connecting
+    # The server's address: Gloo waits for the client's; an abort before that ends the connecting.
+    store.wait(["0/0"])
     connection.close()
     wait_until(lambda: server.sessions() == [])
     assert server.served == []

@@ -40,7 +40,9 @@ def run(pytester: pytest.Pytester, text: str) -> pytest.RunResult:
 
 def run_again(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
     # faulthandler would replace Go's handler of SIGSEGV in this process, which turns the signal into a panic.
-    return pytester.runpytest_inprocess("-p", "no:faulthandler", "-p", "tests.policy", "--strict-markers", *args)
+    return pytester.runpytest_inprocess(
+        "-p", "no:faulthandler", "-p", "tests.policy", "--strict-markers", *args
+    )
 
 
 def outcomes(done: pytest.RunResult) -> dict[str, int]:
@@ -85,7 +87,9 @@ def test_a_timeout_has_no_second_run(pytester: pytest.Pytester) -> None:
 
 
 def test_a_log_that_mentions_timeouts_is_not_a_timeout(pytester: pytest.Pytester) -> None:
-    done = run(pytester, flaky(failure=r"raise RuntimeError('group 1 ended with 1\nlog:\nTimeoutError: timed out')"))
+    done = run(
+        pytester, flaky(failure=r"raise RuntimeError('group 1 ended with 1\nlog:\nTimeoutError: timed out')")
+    )
     assert outcomes(done) == {"passed": 1, "rerun": 1}
 
 
@@ -94,7 +98,9 @@ def test_reruns_can_be_switched_off(pytester: pytest.Pytester, monkeypatch: pyte
     assert outcomes(run(pytester, flaky())) == {"failed": 1}
 
 
-def test_without_the_plugin_there_are_no_second_runs_and_a_line_reports_that(pytester: pytest.Pytester) -> None:
+def test_without_the_plugin_there_are_no_second_runs_and_a_line_reports_that(
+    pytester: pytest.Pytester,
+) -> None:
     pytester.makepyfile(flaky())
     done = run_again(pytester, "-p", "no:rerunfailures", "-p", "no:pytest_rerunfailures")
     assert outcomes(done) == {"failed": 1}

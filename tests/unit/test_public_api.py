@@ -1,7 +1,8 @@
 """All names in public_api.txt exist. It lists the names that users call, with their arguments and defaults.
 
-In the list, names of a module are indented by two, names of a class by four. Further arguments may follow those of the
-list if they have defaults. Modules that need another package have separate tests (test_torchx.py, test_torchcomms.py).
+In the list, names of a module are indented by two, names of a class by four. Further arguments may follow
+those of the list if they have defaults. Modules that need another package have separate tests
+(test_torchx.py, test_torchcomms.py).
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def test_all_public_names_exist_with_their_signatures(name: str) -> None:
     if name == "torchft.otel" and find_spec("opentelemetry") is None:
         pytest.skip("needs OpenTelemetry: pip install '.[otel]'")
     module = import_module(name)
-    assert [problem for line, owner in owners(module, MODULES[name]) for problem in problems(line, owner)] == []
+    assert [
+        problem for line, owner in owners(module, MODULES[name]) for problem in problems(line, owner)
+    ] == []
 
 
 def owners(module: ModuleType, lines: list[str]) -> Iterator[tuple[str, Any]]:
@@ -65,7 +68,9 @@ def problems(line: str, owner: Any) -> Iterator[str]:
             yield f"{line}: it is {getattr(owner, name)!r}"
     elif "(" in line:
         found = [
-            p for p in inspect.signature(getattr(owner, name)).parameters.values() if p.name not in ("self", "cls")
+            p
+            for p in inspect.signature(getattr(owner, name)).parameters.values()
+            if p.name not in ("self", "cls")
         ]
         yield from (f"{line}: {what}" for what in differences(arguments(line), found))
 

@@ -41,7 +41,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, ca, until in (("host", "ca", 9), ("stranger", "otherca", 9), ("expired", "ca", -1)):
         openssl(f"req {key} -subj /CN={name} -keyout {name}.key -out {name}.csr")
         openssl(
-            f"x509 -req -in {name}.csr -CA {ca}.pem -CAkey {ca}.key -CAcreateserial -days {until} -extfile ext "
+            f"x509 -req -in {name}.csr -CA {ca}.pem -CAkey {ca}.key -CAcreateserial -days {until} -extfile "
+            "ext "
             f"-out {name}.pem"
         )
     return folder
@@ -61,14 +62,22 @@ def token_and_tls(authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     token.write_text("secret\n")
     token.chmod(0o600)
     ca, host = authority / "ca.pem", authority / "host"
-    setting(monkeypatch, TOKEN_FILE=token, TLS_CERT=f"{host}.pem", TLS_KEY=f"{host}.key", TLS_CA=ca, TLS_CLIENT_CA=ca)
+    setting(
+        monkeypatch,
+        TOKEN_FILE=token,
+        TLS_CERT=f"{host}.pem",
+        TLS_KEY=f"{host}.key",
+        TLS_CA=ca,
+        TLS_CLIENT_CA=ca,
+    )
     monkeypatch.setenv("TORCHFT_HOST", "localhost")
 
 
 def refused(call: Callable[[timedelta], object], message: str, error: type[Exception] = RuntimeError) -> None:
     """Expects that the call, which gets a timeout, fails with this message.
 
-    Such a call retries until its timeout. So the timeout is longer only after one that was too short for an answer.
+    Such a call retries until its timeout. So the timeout is longer only after one that was too short for an
+    answer.
     """
     for seconds in (0.3, 3, 20):
         with pytest.raises(error) as raised:
@@ -92,7 +101,9 @@ def manager_server(lighthouse: str, connect_timeout: timedelta = TIMEOUT) -> Man
     )
 
 
-def test_the_rendezvous_of_torchrun(token_and_tls: None, authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rendezvous_of_torchrun(
+    token_and_tls: None, authority: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """HOST:PORT means TLS if the environment configures it, and the token is never sent without TLS."""
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
     endpoint = f"localhost:{lighthouse.address().rpartition(':')[2]}"
@@ -126,7 +137,10 @@ def test_token_and_certificates_together(
 
         guess = tmp_path / "guess"
         guess.write_text("guess")
-        for token, message in ((None, "this server wants the job's token"), (guess, "the token is not the job's")):
+        for token, message in (
+            (None, "this server wants the job's token"),
+            (guess, "the token is not the job's"),
+        ):
             with monkeypatch.context() as patch:
                 setting(patch, TOKEN_FILE=token)
                 stranger = LighthouseClient(lighthouse.address(), TIMEOUT)
@@ -134,8 +148,8 @@ def test_token_and_certificates_together(
                     stranger.quorum("c", TIMEOUT)
                 with pytest.raises(RuntimeError, match=message):
                     stranger.heartbeat("c", TIMEOUT)
-                # A ManagerClient in the server's process opens no connection to it, so only the server's request to the
-                # lighthouse is refused.
+                # A ManagerClient in the server's process opens no connection to it, so only the server's
+                # request to the lighthouse is refused.
                 unknown = manager_server(lighthouse.address())
                 with pytest.raises(RuntimeError, match=message):
                     ManagerClient(unknown.address(), TIMEOUT)._quorum(0, 1, "", False, TIMEOUT, 0)

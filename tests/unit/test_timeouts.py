@@ -54,7 +54,11 @@ def test_errors_with_a_time_limit_say_timed_out() -> None:
     for source in sources:
         for line in source.read_text().splitlines():
             raised = "raise " in line or "Error(" in line or "Errorf(" in line
-            if raised and within.search(line) and source.relative_to(SOURCES.parent).as_posix() not in NOT_TO_SCRIPTS:
+            if (
+                raised
+                and within.search(line)
+                and source.relative_to(SOURCES.parent).as_posix() not in NOT_TO_SCRIPTS
+            ):
                 found += 1
                 assert "timed out" in line, f"{source}: {line}"
     assert found > 4
@@ -94,8 +98,8 @@ def test_the_text_of_a_pipe_and_of_a_lock() -> None:
 
 
 def test_a_heal_that_times_out_is_not_retried() -> None:
-    """A source accepts the connection and never answers: it is asked once, and the error is a TimeoutError and a
-    RuntimeError.
+    """A source accepts the connection and never answers: it is asked once, and the error is a TimeoutError
+    and a RuntimeError.
     """
     asked = []
     target: HTTPTransport[object] = HTTPTransport(timedelta(seconds=10), num_chunks=0)

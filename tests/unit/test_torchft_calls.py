@@ -102,7 +102,13 @@ def test_reports_have_the_fields_of_the_server(client: ManagerClient) -> None:
     client._request_drain()
     client._report_healing(0, 1 << 40, 1 << 41)
     client._report_recovered(
-        0, healed=True, quorum_id=0, step=3, nbytes=1 << 40, steps_lost=0, phases={"transfer": 0.5, "load": 1.0}
+        0,
+        healed=True,
+        quorum_id=0,
+        step=3,
+        nbytes=1 << 40,
+        steps_lost=0,
+        phases={"transfer": 0.5, "load": 1.0},
     )
     with pytest.raises(ValueError, match="unheard_of"):
         client._report(unheard_of=1)
@@ -113,7 +119,9 @@ def test_reports_have_the_fields_of_the_server(client: ManagerClient) -> None:
 
 def test_an_unknown_counter_is_refused_by_name(client: ManagerClient) -> None:
     client._report_count(0, "nonfinite_syncs", 2)
-    with pytest.raises(ValueError, match=r'no counter of a rank is named "nonfinite_steps", only: .*nonfinite_syncs'):
+    with pytest.raises(
+        ValueError, match=r'no counter of a rank is named "nonfinite_steps", only: .*nonfinite_syncs'
+    ):
         client._report_count(0, "nonfinite_steps", 1)
     with pytest.raises(ValueError, match="number=-1 must be at least 0"):
         client._report_count(0, "nonfinite_syncs", -1)

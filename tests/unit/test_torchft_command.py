@@ -26,7 +26,9 @@ MAIN = "from torchft._torchft import lighthouse_main; lighthouse_main()"
 AT_ONCE = ["--bind", "127.0.0.1:0", "--join_timeout_ms", "10"]
 
 
-def start(arguments: Sequence[str], command: Sequence[str] = (sys.executable, "-c", MAIN)) -> subprocess.Popen[str]:
+def start(
+    arguments: Sequence[str], command: Sequence[str] = (sys.executable, "-c", MAIN)
+) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -52,7 +54,8 @@ def test_it_serves_until_a_signal(stop: signal.Signals) -> None:
     assert "Traceback" not in errors
 
 
-# The thread that reads stdin gets the signal itself. The kernel may choose any thread for a signal to the process.
+# The thread that reads stdin gets the signal itself. The kernel may choose any thread for a signal to the
+# process.
 ON_ANOTHER_THREAD = f"""
 import signal, sys, threading
 
@@ -81,13 +84,26 @@ def test_sigterm_fails_pending_requests_and_a_job_continues_with_the_next_lighth
     with start(["--min_replicas", "3", *again]) as first, ThreadPoolExecutor() as threads:
         address = address_of(first)
         group = ManagerServer(
-            "group", address, "localhost", "[::]:0", "localhost:1", 1, timedelta(seconds=1), timedelta(seconds=20), 0
+            "group",
+            address,
+            "localhost",
+            "[::]:0",
+            "localhost:1",
+            1,
+            timedelta(seconds=1),
+            timedelta(seconds=20),
+            0,
         )
         rank = ManagerClient(group.address(), timedelta(seconds=20))
         asked = threads.submit(rank._quorum, 0, 1, "", False, timedelta(seconds=60), 0)
-        called = threads.submit(LighthouseClient(address, timedelta(seconds=20)).quorum, "x", timedelta(seconds=60))
+        called = threads.submit(
+            LighthouseClient(address, timedelta(seconds=20)).quorum, "x", timedelta(seconds=60)
+        )
         deadline = time.monotonic() + 30
-        while json.load(urlopen(f"{address}/status", timeout=10))["candidates"] < 2 and time.monotonic() < deadline:
+        while (
+            json.load(urlopen(f"{address}/status", timeout=10))["candidates"] < 2
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         first.send_signal(signal.SIGTERM)
         with pytest.raises(RuntimeError, match="shutting down"):
@@ -115,7 +131,14 @@ def test_help_lists_every_option() -> None:
     done = start(["--help"])
     text, errors = done.communicate(timeout=60)
     assert (done.returncode, errors) == (0, "")
-    for option in ("bind", "min_replicas", "join_timeout_ms", "quorum_tick_ms", "heartbeat_timeout_ms", "token_file"):
+    for option in (
+        "bind",
+        "min_replicas",
+        "join_timeout_ms",
+        "quorum_tick_ms",
+        "heartbeat_timeout_ms",
+        "token_file",
+    ):
         assert f"--{option}" in text
 
 

@@ -78,8 +78,12 @@ def groups() -> Iterator[Callable[..., Groups]]:
         g.close()
 
 
-def ask(client: ManagerClient, rank: int = 0, step: int = 0, timeout: timedelta = SOON, **more: Any) -> QuorumResult:
-    request: dict[str, Any] = dict(checkpoint_metadata=f"metadata{rank}", shrink_only=False, commit_failures=0, **more)
+def ask(
+    client: ManagerClient, rank: int = 0, step: int = 0, timeout: timedelta = SOON, **more: Any
+) -> QuorumResult:
+    request: dict[str, Any] = dict(
+        checkpoint_metadata=f"metadata{rank}", shrink_only=False, commit_failures=0, **more
+    )
     return client._quorum(group_rank=rank, step=step, timeout=timeout, **request)
 
 
@@ -129,11 +133,18 @@ def test_two_groups_agree_on_a_quorum(groups: Callable[..., Groups]) -> None:
     assert first.store_address == second.store_address == "group0:29500"
     assert (first.heal, second.heal) == (False, True)
     assert first.recover_dst_replica_ranks == [1]
-    assert (second.recover_src_replica_rank, second.recover_src_manager_address) == (0, job.servers[0].address())
+    assert (second.recover_src_replica_rank, second.recover_src_manager_address) == (
+        0,
+        job.servers[0].address(),
+    )
     # The healing group asks where the source serves its state
-    assert ManagerClient(second.recover_src_manager_address, SOON)._checkpoint_metadata(0, SOON) == "metadata0"
+    assert (
+        ManagerClient(second.recover_src_manager_address, SOON)._checkpoint_metadata(0, SOON) == "metadata0"
+    )
 
-    assert [f.result() for f in job.together(*(lambda c=c: c.should_commit(0, 0, True, SOON) for c in clients))] == [
+    assert [
+        f.result() for f in job.together(*(lambda c=c: c.should_commit(0, 0, True, SOON) for c in clients))
+    ] == [
         True,
         True,
     ]
@@ -153,7 +164,9 @@ def test_without_init_sync_nobody_heals_at_step_0(groups: Callable[..., Groups])
 def test_a_group_behind_heals(groups: Callable[..., Groups]) -> None:
     job = groups(2)
     clients = {5: job.client(0), 2: job.client(1)}
-    ahead, behind = (f.result() for f in job.together(*(lambda s=s, c=c: ask(c, step=s) for s, c in clients.items())))
+    ahead, behind = (
+        f.result() for f in job.together(*(lambda s=s, c=c: ask(c, step=s) for s, c in clients.items()))
+    )
     assert (ahead.max_step, behind.max_step) == (5, 5)
     assert (ahead.max_replica_rank, behind.max_replica_rank) == (0, None)
     assert behind.heal
@@ -193,7 +206,12 @@ def test_a_failed_commit_makes_a_new_quorum(groups: Callable[..., Groups]) -> No
 
     def failures(count: int) -> QuorumResult:
         return client._quorum(
-            group_rank=0, step=0, checkpoint_metadata="", shrink_only=False, timeout=SOON, commit_failures=count
+            group_rank=0,
+            step=0,
+            checkpoint_metadata="",
+            shrink_only=False,
+            timeout=SOON,
+            commit_failures=count,
         )
 
     first, second = failures(0), failures(1)
@@ -308,7 +326,8 @@ def test_a_lighthouse_that_is_not_there_is_named_with_the_time_tried(groups: Cal
 
 def test_any_text_arrives_unchanged(groups: Callable[..., Groups]) -> None:
     job = groups(1)
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)  # the server does not report the job's group
+    # The server does not report the job's group.
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     text = 'ü "quoted" \\ </script> \u2028 \U0001f600'
     server = job.server(text, lighthouse_addr=lighthouse.address())
     try:
@@ -421,7 +440,9 @@ def test_a_step_is_replayed_if_all_groups_announce_it(
 
 
 def latest(groups: Groups) -> tuple[int, int]:
-    """Returns the quorum after which the lighthouse continues, and the step that the job has reached; 0 without one."""
+    """Returns the quorum after which the lighthouse continues, and the step that the job has reached; 0
+    without one.
+    """
     with urllib.request.urlopen(f"{groups.lighthouse.address()}/status", timeout=10) as answer:
         status = json.load(answer)
     return status["quorum_id"], status["max_step"]

@@ -49,7 +49,9 @@ def complaint(path: Path, *arguments: str, **environment: str) -> str:
 def test_without_go(path: Path) -> None:
     assert complaint(path).startswith("torchft: install Go 1.26 or newer")
     assert complaint(path, "make", "build").startswith("torchft: install Go 1.26 or newer")
-    assert complaint(path, sys.executable, "setup.py", "build_ext").startswith("torchft: install Go 1.26 or newer")
+    assert complaint(path, sys.executable, "setup.py", "build_ext").startswith(
+        "torchft: install Go 1.26 or newer"
+    )
 
 
 def test_with_an_old_go(path: Path) -> None:

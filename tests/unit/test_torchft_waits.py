@@ -91,7 +91,8 @@ def manager_server(lighthouse: str, connect_timeout: timedelta) -> ManagerServer
 def cluster() -> Iterator[Cluster]:
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
     manager = manager_server(lighthouse.address(), LONG)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections (the kernel does), but never answers
+    # Accepts connections (the kernel does), but never answers.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         yield Cluster(
             lighthouse,
             LighthouseClient(lighthouse.address(), LONG),
@@ -464,8 +465,8 @@ def test_a_data_loader_with_forked_workers_works(cluster: Cluster) -> None:
         assert load(Numbers()) == list(range(8))
         with pytest.raises(RuntimeError, match="was forked") as raised:
             load(Misuse())
-    # The error and its frames refer to each other, and the frames refer to the loader. If the garbage collector
-    # destroyed the loader, it might destroy the queues before the workers; then the loader would wait 5 s for each
-    # worker, in a later test.
+    # The error and its frames refer to each other, and the frames refer to the loader. If the garbage
+    # collector destroyed the loader, it might destroy the queues before the workers; then the loader would
+    # wait 5 s for each worker, in a later test.
     traceback.clear_frames(raised.tb)
     cluster.lighthouse_client.heartbeat("the parent goes on")

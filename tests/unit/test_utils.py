@@ -67,7 +67,9 @@ def test_threads_that_may_touch_a_device_set_it() -> None:
     found = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
-        if re.search(r"threading\.(Thread|Timer)\(|from threading import|\(threading\.Thread\)", path.read_text())
+        if re.search(
+            r"threading\.(Thread|Timer)\(|from threading import|\(threading\.Thread\)", path.read_text()
+        )
     }
     assert found == set(PLAIN_THREADS), "use DeviceThread, or say here why not"
 
@@ -83,7 +85,9 @@ def test_threads_that_may_touch_a_device_set_it() -> None:
 def test_the_pci_address_of_the_current_device(
     about: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = SimpleNamespace(get_device_properties=lambda index: SimpleNamespace(**about) if index == 3 else None)
+    module = SimpleNamespace(
+        get_device_properties=lambda index: SimpleNamespace(**about) if index == 3 else None
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda: module)
     monkeypatch.setattr(utils, "current_device", lambda: 3)
     assert utils.device_pci_address() == expected

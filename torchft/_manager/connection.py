@@ -1,4 +1,6 @@
-"""Connects the process group with the groups of a quorum: at once, or beside the connection in use (handover.py)."""
+"""Connects the process group with the groups of a quorum: at once, or beside the connection in use
+(handover.py).
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,13 @@ if TYPE_CHECKING:
     from torchft.process_group._attempt import ConnectionAttempt
 
 
-# How many attempts to connect beside the connection in use may fail in a row. Then all groups connect at once: another
-# connection may not fit into the memory of a device, for example.
+# How many attempts to connect beside the connection in use may fail in a row. Then all groups connect at
+# once: another connection may not fit into the memory of a device, for example.
 _MOST_ATTEMPTS = 3
 
-# How many times in a row a group may fail to connect because its own device has too little memory. Each time all groups
-# lose a step, and what PyTorch keeps for later tensors is returned to the device. Then the group ends.
+# How many times in a row a group may fail to connect because its own device has too little memory. Each time
+# all groups lose a step, and what PyTorch keeps for later tensors is returned to the device. Then the group
+# ends.
 _MOST_WITHOUT_MEMORY = 2
 
 
@@ -67,8 +70,8 @@ class Connection:
 
     Attributes:
         apart: whether this rank waits for its connection, while the other groups train on.
-        unmade: whether the connection with the groups of the latest quorum could not be made. The same quorum, from a
-            server that gives it no new id, is then connected again.
+        unmade: whether the connection with the groups of the latest quorum could not be made. The same
+            quorum, from a server that gives it no new id, is then connected again.
         unsupported: whether a group of the latest quorum does not fit into the job, and is about to end.
         members: replica ids of the groups of the connection in use, with this one; empty if there is none.
         made: the number of connections that this rank has used.
@@ -107,7 +110,8 @@ class Connection:
         self._failed = 0  # attempts in a row to make the next connection
         self._without_memory = 0  # times in a row that the device had too little memory to connect
         self._no_memory: Optional[Exception] = None  # the last of these errors
-        # Whether the latest request had an announcement: the other groups decide by it, even if `may_wait` has changed.
+        # Whether the latest request had an announcement: the other groups decide by it, even if `may_wait`
+        # has changed.
         self._announced = False
         self._unconnected: set[int] = set()  # replica ranks of the groups that wait for their connection
 
@@ -126,7 +130,8 @@ class Connection:
         if self._without_memory >= _MOST_WITHOUT_MEMORY:
             raise RuntimeError(
                 f"{device_name()} has too little memory for the connection with the other groups, "
-                f"{self._without_memory} times in a row: leave more of it free, for example by a smaller batch; "
+                f"{self._without_memory} times in a row: leave more of it free, for example by a smaller "
+                "batch; "
                 "this group ends, so that the others can train on"
             ) from self._no_memory
         if broken:
@@ -136,7 +141,8 @@ class Connection:
             self._cannot_connect(following, following.error)
         may_wait = self._may_wait() and self._failed < _MOST_ATTEMPTS
         if following is not None and (broken or not may_wait):
-            # All groups connect at once then. That needs another quorum id: the attempt has used that of this quorum.
+            # All groups connect at once then. That needs another quorum id: the attempt has used that of this
+            # quorum.
             self._next = following._replace(attempt=None)
         self._announced = may_wait
         if not may_wait:
@@ -167,15 +173,15 @@ class Connection:
     # For a quorum
 
     def may_change(self, plan: Plan) -> bool:
-        """Whether a quorum with the id of the last one changes the connection: that was not made, or the groups may
-        hand over to the next one, by what they announce now.
+        """Whether a quorum with the id of the last one changes the connection: that was not made, or the
+        groups may hand over to the next one, by what they announce now.
         """
         return self.unmade or (self._next is not None and plan is not self._plan)
 
     @ranged("_pg::configure")
     def follow(self, plan: Plan, new_here: bool, reconfigure: Callable[[int, list[str]], None]) -> None:
-        """Connects the process group with the groups of a quorum, or keeps its connection. If connecting fails, the
-        step fails, and the next quorum has a new id.
+        """Connects the process group with the groups of a quorum, or keeps its connection. If connecting
+        fails, the step fails, and the next quorum has a new id.
 
         Args:
             plan: the plan of this rank.
@@ -213,8 +219,8 @@ class Connection:
         except LayoutDiffers as e:
             if e.must_end:
                 raise
-            # The other group raises this error and ends. This group votes no and does not connect, because the groups
-            # would reduce different tensors. The next quorum does not contain the other group.
+            # The other group raises this error and ends. This group votes no and does not connect, because
+            # the groups would reduce different tensors. The next quorum does not contain the other group.
             self._errors.recurring(e, f"another group differs: {e}")
             self.unsupported = True
         except Exception as e:
@@ -243,10 +249,14 @@ class Connection:
         name = name_of(plan.quorum_id, ids)
         way = decide(name, connections, plan.max_step)
         if way is Way.BESIDE:
-            self._unconnected = {rank for rank, one in enumerate(connections) if one is not None and not one.name}
+            self._unconnected = {
+                rank for rank, one in enumerate(connections) if one is not None and not one.name
+            }
         return name, way
 
-    def _connect(self, name: str, plan: Plan, new_here: bool, reconfigure: Callable[[int, list[str]], None]) -> None:
+    def _connect(
+        self, name: str, plan: Plan, new_here: bool, reconfigure: Callable[[int, list[str]], None]
+    ) -> None:
         """Connects with all groups of a quorum, and waits for that."""
         self._name, self.members, self.unmade = "", plan.replica_ids, True
         reset_flight_recorder()
@@ -290,7 +300,9 @@ class Connection:
             self._peers.abandon_standby(PeerFailed(failure), following.attempt)
 
     def without_unconnected(self, plan: Plan) -> Plan:
-        """The plan without transfers to the groups that wait for their connection, since these do not heal yet."""
+        """The plan without transfers to the groups that wait for their connection, since these do not heal
+        yet.
+        """
         if not self._unconnected:
             return plan
         return replace(

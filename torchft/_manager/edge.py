@@ -1,7 +1,7 @@
 """Adapters for clients, transports, process groups and works that may come from another project.
 
-Such an object may have only upstream's methods. The rest of the Manager calls the adapters, which have the others too:
-:func:`_attribute` takes what the object lacks from one class of defaults for each kind of object.
+Such an object may have only upstream's methods. The rest of the Manager calls the adapters, which have the
+others too: :func:`_attribute` takes what the object lacks from one class of defaults for each kind of object.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class _OfGroup:
 
 
 def _attribute(given: Any, defaults: type, name: str) -> Any:
-    """An attribute of an object; the default if it has none. A value of another type than the default's is that of a
-    test double, and counts as missing.
+    """An attribute of an object; the default if it has none. A value of another type than the default's is
+    that of a test double, and counts as missing.
     """
     if not hasattr(defaults, name):
         return getattr(given, name)
@@ -114,7 +114,9 @@ class GroupServer:
         return self.client.should_commit(self._group_rank, step, yes, timeout=timeout)
 
     def leave(self, timeout: timedelta) -> None:
-        """Reports to the lighthouse that this group has ended its last step, and waits until no group needs it."""
+        """Reports to the lighthouse that this group has ended its last step, and waits until no group needs
+        it.
+        """
         _attribute(self.client, _OfClient, "_leave")(timeout)
 
     def close(self) -> None:
@@ -128,7 +130,9 @@ class GroupServer:
         regressed: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str]],
     ) -> None:
-        """Starts to receive notices about other members (:class:`FailureListener`). Upstream's client has none."""
+        """Starts to receive notices about other members (:class:`FailureListener`). Upstream's client has
+        none.
+        """
 
     def join(self) -> None:
         """Blocks until no further notice is received; close the client first."""
@@ -154,7 +158,8 @@ class _NativeServer(GroupServer):
 
     def vote(self, step: int, yes: bool, timeout: timedelta) -> bool:
         committed = super().vote(step, yes, timeout)
-        if committed and not yes:  # this rank lacks the step's gradients: if it continued, its weights would differ
+        # This rank lacks the step's gradients: if it continued, its weights would differ.
+        if committed and not yes:
             raise RuntimeError(f"the manager server committed step {step}, which this rank voted against")
         return committed
 
@@ -197,15 +202,15 @@ def as_server(client: Any, group_rank: int) -> GroupServer:
     """The manager server behind a client.
 
     A subclass of torchft's client counts as upstream's: it may override upstream's methods, and only
-    :class:`GroupServer` goes through them (torchft's own path bypasses ``_quorum``, for example). The rank then
-    receives no notices of failures.
+    :class:`GroupServer` goes through them (torchft's own path bypasses ``_quorum``, for example). The rank
+    then receives no notices of failures.
     """
     return (_NativeServer if type(client) is _torchft.ManagerClient else GroupServer)(client, group_rank)
 
 
 def _whole(result: Any) -> QuorumResult:
-    """A quorum's result with all fields. In a result of another class, fields that upstream lacks, and a mock's, get
-    their defaults.
+    """A quorum's result with all fields. In a result of another class, fields that upstream lacks, and a
+    mock's, get their defaults.
     """
     if type(result) is QuorumResult:
         return result
@@ -221,8 +226,8 @@ def _whole(result: Any) -> QuorumResult:
 
 
 class Transport:
-    """A checkpoint transport with all methods and attributes of :class:`CheckpointTransport` and HTTPTransport that a
-    Manager uses.
+    """A checkpoint transport with all methods and attributes of :class:`CheckpointTransport` and
+    HTTPTransport that a Manager uses.
 
     Args:
         transport: has at least the methods of upstream's ``CheckpointTransport``.
@@ -247,7 +252,9 @@ class Transport:
         return _attribute(self.transport, _OfTransport, "abandon_receiving")(reason) is not False
 
     def shutdown(self, wait: bool) -> None:
-        """Shuts down the transport in use, and the one that was given first, which only the Manager may refer to."""
+        """Shuts down the transport in use, and the one that was given first, which only the Manager may refer
+        to.
+        """
         for transport in {id(one): one for one in (self.transport, self._first)}.values():
             transport.shutdown(wait=wait)
 
@@ -259,16 +266,18 @@ class Peers:
     """A process group whose peers change with the quorum: torchft's, or another project's.
 
     Args:
-        pg: the process group, which stays the same object. One of PyTorch is aborted and reconfigured by functions of
-            torchft.
+        pg: the process group, which stays the same object. One of PyTorch is aborted and reconfigured by
+            functions of torchft.
 
     Attributes:
         pg: the process group in use; assigning another one detects its abilities again.
         error: returns the error that the process group has noticed, or None.
-        at_once: the number of threads that the process group has for collectives and keeps when its peers change, so
-            that aborted collectives occupy them until their timeout; None: it gets new threads with new peers.
+        at_once: the number of threads that the process group has for collectives and keeps when its peers
+            change, so that aborted collectives occupy them until their timeout; None: it gets new threads
+            with new peers.
         on_device: whether it is of a class of torchft that communicates on a device.
-        ours: whether it is a group of torchft, or of a class derived from one, which reduces tensors of each dtype.
+        ours: whether it is a group of torchft, or of a class derived from one, which reduces tensors of each
+            dtype.
     """
 
     def __init__(self, pg: Any) -> None:
@@ -295,12 +304,16 @@ class Peers:
         return _attribute(self.pg, _OfGroup, "connects_standby")
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
-        """Informs the process group which rank it belongs to, for its handle. Native handles do not contain that."""
+        """Informs the process group which rank it belongs to, for its handle. Native handles do not contain
+        that.
+        """
         number = global_rank(replica_id, group_rank, group_world_size)
         _attribute(self.pg, _OfGroup, "set_rank_info")(replica_id, group_rank, group_world_size, number)
 
     def announce_layout(self, digest: str, lines: str) -> None:
-        """Puts a description of what this rank reduces into the store of its handle; a native handle names none."""
+        """Puts a description of what this rank reduces into the store of its handle; a native handle names
+        none.
+        """
         _attribute(self.pg, _OfGroup, "announce_layout")(digest, lines)
 
     def share_buffer(self, buffer: torch.Tensor) -> None:
@@ -308,12 +321,13 @@ class Peers:
         _attribute(self.pg, _OfGroup, "share_buffer")(buffer)
 
     def check_sparse(self, names: list[str]) -> None:
-        """Raises a ValueError if there are parameters with sparse gradients, and the process group takes no sparse
-        tensors.
+        """Raises a ValueError if there are parameters with sparse gradients, and the process group takes no
+        sparse tensors.
         """
         if names and not _attribute(self.pg, _OfGroup, "_reduces_sparse"):
             raise ValueError(
-                f"{type(self.pg).__name__} reduces dense tensors only, and the gradients of {', '.join(names)} are "
+                f"{type(self.pg).__name__} reduces dense tensors only, and the gradients of "
+                f"{', '.join(names)} are "
                 "sparse: pass sparse=False to their layers, or use ProcessGroupGloo"
             )
 
@@ -407,7 +421,8 @@ def as_peers(pg: dist.ProcessGroup) -> Peers:
     """
     if not supports_reconfigure(pg):
         raise ValueError(
-            f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot outlive "
+            f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot "
+            "outlive "
             "the failure of a peer; use one of torchft.process_group, or make a native one with "
             "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
         )
@@ -423,7 +438,8 @@ class WorkKind(NamedTuple):
     drains: bool  # has ``drain`` and ``ended``: an abort ends a wait before the backend ends the operation
     foreign: bool  # of another project: its future may fail although its wait does not
     limited: bool  # its wait takes a timeout; that of a test double may not
-    polls: bool  # a wait with a timeout may block the host until the device has finished, as with PyTorch's NCCL
+    # A wait with a timeout may block the host until the device has finished, as with PyTorch's NCCL.
+    polls: bool
     order: Optional[Callable[[Any, Optional[timedelta]], object]]  # makes the current stream wait for a work
     # the future of a work; None for a test double, whose operation counts as never finished
     future: Callable[[Any], Optional[torch.futures.Future[Any]]]
@@ -433,7 +449,9 @@ _PYTORCHS_ORDER = getattr(dist._Work, "block_current_stream", None)  # PyTorch 2
 
 
 def work_kind(work: dist._Work) -> WorkKind:
-    """The abilities of a work, detected once for each class. The cache stays small: a process group has few classes."""
+    """The abilities of a work, detected once for each class. The cache stays small: a process group has few
+    classes.
+    """
     return _kind_of(type(work), hasattr(work, "block_current_stream"))
 
 
@@ -487,8 +505,8 @@ def _future_if_any(work: Any) -> Optional[torch.futures.Future[Any]]:
 
 
 def timeout_of(manager: Any) -> timedelta:
-    """The timeout of the Manager that began a work. For a test double without a timeout it is that of a Manager by
-    default, so that every wait ends.
+    """The timeout of the Manager that began a work. For a test double without a timeout it is that of a
+    Manager by default, so that every wait ends.
     """
     timeout = getattr(manager, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT

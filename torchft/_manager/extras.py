@@ -1,4 +1,6 @@
-"""What torchft's own wrappers (optimizers, DDP, LocalSGD, loaders) call on a Manager beyond its public methods."""
+"""What torchft's own wrappers (optimizers, DDP, LocalSGD, loaders) call on a Manager beyond its public
+methods.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Decides with which connection the groups of a quorum reduce when other groups join. Pure code.
 
-Connecting takes NCCL some tenths of a second, and longer in a large job. A group that joins has to heal, so at first it
-contributes nothing. Hence, when a quorum only adds groups that heal, the groups that are connected keep their
-connection, and all groups of the quorum make the next one in the background. They hand over to it in the first step for
-which each group has announced that it is made. Until then a group that joins reduces nothing and commits nothing:
+Connecting takes NCCL some tenths of a second, and longer in a large job. A group that joins has to heal, so
+at first it contributes nothing. Hence, when a quorum only adds groups that heal, the groups that are
+connected keep their connection, and all groups of the quorum make the next one in the background. They hand
+over to it in the first step for which each group has announced that it is made. Until then a group that joins
+reduces nothing and commits nothing:
 
     step                    7      8            9            10           11
     quorum                  A, B   A, B, C      A, B, C      A, B, C      A, B, C
@@ -11,8 +12,9 @@ which each group has announced that it is made. Until then a group that joins re
     A and B reduce with     A, B   A, B         A, B         A, B, C      A, B, C
     C                              connects     connects     heals        heals
 
-A group announces its connections with its reconfigure handle. All groups of a quorum get the same announcements, so
-they decide alike. Each rank decides on its own, since it is connected only with the same rank of the other groups.
+A group announces its connections with its reconfigure handle. All groups of a quorum get the same
+announcements, so they decide alike. Each rank decides on its own, since it is connected only with the same
+rank of the other groups.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Connections(NamedTuple):
         name: name of the connection that it reduces with; empty: it has none, or the connection is broken.
         size: number of groups of that connection.
         next: name of the next connection if that is made, else empty.
-        step: the step of the group's weights; 0 with a connection, so that announcements do not change in each step.
+        step: the step of the group's weights; 0 with a connection, so that announcements do not change in
+            each step.
     """
 
     name: str = ""
@@ -62,7 +65,8 @@ class Connections(NamedTuple):
 
 
 def name_of(quorum_id: int, handles: Sequence[str]) -> str:
-    """The name of the connection of a quorum's groups: equal in all of them, and different for other processes.
+    """The name of the connection of a quorum's groups: equal in all of them, and different for other
+    processes.
 
     Args:
         quorum_id: id of the quorum.
@@ -76,8 +80,8 @@ def decide(name: str, announced: Sequence[Optional[Connections]], max_step: int)
 
     Args:
         name: name of the connection of all of them.
-        announced: the announcement of each group; None: it announces nothing (an upstream group, or one that does not
-            heal along).
+        announced: the announcement of each group; None: it announces nothing (an upstream group, or one that
+            does not heal along).
         max_step: the step of the groups that are up to date.
     """
     groups = [one for one in announced if one is not None]

@@ -1,8 +1,8 @@
-"""The end of Managers that nobody has shut down: an earlier one of the same group in this process (the cell of a
-notebook was run again), and one without references.
+"""The end of Managers that nobody has shut down: an earlier one of the same group in this process (the cell
+of a notebook was run again), and one without references.
 
-A thread that waits for a Manager's notices or quorums must not keep the Manager alive, so it refers to its methods by
-:func:`torchft.utils.weakly`.
+A thread that waits for a Manager's notices or quorums must not keep the Manager alive, so it refers to its
+methods by :func:`torchft.utils.weakly`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Life(NamedTuple):
         return cls(replica_id or "", settings.group_rank, settings.lighthouse_addr, store, here)
 
     def repeats(self, earlier: Life) -> bool:
-        """Whether this is the same rank of the same group. Groups without a name are told apart by their stores."""
+        """Whether this is the same rank of the same group. Groups without a name are told apart by their
+        stores.
+        """
         if (self.replica_id, self.group_rank, self.lighthouse) != (
             earlier.replica_id,
             earlier.group_rank,
@@ -53,7 +55,8 @@ class Life(NamedTuple):
         return self.replica_id != "" or self.store == earlier.store
 
     def replaces(self, earlier: Life) -> bool:
-        """Whether this thread has made the earlier Manager too, or its thread has ended: nobody uses it any more.
+        """Whether this thread has made the earlier Manager too, or its thread has ended: nobody uses it any
+        more.
 
         Another thread may run a group of its own which has the same name by mistake, as in tests.
         """
@@ -84,8 +87,10 @@ def earlier(life: Life) -> list[Any]:
             found.append(manager)
         else:
             _logger.warning(
-                "another Manager of this group and rank runs in this process: %s, made on the thread %r. Both are "
-                "members of the job, and each waits for the other one. Shut one of them down, or give each group its "
+                "another Manager of this group and rank runs in this process: %s, made on the thread %r. "
+                "Both are "
+                "members of the job, and each waits for the other one. Shut one of them down, or give each "
+                "group its "
                 "own replica_id",
                 manager._logger.prefix(),
                 its.thread.name,

@@ -14,8 +14,8 @@ class Position(NamedTuple):
 
     step: int
     batches_committed: int
-    # The quorum in which the weights were committed: groups that were separated can reach the same step with different
-    # weights.
+    # The quorum in which the weights were committed: groups that were separated can reach the same step with
+    # different weights.
     committed_quorum_id: int
 
 
@@ -48,7 +48,8 @@ class RankState:
 
     @contextmanager
     def doing(self, what: str, waits: bool = True) -> Iterator[None]:
-        """Surrounds what may take long, for the lighthouse, which asks a rank that makes no progress what it does.
+        """Surrounds what may take long, for the lighthouse, which asks a rank that makes no progress what it
+        does.
 
         Args:
             what: in the present tense, without a subject.

@@ -30,7 +30,8 @@ TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 # The assigned source, and as many additional ones as a quorum names to a healing group (go/recovery).
 MAX_SOURCES = 4
 
-# Number of restarts of the workers so far. Keys contain it, because torchrun keeps the group's store over a restart.
+# Number of restarts of the workers so far. Keys contain it, because torchrun keeps the group's store over a
+# restart.
 RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -75,11 +76,11 @@ class Settings:
     replay_failed_step: bool
     reproducible_reduction: bool
     heal_sources: int  # number of groups from which one state is fetched
-    # Number of commits over which one comparison of all weights and optimizer state with other groups is spread;
-    # 0: no comparison; None: chosen by their size
+    # Number of commits over which one comparison of all weights and optimizer state with other groups is
+    # spread; 0: no comparison; None: chosen by their size
     compare_commits: Optional[int] = 0
-    # Whether compare_commits was left at its default. Then only weights on the CPU are compared, where the cost is
-    # known (replicas.py).
+    # Whether compare_commits was left at its default. Then only weights on the CPU are compared, where the
+    # cost is known (replicas.py).
     compares_by_default: bool = False
     on_divergence: OnDivergence = OnDivergence.REPORT
     heal: Optional[HealMode] = None  # None: auto with an ElasticDataLoader, else at once
@@ -168,14 +169,18 @@ def duration_from_env(name: str, default: timedelta) -> timedelta:
     except ValueError:
         raise ValueError(f"{name}={os.environ[name]!r} is no integer: it takes whole seconds") from None
     except OverflowError:
-        raise ValueError(f"{name}={os.environ[name]!r} is too long: at most {timedelta.max.days} days") from None
+        raise ValueError(
+            f"{name}={os.environ[name]!r} is too long: at most {timedelta.max.days} days"
+        ) from None
     if name in os.environ:
         check_positive(name, value)
     return value
 
 
 def _compare_commits(given: Union[int, str, None]) -> Optional[int]:
-    """Returns the number of commits per full comparison: 0 for none, None to choose by the size of the state."""
+    """Returns the number of commits per full comparison: 0 for none, None to choose by the size of the
+    state.
+    """
     name = COMPARE_COMMITS_ENV if given is None else "compare_commits"
     value = commits = os.environ.get(COMPARE_COMMITS_ENV, "auto") if given is None else given
     if value == "auto":
@@ -183,7 +188,9 @@ def _compare_commits(given: Union[int, str, None]) -> Optional[int]:
     if given is None and isinstance(value, str) and value.isdecimal():
         commits = int(value)
     if not isinstance(commits, int) or isinstance(commits, bool) or commits < 0:
-        raise ValueError(f'{name}={value!r}: allowed are 0 (never), a number of commits, or "auto": chosen by the size')
+        raise ValueError(
+            f'{name}={value!r}: allowed are 0 (never), a number of commits, or "auto": chosen by the size'
+        )
     return commits
 
 
@@ -193,13 +200,19 @@ def _on_divergence(given: Optional[str]) -> OnDivergence:
     try:
         return OnDivergence(value)
     except ValueError:
-        raise ValueError(f"{name}={value!r}: allowed are {', '.join(each.value for each in OnDivergence)}") from None
+        raise ValueError(
+            f"{name}={value!r}: allowed are {', '.join(each.value for each in OnDivergence)}"
+        ) from None
 
 
 def _heal(given: Optional[str], along: Optional[bool]) -> Optional[HealMode]:
-    """How groups heal; None: nothing is set. ``along`` and its variable are other names of in_passing and at_once."""
+    """How groups heal; None: nothing is set. ``along`` and its variable are other names of in_passing and
+    at_once.
+    """
     if given is not None and along is not None:
-        raise ValueError(f"heal={given!r} and heal_along={along}: these are two names of one setting, pass one of them")
+        raise ValueError(
+            f"heal={given!r} and heal_along={along}: these are two names of one setting, pass one of them"
+        )
     name = HEAL_ENV if given is None else "heal"
     value = os.environ.get(HEAL_ENV) if given is None and along is None else given
     if value is None:
@@ -209,7 +222,9 @@ def _heal(given: Optional[str], along: Optional[bool]) -> Optional[HealMode]:
     try:
         return HealMode(value)
     except ValueError:
-        raise ValueError(f"{name}={value!r}: allowed are {', '.join(each.value for each in HealMode)}") from None
+        raise ValueError(
+            f"{name}={value!r}: allowed are {', '.join(each.value for each in HealMode)}"
+        ) from None
 
 
 def heal_sources_from_env() -> int:
@@ -238,14 +253,18 @@ def extract_trailing_digits(s: str) -> int:
 
 
 def global_rank(replica_id: str, group_rank: int, group_world_size: int) -> int:
-    """The global number of a rank. The group's number is taken from the end of the name in ``{name}:{uuid}``."""
+    """The global number of a rank. The group's number is taken from the end of the name in
+    ``{name}:{uuid}``.
+    """
     return extract_trailing_digits(replica_id.split(":")[0]) * group_world_size + group_rank
 
 
 def _required_env(argument: str, env: str) -> str:
     value = os.environ.get(env)
     if not value:
-        raise ValueError(f"{env} is not set: start the script with torchrun, set {env}, or pass {argument} to Manager")
+        raise ValueError(
+            f"{env} is not set: start the script with torchrun, set {env}, or pass {argument} to Manager"
+        )
     return value
 
 
@@ -261,7 +280,8 @@ def _check(settings: Settings) -> None:
         raise ValueError(f"world_size={settings.group_world_size}: a group has at least 1 rank")
     if not 0 <= settings.group_rank < settings.group_world_size:
         raise ValueError(
-            f"rank={settings.group_rank} is outside its group: allowed are 0 to {settings.group_world_size - 1} "
+            f"rank={settings.group_rank} is outside its group: allowed are 0 to "
+            f"{settings.group_world_size - 1} "
             f"(world_size={settings.group_world_size})"
         )
     for name in ("store_port", "manager_port"):

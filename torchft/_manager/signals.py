@@ -1,10 +1,11 @@
 """SIGTERM drains the group: it leaves at the end of a step. A process that exceeds the grace period is ended.
 
-The handler sets a flag, and calls the handler that the script had installed before, if any. The next request for a
-quorum carries the flag to the manager server, which lets all ranks of the group leave after the same step. Python runs
-handlers on the main thread, between two of its instructions, so a handler does not run while that thread hangs in a
-collective. A separate thread therefore enforces the grace period, and tells the server at once: a step may be long. It
-learns of a signal from a file descriptor, to which Python's C handler writes at once (signal.set_wakeup_fd).
+The handler sets a flag, and calls the handler that the script had installed before, if any. The next request
+for a quorum carries the flag to the manager server, which lets all ranks of the group leave after the same
+step. Python runs handlers on the main thread, between two of its instructions, so a handler does not run
+while that thread hangs in a collective. A separate thread therefore enforces the grace period, and tells the
+server at once: a step may be long. It learns of a signal from a file descriptor, to which Python's C handler
+writes at once (signal.set_wakeup_fd).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ LEAVE_ON_ENV = "TORCHFT_LEAVE_ON"
 GRACE_SEC_ENV = "TORCHFT_GRACE_S"
 # Below the 30 s after which torchrun and Kubernetes send SIGKILL.
 _GRACE = timedelta(seconds=25)
-# Two signals may be one request to drain: Slurm signals every process of a job step, and torchrun forwards the signal
-# that it receives to its workers.
+# Two signals may be one request to drain: Slurm signals every process of a job step, and torchrun forwards
+# the signal that it receives to its workers.
 SAME_REQUEST_SEC = 5.0
 
 
@@ -49,7 +50,8 @@ def leave_on_from_env() -> tuple[int, ...]:
     allowed = {known.name: known for known in signal.Signals if known not in (signal.SIGKILL, signal.SIGSTOP)}
     if not allowed.keys() >= set(names):
         raise ValueError(
-            f"{LEAVE_ON_ENV}={text!r} is not allowed; allowed: names of signals that can be handled, such as SIGTERM, "
+            f"{LEAVE_ON_ENV}={text!r} is not allowed; allowed: names of signals that can be handled, such "
+            "as SIGTERM, "
             "separated by commas"
         )
     grace_from_env()  # checked now, so that a bad value fails at the start and not during training
@@ -83,15 +85,17 @@ class DrainDeadline:
         """Why the process has to end now; empty if it may continue."""
         if self._times and self._times[-1] - self._times[0] >= SAME_REQUEST_SEC:
             return "a second signal arrived"
-        return f"the grace period of {GRACE_SEC_ENV}={self._grace:g} s is over" if self.left(now) == 0.0 else ""
+        return (
+            f"the grace period of {GRACE_SEC_ENV}={self._grace:g} s is over" if self.left(now) == 0.0 else ""
+        )
 
 
 class Signals:
     """The signals on which a rank drains its group.
 
     Args:
-        default: signals whose handlers are installed at the script's first call of ``draining()``: a script that never
-            calls it would not react to them.
+        default: signals whose handlers are installed at the script's first call of ``draining()``: a script
+            that never calls it would not react to them.
 
     Attributes:
         wanted: whether one of them has arrived.
@@ -126,11 +130,14 @@ class Signals:
         global _watch
         numbers = tuple(_checked(number) for number in numbers)
         if not numbers:
-            raise ValueError("leave_on(): no signal is given; give some, for example leave_on(signal.SIGTERM)")
+            raise ValueError(
+                "leave_on(): no signal is given; give some, for example leave_on(signal.SIGTERM)"
+            )
         grace = grace_from_env()
         if not _on_main_thread():
             raise RuntimeError(
-                f"leave_on() was called on the thread {threading.current_thread().name!r}: Python lets only the main "
+                f"leave_on() was called on the thread {threading.current_thread().name!r}: Python lets only "
+                "the main "
                 "thread install handlers of signals; call it there"
             )
         if self not in _installed:
@@ -149,8 +156,8 @@ class Signals:
             self.install(numbers)
 
     def drain_request(self, log: Callable[[str], None]) -> bool:
-        """Whether the quorum request must carry this rank's request to drain. Logs it, because a handler must not
-        log.
+        """Whether the quorum request must carry this rank's request to drain. Logs it, because a handler must
+        not log.
         """
         if self.wanted and not self._logged:
             self._logged = True
@@ -179,7 +186,8 @@ class Signals:
 
     def _restore(self) -> None:
         for number, previous in list(self._previous.items()):
-            # A handler that was installed later stays, and may call this one: `_handle` then passes the signal on.
+            # A handler that was installed later stays, and may call this one: `_handle` then passes the
+            # signal on.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
                 del self._previous[number]
@@ -195,7 +203,8 @@ class Signals:
             previous(number, frame)
 
 
-# Handlers, the wakeup file descriptor and the grace period belong to the process, so all its Managers share them.
+# Handlers, the wakeup file descriptor and the grace period belong to the process, so all its Managers share
+# them.
 _installed: list[Signals] = []
 _watch: Optional[_Watch] = None
 
@@ -229,8 +238,8 @@ _forking = _Forking()
 
 
 def _before_fork() -> None:
-    """Blocks the signals during a fork, until the child has restored its handlers. Before that, a signal to the child
-    would be handled as one to its parent.
+    """Blocks the signals during a fork, until the child has restored its handlers. Before that, a signal to
+    the child would be handled as one to its parent.
     """
     if _installed:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, installed())
@@ -275,7 +284,9 @@ class _Watch:
         clock: in seconds.
     """
 
-    def __init__(self, deadline: DrainDeadline, end: Callable[[int], Any], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, deadline: DrainDeadline, end: Callable[[int], Any], clock: Callable[[], float]
+    ) -> None:
         self._deadline = deadline
         self._end = end
         self._clock = clock
@@ -287,8 +298,8 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> bool:
-        """Ends the thread. Returns False, and leaves it running, if the wakeup file descriptor was replaced: the new
-        owner may forward signals to this one.
+        """Ends the thread. Returns False, and leaves it running, if the wakeup file descriptor was replaced:
+        the new owner may forward signals to this one.
         """
         current = signal.set_wakeup_fd(self._next)
         if current != self._write:

@@ -1,5 +1,5 @@
-"""The methods that a training loop calls during a step: a base class of the Manager, which begins and ends the
-steps.
+"""The methods that a training loop calls during a step: a base class of the Manager, which begins and ends
+the steps.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Stepping:
 
     @ranged("wait_quorum")
     def wait_quorum(self) -> None:
-        """Waits until this step's quorum is known, the process group is ready and a heal has arrived. The functions of
-        the user's state run in it, unless they have run in start_quorum.
+        """Waits until this step's quorum is known, the process group is ready and a heal has arrived. The
+        functions of the user's state run in it, unless they have run in start_quorum.
 
         Raises:
             RuntimeError: there is no quorum, or start_quorum was not called.
@@ -68,7 +68,8 @@ class Stepping:
         self._maker.check()
         if self._round is None:
             raise RuntimeError(
-                f"{call}: no step has begun, start_quorum must be called before it; the zero_grad of an optimizer in "
+                f"{call}: no step has begun, start_quorum must be called before it; the zero_grad of an "
+                "optimizer in "
                 "torchft.optim.OptimizerWrapper calls it, that of the optimizer inside does not"
             )
         return self._round
@@ -78,8 +79,8 @@ class Stepping:
         return self._current.error
 
     def participating_rank(self) -> Optional[int]:
-        """This group's rank among the participants of the step, None if it does not participate. Waits for the quorum,
-        if one was requested.
+        """This group's rank among the participants of the step, None if it does not participate. Waits for
+        the quorum, if one was requested.
         """
         if self._round is not None:
             self.wait_quorum()
@@ -90,17 +91,19 @@ class Stepping:
         return self._current.participating_rank is not None and not self._current.healing
 
     def num_participants(self) -> int:
-        """The number of groups that participate in the step, 0 before the first. Waits for the quorum, if one was
-        requested.
+        """The number of groups that participate in the step, 0 before the first. Waits for the quorum, if one
+        was requested.
         """
         if self._round is not None:
             self.wait_quorum()
         return self._current.participants
 
     def num_up_to_date(self) -> int:
-        """Groups of this quorum that had the newest state when it formed; the others heal in it. Waits for the quorum.
+        """Groups of this quorum that had the newest state when it formed; the others heal in it. Waits for
+        the quorum.
 
-        All groups of a quorum get the same number, so they can use it to decide together, for example to end the job.
+        All groups of a quorum get the same number, so they can use it to decide together, for example to end
+        the job.
         """
         self.wait_quorum()
         assert self._current.plan is not None

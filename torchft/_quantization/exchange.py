@@ -1,11 +1,12 @@
 """The exchange of quantized codes between ranks: an all-to-all and, in an allreduce, an all-gather.
 
-On a device (NCCL, XCCL) collectives are queued on a stream: both exchanges are queued at once, and the host continues.
+On a device (NCCL, XCCL) collectives are queued on a stream: both exchanges are queued at once, and the host
+continues.
 
-With Gloo the host waits for the first exchange before it starts the second one. It does so on a separate thread, while
-the training thread may start other collectives. Gloo matches the collectives of the ranks by the order in which each
-rank starts them, and with two threads that order would be undefined. So the separate thread only sends and receives,
-with tags that nothing else uses.
+With Gloo the host waits for the first exchange before it starts the second one. It does so on a separate
+thread, while the training thread may start other collectives. Gloo matches the collectives of the ranks by
+the order in which each rank starts them, and with two threads that order would be undefined. So the separate
+thread only sends and receives, with tags that nothing else uses.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _DESCRIPTION_BYTES = 512
 
 
 class RankedGroup:
-    """An adapter for process groups of torchft, of PyTorch, or of another project, which may lack torchft's methods.
+    """An adapter for process groups of torchft, of PyTorch, or of another project, which may lack torchft's
+    methods.
 
     Args:
         pg: the group.
@@ -52,7 +54,9 @@ class RankedGroup:
         self.on_host = "gloo" in name.lower()
 
     def peers(self) -> Any:
-        """An object that is replaced when the group gets new peers: its innermost group, or its worker process."""
+        """An object that is replaced when the group gets new peers: its innermost group, or its worker
+        process.
+        """
         return self._find()
 
 
@@ -96,8 +100,8 @@ def start(
 
 @functools.cache
 def _own_stream(device: torch.device) -> torch.Stream:
-    """The stream of the operations on a device. PyTorch's allocator keeps free memory for each stream: with a new
-    stream for each operation, it would keep memory for all streams of PyTorch's pool.
+    """The stream of the operations on a device. PyTorch's allocator keeps free memory for each stream: with a
+    new stream for each operation, it would keep memory for all streams of PyTorch's pool.
     """
     return torch.Stream(device)
 
@@ -149,7 +153,9 @@ class _StreamWork(Work):
             self._future.set_result(result)  # sets the result now: callers' streams wait for this stream
 
     def _over(self) -> bool:
-        """Whether the group was aborted, or got new peers, since this work began: then its outputs are undefined."""
+        """Whether the group was aborted, or got new peers, since this work began: then its outputs are
+        undefined.
+        """
         try:
             return self._ranks.peers() is not self._peers()
         except (AssertionError, RuntimeError):  # an aborted group has no peers
@@ -162,7 +168,9 @@ class _StreamWork(Work):
             RuntimeError: the group was aborted, or got new peers, since this work began.
         """
         if self._over():
-            raise RuntimeError("a quantized collective ended with its group, which was aborted or has new peers")
+            raise RuntimeError(
+                "a quantized collective ended with its group, which was aborted or has new peers"
+            )
         self._end.follow()
         return True
 
@@ -211,7 +219,9 @@ class _HostExchange(Exchange):
         self._swap(_GATHER_TAG, lambda peer: all[self.rank], lambda peer: all[peer])
         return all.view(-1).to(self._device)
 
-    def _swap(self, tag: int, sent: Callable[[int], torch.Tensor], received: Callable[[int], torch.Tensor]) -> None:
+    def _swap(
+        self, tag: int, sent: Callable[[int], torch.Tensor], received: Callable[[int], torch.Tensor]
+    ) -> None:
         """Exchanges a tensor with every peer, and waits for all of them."""
         other_peers = "the process group got other peers in the middle of a quantized collective"
         others = [peer for peer in range(self._ranks) if peer != self.rank]
@@ -233,7 +243,9 @@ class _HostExchange(Exchange):
         for peer in range(self._ranks):
             if not torch.equal(all[peer], all[self.rank]):
                 here, there = repr(_decode(all[self.rank])), repr(_decode(all[peer]))
-                allowed = "the same shapes, dtypes, order, reduction and TORCHFT_QUANTIZATION_FORMAT in all groups"
+                allowed = (
+                    "the same shapes, dtypes, order, reduction and TORCHFT_QUANTIZATION_FORMAT in all groups"
+                )
                 raise ValueError(difference("a quantized collective", here, f"rank {peer}", there, allowed))
 
 
@@ -250,14 +262,16 @@ def _decode(text: torch.Tensor) -> str:
     return bytes(text.tolist()).decode(errors="replace").rstrip()
 
 
-# For each set of peers, the work that was started last. Works among the same peers run one after the other, because
-# they use the same tags.
+# For each set of peers, the work that was started last. Works among the same peers run one after the other,
+# because they use the same tags.
 _last: weakref.WeakKeyDictionary[Any, _HostWork] = weakref.WeakKeyDictionary()
 _last_lock = threading.Lock()
 
 
 def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
-    """Registers `work` as the last work among these peers. Returns the work that has to end first, or None."""
+    """Registers `work` as the last work among these peers. Returns the work that has to end first, or
+    None.
+    """
     with _last_lock:
         previous = _last.get(peers)
         _last[peers] = work

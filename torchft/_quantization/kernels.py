@@ -1,8 +1,8 @@
 """Quantization kernels in Triton, one program per block. `plain` computes the same bits without Triton.
 
-Codes are encoded and decoded in integer arithmetic, so devices without fp8 conversions produce the same bits. Scales
-are powers of two, so multiplying by them is exact. Only sums are rounded: they are computed in the order of the ranks,
-and `enable_fp_fusion=False` keeps the compiler from fusing them with multiplications.
+Codes are encoded and decoded in integer arithmetic, so devices without fp8 conversions produce the same bits.
+Scales are powers of two, so multiplying by them is exact. Only sums are rounded: they are computed in the
+order of the ranks, and `enable_fp_fusion=False` keeps the compiler from fusing them with multiplications.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def quantize(inputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: Slice
             )  # fmt: skip
 
 
-def dequantize(outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: SliceLayout, fmt: Format) -> None:
+def dequantize(
+    outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: SliceLayout, fmt: Format
+) -> None:
     """As `plain.dequantize`."""
     for part, tensor in zip(layout.parts, outputs):
         if part.chunk:
@@ -172,7 +174,8 @@ def _fp8_code(values):
     bits = values.to(tl.int32, bitcast=True)
     # Keep 3 of the mantissa's 23 bits, and change the bias of the exponent from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Codes below 2**-6 are multiples of 2**-9, and so are floats near 2**14: adding 2**14 rounds to such a multiple.
+    # Codes below 2**-6 are multiples of 2**-9, and so are floats near 2**14: adding 2**14 rounds to such a
+    # multiple.
     subnormal = (values + 16384.0).to(tl.int32, bitcast=True) & 0xF
     return tl.where(values < 0.015625, subnormal, normal)
 

@@ -1,4 +1,6 @@
-"""The formats of 8-bit codes, and their places in a buffer; common to the plain and the Triton implementation."""
+"""The formats of 8-bit codes, and their places in a buffer; common to the plain and the Triton
+implementation.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ class Format(Enum):
     does not overflow.
 
     Attributes:
-        exponent: exponent of the largest code, which is ``mantissa * 2**exponent`` with ``1 <= mantissa < 2``.
-        mantissa_bits: the float32 bits of that mantissa. A block whose largest value has a larger mantissa needs the
-            next scale.
+        exponent: exponent of the largest code, which is ``mantissa * 2**exponent`` with ``1 <= mantissa <
+            2``.
+        mantissa_bits: the float32 bits of that mantissa. A block whose largest value has a larger mantissa
+            needs the next scale.
     """
 
     FP8 = "fp8"  # float8_e4m3fn: sign, 4 bits of exponent, 3 of mantissa; at most 448 = 1.75 * 2**8
@@ -138,4 +141,6 @@ def check_tensors(name: str, tensors: Sequence[torch.Tensor]) -> None:
                 f"{what} is {type(tensor).__name__}, {tensor.layout}: only dense local tensors are allowed"
             )
         if tensor.device != tensors[0].device:
-            raise ValueError(f"{what} is on {tensor.device}, {name}[0] on {tensors[0].device}: one device is allowed")
+            raise ValueError(
+                f"{what} is on {tensor.device}, {name}[0] on {tensors[0].device}: one device is allowed"
+            )

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from torchft._quantization.layout import BLOCK, SCALE_BYTES, Format, SliceLayout, TensorPart
 
-# Biased exponent of the smallest scale, 2**-100. Values that are too small for it get the code 0. So no product of a
-# code and a scale is a subnormal number: devices treat subnormal numbers differently.
+# Biased exponent of the smallest scale, 2**-100. Values that are too small for it get the code 0. So no
+# product of a code and a scale is a subnormal number: devices treat subnormal numbers differently.
 MIN_EXPONENT = 127 - 100
 
 
@@ -22,7 +22,9 @@ def quantize(inputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: Slice
             _store(F.pad(values, (0, part.chunk - values.numel())), _slice(buffer, layout, i), part, fmt)
 
 
-def dequantize(outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: SliceLayout, fmt: Format) -> None:
+def dequantize(
+    outputs: Sequence[torch.Tensor], buffer: torch.Tensor, layout: SliceLayout, fmt: Format
+) -> None:
     """Writes the values of a buffer into flat tensors."""
     for part, tensor in zip(layout.parts, outputs):
         for i in range(layout.slices):

@@ -9,7 +9,8 @@ from typing import Callable, Generator
 
 
 class RWLock:
-    """Any number of readers, or one writer. Readers come first: a writer waits until the last reader has left.
+    """Any number of readers, or one writer. Readers come first: a writer waits until the last reader has
+    left.
 
     It does not belong to a thread: one thread may acquire and another release. It is not reentrant.
 

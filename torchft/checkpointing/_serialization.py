@@ -1,9 +1,10 @@
 """PyTorch's streaming format, and the types that are allowed in it.
 
-`_streaming_load` and `_streaming_save` are PyTorch's own. Data from the network is read by PyTorch's restricted
-unpickler, which makes objects of listed types only and never imports a name: `allow_checkpoint_types` lists the types
-that state dicts and their structure consist of. All of them are plain values and containers, so that nothing a peer
-sends can run code. Users add their own types with `torch.serialization.add_safe_globals`.
+`_streaming_load` and `_streaming_save` are PyTorch's own. Data from the network is read by PyTorch's
+restricted unpickler, which makes objects of listed types only and never imports a name:
+`allow_checkpoint_types` lists the types that state dicts and their structure consist of. All of them are
+plain values and containers, so that nothing a peer sends can run code. Users add their own types with
+`torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch.distributed._serialization import _Entry, _streaming_load, _streaming
 from torchft._checks import switch
 from torchft.checkpointing.transport import CheckpointError
 
-__all__ = ["_Entry", "_streaming_load", "_streaming_save", "allow_checkpoint_types", "explain", "pickle_allowed"]
+__all__ = [
+    "_Entry",
+    "_streaming_load",
+    "_streaming_save",
+    "allow_checkpoint_types",
+    "explain",
+    "pickle_allowed",
+]
 
 ALLOW_PICKLE_ENV = "TORCHFT_ALLOW_PICKLE"
 
@@ -44,7 +52,8 @@ def _structure_types() -> List[_Global]:
     types: List[_Global] = [dict, list, tuple, bytes, frozenset, collections.defaultdict, collections.deque]
     types.append(pytree.TreeSpec)
     if hasattr(pytree, "treespec_leaf"):
-        # a new object: PyTorch's default is one object for the whole process, which a forged pickle could change
+        # a new object: PyTorch's default is one object for the whole process, which a forged pickle could
+        # change
         types.append((_fresh_leaf, "torch.utils._pytree.treespec_leaf"))
         # this is how PyTorch up to 2.11 pickles a leaf, here or at a peer
         types.append((_LeafOfAClass, "torch.utils._pytree.LeafSpec"))
@@ -73,9 +82,9 @@ def _numpy_types() -> List[_Global]:
 def allow_checkpoint_types() -> None:
     """Adds the types that checkpoints consist of to PyTorch's list of safe globals.
 
-    The list belongs to the process and has no lock, so entries are added once and stay: a `safe_globals` block that
-    ends in one thread would take them from a load in another. It is checked before every load because anyone may call
-    `clear_safe_globals`.
+    The list belongs to the process and has no lock, so entries are added once and stay: a `safe_globals`
+    block that ends in one thread would take them from a load in another. It is checked before every load
+    because anyone may call `clear_safe_globals`.
     """
     missing = set(_ALLOWED) - set(torch.serialization.get_safe_globals())
     if missing:
@@ -86,7 +95,8 @@ _ALLOWED: List[_Global] = [_Entry, *_structure_types(), *_numpy_types(), datetim
 
 
 def pickle_allowed() -> bool:
-    """Whether the user accepts any pickle from the network, so that a process that poses as a source can run code here.
+    """Whether the user accepts any pickle from the network, so that a process that poses as a source can run
+    code here.
 
     Raises:
         ValueError: TORCHFT_ALLOW_PICKLE is neither 0 nor 1
@@ -101,8 +111,10 @@ def explain(error: Exception, what: str) -> CheckpointError:
         name = text.split("GLOBAL ", 1)[1].split(" ", 1)[0]
         return CheckpointError(
             f"{what} contains {name}, which is not loaded from the network unless it is allowed: call "
-            f"torch.serialization.add_safe_globals([{name}]) at the start of the program, on every replica group, if "
-            f"loading such an object is safe, or keep it out of the state dict; {ALLOW_PICKLE_ENV}=1 allows every "
+            f"torch.serialization.add_safe_globals([{name}]) at the start of the program, on every replica "
+            "group, if "
+            f"loading such an object is safe, or keep it out of the state dict; {ALLOW_PICKLE_ENV}=1 allows "
+            "every "
             "type, also to a process that poses as a source"
         )
     return CheckpointError(f"{what} cannot be read: {type(error).__name__}: {text}")

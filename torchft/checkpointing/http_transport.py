@@ -35,41 +35,42 @@ _DECISION_BYTES = 10
 
 
 class HTTPTransport(CheckpointTransport[T]):
-    """Serves the state of this replica group to groups that heal from it, and fetches the state of a source when this
-    group heals.
+    """Serves the state of this replica group to groups that heal from it, and fetches the state of a source
+    when this group heals.
 
-    Readers have usually finished before the source changes its state. `disallow_checkpoint` waits for those that still
-    take data, at most `timeout`, and then closes their connections.
+    Readers have usually finished before the source changes its state. `disallow_checkpoint` waits for those
+    that still take data, at most `timeout`, and then closes their connections.
 
-    Between two transports of this class the native core moves the tensors' memory, in blocks with checksums, on several
-    connections at once. If its connections break, a retry fetches only the rest. State on a GPU goes through
-    page-locked blocks of host memory on both ends. With an upstream peer, and for state on a GPU that does not fit into
-    half of the free memory of the source's host, PyTorch's streaming format over HTTP is used.
+    Between two transports of this class the native core moves the tensors' memory, in blocks with checksums,
+    on several connections at once. If its connections break, a retry fetches only the rest. State on a GPU
+    goes through page-locked blocks of host memory on both ends. With an upstream peer, and for state on a GPU
+    that does not fit into half of the free memory of the source's host, PyTorch's streaming format over HTTP
+    is used.
 
-    The received state consists of tensors, plain values and containers; other types are read by PyTorch's restricted
-    unpickler, and need `torch.serialization.add_safe_globals`. If TORCHFT_TOKEN_FILE names a file, its content is a
-    token, and only targets that prove knowledge of it can fetch a checkpoint.
+    The received state consists of tensors, plain values and containers; other types are read by PyTorch's
+    restricted unpickler, and need `torch.serialization.add_safe_globals`. If TORCHFT_TOKEN_FILE names a file,
+    its content is a token, and only targets that prove knowledge of it can fetch a checkpoint.
 
     Args:
         timeout: limit for each wait at the source: for a checkpoint that a peer requests, for readers in
             `disallow_checkpoint`, for a peer that takes no data.
-        num_chunks: for upstream peers: 0 sends the state in one stream, n in n streams at once. Must be the same in
-            every replica group.
-        state_dict: returns the target's own state. Its tensors are received in place; tensors that only the source has
-            are allocated. A state that lacks one of the target's tensors, or has it with another shape or dtype, is
-            refused. After a failed transfer, tensors may be partly old and partly new; they are consistent again after
-            the next successful one. A state in the upstream format is received into new memory, and copied into the
-            tensors when it is complete.
+        num_chunks: for upstream peers: 0 sends the state in one stream, n in n streams at once. Must be the
+            same in every replica group.
+        state_dict: returns the target's own state. Its tensors are received in place; tensors that only the
+            source has are allocated. A state that lacks one of the target's tensors, or has it with another
+            shape or dtype, is refused. After a failed transfer, tensors may be partly old and partly new;
+            they are consistent again after the next successful one. A state in the upstream format is
+            received into new memory, and copied into the tensors when it is complete.
         checksum: whether received data is verified by checksums
-        bandwidth_limit: bytes per second for all targets together; 0: no limit. The native core's data connections have
-            this limit, and, separately, PyTorch's streaming format, which cannot be resumed: it must be transferred
-            within the timeout.
-        background: whether this source serves with the lowest priority on its host. By default only additional sources
-            do so, because the whole job waits for the assigned source. Set it where sources continue to train while a
-            group heals, as with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor
-            time.
-        hosts: the addresses of this host to announce, the best one first. A target uses the first one that answers, an
-            upstream target only the first one. Default: `torchft.addresses.heal_hosts`
+        bandwidth_limit: bytes per second for all targets together; 0: no limit. The native core's data
+            connections have this limit, and, separately, PyTorch's streaming format, which cannot be resumed:
+            it must be transferred within the timeout.
+        background: whether this source serves with the lowest priority on its host. By default only
+            additional sources do so, because the whole job waits for the assigned source. Set it where
+            sources continue to train while a group heals, as with LocalSGD and DiLoCo: their steps stay fast,
+            and the heal uses the remaining processor time.
+        hosts: the addresses of this host to announce, the best one first. A target uses the first one that
+            answers, an upstream target only the first one. Default: `torchft.addresses.heal_hosts`
 
     Raises:
         ValueError: a timeout that is not positive, a negative number of chunks or bandwidth
@@ -94,7 +95,9 @@ class HTTPTransport(CheckpointTransport[T]):
         if num_chunks < 0:
             raise ValueError(f"num_chunks is {num_chunks}: allowed are 0 (one stream) and more")
         if bandwidth_limit < 0:
-            raise ValueError(f"bandwidth_limit is {bandwidth_limit}: allowed are bytes a second, and 0 for no limit")
+            raise ValueError(
+                f"bandwidth_limit is {bandwidth_limit}: allowed are bytes a second, and 0 for no limit"
+            )
         if not hosts:
             heal_hosts()  # so that a bad setting raises here, and not in the first heal
         self._maker = Maker(type(self).__name__)
@@ -120,9 +123,11 @@ class HTTPTransport(CheckpointTransport[T]):
     def address(self) -> str:
         """The address of this server for peers: `http://{host}:{port}/checkpoint/`."""
         if not self._address:
-            # Determined at the first use: the default host is the one on the route to the lighthouse, and a Manager
-            # that is created after this transport may set the lighthouse's address.
-            self._address = announce(self._hosts or heal_hosts(device_pci_address()), self._server.server_port)
+            # Determined at the first use: the default host is the one on the route to the lighthouse, and a
+            # Manager that is created after this transport may set the lighthouse's address.
+            self._address = announce(
+                self._hosts or heal_hosts(device_pci_address()), self._server.server_port
+            )
         return self._address
 
     def metadata(self) -> str:
@@ -163,8 +168,8 @@ class HTTPTransport(CheckpointTransport[T]):
         """Makes requests for parts of the state wait for `offer_parts`; without this call they are refused.
 
         Args:
-            names: returns the names of the storages that targets can receive in parts, by address. A target that has
-                them requests a state without them.
+            names: returns the names of the storages that targets can receive in parts, by address. A target
+                that has them requests a state without them.
         """
         self._names = names
         self._source.gives_parts = True
@@ -193,8 +198,8 @@ class HTTPTransport(CheckpointTransport[T]):
             step: the step of the part
             key: names the part
             timeout: limit for a time without any data
-            memory: called with the part's value, and its number of bytes, before these arrive; returns host memory for
-                them
+            memory: called with the part's value, and its number of bytes, before these arrive; returns host
+                memory for them
             abandon: aborts the transfer
 
         Raises:
@@ -233,27 +238,33 @@ class HTTPTransport(CheckpointTransport[T]):
         """See `CheckpointTransport.recv_checkpoint`.
 
         Args:
-            additional_sources: functions that return the metadata of further groups that offer this step. Blocks that
-                equal those of the source may come from them.
-            target: chooses the memory of tensors if this transport has no `state_dict`. If there is neither, a tensor
-                that is on a device at the source is received on this process's current device of that type. Also says
-                whether the timeout is one of progress, `TargetState.waited_for`.
+            additional_sources: functions that return the metadata of further groups that offer this step.
+                Blocks that equal those of the source may come from them.
+            target: chooses the memory of tensors if this transport has no `state_dict`. If there is neither,
+                a tensor that is on a device at the source is received on this process's current device of
+                that type. Also says whether the timeout is one of progress, `TargetState.waited_for`.
         """
         waited_for = target is not None and target.waited_for
         deadline = Deadline(timeout.total_seconds(), waited_for)
         key = REST if target is not None and target.has else FULL if self._num_chunks == 0 else METADATA
         if self._state_dict is not None:
-            target = TargetState(self._state_dict, True, waited_for, target.has if target else None, strict=True)
+            target = TargetState(
+                self._state_dict, True, waited_for, target.has if target else None, strict=True
+            )
         self._receiving = Abandon()
         request = Request(metadata, step, key, deadline, self._receiving)
         try:
-            with closing(Receiver(request, target, self._checksum, self._num_chunks, additional_sources)) as receiver:
+            with closing(
+                Receiver(request, target, self._checksum, self._num_chunks, additional_sources)
+            ) as receiver:
                 return receiver.receive()
         finally:
             self._receiving = None
 
     def abandon_receiving(self, reason: Exception) -> None:
-        """Aborts a `recv_checkpoint` that runs on another thread: it raises CheckpointError with this reason."""
+        """Aborts a `recv_checkpoint` that runs on another thread: it raises CheckpointError with this
+        reason.
+        """
         receiving = self._receiving  # read once: the other thread clears it when its transfer ends
         if receiving is not None:
             receiving.because(reason)
@@ -264,8 +275,8 @@ class HTTPTransport(CheckpointTransport[T]):
             if self._down:
                 return
             self._down = True
-        # First end the waits of the request threads, so that `server_close` need not wait for them. A request that
-        # arrives later is refused at once, because the source remains closed.
+        # First end the waits of the request threads, so that `server_close` need not wait for them. A request
+        # that arrives later is refused at once, because the source remains closed.
         limit = self._timeout if wait else 0.0
         self._source.close(limit)
         self._native.end()

@@ -26,7 +26,12 @@ from torchft.checkpointing.codec.memory import HostMemory, flat_storage
 from torchft.checkpointing.codec.staging import Unloading, copies_for
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
 from torchft.checkpointing.source.checkpoint import Checkpoint
-from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
+from torchft.checkpointing.transport import (
+    CheckpointError,
+    CheckpointTimeout,
+    CheckpointTransport,
+    Unsendable,
+)
 from torchft.process_group._timeout import point_to_point_timeout
 from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.native import abort_group, errors_of
@@ -39,8 +44,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Bytes of the largest message, the same on both ends. A tensor that is not received in place is received through one
-# buffer of this size or, into host memory, two of them: the only device memory that a transfer allocates.
+# Bytes of the largest message, the same on both ends. A tensor that is not received in place is received
+# through one buffer of this size or, into host memory, two of them: the only device memory that a transfer
+# allocates.
 _PIECE = 32 << 20
 _LEAST_PIECE = 256 << 10
 _PIECES = 64
@@ -57,23 +63,25 @@ _TAG = 1  # messages between two ranks arrive in order, so one tag suffices
 class PGTransport(CheckpointTransport[T]):
     """Sends the state over a process group between the replica groups.
 
-    A header with the structure and all other values comes first, then the storages of the tensors, of DTensors those of
-    the local shards: each once and whole, also for a tensor that is a part of one. `send_checkpoint` returns when everything is sent to all targets, so the source waits for them. The header
+    A header with the structure and all other values comes first, then the storages of the tensors, of
+    DTensors those of the local shards: each once and whole, also for a tensor that is a part of one.
+    `send_checkpoint` returns when everything is sent to all targets, so the source waits for them. The header
     uses the safe encoding of `HTTPTransport`.
 
-    With a group of torchft that works on a device in this process (NCCL, XCCL), each transfer connects source and
-    target by a communicator of its own, which takes some time and device memory: the transfer does not stand before
-    gradients.
+    With a group of torchft that works on a device in this process (NCCL, XCCL), each transfer connects source
+    and target by a communicator of its own, which takes some time and device memory: the transfer does not
+    stand before gradients.
 
     Args:
         pg: the process group; replica ranks are its ranks
-        timeout: limit if the call has none: at a source for each piece of a state, at a target for the whole transfer,
-            unless the other groups wait for it (docs/healing.md). Both replace the process group's own timeout, except
-            with NCCL in another process or in a native group, where only the group's timeout applies.
+        timeout: limit if the call has none: at a source for each piece of a state, at a target for the whole
+            transfer, unless the other groups wait for it (docs/healing.md). Both replace the process group's
+            own timeout, except with NCCL in another process or in a native group, where only the group's
+            timeout applies.
         device: device on which the process group needs tensors: `cpu` for Gloo, a GPU for NCCL
-        state_dict: returns the target's own state. A tensor under the same path there, with the same shape and dtype,
-            is received in place; otherwise memory is allocated. After a failed transfer, such tensors may be partly
-            old and partly new; they are consistent again after the next successful one.
+        state_dict: returns the target's own state. A tensor under the same path there, with the same shape
+            and dtype, is received in place; otherwise memory is allocated. After a failed transfer, such
+            tensors may be partly old and partly new; they are consistent again after the next successful one.
 
     Raises:
         ValueError: a timeout that is not positive
@@ -101,8 +109,8 @@ class PGTransport(CheckpointTransport[T]):
         return "<n/a>"
 
     def disallow_checkpoint(self) -> None:
-        """Closes the connections of the last transfer. Not earlier: NCCL may still send from its own buffers when the
-        device has read the tensors.
+        """Closes the connections of the last transfer. Not earlier: NCCL may still send from its own buffers
+        when the device has read the tensors.
         """
         sent, self._sent = self._sent, None
         if sent is not None:
@@ -170,10 +178,13 @@ class PGTransport(CheckpointTransport[T]):
         """See `CheckpointTransport.recv_checkpoint`.
 
         Args:
-            target: chooses the devices of tensors if this transport has no `state_dict`. Also says whether the timeout
-                is one of progress, `TargetState.waited_for`.
+            target: chooses the devices of tensors if this transport has no `state_dict`. Also says whether
+                the timeout is one of progress, `TargetState.waited_for`.
         """
-        what, waited_for = f"checkpoint of step {step} from rank {src_rank}", target is not None and target.waited_for
+        what, waited_for = (
+            f"checkpoint of step {step} from rank {src_rank}",
+            target is not None and target.waited_for,
+        )
         if self._state_dict is not None:
             target = TargetState(self._state_dict, writable=True)
         channel = self._channel([src_rank], what, step, timeout, waited_for)
@@ -221,7 +232,9 @@ class PGTransport(CheckpointTransport[T]):
         raw = io.BytesIO(channel.recv_bytes(length))
         if magic == _REFUSED:
             channel.announced([])
-            raise CheckpointError(f"{what}: the source cannot send its state: {raw.read().decode(errors='replace')}")
+            raise CheckpointError(
+                f"{what}: the source cannot send its state: {raw.read().decode(errors='replace')}"
+            )
         step = raw.read(_STEP.size)
         if len(step) < _STEP.size:
             raise CheckpointError(f"{what}: its header is cut short")
@@ -233,11 +246,12 @@ class PGTransport(CheckpointTransport[T]):
 
 @dataclass
 class _Channel:
-    """Messages to one or more ranks, or from one, with a common deadline. Both ends cut data into the same pieces.
+    """Messages to one or more ranks, or from one, with a common deadline. Both ends cut data into the same
+    pieces.
 
-    The deadline moves with each piece, except at a target for which the other groups do not wait. A source goes on as
-    long as its targets do: they abort the transfer at their deadline. On a device operations are only queued, so the
-    host queues few pieces ahead, and waits until the device has ended the first of them.
+    The deadline moves with each piece, except at a target for which the other groups do not wait. A source
+    goes on as long as its targets do: they abort the transfer at their deadline. On a device operations are
+    only queued, so the host queues few pieces ahead, and waits until the device has ended the first of them.
     """
 
     pg: Any  # the process group, or Pairs
@@ -257,7 +271,8 @@ class _Channel:
         self._unloading: Optional[Unloading] = None
         self._left: Optional[deque[int]] = None  # bytes of the regions still to come; None: not known
         self._devices = [] if self.device.type == "cpu" else [self.device]
-        self._queued: deque[Tuple[DeviceEvent, int]] = deque()  # the end of each piece in progress, and its bytes
+        # The end of each piece in progress, and its bytes.
+        self._queued: deque[Tuple[DeviceEvent, int]] = deque()
         self.broken = False  # set if the other end has an error as well, or has the same deadline
 
     def announced(self, sizes: List[int]) -> None:
@@ -307,15 +322,16 @@ class _Channel:
                 self._unloading = Unloading(self.device, self._piece)
             except (RuntimeError, MemoryError) as error:
                 raise CheckpointError(
-                    f"{self.what}: no memory for two buffers of {self._piece} bytes on {self.device} and the host"
+                    f"{self.what}: no memory for two buffers of {self._piece} bytes on {self.device} and "
+                    "the host"
                 ) from error
         self._wait(ahead=1)
         self._ended(self._unloading.ready_for(piece, self.deadline.left))
         return self._unloading.stage
 
     def discard(self) -> bool:
-        """Receives the rest of the state and discards it, so that the other end does not wait. Returns False if that is
-        impossible.
+        """Receives the rest of the state and discards it, so that the other end does not wait. Returns False
+        if that is impossible.
         """
         if self._left is None:
             return False
@@ -362,7 +378,9 @@ class _Channel:
 
     def timed_out(self, why: str = "") -> CheckpointTimeout:
         how = " without progress" if self.of_progress else ""
-        return CheckpointTimeout(f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{how}{why}")
+        return CheckpointTimeout(
+            f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{how}{why}"
+        )
 
     def close(self) -> None:
         """Ends the connections of this transfer, once the device has ended it."""
@@ -373,7 +391,8 @@ class _Channel:
         """Waits until all pieces are sent, or received and in their place.
 
         Raises:
-            CheckpointTimeout: the device has not ended them by the deadline, for example because a peer has failed
+            CheckpointTimeout: the device has not ended them by the deadline, for example because a peer has
+                failed
             CheckpointError: the group was aborted in the meantime, so the received data is undefined
         """
         self._wait(ahead=0)
@@ -383,7 +402,9 @@ class _Channel:
             raise CheckpointError(f"{self.what}: {error}") from error
 
     def _mark(self, nbytes: int = 0) -> None:
-        """Marks the end of a piece behind the work queued so far. Its bytes count as progress when it is reached."""
+        """Marks the end of a piece behind the work queued so far. Its bytes count as progress when it is
+        reached.
+        """
         self._queued.append((DeviceEvent(self._devices), nbytes))
         self._wait(_AHEAD)
 

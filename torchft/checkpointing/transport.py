@@ -25,8 +25,8 @@ AdditionalSource = Callable[[], str]
 class CheckpointError(RuntimeError):
     """A checkpoint could not be sent or received.
 
-    The message names the source, the step and the cause. A partly received state is discarded: `recv_checkpoint`
-    returns all of it or raises. A timeout raises CheckpointTimeout instead.
+    The message names the source, the step and the cause. A partly received state is discarded:
+    `recv_checkpoint` returns all of it or raises. A timeout raises CheckpointTimeout instead.
     """
 
 
@@ -37,8 +37,8 @@ class Interrupted(CheckpointError):
 class CheckpointTimeout(TimeoutError, RuntimeError):
     """A checkpoint was not sent or received in time.
 
-    Also a RuntimeError, which the upstream PGTransport raises and scripts catch. Not a CheckpointError, because a
-    transfer is retried after one of those.
+    Also a RuntimeError, which the upstream PGTransport raises and scripts catch. Not a CheckpointError,
+    because a transfer is retried after one of those.
     """
 
 
@@ -71,10 +71,10 @@ class CheckpointTransport(Generic[T], ABC):
         several_sources: whether a target can also fetch from additional sources. If so, the Manager calls
             `help_checkpoint` on those, and passes `additional_sources`, a list of `AdditionalSource`, to
             `recv_checkpoint` on the target.
-        takes_target: whether `recv_checkpoint` takes `target`, a `TargetState`: the state that the group has, and the
-            tensors to receive into.
-        in_place: whether `recv_checkpoint` writes into the tensors that this group trains with. If it fails, they may
-            hold values of different steps.
+        takes_target: whether `recv_checkpoint` takes `target`, a `TargetState`: the state that the group has,
+            and the tensors to receive into.
+        in_place: whether `recv_checkpoint` writes into the tensors that this group trains with. If it fails,
+            they may hold values of different steps.
         gives_parts: whether it has the methods of HTTPTransport for parts of a state, as `offer_parts`.
     """
 
@@ -106,7 +106,8 @@ class CheckpointTransport(Generic[T], ABC):
         """
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
-        """Tells the targets that there is no state to send, instead of `send_checkpoint`: they need not wait for it.
+        """Tells the targets that there is no state to send, instead of `send_checkpoint`: they need not wait
+        for it.
 
         Args:
             dst_ranks, step, timeout: as in `send_checkpoint`
@@ -114,7 +115,8 @@ class CheckpointTransport(Generic[T], ABC):
         """
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:
-        """Offers the state to targets of other sources, until `disallow_checkpoint`, which does not wait for them.
+        """Offers the state to targets of other sources, until `disallow_checkpoint`, which does not wait for
+        them.
 
         Args:
             step: the step that the state belongs to
@@ -136,8 +138,8 @@ class CheckpointTransport(Generic[T], ABC):
             src_rank: the replica rank of the source
             metadata: the result of the source's `metadata`
             step: the requested step; a source at another step is an error
-            timeout: limit for the whole transfer. HTTPTransport and PGTransport: if the other groups wait for it as
-                long as it makes progress, limit for a time without any data
+            timeout: limit for the whole transfer. HTTPTransport and PGTransport: if the other groups wait for
+                it as long as it makes progress, limit for a time without any data
 
         Returns:
             the state of the source at the time of its `send_checkpoint` with this step

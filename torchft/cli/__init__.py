@@ -1,6 +1,7 @@
 """The ``torchft`` command: runs a job on this machine, shows the state of any job, and diagnoses problems.
 
-Nothing here imports torch, so that every command starts at once; ``torchft doctor`` imports it in another process.
+Nothing here imports torch, so that every command starts at once; ``torchft doctor`` imports it in another
+process.
 """
 
 from __future__ import annotations

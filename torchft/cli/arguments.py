@@ -27,13 +27,17 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(sys.argv[1:] if args is None else args, namespace)
         if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            flags = [
+                flag for action in self._actions for flag in action.option_strings if flag.startswith("--")
+            ]
             self.error(f"{unknown[0]} is not understood{nearest(unknown[0], flags)}; see {self.prog} --help")
         return parsed
 
     def _parse_optional(self, arg_string: str) -> Any:
         name, equals, value = arg_string.partition("=")
-        return super()._parse_optional(name.replace("_", "-") + equals + value if name.startswith("--") else arg_string)
+        return super()._parse_optional(
+            name.replace("_", "-") + equals + value if name.startswith("--") else arg_string
+        )
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}", file=sys.stderr)
@@ -43,7 +47,9 @@ class Parser(argparse.ArgumentParser):
 def ask_of(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that select the lighthouse and the job."""
     ask_lighthouse(parser)
-    parser.add_argument("--job", metavar="ID", help=f"one of the jobs that it serves (environment: {JOB_ENV})")
+    parser.add_argument(
+        "--job", metavar="ID", help=f"one of the jobs that it serves (environment: {JOB_ENV})"
+    )
 
 
 def ask_lighthouse(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +68,9 @@ def duration(text: str) -> float:
     """Parses seconds: ``10s``, ``1.5m``, ``500ms``, ``10``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text)
     if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a time above 0 like 500ms, 10s or 2m")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; allowed: a time above 0 like 500ms, 10s or 2m"
+        )
     return float(match[1]) * _SECONDS[match[2]]
 
 

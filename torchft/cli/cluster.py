@@ -30,7 +30,9 @@ def main(arguments: Sequence[str]) -> int:
     ask_lighthouse(parser)
     parser.add_argument("--json", action="store_true", help="print the lighthouse's JSON")
     parser.add_argument("change", nargs="?", choices=["add", "remove"], help="what to do with ADDRESS")
-    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="http://host:port of the lighthouse to change")
+    parser.add_argument(
+        "address", nargs="?", metavar="ADDRESS", help="http://host:port of the lighthouse to change"
+    )
     args = parser.parse_args(arguments)
     if args.change and not args.address:
         parser.error(f"the address of the lighthouse to {args.change} is missing; see {parser.prog} --help")
@@ -48,7 +50,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _look(addresses: str | None) -> Mapping[str, Any]:
-    """The cluster as its leader sees it, or as the first lighthouse that answers does if the leader does not answer."""
+    """The cluster as its leader sees it, or as the first lighthouse that answers does if the leader does not
+    answer.
+    """
     status: Mapping[str, Any] = HttpLighthouse(addresses, DEFAULT_JOB).get("/cluster")
     if status["leader"] not in ("", status["self"]):
         with contextlib.suppress(Unanswered):
@@ -74,10 +78,13 @@ def summary(status: Mapping[str, Any]) -> str:
     since = _for(status["since_ms"] / 1000)
     if status["leader"]:
         text = (
-            f"cluster: {status['leader']} has led {len(voters)} lighthouse{'' if len(voters) == 1 else 's'} for {since}"
+            f"cluster: {status['leader']} has led {len(voters)} lighthouse{'' if len(voters) == 1 else 's'} "
+            f"for {since}"
         )
     else:
-        needed = f"; {len(voters) // 2 + 1} of {len(voters)} lighthouses must reach each other" if voters else ""
+        needed = (
+            f"; {len(voters) // 2 + 1} of {len(voters)} lighthouses must reach each other" if voters else ""
+        )
         text = f"cluster: no leader for {since}{needed}"
     return printable(text + (f"; not reached: {', '.join(missing)}" if missing else ""))
 

@@ -62,7 +62,10 @@ def main(arguments: Sequence[str]) -> int:
     worst = "ok"
     for check in checks:
         for finding in check():
-            print(f"{_MARKS[finding.state]} {finding.text}" + (f"\n      {finding.advice}" if finding.advice else ""))
+            print(
+                f"{_MARKS[finding.state]} "
+                f"{finding.text}" + (f"\n      {finding.advice}" if finding.advice else "")
+            )
             worst = max(worst, finding.state, key=["ok", "warn", "bad"].index)
     print({"ok": "nothing is wrong", "warn": "nothing is broken", "bad": "see the lines marked BAD"}[worst])
     return 1 if worst == "bad" else 0
@@ -85,7 +88,8 @@ def _versions() -> Iterator[Finding]:
             "bad",
             f"scripts in this folder, and `python -m` and `python -c` started here, do not load torchft: "
             f"{_libraries.hidden(sources, _libraries.PACKAGE)}",
-            f"copy the script to another folder, or {_libraries.in_place(sources.parent)}; scripts in other folders "
+            f"copy the script to another folder, or {_libraries.in_place(sources.parent)}; scripts in other "
+            "folders "
             f"and the command torchft load the installed package",
         )
     try:
@@ -98,17 +102,23 @@ def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _FEW_FILES:
         yield Finding(
-            "warn", f"at most {soft} open files: few for a lighthouse of a large job", f"ulimit -n {min(hard, 1 << 16)}"
+            "warn",
+            f"at most {soft} open files: few for a lighthouse of a large job",
+            f"ulimit -n {min(hard, 1 << 16)}",
         )
     else:
         yield Finding("ok", f"up to {soft} open files")
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        yield Finding("warn", "there is no /dev/shm", "isolated process groups and data loaders need shared memory")
+        yield Finding(
+            "warn", "there is no /dev/shm", "isolated process groups and data loaders need shared memory"
+        )
         return
     if free < _SMALL_SHM:
-        yield Finding("warn", f"{free >> 20} MiB of shared memory are free", "in a container: --shm-size=8g or more")
+        yield Finding(
+            "warn", f"{free >> 20} MiB of shared memory are free", "in a container: --shm-size=8g or more"
+        )
     else:
         yield Finding("ok", f"{free >> 30} GiB of shared memory are free")
 
@@ -136,7 +146,8 @@ def _own_address(lighthouse: str) -> Iterator[Finding]:
         yield Finding(
             "warn",
             "this machine cannot resolve localhost: `torchrun --standalone` retries that for minutes",
-            "add a line to /etc/hosts, or start torchrun as `torchft run` does: --rdzv_backend c10d --rdzv_endpoint "
+            "add a line to /etc/hosts, or start torchrun as `torchft run` does: --rdzv_backend c10d "
+            "--rdzv_endpoint "
             f"{host_port(loopback(), 0)} --local_addr {loopback()}",
         )
     try:
@@ -161,7 +172,8 @@ def _own_address(lighthouse: str) -> Iterator[Finding]:
     if _is_loopback(_address(name)) and "GLOO_SOCKET_IFNAME" not in os.environ:
         yield Finding(
             "warn",
-            f"Gloo announces this machine as {name}, which is a loopback address here: other machines cannot connect",
+            f"Gloo announces this machine as {name}, which is a loopback address here: other machines "
+            "cannot connect",
             "set GLOO_SOCKET_IFNAME to the network interface that they reach",
         )
 
@@ -196,7 +208,9 @@ def _interface(address: str) -> list[str]:
     """The network interface with this address, if known."""
     from torchft.addresses import interface_address
 
-    return [f"interface {name}" for _, name in socket.if_nameindex() if interface_address(name) == address][:1]
+    return [f"interface {name}" for _, name in socket.if_nameindex() if interface_address(name) == address][
+        :1
+    ]
 
 
 def _torch() -> Iterator[Finding]:
@@ -204,15 +218,20 @@ def _torch() -> Iterator[Finding]:
     script = (
         "import torch, torch.distributed as d; print(d.is_gloo_available(), d.is_nccl_available(), "
         "torch.cuda.device_count() if torch.cuda.is_available() else 0, "
-        "'.'.join(map(str, torch.cuda.nccl.version())) if d.is_nccl_available() and torch.cuda.is_available() else '-')"
+        "'.'.join(map(str, torch.cuda.nccl.version())) if d.is_nccl_available() and "
+        "torch.cuda.is_available() else '-')"
     )
     try:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        yield Finding("bad", "PyTorch did not start within 120 s", "look for a full disk or a driver that hangs")
+        yield Finding(
+            "bad", "PyTorch did not start within 120 s", "look for a full disk or a driver that hangs"
+        )
         return
     if done.returncode != 0:
-        yield Finding("bad", "PyTorch does not start: " + (done.stderr.strip().splitlines() or ["it says nothing"])[-1])
+        yield Finding(
+            "bad", "PyTorch does not start: " + (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        )
         return
     gloo, nccl, devices, version = done.stdout.split()[-4:]
     yield Finding("ok", "Gloo is available") if gloo == "True" else Finding("bad", "this PyTorch has no Gloo")
@@ -222,7 +241,9 @@ def _torch() -> Iterator[Finding]:
         yield Finding("ok", f"{devices} GPUs, NCCL {version}")
         yield _monitor()
     else:
-        yield Finding("warn", f"{devices} GPUs, and this PyTorch has no NCCL", "install a CUDA build of PyTorch")
+        yield Finding(
+            "warn", f"{devices} GPUs, and this PyTorch has no NCCL", "install a CUDA build of PyTorch"
+        )
 
 
 def _monitor() -> Finding:
@@ -230,14 +251,17 @@ def _monitor() -> Finding:
     if ends_survivors():
         return Finding(
             "warn",
-            f"{DUMP_ENV}={dump_setting()}: with PyTorch's older NCCL backend, a failed peer may end healthy ranks "
+            f"{DUMP_ENV}={dump_setting()}: with PyTorch's older NCCL backend, a failed peer may end healthy "
+            "ranks "
             "minutes later",
             f"unset {DUMP_ENV}, or set it to 0, before the script makes its world",
         )
     if DUMP_ENV in os.environ:
         return Finding("ok", f"{DUMP_ENV}={dump_setting()}: ranks survive the failure of a peer")
     return Finding(
-        "ok", f"{DUMP_ENV} is not set: torchft run, and the import of torchft.process_group, set it to 0 for the world"
+        "ok",
+        f"{DUMP_ENV} is not set: torchft run, and the import of torchft.process_group, set it to 0 "
+        "for the world",
     )
 
 
@@ -291,7 +315,10 @@ def _cluster(addresses: list[str]) -> Iterator[Finding]:
         try:
             HttpLighthouse(address).get("/cluster")
         except Unanswered as e:
-            advice = "groups on this machine wait while it leads; `torchft cluster` shows whether the others reach it"
+            advice = (
+                "groups on this machine wait while it leads; "
+                "`torchft cluster` shows whether the others reach it"
+            )
             yield Finding("bad", str(e), advice)
 
 

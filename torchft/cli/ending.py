@@ -15,7 +15,9 @@ _LOOK_SEC = 0.2
 
 
 def kill(arguments: Sequence[str]) -> int:
-    parser = _parser("kill", "Ends one replica group at once. The others lose the step in progress, and continue.")
+    parser = _parser(
+        "kill", "Ends one replica group at once. The others lose the step in progress, and continue."
+    )
     args = parser.parse_args(arguments)
     return _end("kill", args, None)
 
@@ -23,7 +25,8 @@ def kill(arguments: Sequence[str]) -> int:
 def drain(arguments: Sequence[str]) -> int:
     parser = _parser(
         "drain",
-        "Lets one replica group leave at the end of a step, without a loss for the others. Its script must end when "
+        "Lets one replica group leave at the end of a step, without a loss for the others. Its script must "
+        "end when "
         "Manager.draining() returns True, as in train_ddp.py.",
     )
     parser.add_argument(
@@ -53,7 +56,9 @@ def _end(what: str, args: Namespace, wait: float | None) -> int:
         deadline = time.monotonic() + (wait or 0.0)
         while wait is not None and replica_id in _known(lighthouse):
             if time.monotonic() > deadline:
-                raise Unanswered(f"{replica_id} is still there after {wait:g} s; does its script check draining()?")
+                raise Unanswered(
+                    f"{replica_id} is still there after {wait:g} s; does its script check draining()?"
+                )
             time.sleep(_LOOK_SEC)
     except (Unanswered, ValueError) as e:
         print(printable(f"torchft {what}: {e}"), file=sys.stderr)

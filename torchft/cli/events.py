@@ -19,7 +19,8 @@ _AGAIN_SEC = 1.0
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="torchft events",
-        description="Changes of the quorum, failures and kills, the oldest first; in a cluster since its leader leads.",
+        description="Changes of the quorum, failures and kills, the oldest first; in a cluster since its "
+        "leader leads.",
     )
     ask_of(parser)
     parser.add_argument("--follow", action="store_true", help="continue with new events as they happen")
@@ -63,7 +64,9 @@ def words(event: dict[str, Any]) -> str:
     """Formats an event as one line."""
     when = datetime.fromisoformat(event["time"].replace("Z", "+00:00")[:19] + "+00:00").astimezone()
     if event["kind"] == "drained":
-        return _line(when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]])
+        return _line(
+            when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]]
+        )
     if event["kind"] == "refused":
         return _line(when, event, [f"{', '.join(event['left'])} was refused", event["reason"]])
     parts = []
@@ -89,9 +92,12 @@ def _line(when: datetime, event: dict[str, Any], parts: list[str]) -> str:
 def _recovery(event: dict[str, Any]) -> str:
     """Formats the duration of a recovery, and its seconds by phase."""
     phases = [phase for phase in event.get("phases", []) if phase["phase"] != "total"]
-    where = ", ".join(f"{phase['phase']} {phase['seconds']:.2f} s" for phase in phases if phase["seconds"] >= 0.005)
+    where = ", ".join(
+        f"{phase['phase']} {phase['seconds']:.2f} s" for phase in phases if phase["seconds"] >= 0.005
+    )
     took = f"{sum(phase['seconds'] for phase in phases):.2f} s" + (f" ({where})" if where else "")
     if event["kind"] == "healed":
-        return f"{event['who']} took over {event.get('bytes', 0) / 1e9:.3f} GB of step {event.get('step', 0)}: {took}"
+        gb, step = event.get("bytes", 0) / 1e9, event.get("step", 0)
+        return f"{event['who']} took over {gb:.3f} GB of step {step}: {took}"
     lost = event.get("steps_lost", 0)
     return f"{event['who']} and the others go on, {lost} step{'' if lost == 1 else 's'} lost: {took}"

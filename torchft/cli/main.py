@@ -23,8 +23,9 @@ commands:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command. Returns the exit status: 0, 1 if it failed, 2 if it was not understood, 130 after Ctrl-C
-    (`run` also 143 after SIGTERM, and 129 after SIGHUP)."""
+    """Runs a command. Returns the exit status: 0, 1 if it failed, 2 if it was not understood, 130 after
+    Ctrl-C (`run` also 143 after SIGTERM, and 129 after SIGHUP).
+    """
     if sys.stdout is None:  # it was closed by the shell (`>&-`)
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
@@ -56,7 +57,10 @@ def _chosen(arguments: Sequence[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in _COMMANDS:
-        print(f"torchft: {name!r} is no command{nearest(name, names)}; there are {', '.join(names)}", file=sys.stderr)
+        print(
+            f"torchft: {name!r} is no command{nearest(name, names)}; there are {', '.join(names)}",
+            file=sys.stderr,
+        )
         return 2
     return _COMMANDS[name][1](rest)
 
@@ -72,9 +76,13 @@ def _lighthouse(arguments: Sequence[str]) -> int:
 def _scale(arguments: Sequence[str]) -> int:
     from torchft.launch import control
 
-    parser = Parser(prog="torchft scale", description="Adds groups to a job of `torchft run`, or drains its last ones.")
+    parser = Parser(
+        prog="torchft scale", description="Adds groups to a job of `torchft run`, or drains its last ones."
+    )
     parser.add_argument("replicas", type=positive, help="the new number of groups")
-    parser.add_argument("--pid", type=int, help="process id of the job's `torchft run`; needed if several run")
+    parser.add_argument(
+        "--pid", type=int, help="process id of the job's `torchft run`; needed if several run"
+    )
     args = parser.parse_args(arguments)
     try:
         print(control.scale(args.replicas, args.pid))

@@ -41,13 +41,14 @@ torchrun's variables.
 
 _LOGS = "torchft-logs"
 _LIGHTHOUSE_LOG = "lighthouse.log"
-# A terminal sends Ctrl-C to a wrapper such as `timeout` too, which forwards it: it arrives twice, a moment apart.
+# A terminal sends Ctrl-C to a wrapper such as `timeout` too, which forwards it: it arrives twice, a moment
+# apart.
 _ECHO_SEC = 1.0
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGINT from Ctrl-C, SIGTERM, for example from a scheduler that preempts the machine, or SIGHUP from a closed
-    terminal has arrived.
+    """SIGINT from Ctrl-C, SIGTERM, for example from a scheduler that preempts the machine, or SIGHUP from a
+    closed terminal has arrived.
     """
 
     def __init__(self, number: int, why: str = "") -> None:
@@ -56,7 +57,8 @@ class _Terminated(KeyboardInterrupt):
 
 
 def is_echo(number: int, now: float, first: Mapping[int, float]) -> bool:
-    """Whether a signal repeats an earlier one that was meant once, so that it must not end the groups at once.
+    """Whether a signal repeats an earlier one that was meant once, so that it must not end the groups at
+    once.
 
     Args:
         number: the signal.
@@ -94,7 +96,8 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as e:
         name = str(args.log_dir or _LOGS)
         print(
-            f"torchft run: logs cannot be written to the folder {name!r}: {e.strerror}; choose a folder with --log-dir",
+            f"torchft run: logs cannot be written to the folder {name!r}: {e.strerror}; choose a folder "
+            "with --log-dir",
             file=sys.stderr,
         )
         return 1
@@ -144,7 +147,12 @@ def _run(args: Any) -> int:
         log = args.log_dir / f"group-{number}.log"
         return ReplicaGroup(number, most, [str(args.script), *args.script_args], log, args.nproc_per_node)
 
-    options = ["--min_replicas", str(args.min_replicas), "--join_timeout_ms", str(round(1000 * args.join_timeout))]
+    options = [
+        "--min_replicas",
+        str(args.min_replicas),
+        "--join_timeout_ms",
+        str(round(1000 * args.join_timeout)),
+    ]
     watched = (
         watched_lighthouse(args.log_dir / _LIGHTHOUSE_LOG, options, args.bind)
         if args.lighthouses == 1
@@ -189,9 +197,15 @@ def _look(check_lighthouse: Callable[[], None], control: Control | None, job: Lo
 
 def _parse(arguments: Sequence[str]) -> Any:
     parser = Parser(prog="torchft run", description=_ABOUT)
-    parser.add_argument("--replicas", type=replicas, default=(2, 2), metavar="N[:MAX]", help="replica groups (2)")
-    parser.add_argument("--nproc-per-node", type=positive, default=1, metavar="N", help="ranks of a group (1)")
-    parser.add_argument("--min-replicas", type=positive, default=1, metavar="N", help="fewest groups that train (1)")
+    parser.add_argument(
+        "--replicas", type=replicas, default=(2, 2), metavar="N[:MAX]", help="replica groups (2)"
+    )
+    parser.add_argument(
+        "--nproc-per-node", type=positive, default=1, metavar="N", help="ranks of a group (1)"
+    )
+    parser.add_argument(
+        "--min-replicas", type=positive, default=1, metavar="N", help="fewest groups that train (1)"
+    )
     parser.add_argument(
         "--join-timeout",
         type=duration,
@@ -199,10 +213,16 @@ def _parse(arguments: Sequence[str]) -> Any:
         metavar="TIME",
         help="how long to wait for groups that start (10s)",
     )
-    parser.add_argument("--kill-every", type=duration, metavar="TIME", help="kill a random group at this interval")
+    parser.add_argument(
+        "--kill-every", type=duration, metavar="TIME", help="kill a random group at this interval"
+    )
     parser.add_argument("--seed", type=int, help="seed for the choice of the groups to kill")
     parser.add_argument(
-        "--lighthouses", type=lighthouses, default=1, metavar="N", help="lighthouses that agree by Raft, if above 1 (1)"
+        "--lighthouses",
+        type=lighthouses,
+        default=1,
+        metavar="N",
+        help="lighthouses that agree by Raft, if above 1 (1)",
     )
     parser.add_argument(
         "--bind",
@@ -210,22 +230,29 @@ def _parse(arguments: Sequence[str]) -> Any:
         help=f"address of the lighthouse (127.0.0.1:{DEFAULT_PORT}, or a free port)",
     )
     parser.add_argument(
-        "--log-dir", type=Path, default=None, metavar="DIR", help="folder for the logs (torchft-logs/ and the time)"
+        "--log-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder for the logs (torchft-logs/ and the time)",
     )
     parser.add_argument("script", type=Path, help="program that each rank runs")
     script_args = parser.add_argument("script_args", nargs="...", metavar="...", help="its arguments")
-    script_args.required = False  # otherwise older Pythons report the missing script together with its arguments
+    # Otherwise older Pythons report the missing script together with its arguments.
+    script_args.required = False
     args = parser.parse_args(arguments)
     if not args.script.is_file():
         parser.error(f"script {str(args.script)!r} is no file{_alike(args.script)}")
     if args.bind and args.lighthouses > 1:
         parser.error(
-            f"--bind {args.bind} is not allowed with --lighthouses {args.lighthouses}, which take free ports; "
+            f"--bind {args.bind} is not allowed with --lighthouses {args.lighthouses}, which take free "
+            "ports; "
             "allowed: --lighthouses 1"
         )
     if args.min_replicas > args.replicas[0]:
         parser.error(
-            f"--min-replicas {args.min_replicas} is not allowed; allowed: at most --replicas ({args.replicas[0]})"
+            f"--min-replicas {args.min_replicas} is not allowed; allowed: at most --replicas "
+            f"({args.replicas[0]})"
         )
     try:
         args.grace = grace_from_env().total_seconds()

@@ -20,7 +20,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="torchft status", description="The replica groups that a lighthouse knows.")
     ask_of(parser)
     parser.add_argument(
-        "--watch", type=duration, nargs="?", const=1.0, metavar="TIME", help="show it again at this interval (1s)"
+        "--watch",
+        type=duration,
+        nargs="?",
+        const=1.0,
+        metavar="TIME",
+        help="show it again at this interval (1s)",
     )
     parser.add_argument("--json", action="store_true", help="print the lighthouse's JSON")
     args = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """Reads units ahead with PyTorch's DataLoader, although the rank that computes a unit may change at any step.
 
-The DataLoader takes its batches from a forecast: the units that this rank computes if membership does not change. When
-membership changes, a new forecast is made. Units of the old forecast that are being read are kept if the new one
-contains them, and otherwise dropped when they arrive.
+The DataLoader takes its batches from a forecast: the units that this rank computes if membership does not
+change. When membership changes, a new forecast is made. Units of the old forecast that are being read are
+kept if the new one contains them, and otherwise dropped when they arrive.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Prefetcher:
     """Yields the units of one rank in the order of its forecast.
 
     Args:
-        start: begins to read, given an iterator over tasks; returns an iterator over the units in the same order. It
-            may take many tasks before it returns the first unit. An iterator that has ended may continue later.
+        start: begins to read, given an iterator over tasks; returns an iterator over the units in the same
+            order. It may take many tasks before it returns the first unit. An iterator that has ended may
+            continue later.
     """
 
     def __init__(self, start: Callable[[Iterator[Task]], Iterator[Any]]) -> None:
@@ -57,8 +58,8 @@ class Prefetcher:
         self.dropped = 0  # units that were read and not needed
 
     def expect(self, forecast: Iterable[Task]) -> None:
-        """Sets the units that will be taken. The iterator is consumed gradually, because it may contain all units up to
-        the end of the job.
+        """Sets the units that will be taken. The iterator is consumed gradually, because it may contain all
+        units up to the end of the job.
         """
         tasks = iter(forecast)
         have = Counter(key for key in self._under_way if key is not None)
@@ -129,7 +130,9 @@ class Prefetcher:
             return
         except Exception as e:
             data = _Failed(e)  # raised when this unit is taken
-        except BaseException:  # Ctrl-C: the iterator may have lost a unit, and all later ones would have a wrong key
+        except (
+            BaseException
+        ):  # Ctrl-C: the iterator may have lost a unit, and all later ones would have a wrong key
             self._results = None
             self._under_way.clear()
             raise

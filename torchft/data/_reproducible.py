@@ -1,8 +1,9 @@
 """The gradients of a step as exact sums: the loader's part of ``Manager(reproducible_reduction=True)``.
 
-:mod:`torchft.data.exact_sum` has the arithmetic; the Manager reduces between groups. A *pass* computes all units of a
-step. It ends with the reduction, whose result is the same on all ranks of all groups, and shows whether the scaled
-gradients fit into integers. If not, all ranks make another pass over the same units, with scales that fit.
+:mod:`torchft.data.exact_sum` has the arithmetic; the Manager reduces between groups. A *pass* computes all
+units of a step. It ends with the reduction, whose result is the same on all ranks of all groups, and shows
+whether the scaled gradients fit into integers. If not, all ranks make another pass over the same units, with
+scales that fit.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torchft.data.position import SamplesDiffer
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
-# A step repeats its pass when the scales are new or the gradients have changed much. One repetition is enough if the
-# units have the same gradients in both passes.
+# A step repeats its pass when the scales are new or the gradients have changed much. One repetition is enough
+# if the units have the same gradients in both passes.
 _MOST_PASSES = 4
 
 _ACCUMULATE = "each unit of a step belongs into `with unit.accumulate(model)`, with the same models"
@@ -60,7 +61,8 @@ class ReproducibleSum:
         self._group = group
         self._total: Optional[ExactSum] = None  # None until the models are known
         self._models: tuple[Any, ...] = ()
-        self._saved: Optional[Mapping[str, Any]] = None  # scales that were loaded before the models were known
+        # Scales that were loaded before the models were known.
+        self._saved: Optional[Mapping[str, Any]] = None
         self._new: Optional[Mapping[str, Any]] = None  # the scales of a new sum
         self.begin_step()
 
@@ -83,8 +85,8 @@ class ReproducibleSum:
 
     @property
     def digest(self) -> str:
-        """A digest of the scales. It does not include scales that no step has changed, so it is the same in all groups
-        before the first step.
+        """A digest of the scales. It does not include scales that no step has changed, so it is the same in
+        all groups before the first step.
         """
         exponents = (self.state_dict() or {}).get("exponents", {})
         text = repr(sorted((name, exponent) for name, exponent in exponents.items() if exponent != FINEST))
@@ -103,7 +105,9 @@ class ReproducibleSum:
 
     @contextlib.contextmanager
     def accumulate(self, models: tuple[Any, ...], counted: bool, last: bool) -> Iterator[None]:
-        """Surrounds the forward and backward pass of a unit; after the last unit of a pass, everything is reduced."""
+        """Surrounds the forward and backward pass of a unit; after the last unit of a pass, everything is
+        reduced.
+        """
         total = self._of(models)
         if self._added == 0:
             self._outcome = None
@@ -121,8 +125,8 @@ class ReproducibleSum:
             self._outcome = self._agree(self._reduce(total))
 
     def repeats(self) -> bool:
-        """Whether another pass over the units follows. The result is the same on all ranks of all groups with the same
-        sum.
+        """Whether another pass over the units follows. The result is the same on all ranks of all groups with
+        the same sum.
         """
         return self._outcome is PassOutcome.REPEAT
 
@@ -165,9 +169,11 @@ class ReproducibleSum:
             parameters += [(prefix + name, parameter) for name, parameter in inner.named_parameters()]
             if hasattr(model, "set_requires_gradient_sync") or any(map(_is_dtensor, inner.parameters())):
                 raise ValueError(
-                    "reproducible_reduction=True takes plain models and DistributedDataParallel; a model of FSDP2, or "
+                    "reproducible_reduction=True takes plain models and DistributedDataParallel; a model of "
+                    "FSDP2, or "
                     "of DTensors, adds its gradients in floating point within the group. Choose "
-                    "reproducible_reduction=False for it: weights then equal those of one process except for rounding"
+                    "reproducible_reduction=False for it: weights then equal those of one process except "
+                    "for rounding"
                 )
         total = ExactSum(parameters, self._max_units)
         self._new = total.state_dict()
@@ -190,7 +196,8 @@ class ReproducibleSum:
         if self.passes < _MOST_PASSES:
             return PassOutcome.REPEAT
         self._error = PassFailed(
-            f"the gradients of the same units did not fit in {_MOST_PASSES} passes: they differ from pass to pass; "
+            f"the gradients of the same units did not fit in {_MOST_PASSES} passes: they differ from pass "
+            "to pass; "
             "random numbers (reproducible_rng=True) and kernels must be deterministic"
         )
         return PassOutcome.FAILED
@@ -229,7 +236,8 @@ def _is_dtensor(parameter: torch.Tensor) -> bool:
 def group_of_ranks(
     manager: Manager, data_world_size: int, given: Optional[dist.ProcessGroup]
 ) -> Optional[dist.ProcessGroup]:
-    """The process group in which the ranks of a replica group add their integers; None if the group has a single rank.
+    """The process group in which the ranks of a replica group add their integers; None if the group has a
+    single rank.
 
     Raises:
         ValueError: there is no process group, it has another size, or the ranks use model parallelism.
@@ -249,7 +257,8 @@ def group_of_ranks(
     if group is None or group.size() != world_size:
         size = "there is none" if group is None else f"this one has {group.size()}"
         raise ValueError(
-            f"reproducible_reduction=True needs a process group of the {world_size} ranks of the group, and {size}: "
+            f"reproducible_reduction=True needs a process group of the {world_size} ranks of the group, and "
+            f"{size}: "
             "call init_process_group before, or give ElasticDataLoader data_group"
         )
     return group

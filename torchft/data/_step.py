@@ -1,7 +1,8 @@
 """The items of an ElasticDataLoader: an optimizer step, and the units that this rank computes in it.
 
 A step is correct only if the gradients of all its units are in the reduction. So each unit records its
-:meth:`Unit.accumulate`, and :meth:`LoaderStep.check` is called before gradients are reduced and before the group votes.
+:meth:`Unit.accumulate`, and :meth:`LoaderStep.check` is called before gradients are reduced and before the
+group votes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _SHOWN = 4  # indices of a unit shown in an error
 
 
 class UnitsSkipped(ValueError):
-    """The gradients lack units of the step, which is not committed because the samples of these units would be lost."""
+    """The gradients lack units of the step, which is not committed because the samples of these units would
+    be lost.
+    """
 
 
 class StepEnded(RuntimeError):
@@ -63,21 +66,22 @@ class Unit:
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Surrounds the forward and backward pass: gradients are accumulated, and reduced only with the last unit of
-        the step.
+        """Surrounds the forward and backward pass: gradients are accumulated, and reduced only with the last
+        unit of the step.
 
         Every unit of a step must be accumulated, including units of weight 0.
 
         Args:
-            models: the models used in the passes: wrapped by DistributedDataParallel (of torchft or PyTorch), made
-                FSDP2 modules by ``fully_shard``, or plain ones, which reduce nothing by themselves. With
+            models: the models used in the passes: wrapped by DistributedDataParallel (of torchft or PyTorch),
+                made FSDP2 modules by ``fully_shard``, or plain ones, which reduce nothing by themselves. With
                 ``reproducible_reduction``, all models whose gradients the optimizer reads, plain or
-                DistributedDataParallel: after the last unit their gradients are those of the batch, and nothing
-                else has to be reduced.
+                DistributedDataParallel: after the last unit their gradients are those of the batch, and
+                nothing else has to be reduced.
 
         Raises:
             StepEnded: the step of this unit has ended.
-            ValueError: with ``reproducible_reduction``: the models differ from the last call's, or cannot be summed.
+            ValueError: with ``reproducible_reduction``: the models differ from the last call's, or cannot be
+                summed.
         """
         self._step.check_runs()
         if self._seed is not None:
@@ -87,7 +91,9 @@ class Unit:
         try:
             with contextlib.ExitStack() as stack:
                 if self._exact is not None:
-                    stack.enter_context(self._exact.accumulate(models, counted=self.weight != 0, last=self.last))
+                    stack.enter_context(
+                        self._exact.accumulate(models, counted=self.weight != 0, last=self.last)
+                    )
                 else:
                     self._defer_reduction(models, stack)
                 yield
@@ -106,14 +112,14 @@ class Unit:
 class LoaderStep:
     """The work of one rank in one optimizer step: iterate once over its units.
 
-    With ``reproducible_reduction`` the iteration may yield all units a second time (``unit.repeated``); their gradients
-    are then computed from scratch.
+    With ``reproducible_reduction`` the iteration may yield all units a second time (``unit.repeated``); their
+    gradients are then computed from scratch.
 
     Attributes:
         position: position of the step: epoch, and batch of that epoch.
         participants: groups whose gradients count.
-        committed: whether the step was committed; None before ``optimizer.step()``, and with LocalSGD and DiLoCo. If it
-            is False, the weights may be those of a heal that has not ended: do not save them.
+        committed: whether the step was committed; None before ``optimizer.step()``, and with LocalSGD and
+            DiLoCo. If it is False, the weights may be those of a heal that has not ended: do not save them.
     """
 
     committed: Optional[bool] = None
@@ -140,7 +146,8 @@ class LoaderStep:
         """
         if self._iterated:
             raise StepEnded(
-                f"{self._name} is iterated a second time: its units are read once; keep those that are needed again, "
+                f"{self._name} is iterated a second time: its units are read once; keep those that are "
+                "needed again, "
                 "as in `units = list(step)`"
             )
         self._iterated = True
@@ -175,7 +182,9 @@ class LoaderStep:
             )
 
     def _check_first(self, units: int) -> None:
-        """Checks the units before the last one is reduced: one that is accumulated later would miss the reduction."""
+        """Checks the units before the last one is reduced: one that is accumulated later would miss the
+        reduction.
+        """
         try:
             self.check(units)
         except UnitsSkipped as e:
@@ -204,18 +213,23 @@ class LoaderStep:
         return self._share.expected
 
     def check(self, units: Optional[int] = None) -> None:
-        """Raises UnitsSkipped unless accumulate() was called for the first units of the step; default: for all of
-        them.
+        """Raises UnitsSkipped unless accumulate() was called for the first units of the step; default: for
+        all of them.
         """
-        skipped = [place for place in range(len(self) if units is None else units) if place not in self._added]
+        skipped = [
+            place for place in range(len(self) if units is None else units) if place not in self._added
+        ]
         if not skipped:
             return
         unit = self._share.units[skipped[0]]
         some = ", ".join(map(str, unit.indices[:_SHOWN])) + (", …" if len(unit.indices) > _SHOWN else "")
         more = f", and {len(skipped) - 1} more of this rank," if len(skipped) > 1 else ""
         raise UnitsSkipped(
-            f"unit {unit.number} of batch {self.position.batch} of epoch {self.position.epoch} (samples {some}){more} "
-            "did not go through accumulate(): the step is not committed, as the weights would lack those samples. Each "
-            "unit of a step belongs into `with unit.accumulate(model)` before gradients are reduced. If one must "
+            f"unit {unit.number} of batch {self.position.batch} of epoch {self.position.epoch} (samples "
+            f"{some}){more} "
+            "did not go through accumulate(): the step is not committed, as the weights would lack those "
+            "samples. Each "
+            "unit of a step belongs into `with unit.accumulate(model)` before gradients are reduced. If one "
+            "must "
             "not count, multiply its loss by 0"
         )

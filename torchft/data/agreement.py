@@ -1,11 +1,13 @@
-"""Decides whether the groups of a quorum train on the same batch, which of them heal if not, and when they end. Pure.
+"""Decides whether the groups of a quorum train on the same batch, which of them heal if not, and when they
+end. Pure.
 
-In the first reduction of a quorum each participant adds an :func:`entry`: its number of samples, and a digest of its
-settings and position. All participants get the same sum, and each one evaluates it by itself. If all digests are equal,
-the sum is the digest times the number of entries, which is the number of participants unless entries are missing. If
-digests differ, the first group that is up to date counts as right. Each group that differs from it announces in the
-next quorum the step before its own, so that it heals. The manager (``torchft/_manager/checks/loader.py``), the loader,
-and the random histories of the tests call these functions.
+In the first reduction of a quorum each participant adds an :func:`entry`: its number of samples, and a digest
+of its settings and position. All participants get the same sum, and each one evaluates it by itself. If all
+digests are equal, the sum is the digest times the number of entries, which is the number of participants
+unless entries are missing. If digests differ, the first group that is up to date counts as right. Each group
+that differs from it announces in the next quorum the step before its own, so that it heals. The manager
+(``torchft/_manager/checks/loader.py``), the loader, and the random histories of the tests call these
+functions.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def next_action(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool
     Args:
         at_end: whether this group is at the end of the data; if it heals before the step, after that heal.
         heals_in_background: whether it takes over another position during the step.
-        all_up_to_date: whether all groups of the quorum are at its newest step. All groups get the same value.
+        all_up_to_date: whether all groups of the quorum are at its newest step. All groups get the same
+            value.
     """
     if not at_end or heals_in_background:
         return GroupAction.TRAINS
@@ -45,8 +48,8 @@ def next_action(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool
 
 
 def entry(samples: int, digest: str) -> tuple[int, int, int]:
-    """The entry of a participant: its number of samples, and its digest as two numbers of 32 bits, so that sums over
-    any number of groups fit into 64 bits.
+    """The entry of a participant: its number of samples, and its digest as two numbers of 32 bits, so that
+    sums over any number of groups fit into 64 bits.
 
     Args:
         samples: number of this rank's samples in the reduced tensors.
@@ -56,10 +59,12 @@ def entry(samples: int, digest: str) -> tuple[int, int, int]:
 
 
 def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, heals: bool) -> Verdict:
-    """Compares the sum with the group's own entry. :meth:`torchft.data.position.RankShare.check` finds missing samples.
+    """Compares the sum with the group's own entry. :meth:`torchft.data.position.RankShare.check` finds
+    missing samples.
 
-    Entries are missing if a group could not heal before the step, and added zeros. That is no reason to heal: at step 0
-    a group would have to announce step -1, where init_sync heals no group, and groups could train on different weights.
+    Entries are missing if a group could not heal before the step, and added zeros. That is no reason to heal:
+    at step 0 a group would have to announce step -1, where init_sync heals no group, and groups could train
+    on different weights.
 
     Args:
         sums: sums of the entries.

@@ -1,8 +1,10 @@
-"""Sums of gradients whose bits do not depend on the order of the additions or on the ranks that compute the parts.
+"""Sums of gradients whose bits do not depend on the order of the additions or on the ranks that compute the
+parts.
 
-A float sum depends on the order of its terms; a sum of integers does not. :class:`ExactSum` turns the gradients of each
-unit into integers with a scale per tensor, adds them up in int64 buffers, and turns the sum over all units of all ranks
-and groups back into gradients. It uses no process groups: the caller reduces :attr:`ExactSum.buffers`.
+A float sum depends on the order of its terms; a sum of integers does not. :class:`ExactSum` turns the
+gradients of each unit into integers with a scale per tensor, adds them up in int64 buffers, and turns the sum
+over all units of all ranks and groups back into gradients. It uses no process groups: the caller reduces
+:attr:`ExactSum.buffers`.
 
 One attempt at a step::
 
@@ -18,42 +20,49 @@ One attempt at a step::
     total.commit()                          # after the vote; abandon() if the step is not committed
 
 Scales
-    The scale of a tensor is an exponent ``c``, a multiple of 8: a gradient below ``2**c`` fits, and its
-    last bit is ``2**(c - bits)``. Each unit asks for the exponent that leaves 8 to 15 bits above its largest gradient.
-    The buffers also count how many units asked for each exponent, so every rank learns the largest one from the sum:
+    The scale of a tensor is an exponent ``c``, a multiple of 8: a gradient below ``2**c`` fits, and its last
+    bit is ``2**(c - bits)``. Each unit asks for the exponent that leaves 8 to 15 bits above its largest
+    gradient.
+    The buffers also count how many units asked for each exponent, so every rank learns the largest one
+    from the sum:
 
-    - a step is repeated if the largest exponent is more than 8 above the scale (a unit may not have fit), or more than
-      16 below it (too few bits of the gradients are left); the repetition uses the largest exponent as its scale;
-    - a committed step sets the next scale to the largest exponent, or to the last scale minus 8 if that is larger.
+    - a step is repeated if the largest exponent is more than 8 above the scale (a unit may not have fit), or
+      more than 16 below it (too few bits of the gradients are left); the repetition uses the largest exponent
+      as its scale;
+    - a committed step sets the next scale to the largest exponent, or to the last scale minus 8 if that is
+      larger.
 
-    Both depend only on the units of the batch and on the committed scales. So the scales equal those of a run in one
-    process, even if attempts failed. The first step starts with the finest scale and is repeated once, which finds the
-    scales without a guess and without another kind of reduction. With deterministic backward passes no step is repeated
-    more than once, and none is if the largest gradients change by a factor of at most 2**8 from step to step.
+    Both depend only on the units of the batch and on the committed scales. So the scales equal those of a run
+    in one process, even if attempts failed. The first step starts with the finest scale and is repeated once,
+    which finds the scales without a guess and without another kind of reduction. With deterministic backward
+    passes no step is repeated more than once, and none is if the largest gradients change by a factor of at
+    most 2**8 from step to step.
 
 Bits
     ``bits`` is 63 minus the number of bits of ``max_units``: a unit is at most ``2**bits`` in magnitude, and
-    ``max_units`` of them at most ``2**63 - 2**bits``. That is 55 bits for up to 255 units, and 42 for up to 2**20, the
-    largest number allowed.
+    ``max_units`` of them at most ``2**63 - 2**bits``. That is 55 bits for up to 255 units, and 42 for up to
+    2**20, the largest number allowed.
 
 Error
-    With n units, each element differs from the exact sum by at most ``n * 2**(c - bits - 1)``, before it is rounded to
-    the type of the parameter. Let m be the largest magnitude in the tensor's gradients of the units of this step, or
-    2**-136 if all are below. Then the error is at most ``n * m * 2**(31 - bits)``, and ``n * m * 2**(15 - bits)`` if
-    the step has the scale that its units ask for, as in a repetition. With up to 255 units, these are 2**-24 and 2**-40
-    of m per unit. A plain sum in float32 may lose 2**-24 of the partial sum in each addition. Float32, bfloat16 and
-    float16 keep their precision in elements near m. Float64 does not: about 40 of its 53 bits are left. Elements far
-    below m lose more: a value below half of the last bit counts as zero. A sum of more than 53 bits is rounded to 53
-    bits before it is rounded to the type of the parameter.
+    With n units, each element differs from the exact sum by at most ``n * 2**(c - bits - 1)``, before it is
+    rounded to the type of the parameter. Let m be the largest magnitude in the tensor's gradients of the
+    units of this step, or 2**-136 if all are below. Then the error is at most ``n * m * 2**(31 - bits)``, and
+    ``n * m * 2**(15 - bits)`` if the step has the scale that its units ask for, as in a repetition. With up
+    to 255 units, these are 2**-24 and 2**-40 of m per unit. A plain sum in float32 may lose 2**-24 of the
+    partial sum in each addition. Float32, bfloat16 and float16 keep their precision in elements near m.
+    Float64 does not: about 40 of its 53 bits are left. Elements far below m lose more: a value below half of
+    the last bit counts as zero. A sum of more than 53 bits is rounded to 53 bits before it is rounded to the
+    type of the parameter.
 
 Special values
-    A tensor with NaN or infinity in any unit is NaN in all its elements on all ranks. Nothing is repeated for it, and
-    its scale follows the other units, if any. If no unit of any rank has a gradient for a tensor, the tensor has none
-    after the sum. If only some units lack one, they count as zero.
+    A tensor with NaN or infinity in any unit is NaN in all its elements on all ranks. Nothing is repeated for
+    it, and its scale follows the other units, if any. If no unit of any rank has a gradient for a tensor, the
+    tensor has none after the sum. If only some units lack one, they count as zero.
 
 Requirement: the gradients of a unit must have the same bits on every rank that may compute them. This needs
-deterministic kernels, the same kind of device, versions and number of threads, random numbers (dropout) that depend on
-the unit and not on the rank, no buffers that units change (BatchNorm), and the same ``torch.set_flush_denormal``.
+deterministic kernels, the same kind of device, versions and number of threads, random numbers (dropout) that
+depend on the unit and not on the rank, no buffers that units change (BatchNorm), and the same
+``torch.set_flush_denormal``.
 """
 
 from __future__ import annotations
@@ -69,34 +78,39 @@ _FORMAT = 1  # version of the saved state
 _MOST_UNITS = 2**20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Scales are numbered: scale k is the exponent FINEST + k * _GRID. There are _GRID bits of headroom, so a unit that asks
-# for scale k + 1 still fits at scale k.
+# Scales are numbered: scale k is the exponent FINEST + k * _GRID. There are _GRID bits of headroom, so a unit
+# that asks for scale k + 1 still fits at scale k.
 FINEST = -128
 _GRID = 8
 _ABOVE = 1
 _BELOW = 2
 
-# Columns of the counts of a tensor. Each unit adds its scale and the square of it, so that the sum shows whether all
-# had the same; a unit with a gradient adds 1 to NOT_FINITE, to ZERO, or to the column of the scale that it asks for.
+# Columns of the counts of a tensor. Each unit adds its scale and the square of it, so that the sum shows
+# whether all had the same; a unit with a gradient adds 1 to NOT_FINITE, to ZERO, or to the column of the
+# scale that it asks for.
 _SCALE, _SQUARE, _NOT_FINITE, _ZERO, _ASKED = range(5)
 
-# Elements that are converted at once. On a CPU the temporaries stay in the cache: seven times as fast as in one piece.
+# Elements that are converted at once. On a CPU the temporaries stay in the cache: seven times as fast as in
+# one piece.
 _PIECE = 2**17
 _PIECE_ON_DEVICE = 2**24
 
 
 class ScalesDiffer(RuntimeError):
-    """The units of a reduction were turned into integers at different scales: the step must not be committed."""
+    """The units of a reduction were turned into integers at different scales: the step must not be
+    committed.
+    """
 
 
 class ExactSum:
-    """The sum of the gradients of one model over the units of a batch. The module's docstring has its guarantees.
+    """The sum of the gradients of one model over the units of a batch. The module's docstring has its
+    guarantees.
 
     It takes eight bytes for each element of a parameter. Not thread-safe.
 
     Args:
-        parameters: ``model.named_parameters()``; those that require a gradient are summed. The saved state contains
-            their names, which must be equal in all groups.
+        parameters: ``model.named_parameters()``; those that require a gradient are summed. The saved state
+            contains their names, which must be equal in all groups.
         max_units: number of units of the largest batch, over all ranks and groups.
 
     Raises:
@@ -122,7 +136,8 @@ class ExactSum:
         self._num_scales = _asked(largest) + 1
         devices = dict.fromkeys(parameter.device for _, parameter in summed)  # in order
         self._parts = [
-            _Part([each for each in summed if each[1].device == device], bits, self._num_scales) for device in devices
+            _Part([each for each in summed if each[1].device == device], bits, self._num_scales)
+            for device in devices
         ]
         self._committed = dict.fromkeys(self._names, 0)
         self._attempt = dict(self._committed)
@@ -144,7 +159,8 @@ class ExactSum:
         now = {name for name, parameter in self._all if parameter.requires_grad}
         if now != self._names:
             raise RuntimeError(
-                f"requires_grad has changed of {', '.join(sorted(now ^ self._names))} since this sum was made: "
+                f"requires_grad has changed of {', '.join(sorted(now ^ self._names))} since this sum was "
+                "made: "
                 "freeze and unfreeze parameters before"
             )
         for part in self._parts:
@@ -172,15 +188,16 @@ class ExactSum:
     def read(self, units: Optional[int] = None) -> bool:
         """Turns the reduced buffers into gradients.
 
-        The buffers contain all that is needed, so a healing rank, which adds nothing, gets the same gradients.
+        The buffers contain all that is needed, so a healing rank, which adds nothing, gets the same
+        gradients.
 
         Args:
-            units: number of units of the batch, over all ranks and groups; None: to be compared with :attr:`units`
-                before the commit.
+            units: number of units of the batch, over all ranks and groups; None: to be compared with
+                :attr:`units` before the commit.
 
         Returns:
-            Whether the gradients are set. If not, the step has to be repeated from ``begin()``, with other scales. All
-            ranks that read the same sum get the same value.
+            Whether the gradients are set. If not, the step has to be repeated from ``begin()``, with other
+            scales. All ranks that read the same sum get the same value.
 
         Raises:
             ValueError: ``units`` is more than ``max_units``.
@@ -188,7 +205,9 @@ class ExactSum:
             ScalesDiffer: ranks had different scales. The step must not be committed.
         """
         if units is not None and not 1 <= units <= self._max_units:
-            raise ValueError(f"units is {units}: allowed are whole numbers from 1 to max_units, {self._max_units}")
+            raise ValueError(
+                f"units is {units}: allowed are whole numbers from 1 to max_units, {self._max_units}"
+            )
         self._adding = False
         found = [part.find(units) for part in self._parts]
         self.units = min(each.units for each in found)
@@ -214,7 +233,8 @@ class ExactSum:
         self._attempt = dict(self._committed)
 
     def abandon(self) -> None:
-        """Makes the next attempt count as a first one: the step was not committed, because of an error or a vote.
+        """Makes the next attempt count as a first one: the step was not committed, because of an error or a
+        vote.
 
         Every rank must call it, even if it saw no failure; otherwise the scales of the ranks may differ.
         """
@@ -229,25 +249,29 @@ class ExactSum:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the scales from ``state_dict()``. Does not change the scales that ``commit()`` will set after a
-        ``read()``.
+        """Takes the scales from ``state_dict()``. Does not change the scales that ``commit()`` will set after
+        a ``read()``.
 
         Raises:
             ValueError: it has another format, belongs to other parameters, or has an impossible scale.
         """
         if state.get("format") != _FORMAT:
-            raise ValueError(f"the saved scales have format {state.get('format')}: this version reads {_FORMAT}")
+            raise ValueError(
+                f"the saved scales have format {state.get('format')}: this version reads {_FORMAT}"
+            )
         exponents = state["exponents"]
         if set(exponents) != self._names:
             raise ValueError(
-                f"the saved scales are of other parameters: missing are {sorted(self._names - set(exponents))}, "
+                "the saved scales are of other parameters: missing are "
+                f"{sorted(self._names - set(exponents))}, "
                 f"unknown are {sorted(set(exponents) - self._names)}"
             )
         allowed = range(FINEST, FINEST + _GRID * self._num_scales, _GRID)
         for name, exponent in exponents.items():
             if exponent not in allowed:
                 raise ValueError(
-                    f"the exponent of {name} is {exponent!r}: allowed are {allowed[0]} to {allowed[-1]} in steps of "
+                    f"the exponent of {name} is {exponent!r}: allowed are {allowed[0]} to {allowed[-1]} in "
+                    "steps of "
                     f"{_GRID}"
                 )
         self._committed = {name: allowed.index(exponent) for name, exponent in exponents.items()}
@@ -255,7 +279,9 @@ class ExactSum:
 
 
 class _Found:
-    """Contents of the sum of one part: scales that were used and asked for, and gradients that exist and are finite."""
+    """Contents of the sum of one part: scales that were used and asked for, and gradients that exist and are
+    finite.
+    """
 
     def __init__(self, names: Sequence[str], counts: torch.Tensor, units: int) -> None:
         self.units = units
@@ -265,8 +291,10 @@ class _Found:
         if differ.any():
             which = [name for name, differs in zip(names, differ.tolist()) if differs]
             raise ScalesDiffer(
-                f"the gradients of {len(which)} parameters were summed at different scales, first {which[0]}: a rank "
-                "has not abandoned a failed step, or was started with other state; the step must not be committed"
+                f"the gradients of {len(which)} parameters were summed at different scales, first "
+                f"{which[0]}: a rank "
+                "has not abandoned a failed step, or was started with other state; the step must not be "
+                "committed"
             )
         used = scales // max(1, units)
         numbers = torch.arange(counts.shape[1] - _ASKED)
@@ -327,8 +355,8 @@ class _Part:
                 factor = 2.0 ** (self._bits - FINEST - _GRID * scale)
                 flat = gradient.reshape(-1)
                 for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
-                    # A value that does not fit or is not finite becomes an arbitrary number. That is safe, because the
-                    # counts show it and the sum is not used.
+                    # A value that does not fit or is not finite becomes an arbitrary number. That is safe,
+                    # because the counts show it and the sum is not used.
                     sums += piece.to(torch.float64, copy=True).mul_(factor).round_().to(torch.int64)
 
     def _peak(self, gradient: Optional[torch.Tensor]) -> torch.Tensor:
@@ -345,7 +373,8 @@ class _Part:
         head = self.buffer[: 1 + self._counts.numel()].cpu()
         if units is not None and head[0] != units:
             raise SamplesDiffer(
-                f"{int(head[0])} units were reduced, {units} belong to the batch; the step must not be committed"
+                f"{int(head[0])} units were reduced, {units} belong to the batch; the step must not be "
+                "committed"
             )
         return _Found(self._names, head[1:].view(self._counts.shape), int(head[0]))
 
@@ -361,11 +390,14 @@ class _Part:
                 parameter.grad = gradient.fill_(float("nan"))
                 continue
             factor = 2.0 ** (FINEST + _GRID * found.used[name] - self._bits)
-            # Elements are in the order of the shape. The order in memory differs only if the parameter is transposed.
+            # Elements are in the order of the shape. The order in memory differs only if the parameter is
+            # transposed.
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(gradient.numel())
             for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
                 piece.copy_(sums.to(torch.float64).mul_(factor))
-            parameter.grad = gradient if gradient.is_contiguous() else gradient.copy_(flat.view(gradient.shape))
+            parameter.grad = (
+                gradient if gradient.is_contiguous() else gradient.copy_(flat.view(gradient.shape))
+            )
 
 
 def _exponent(number: float) -> int:

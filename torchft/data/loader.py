@@ -1,8 +1,9 @@
-"""A data loader for groups that fail and join: each sample counts once per epoch, in batches independent of the groups.
+"""A data loader for groups that fail and join: each sample counts once per epoch, in batches independent of
+the groups.
 
-:mod:`torchft.data.position` decides which samples a step trains on, and which rank computes which of them. The Manager
-knows the groups of a step and whether it is committed (``torchft/_manager/checks/loader.py``). This module connects
-both with PyTorch's DataLoader.
+:mod:`torchft.data.position` decides which samples a step trains on, and which rank computes which of them.
+The Manager knows the groups of a step and whether it is committed (``torchft/_manager/checks/loader.py``).
+This module connects both with PyTorch's DataLoader.
 """
 
 from __future__ import annotations
@@ -53,13 +54,15 @@ _DECIDED = {
 class ElasticDataLoader:
     """Yields the units of this rank for each step, for any number of participating groups.
 
-    An iteration begins a step of the Manager, and waits until its quorum is known. A step that is not committed is
-    repeated, divided among the groups of the next quorum. All groups of a job must have such a loader, with equal
-    settings. The gradients of a step are the sum over groups, which is not divided, because each loss is multiplied by
-    ``unit.weight``.
+    An iteration begins a step of the Manager, and waits until its quorum is known. A step that is not
+    committed is repeated, divided among the groups of the next quorum. All groups of a job must have such a
+    loader, with equal settings. The gradients of a step are the sum over groups, which is not divided,
+    because each loss is multiplied by ``unit.weight``.
 
-    Make it before the first step. With ``replay_failed_step`` it is refused: a replay lacks samples. With LocalSGD and
-    DiLoCo a step of the loader is one of the inner optimizer, which is never repeated, and samples may be lost:
+    Make it before the first step. With ``replay_failed_step`` it is refused: a replay lacks samples. With
+    LocalSGD and
+    DiLoCo a step of the loader is one of the inner optimizer, which is never repeated, and samples may be
+    lost:
     :attr:`lost` counts them.
 
     Args:
@@ -70,16 +73,18 @@ class ElasticDataLoader:
         shuffle: whether each epoch has a new order.
         seed: seed of the epochs' orders.
         epochs: number of epochs, after which the iteration ends in all groups at once.
-        data_rank: number of this rank among the ranks of its group that read different data; default: its rank in the
-            group. Ranks of one data rank (tensor or pipeline parallelism) pass the same number.
+        data_rank: number of this rank among the ranks of its group that read different data; default: its
+            rank in the group. Ranks of one data rank (tensor or pipeline parallelism) pass the same number.
         data_world_size: the number of different data ranks in a group; default: the number of its ranks.
-        reduction_in_group: how gradients are reduced over those ranks: "mean", as FSDP2 does, or "sum". With the
-            Manager's ``reproducible_reduction`` this is ignored, and gradients are added.
-        data_group: process group of the ranks of this replica group, in which ``reproducible_reduction`` adds; default:
-            PyTorch's default one.
-        reproducible_rng: whether random numbers depend only on seed, epoch and unit, and not on the rank: those of the
-            dataset (torch, random, and numpy if it is imported), and torch's in :meth:`Unit.accumulate`.
-        dataloader: further arguments of PyTorch's DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, …
+        reduction_in_group: how gradients are reduced over those ranks: "mean", as FSDP2 does, or "sum". With
+            the Manager's ``reproducible_reduction`` this is ignored, and gradients are added.
+        data_group: process group of the ranks of this replica group, in which ``reproducible_reduction``
+            adds; default: PyTorch's default one.
+        reproducible_rng: whether random numbers depend only on seed, epoch and unit, and not on the rank:
+            those of the dataset (torch, random, and numpy if it is imported), and torch's in
+            :meth:`Unit.accumulate`.
+        dataloader: further arguments of PyTorch's DataLoader: ``num_workers``, ``collate_fn``,
+            ``pin_memory``, …
 
     Raises:
         TypeError: an IterableDataset, or an argument of DataLoader that the plan determines.
@@ -138,7 +143,8 @@ class ElasticDataLoader:
         self._prefetcher = Prefetcher(self._start_reading)
         # membership and position of the forecast's next step
         self._forecast: Optional[tuple[Membership, DataPosition]] = None
-        # The last unit of a group that does not participate. One that heals over several steps stays at its position.
+        # The last unit of a group that does not participate. One that heals over several steps stays at its
+        # position.
         self._again: Optional[tuple[Key, Any]] = None
         self._account = Account()  # counts the samples of LocalSGD's or DiLoCo's inner steps
         self._local_steps: Optional[LocalSteps] = None
@@ -163,9 +169,15 @@ class ElasticDataLoader:
 
     @property
     def settings(self) -> list[str]:
-        """The settings that must be equal in all groups, one per line; otherwise gradients have no common mean."""
+        """The settings that must be equal in all groups, one per line; otherwise gradients have no common
+        mean.
+        """
         return [
-            *(f"{name}={value}" for name, value in self.stamp._asdict().items() if name not in ("epoch", "batch")),
+            *(
+                f"{name}={value}"
+                for name, value in self.stamp._asdict().items()
+                if name not in ("epoch", "batch")
+            ),
             f"data_world_size={self._data_world_size}",
             f"reduction_in_group={self._reduction_in_group}",
             f"reproducible_rng={self._reproducible_rng}",
@@ -173,17 +185,19 @@ class ElasticDataLoader:
 
     @property
     def digest(self) -> str:
-        """A digest (64 bits in hex) of the stamp and the scales of ``reproducible_reduction``, equal in all groups."""
+        """A digest (64 bits in hex) of the stamp and the scales of ``reproducible_reduction``, equal in all
+        groups.
+        """
         if self._exact is None:
             return self.stamp.digest
         return hashlib.sha256(f"{self.stamp.digest} {self._exact.digest}".encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for a checkpoint. It belongs to the weights after the optimizer's step, so save both then. It
-        is the same in all groups, and a job may resume from it with any number of groups.
+        """The position, for a checkpoint. It belongs to the weights after the optimizer's step, so save both
+        then. It is the same in all groups, and a job may resume from it with any number of groups.
 
-        While this group heals in passing, its weights are of no step. A state of that time cannot be loaded, so that no
-        job resumes from a checkpoint with such weights.
+        While this group heals in passing, its weights are of no step. A state of that time cannot be loaded,
+        so that no job resumes from a checkpoint with such weights.
         """
         state = self._state()
         if self._manager._weights_are_inconsistent():
@@ -208,7 +222,8 @@ class ElasticDataLoader:
         """
         if state_dict.get(_OF_NO_STEP):
             raise ValueError(
-                "the checkpoint was saved while its group healed in passing; its weights are of no step: use another "
+                "the checkpoint was saved while its group healed in passing; its weights are of no step: "
+                "use another "
                 "one, and save only after a step that was committed (`if step.committed`)"
             )
         position = self._plan.load(state_dict)
@@ -223,7 +238,8 @@ class ElasticDataLoader:
         return self._plan.batches_per_epoch * self._plan.epochs
 
     def share(self, rank: Optional[int], participants: int) -> RankShare:
-        """The units of this rank at its position; at the end of the job, those of the first step, with weight 0.
+        """The units of this rank at its position; at the end of the job, those of the first step, with weight
+        0.
 
         Args:
             rank: rank of this group among the participants, None if it is not one.
@@ -268,7 +284,9 @@ class ElasticDataLoader:
             return
         try:
             if step is None:
-                raise UnitsSkipped(f"the step has no units: {type(self).__name__} begins each step of its Manager")
+                raise UnitsSkipped(
+                    f"the step has no units: {type(self).__name__} begins each step of its Manager"
+                )
             step.check()
         except UnitsSkipped as e:
             self._skipped = e
@@ -297,7 +315,8 @@ class ElasticDataLoader:
         Raises:
             StopIteration: the job is at its end, in all groups; or this group is drained.
             UnitsSkipped: the last step was lost, because the loop left out some of its units.
-            PositionDiffers: groups of several ranks were restored at different positions, and their Managers at step 0.
+            PositionDiffers: groups of several ranks were restored at different positions, and their Managers
+                at step 0.
             TimeoutError: the job is at its end, and other groups have not healed in time.
         """
         skipped, self._skipped = self._skipped, None
@@ -324,8 +343,10 @@ class ElasticDataLoader:
                 self._end()
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"timed out after {manager._quorum_timeout.total_seconds():g} s: the job is at its end, and "
-                    f"of {plan.replica_world_size} groups {plan.num_up_to_date} are up to date; the others have not "
+                    f"timed out after {manager._quorum_timeout.total_seconds():g} s: the job is at its end, "
+                    "and "
+                    f"of {plan.replica_world_size} groups {plan.num_up_to_date} are up to date; the others "
+                    "have not "
                     "healed to it"
                 )
             manager._pass_step()
@@ -340,16 +361,19 @@ class ElasticDataLoader:
     def _check_ranks_alike(self, before: DataPosition) -> None:
         """Raises PositionDiffers if ranks of this group may have got different positions.
 
-        At step 0 (init_sync) each rank takes over the state of a rank of another group; ranks of this group may heal
-        from different groups. No comparison would detect that, because ranks compare with their counterparts only.
+        At step 0 (init_sync) each rank takes over the state of a rank of another group; ranks of this group
+        may heal from different groups. No comparison would detect that, because ranks compare with their
+        counterparts only.
         """
         manager = self._manager
         now = self._position
         if now != before and manager._settings.group_world_size > 1 and manager.current_step() == 0:
             raise PositionDiffers(
                 f"the groups began at different positions: this rank was at batch {before.batch} of epoch "
-                f"{before.epoch}, and took over batch {now.batch} of epoch {now.epoch}; other ranks of this group may "
-                "have taken over another one. Restore all groups from checkpoints of one step, and load the Manager's "
+                f"{before.epoch}, and took over batch {now.batch} of epoch {now.epoch}; other ranks of this "
+                "group may "
+                "have taken over another one. Restore all groups from checkpoints of one step, and load the "
+                "Manager's "
                 "state_dict, too"
             )
 
@@ -361,9 +385,11 @@ class ElasticDataLoader:
         """Ends the DataLoader's worker processes. Reading starts again with the next step."""
         self._prefetcher.close()
         if hasattr(self._reader, "_shutdown_workers"):
-            # The iterator does so itself when its last reference is dropped. But that may happen late, because
-            # persistent_workers and the traceback of an error keep references, or in a worker that is forked later.
-            with contextlib.suppress(RuntimeError):  # from PyTorch's handler of SIGCHLD, for a worker that was killed
+            # The iterator does so itself when its last reference is dropped. But that may happen late,
+            # because persistent_workers and the traceback of an error keep references, or in a worker that is
+            # forked later.
+            # From PyTorch's handler of SIGCHLD, for a worker that was killed.
+            with contextlib.suppress(RuntimeError):
                 self._reader._shutdown_workers()
         self._reader = self._dataloader._iterator = None
         self._forecast = None
@@ -372,8 +398,8 @@ class ElasticDataLoader:
 
     @property
     def lost(self) -> int:
-        """With LocalSGD and DiLoCo: number of samples of past batches that are in no committed average, for this data
-        rank, summed over all groups.
+        """With LocalSGD and DiLoCo: number of samples of past batches that are in no committed average, for
+        this data rank, summed over all groups.
         """
         return self._account.lost
 
@@ -387,13 +413,15 @@ class ElasticDataLoader:
         self._local_steps = local_steps
 
     def send_samples(self) -> int:
-        """Begins a comparison of the groups' samples. Returns this rank's samples that the reduction contains."""
+        """Begins a comparison of the groups' samples. Returns this rank's samples that the reduction
+        contains.
+        """
         if self._local_steps is not None:
             return self._account.send()
         if self._step is None:
             return 0
-        # A reduction before the first unit contains no gradients of units (units_added() checks that): the planned
-        # number is returned.
+        # A reduction before the first unit contains no gradients of units (units_added() checks that): the
+        # planned number is returned.
         return self._step.samples if self._step.begun else self._step.planned_samples
 
     def samples_averaged(self, counted: int) -> None:
@@ -420,7 +448,9 @@ class ElasticDataLoader:
         logger.log(level, "%s: inner steps so far: %s", where, self._account)
 
     def _next_inner(self, local_steps: LocalSteps) -> LoaderStep:
-        """Begins an inner step. The batch is divided among the groups of the last quorum; no quorum is requested."""
+        """Begins an inner step. The batch is divided among the groups of the last quorum; no quorum is
+        requested.
+        """
         manager = self._manager
         if not local_steps.entered:
             raise RuntimeError(f"steps are taken inside of `with {type(local_steps).__name__}(...)` only")
@@ -432,7 +462,8 @@ class ElasticDataLoader:
             self._account.failed(kept=False)  # the samples since the last average will be in no average
             self._end()
         membership = Membership(plan.replica_rank, plan.replica_world_size)
-        if not plan.in_background:  # then only spares do not participate: their samples would be in no average
+        # Then only spares do not participate: their samples would be in no average.
+        if not plan.in_background:
             membership = Membership(plan.participating_rank, plan.participants)
         share = self.share(*membership)
         of_group = sum(
@@ -448,15 +479,17 @@ class ElasticDataLoader:
     # Reading
 
     def _expect(self, membership: Membership, share: RankShare) -> None:
-        """Makes the DataLoader read the units of this step and the next ones, unless it reads those already."""
+        """Makes the DataLoader read the units of this step and the next ones, unless it reads those
+        already.
+        """
         if self._forecast != (membership, share.position):
             self._prefetcher.expect(self._foresee(membership, share))
         following = self._plan.advance(share.position)
         self._forecast = None if membership.rank is None else (membership, following)
 
     def _foresee(self, membership: Membership, share: RankShare) -> Iterator[Task]:
-        """Yields the units from this step on, for an unchanged membership. If the group does not participate, only
-        those of this step.
+        """Yields the units from this step on, for an unchanged membership. If the group does not participate,
+        only those of this step.
         """
         while True:
             position = share.position
@@ -480,7 +513,8 @@ class ElasticDataLoader:
             data = again[1] if again is not None and again[0] == key else self._prefetcher.take(key)
         except ReadFailed as e:
             failure = ReadFailed(
-                f"unit {unit.number} of batch {position.batch} of epoch {position.epoch} could not be read: {e}"
+                f"unit {unit.number} of batch {position.batch} of epoch {position.epoch} could not be read: "
+                f"{e}"
             )
             self._manager._report_own_error(failure)  # other groups must not wait for this group's part
             self._stop_reading()  # a worker process may have ended
@@ -494,15 +528,19 @@ class ElasticDataLoader:
         return Unit(step, place, data, unit.weight * self._factor * self._scale, seed)
 
     def _seed(self, key: Key) -> int:
-        text = f"torchft.data rng 1: {self._plan.seed}, {key.position.epoch}, {key.position.batch}, {key.unit}"
+        text = (
+            f"torchft.data rng 1: {self._plan.seed}, {key.position.epoch}, {key.position.batch}, {key.unit}"
+        )
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"dataset is a {type(dataset).__name__}: an IterableDataset has no samples by index, so no group can take "
-            "over those of another; give a dataset with __getitem__ and __len__ (an index of the stream's records), or "
+            f"dataset is a {type(dataset).__name__}: an IterableDataset has no samples by index, so no "
+            "group can take "
+            "over those of another; give a dataset with __getitem__ and __len__ (an index of the stream's "
+            "records), or "
             "use PyTorch's DataLoader, which loses the samples of failed groups"
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):

@@ -1,7 +1,8 @@
-"""Counts the samples of LocalSGD and DiLoCo whose inner steps are in a committed average. Pure, without torch.
+"""Counts the samples of LocalSGD and DiLoCo whose inner steps are in a committed average. Pure, without
+torch.
 
-Between two averages the groups divide each batch as in their last quorum, and do not communicate. So a sample is lost
-if the group that trained on it fails, or the average fails. Lost samples are counted, too.
+Between two averages the groups divide each batch as in their last quorum, and do not communicate. So a sample
+is lost if the group that trained on it fails, or the average fails. Lost samples are counted, too.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Optional
 
 @dataclass
 class Account:
-    """The samples of one data rank over all groups. Except ``own``, it is equal in all groups that are up to date.
+    """The samples of one data rank over all groups. Except ``own``, it is equal in all groups that are up to
+    date.
 
     Attributes:
         committed: number of samples in the weights that the groups share.
         lost: number of samples of past batches that are not in these weights.
-        open: number of samples of batches since the last average that was committed, or that failed and restored the
-            weights.
+        open: number of samples of batches since the last average that was committed, or that failed and
+            restored the weights.
         own: number of open samples that this rank has trained on and that are in its weights.
     """
 
@@ -69,7 +71,9 @@ class Account:
         return {"committed": self.committed, "lost": self.lost, "open": self.open}
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Takes over the account of a peer together with its weights, which contain none of this rank's own samples."""
+        """Takes over the account of a peer together with its weights, which contain none of this rank's own
+        samples.
+        """
         self.committed, self.lost, self.open = state["committed"], state["lost"], state["open"]
         self.own = 0
         if self._sent is not None:

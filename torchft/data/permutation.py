@@ -1,17 +1,19 @@
-"""The order of an epoch: a permutation of ``range(length)``, of which any part can be computed by itself. Pure.
+"""The order of an epoch: a permutation of ``range(length)``, of which any part can be computed by itself.
+Pure.
 
-Every machine and every version of Python computes the same one, because it uses only integers and SHAKE-256. No memory
-of the size of the dataset is needed: a rank computes the indices of its own units only.
+Every machine and every version of Python computes the same one, because it uses only integers and SHAKE-256.
+No memory of the size of the dataset is needed: a rank computes the indices of its own units only.
 
-The algorithm is Black and Rogaway's generalized Feistel cipher ("Ciphers with Arbitrary Finite Domains", CT-RSA
-2002). A number below a * b is a pair (left, right). Each round adds a function of one half to the other, modulo a or
-b, which can be undone for any function. So all rounds together are a permutation of range(a * b). A result of
-``length`` or more is encrypted again until it is below ``length`` (cycle walking, from the same paper), which gives a
-permutation of range(length). This is rare, because a and b are close to the square root of the length.
+The algorithm is Black and Rogaway's generalized Feistel cipher ("Ciphers with Arbitrary Finite Domains",
+CT-RSA 2002). A number below a * b is a pair (left, right). Each round adds a function of one half to the
+other, modulo a or b, which can be undone for any function. So all rounds together are a permutation of
+range(a * b). A result of ``length`` or more is encrypted again until it is below ``length`` (cycle walking,
+from the same paper), which gives a permutation of range(length). This is rare, because a and b are close to
+the square root of the length.
 
-The function of a round is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-Generators", OOPSLA 2014). Its keys are a hash of length, seed and epoch together, so epoch 1 of seed 0 differs from
-epoch 0 of seed 1. It is for shuffling, and not secure as a cipher.
+The function of a round is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom
+Number Generators", OOPSLA 2014). Its keys are a hash of length, seed and epoch together, so epoch 1 of seed 0
+differs from epoch 0 of seed 1. It is for shuffling, and not secure as a cipher.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import hashlib
 import math
 import struct
 
-# With 8 rounds some orders of 5 samples are far more frequent than others; with 12 a test finds no such difference.
+# With 8 rounds some orders of 5 samples are far more frequent than others; with 12 a test finds no such
+# difference.
 _ROUNDS = 12
 _MASK = (1 << 64) - 1
 

@@ -1,14 +1,15 @@
 """The samples of each step of a job, independent of its participants. Pure, and free of torch.
 
-An epoch is a permutation of the dataset. A *batch* is a slice of it, and a *unit* a slice of a batch: so units depend
-only on the :class:`DataPlan` and the :class:`DataPosition`. The groups of a quorum share the units of one batch
-(:meth:`DataPlan.share`); a step that is not committed is divided again in the next quorum, from the same units.
-The position is state like the weights: it advances when a step is committed, it arrives with a heal, and a checkpoint
-holds both. So each sample is, once per epoch, in exactly one step of the job's final weights.
+An epoch is a permutation of the dataset. A *batch* is a slice of it, and a *unit* a slice of a batch: so
+units depend only on the :class:`DataPlan` and the :class:`DataPosition`. The groups of a quorum share the
+units of one batch (:meth:`DataPlan.share`); a step that is not committed is divided again in the next quorum,
+from the same units. The position is state like the weights: it advances when a step is committed, it arrives
+with a heal, and a checkpoint holds both. So each sample is, once per epoch, in exactly one step of the job's
+final weights.
 
-A batch never extends over the end of an epoch. The last batch of an epoch holds the remainder, and its weights are
-computed from its actual size: each step is the mean over its samples. The job has ended at the position after the last
-batch of the last epoch.
+A batch never extends over the end of an epoch. The last batch of an epoch holds the remainder, and its
+weights are computed from its actual size: each step is the mean over its samples. The job has ended at the
+position after the last batch of the last epoch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class DataPosition:
 
     Attributes:
         epoch: epoch of the next step, from 0.
-        batch: batch of the next step within the epoch, from 0; equal to the number of committed batches of the epoch.
+        batch: batch of the next step within the epoch, from 0; equal to the number of committed batches of
+            the epoch.
     """
 
     epoch: int = 0
@@ -52,9 +54,9 @@ class PlannedUnit:
 
     Attributes:
         indices: indices into the dataset; never empty.
-        weight: factor for the mean loss over ``indices``: the number of its samples divided by that of the batch; 0 if
-            another rank counts them. The weights of a batch, over all ranks and groups, add up to 1, because gradients
-            are added.
+        weight: factor for the mean loss over ``indices``: the number of its samples divided by that of the
+            batch; 0 if another rank counts them. The weights of a batch, over all ranks and groups, add up to
+            1, because gradients are added.
         last: whether it is the last unit of this rank in this step.
         number: index of the unit in its batch, from 0.
     """
@@ -89,7 +91,8 @@ class RankShare:
         """
         if counted != self.expected:
             raise SamplesDiffer(
-                f"batch {self.position.batch} of epoch {self.position.epoch}: {counted} samples were reduced, "
+                f"batch {self.position.batch} of epoch {self.position.epoch}: {counted} samples were "
+                "reduced, "
                 f"{self.expected} belong to it; the step must not be committed"
             )
 
@@ -145,7 +148,8 @@ class DataPlan:
             raise ValueError(f"shuffle is {self.shuffle!r}: allowed are True and False")
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(
-                f"global_batch_size is {self.global_batch_size}: allowed are multiples of micro_batch_size, which is "
+                f"global_batch_size is {self.global_batch_size}: allowed are multiples of micro_batch_size, "
+                "which is "
                 f"{self.micro_batch_size}"
             )
 
@@ -187,22 +191,27 @@ class DataPlan:
     def load(self, state: Mapping[str, int]) -> DataPosition:
         """Restores the position from a state of :meth:`save`.
 
-        The number of groups, ``epochs`` and ``micro_batch_size`` may be others than those of the state: batches are the
-        same.
+        The number of groups, ``epochs`` and ``micro_batch_size`` may be others than those of the state:
+        batches are the same.
 
         Raises:
             PositionDiffers: it belongs to another dataset or other batches, or is after the end of this plan.
         """
         missing = [name for name in ("format", *Stamp._fields) if name not in state]
         if missing:
-            raise PositionDiffers(f"the saved position has no {', '.join(missing)}: it was not saved by this loader")
+            raise PositionDiffers(
+                f"the saved position has no {', '.join(missing)}: it was not saved by this loader"
+            )
         if state["format"] != _FORMAT:
-            raise PositionDiffers(f"the saved position has format {state['format']}: this version reads {_FORMAT}")
+            raise PositionDiffers(
+                f"the saved position has format {state['format']}: this version reads {_FORMAT}"
+            )
         ours = self.stamp(DataPosition())._asdict()
         for name in ("length", "global_batch_size", "shuffle", "seed"):
             if state[name] != ours[name]:
                 raise PositionDiffers(
-                    f"{name} is {ours[name]}, and the saved position is of a run in which it was {state[name]}: "
+                    f"{name} is {ours[name]}, and the saved position is of a run in which it was "
+                    f"{state[name]}: "
                     f"batches would be others; give {name}={state[name]}, or begin without the position"
                 )
         position = DataPosition(state["epoch"], state["batch"])
@@ -217,7 +226,8 @@ class DataPlan:
     def _check_inside(self, position: DataPosition) -> None:
         if not (0 <= position.epoch < self.epochs and 0 <= position.batch < self.batches_per_epoch):
             raise PositionDiffers(
-                f"there is no batch {position.batch} in epoch {position.epoch}: there are {self.epochs} epochs of "
+                f"there is no batch {position.batch} in epoch {position.epoch}: there are {self.epochs} "
+                "epochs of "
                 f"{self.batches_per_epoch} batches, from 0"
             )
 
@@ -250,21 +260,23 @@ class DataPlan:
     ) -> RankShare:
         """Computes the part of a rank at a position.
 
-        The units are divided among the data ranks first. So data rank r of the groups reduces the same units in every
-        quorum, and can check its own reduction (:meth:`RankShare.check`). The part of a data rank is then divided among
-        the participants. All parts are contiguous, and their sizes differ by at most one unit.
+        The units are divided among the data ranks first. So data rank r of the groups reduces the same units
+        in every quorum, and can check its own reduction (:meth:`RankShare.check`). The part of a data rank is
+        then divided among the participants. All parts are contiguous, and their sizes differ by at most one
+        unit.
 
-        The ranks of a group run collectives with each other in each unit, so all get as many units as the rank with the
-        most. A group that does not participate has one unit per rank. The added units have weight 0 and are copies of
-        the batch's first unit: if the loss of a copy is not finite, the loss of the batch is not finite either.
+        The ranks of a group run collectives with each other in each unit, so all get as many units as the
+        rank with the most. A group that does not participate has one unit per rank. The added units have
+        weight 0 and are copies of the batch's first unit: if the loss of a copy is not finite, the loss of
+        the batch is not finite either.
 
         Args:
             position: position of the job in this step; for a healing group, its position after the heal.
-            participating_rank: rank of the group among the participants of this step; None: it is not one, because
-                it heals or is a spare.
+            participating_rank: rank of the group among the participants of this step; None: it is not one,
+                because it heals or is a spare.
             num_participants: number of participants.
-            data_rank: number of this rank among the ranks of its group that read different data. With tensor or
-                pipeline parallelism, all ranks that work on the same samples pass the same number.
+            data_rank: number of this rank among the ranks of its group that read different data. With tensor
+                or pipeline parallelism, all ranks that work on the same samples pass the same number.
             data_world_size: number of data ranks in a group; equal in all groups.
 
         Raises:

@@ -11,15 +11,15 @@ from torch.utils import data
 class DistributedSampler(data.distributed.DistributedSampler):
     """A DistributedSampler over all workers of all replica groups.
 
-    The number of groups is the intended number: while a group is absent, no group trains on its part of the data. So
-    save the data loader's state, or set the epoch, in the same way in every group.
+    The number of groups is the intended number: while a group is absent, no group trains on its part of the
+    data. So save the data loader's state, or set the epoch, in the same way in every group.
 
     Args:
         dataset: the data set
         replica_rank: number of this replica group, in [0, num_replica_groups); older name: `replica_group`
         num_replica_groups: number of replica groups of the job
-        group_rank: rank of this worker in its group, in [0, num_replicas); default: its rank in the default process
-            group; older name: `rank`
+        group_rank: rank of this worker in its group, in [0, num_replicas); default: its rank in the default
+            process group; older name: `rank`
         num_replicas: workers in each replica group; default: size of the default process group
         **kwargs: arguments of PyTorch's DistributedSampler: `shuffle`, `seed`, `drop_last`
 

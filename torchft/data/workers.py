@@ -1,10 +1,11 @@
 """Worker processes of a data loader that survive the SIGTERM that drains their group.
 
-torchrun and Slurm send SIGTERM to all processes of a rank, including its workers. PyTorch's workers would then end, and
-the rank with them, before it has read the data of its last step.
+torchrun and Slurm send SIGTERM to all processes of a rank, including its workers. PyTorch's workers would
+then end, and the rank with them, before it has read the data of its last step.
 
-A forked worker has copies of its rank's objects, but none of the rank's threads. If the garbage collector destroys one
-of these objects there, such as a process group with threads, the worker may end with a segmentation fault.
+A forked worker has copies of its rank's objects, but none of the rank's threads. If the garbage collector
+destroys one of these objects there, such as a process group with threads, the worker may end with a
+segmentation fault.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any, Optional
 
 
 class WorkerInit:
-    """A ``worker_init_fn``. The worker does not garbage-collect objects of its rank, and ignores these signals unless
-    they come from the loader, which ends its workers by SIGTERM.
+    """A ``worker_init_fn``. The worker does not garbage-collect objects of its rank, and ignores these
+    signals unless they come from the loader, which ends its workers by SIGTERM.
 
-    The kernel drops a signal that arrives while the same one is pending. So a SIGTERM of the loader may be lost if one
-    from outside came at the same moment. PyTorch asks its workers to end by a message first, and Python sends SIGTERM
-    again when the process exits, so such a worker ends later.
+    The kernel drops a signal that arrives while the same one is pending. So a SIGTERM of the loader may be
+    lost if one from outside came at the same moment. PyTorch asks its workers to end by a message first, and
+    Python sends SIGTERM again when the process exits, so such a worker ends later.
 
     Args:
         ignored: numbers of the signals.
@@ -39,7 +40,8 @@ class WorkerInit:
         gc.freeze()
         if self._ignored:
             for number in self._ignored:
-                signal.signal(number, signal.SIG_IGN)  # ignored also in threads that a library has started before
+                # Ignored also in threads that a library has started before.
+                signal.signal(number, signal.SIG_IGN)
             # blocked signals stay pending, so the thread below receives them
             signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)
             threading.Thread(target=_end_with_loader, args=(self._ignored,), daemon=True).start()
@@ -48,7 +50,8 @@ class WorkerInit:
 
 
 def _end_with_loader(ignored: Sequence[int]) -> None:
-    loader = multiprocessing.parent_process()  # not os.getppid(), which is the server of the start method forkserver
+    # Not os.getppid(), which is the server of the start method forkserver.
+    loader = multiprocessing.parent_process()
     assert loader is not None
     while signal.sigwaitinfo(ignored).si_pid != loader.pid:
         pass

@@ -1,8 +1,8 @@
 """DLRover's interfaces for elastic training, implemented with torchft.
 
-``dataset``: :class:`ElasticDataset` and :class:`DataShardService`, which read in the order of ElasticDataLoader
-``optimizer``: :class:`DistributedOptimizer`, a fixed global batch with any number of workers
-``rendezvous``: torchrun's rendezvous through the lighthouse: :class:`TorchRendezvousService`,
+``dataset``: :class:`ElasticDataset` and :class:`DataShardService`, which read in the order of
+ElasticDataLoader ``optimizer``: :class:`DistributedOptimizer`, a fixed global batch with any number of
+workers ``rendezvous``: torchrun's rendezvous through the lighthouse: :class:`TorchRendezvousService`,
 :class:`DlroverRendezvousBackend`, and the handler of ``torchrun --rdzv-backend torchft``
 
 Names are resolved on first use.

@@ -1,4 +1,6 @@
-"""A dataset whose next sample depends on the participating groups: indices follow ElasticDataLoader's position."""
+"""A dataset whose next sample depends on the participating groups: indices follow ElasticDataLoader's
+position.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ class DataShardService:
     Args:
         manager: the Manager of this rank.
         num_samples: number of samples in the dataset.
-        settings: settings of :class:`torchft.data.ElasticDataLoader`: ``global_batch_size``, ``micro_batch_size``,
-            ``epochs``, …
+        settings: settings of :class:`torchft.data.ElasticDataLoader`: ``global_batch_size``,
+            ``micro_batch_size``, ``epochs``, …
 
     Attributes:
-        loader: keeps the position in the data; it takes part in heals, and its ``state_dict`` saves the position.
+        loader: keeps the position in the data; it takes part in heals, and its ``state_dict`` saves the
+            position.
         unit: the micro-batch of the last index: its loss is multiplied by ``unit.weight``.
     """
 
@@ -46,7 +49,8 @@ class DataShardService:
         """
         if get_worker_info() is not None:
             raise RuntimeError(
-                "fetch_record_index was called in a worker process of a DataLoader, which has no Manager: use "
+                "fetch_record_index was called in a worker process of a DataLoader, which has no Manager: "
+                "use "
                 "ElasticDataLoader(manager, dataset, num_workers=...), which sends its workers the indices"
             )
         while True:
@@ -55,7 +59,8 @@ class DataShardService:
             self._begin_unit()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields a list of the length of each micro-batch: the ``batch_sampler`` of a DataLoader without workers.
+        """Yields a list of the length of each micro-batch: the ``batch_sampler`` of a DataLoader without
+        workers.
 
         The content of the list does not matter, because the dataset gets its indices from the service.
         """
@@ -77,11 +82,12 @@ class DataShardService:
 class ElasticDataset(Dataset, ABC):
     """A map-style dataset for jobs whose groups may join and fail at any time. Subclasses read samples.
 
-    With worker processes, give it to :class:`torchft.data.ElasticDataLoader`, without a service: the loader sends its
-    workers the indices. With a service it is for a DataLoader without workers, ``batch_sampler=service``.
+    With worker processes, give it to :class:`torchft.data.ElasticDataLoader`, without a service: the loader
+    sends its workers the indices. With a service it is for a DataLoader without workers,
+    ``batch_sampler=service``.
 
-    With a service, do not set ``shuffle=True`` in a DataLoader: the service shuffles already, and PyTorch would first
-    create a permutation of ``len(dataset)`` numbers, for which no memory suffices.
+    With a service, do not set ``shuffle=True`` in a DataLoader: the service shuffles already, and PyTorch
+    would first create a permutation of ``len(dataset)`` numbers, for which no memory suffices.
 
     Args:
         data_shard_service: decides which samples are read; None: the caller's index does.

@@ -20,7 +20,8 @@ MAX_WORKER_NUM_ENV = "MAX_WORKER_NUM"
 
 
 def backward_passes(max_workers: int, workers: int) -> int:
-    """Number of backward passes of each worker in a step, so that all workers together do ``max_workers`` passes.
+    """Number of backward passes of each worker in a step, so that all workers together do ``max_workers``
+    passes.
 
     Raises:
         ValueError: the workers cannot share the passes equally.
@@ -28,31 +29,35 @@ def backward_passes(max_workers: int, workers: int) -> int:
     if workers < 1 or max_workers % workers:
         allowed = [n for n in range(1, max_workers + 1) if max_workers % n == 0]
         raise ValueError(
-            f"{MAX_WORKER_NUM_ENV} / {WORKER_NUM_ENV} = {max_workers} / {workers} is no integer, so the batch of a "
+            f"{MAX_WORKER_NUM_ENV} / {WORKER_NUM_ENV} = {max_workers} / {workers} is no integer, so the "
+            "batch of a "
             f"step would have another size; allowed numbers of workers: {', '.join(map(str, allowed))}"
         )
     return max_workers // workers
 
 
 class DistributedOptimizer(WrappedOptimizer):
-    """Steps once in ``backward_passes_per_step`` calls of ``step``, with the mean gradient over all passes and workers.
+    """Steps once in ``backward_passes_per_step`` calls of ``step``, with the mean gradient over all passes
+    and workers.
 
-    Gradients are accumulated, and reduced in the last pass only. Call ``zero_grad`` and ``step`` in each pass.
+    Gradients are accumulated, and reduced in the last pass only. Call ``zero_grad`` and ``step`` in each
+    pass.
 
     Args:
         optimizer: the optimizer, whose parameters' gradients are reduced.
-        fixed_global_batch_size: whether all workers together do MAX_WORKER_NUM passes in a step; else each worker does
-            one.
-        manager: the Manager: the workers are its participants, and ``step`` steps only if the step is committed.
-            Without one, WORKER_NUM is the number of workers, and gradients are reduced in ``process_group``.
+        fixed_global_batch_size: whether all workers together do MAX_WORKER_NUM passes in a step; else each
+            worker does one.
+        manager: the Manager: the workers are its participants, and ``step`` steps only if the step is
+            committed. Without one, WORKER_NUM is the number of workers, and gradients are reduced in
+            ``process_group``.
         process_group: process group of all workers; default: PyTorch's default group.
 
     Attributes:
         backward_passes_per_step: number of backward passes in the present step.
 
     Raises:
-        ValueError: WORKER_NUM or MAX_WORKER_NUM is missing or no positive whole number, MAX_WORKER_NUM is no multiple
-            of the number of workers, or WORKER_NUM is not the size of the process group.
+        ValueError: WORKER_NUM or MAX_WORKER_NUM is missing or no positive whole number, MAX_WORKER_NUM is no
+            multiple of the number of workers, or WORKER_NUM is not the size of the process group.
     """
 
     _of_this_process = ("_manager", "_extras", "_group")
@@ -79,15 +84,16 @@ class DistributedOptimizer(WrappedOptimizer):
             _from_env(MAX_WORKER_NUM_ENV)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Before the first pass of a step: begins the step and clears the gradients. Before other passes it does
-        nothing.
+        """Before the first pass of a step: begins the step and clears the gradients. Before other passes it
+        does nothing.
         """
         if self._passes:
             return
         if self._manager is not None:
             if self._extras.adds_gradients:
                 raise ValueError(
-                    "DistributedOptimizer and ElasticDataLoader both keep the batch of a step with any number of "
+                    "DistributedOptimizer and ElasticDataLoader both keep the batch of a step with any "
+                    "number of "
                     "workers: with the loader, use torchft.Optimizer and multiply each loss by unit.weight"
                 )
             self._manager.start_quorum()
@@ -129,8 +135,12 @@ class DistributedOptimizer(WrappedOptimizer):
             gradient.div_(passes)
         if self._manager is not None:  # the Manager averages over the participants
             if self._fixed:
-                self._extras.refuse_replay("with fewer workers, DistributedOptimizer needs more backward passes")
-            works = [managed(self._manager, self._manager.allreduce(gradient), gradient) for gradient in gradients]
+                self._extras.refuse_replay(
+                    "with fewer workers, DistributedOptimizer needs more backward passes"
+                )
+            works = [
+                managed(self._manager, self._manager.allreduce(gradient), gradient) for gradient in gradients
+            ]
         elif self._workers > 1:
             works = [self._group.allreduce([gradient], dist.AllreduceOptions()) for gradient in gradients]
         else:

@@ -40,7 +40,8 @@ BACKEND = "torchft"
 # The lighthouse answers a request within 2.5 s; a busy one takes longer.
 _ANSWER_SEC = 15.0
 _RETRY_SEC = 0.2
-# How long the nodes of a round wait for each other at the store of rank 0: a node may have ended since the release.
+# How long the nodes of a round wait for each other at the store of rank 0: a node may have ended since the
+# release.
 _MEET_SEC = 15.0
 # Timeout of torchrun's agents at that store; c10d has the same.
 _STORE_SEC = 60.0
@@ -64,7 +65,8 @@ class RendezvousRound:
 
 
 class TorchRendezvousService:
-    """A node in the rendezvous of its group. It reports to the lighthouse from its construction until ``close``.
+    """A node in the rendezvous of its group. It reports to the lighthouse from its construction until
+    ``close``.
 
     Until its first :meth:`set_state` the lighthouse counts it as starting.
 
@@ -74,15 +76,16 @@ class TorchRendezvousService:
         store: ``host:port`` of the store that this node offers, should it become rank 0.
         min_nodes: least number of nodes of a round.
         max_nodes: largest number of nodes.
-        sizes: allowed numbers of nodes in this range: ``"all"``, ``"powers_of_two"``, or a list such as ``"1/2/4"``.
+        sizes: allowed numbers of nodes in this range: ``"all"``, ``"powers_of_two"``, or a list such as
+            ``"1/2/4"``.
         last_call_timeout: seconds to wait for further nodes once a round could be released.
         connect_timeout: seconds to wait for the lighthouse's first answer.
 
     Raises:
         ValueError: a setting is not allowed.
         RendezvousConnectionError: no lighthouse answers.
-        RendezvousError: the lighthouse refuses this node: the token is wrong, or other nodes use the run id with other
-            settings.
+        RendezvousError: the lighthouse refuses this node: the token is wrong, or other nodes use the run id
+            with other settings.
     """
 
     def __init__(
@@ -118,7 +121,9 @@ class TorchRendezvousService:
         self._ended = threading.Event()
         self._connect(connect_timeout)
         connection = LighthouseConnection(self._address, _ANSWER_SEC)
-        self._thread = threading.Thread(target=self._attend, args=(connection,), name="torchft-rendezvous", daemon=True)
+        self._thread = threading.Thread(
+            target=self._attend, args=(connection,), name="torchft-rendezvous", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -128,8 +133,8 @@ class TorchRendezvousService:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting nodes for which this node should end its round; the last known value while the
-        lighthouse does not answer.
+        """The number of waiting nodes for which this node should end its round; the last known value while
+        the lighthouse does not answer.
         """
         view = self._view
         return int(view.get("waiting", 0)) if view.get("ask") == self._ask else 0
@@ -159,7 +164,8 @@ class TorchRendezvousService:
             self._trouble = None
 
     def get_state(self, timeout: float = 0.0) -> Optional[RendezvousRound]:
-        """Returns the round requested by ``set_state``; None if it is not released within ``timeout`` seconds.
+        """Returns the round requested by ``set_state``; None if it is not released within ``timeout``
+        seconds.
 
         Raises:
             RendezvousClosedError: no further round follows.
@@ -171,7 +177,9 @@ class TorchRendezvousService:
                 self._changed.wait_for(self._decided, max(0.0, deadline - time.monotonic()))
                 view, trouble = self._view, self._trouble
             if self.closed:
-                raise RendezvousClosedError(f"the rendezvous at {self._address} is closed: a node has ended its work")
+                raise RendezvousClosedError(
+                    f"the rendezvous at {self._address} is closed: a node has ended its work"
+                )
             if trouble is not None and trouble.refused:
                 raise _refused(trouble)
             if not self._decided():
@@ -263,15 +271,17 @@ class TorchRendezvousService:
 
 
 def _refused(error: Unanswered) -> Exception:
-    return ValueError(f"rendezvous: {error}") if error.code == 400 else RendezvousError(f"rendezvous: {error}")
+    return (
+        ValueError(f"rendezvous: {error}") if error.code == 400 else RendezvousError(f"rendezvous: {error}")
+    )
 
 
 class DlroverRendezvousBackend(RendezvousBackend):
-    """The rendezvous of a group as a ``RendezvousBackend`` of PyTorch: the state is the round as JSON, the token its
-    number.
+    """The rendezvous of a group as a ``RendezvousBackend`` of PyTorch: the state is the round as JSON, the
+    token its number.
 
-    It is for code that calls a backend directly. PyTorch's dynamic handler unpickles the state of a backend and cannot
-    use this one; torchrun uses :class:`LighthouseRendezvousHandler`.
+    It is for code that calls a backend directly. PyTorch's dynamic handler unpickles the state of a backend
+    and cannot use this one; torchrun uses :class:`LighthouseRendezvousHandler`.
     """
 
     def __init__(self, service: TorchRendezvousService) -> None:
@@ -315,7 +325,12 @@ class LighthouseRendezvousHandler(RendezvousHandler):
     """
 
     def __init__(
-        self, service: TorchRendezvousService, run_id: str, store: dist.TCPStore, host: str, join_timeout: float = 600.0
+        self,
+        service: TorchRendezvousService,
+        run_id: str,
+        store: dist.TCPStore,
+        host: str,
+        join_timeout: float = 600.0,
     ) -> None:
         self._service = service
         self._run_id = run_id
@@ -332,9 +347,14 @@ class LighthouseRendezvousHandler(RendezvousHandler):
         Raises:
             ValueError: a setting is not known or not allowed.
         """
-        conf = {k: v for k, v in parameters.config.items() if k not in ("timeout", "rank")}  # settings of torchrun
+        # Settings of torchrun.
+        conf = {k: v for k, v in parameters.config.items() if k not in ("timeout", "rank")}
         numbers = {}
-        for name, default in (("last_call_timeout", 30.0), ("connect_timeout", 60.0), ("join_timeout", 600.0)):
+        for name, default in (
+            ("last_call_timeout", 30.0),
+            ("connect_timeout", 60.0),
+            ("join_timeout", 600.0),
+        ):
             text = conf.pop(name, default)
             try:
                 numbers[name] = float(text)
@@ -387,7 +407,8 @@ class LighthouseRendezvousHandler(RendezvousHandler):
             if released is None or (missed and time.monotonic() > deadline):
                 why = "; ".join(filter(None, (self._service.reason, missed)))
                 raise RendezvousTimeoutError(
-                    f"rendezvous {self._run_id!r} timed out after join_timeout={self._join_timeout:g} s: {why}"
+                    f"rendezvous {self._run_id!r} timed out after join_timeout={self._join_timeout:g} s: "
+                    f"{why}"
                 )
             try:
                 info = self._meet(released)
@@ -398,12 +419,16 @@ class LighthouseRendezvousHandler(RendezvousHandler):
                 logger.warning("rendezvous: %s; asking again", missed)
 
     def _meet(self, released: RendezvousRound) -> RendezvousInfo:
-        """Waits until all nodes of a round are connected to its store: one of them may have ended since the release."""
+        """Waits until all nodes of a round are connected to its store: one of them may have ended since the
+        release.
+        """
         store: dist.Store = self._own_store
         if released.rank:
             host, _, port = released.store.rpartition(":")
             meet = timedelta(seconds=_MEET_SEC)
-            store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=meet, wait_for_workers=False)
+            store = dist.TCPStore(
+                host.strip("[]"), int(port), is_master=False, timeout=meet, wait_for_workers=False
+            )
         store.set_timeout(timedelta(seconds=_STORE_SEC))
         store = dist.PrefixStore(f"torchft/rendezvous/{self._run_id}/{released.number}", store)
         store.set(f"here/{released.rank}", "")
@@ -431,8 +456,9 @@ class LighthouseRendezvousHandler(RendezvousHandler):
         return self._run_id.replace("/", "_")
 
     def shutdown(self) -> bool:
-        """Leaves the group. If this node is in a round, this reports the work as finished; otherwise the others
-        continue. torchrun calls it after each error, including errors of ``next_rendezvous``, but not after a signal.
+        """Leaves the group. If this node is in a round, this reports the work as finished; otherwise the
+        others continue. torchrun calls it after each error, including errors of ``next_rendezvous``, but not
+        after a signal.
         """
         self._service.close(finished=self._in_round)
         return True

@@ -1,7 +1,7 @@
 """The module that torchrun loads for ``--rdzv-backend torchft``, by the entry point ``torchrun.handlers``.
 
-torchrun loads this module for every backend, with ``torch.distributed.elastic.rendezvous``. So it imports nothing until
-a handler is made.
+torchrun loads this module for every backend, with ``torch.distributed.elastic.rendezvous``. So it imports
+nothing until a handler is made.
 """
 
 from __future__ import annotations

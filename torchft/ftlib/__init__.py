@@ -1,12 +1,10 @@
 """FTLib's interface, implemented with torchft: averages over members that may join and fail at any time.
 
-``api``: :class:`FTLib`, the interface for a training loop
-``consensus``: the abstract class of a consensus, and the statuses that it and an average return
-``framework``: the abstract class of a communication library, and its implementation with torchft's process groups
-``lighthouse``: consensus by the lighthouse; active
-``shared_storage``: consensus by a directory that all members see; passive
-``gossip``: consensus among the members, without a server; passive
-``flag``, ``views``, ``storage_rules``: the decisions; pure, without torch
+``api``: :class:`FTLib`, the interface for a training loop ``consensus``: the abstract class of a consensus,
+and the statuses that it and an average return ``framework``: the abstract class of a communication library,
+and its implementation with torchft's process groups ``lighthouse``: consensus by the lighthouse; active
+``shared_storage``: consensus by a directory that all members see; passive ``gossip``: consensus among the
+members, without a server; passive ``flag``, ``views``, ``storage_rules``: the decisions; pure, without torch
 
 Names are resolved on first use.
 """

@@ -1,5 +1,5 @@
-"""FTLib: averages over members that may join and fail. A consensus lists them; a communication library connects
-them.
+"""FTLib: averages over members that may join and fail. A consensus lists them; a communication library
+connects them.
 """
 
 # No postponed annotations here: PyTorch compares annotations of communication hooks with types.
@@ -39,9 +39,9 @@ class RebuildFailed(RuntimeError):
 class FTLib:
     """The interface for a training loop. Made by :meth:`init`; only one thread at a time may use it.
 
-    With ``state_dict`` and ``load_state_dict``, all members have the state of the most advanced member after each
-    rebuild; :attr:`step` belongs to the state. After a ``load_state_dict`` that raised an error, the member neither
-    trains nor gives its state to others until a later rebuild has loaded a complete one.
+    With ``state_dict`` and ``load_state_dict``, all members have the state of the most advanced member after
+    each rebuild; :attr:`step` belongs to the state. After a ``load_state_dict`` that raised an error, the
+    member neither trains nor gives its state to others until a later rebuild has loaded a complete one.
 
     Attributes:
         rank: rank of this member in the last communicator.
@@ -89,13 +89,16 @@ class FTLib:
     ) -> "FTLib":
         """
         Args:
-            consensus: "gossip", "lighthouse", "shared_storage", or a :class:`~torchft.ftlib.Consensus` of your own.
-            framework: a process group of torchft without peers, or a :class:`~torchft.ftlib.Framework` of your own.
+            consensus: "gossip", "lighthouse", "shared_storage", or a :class:`~torchft.ftlib.Consensus` of
+                your own.
+            framework: a process group of torchft without peers, or a :class:`~torchft.ftlib.Framework` of
+                your own.
             state_dict: returns the state that all members must share: weights, the optimizer's state.
             load_state_dict: loads this state.
             rebuild_timeout: timeout for connecting a process group with its new peers.
             settings: settings of the consensus: arguments of :class:`torchft.ftlib.gossip.Gossip`,
-                :class:`torchft.ftlib.lighthouse.Lighthouse` or :class:`torchft.ftlib.shared_storage.SharedStorage`.
+                :class:`torchft.ftlib.lighthouse.Lighthouse` or
+                :class:`torchft.ftlib.shared_storage.SharedStorage`.
 
         Raises:
             ValueError: an unknown consensus, or a setting that is not allowed.
@@ -130,7 +133,9 @@ class FTLib:
         return self._view is not None and len(self._view.members) == 1
 
     def confirm(self) -> ConsensusStatus:
-        """Whether the last list of members still holds. An active consensus is asked once between two collectives."""
+        """Whether the last list of members still holds. An active consensus is asked once between two
+        collectives.
+        """
         if not self._consensus.active:
             if not self._flag.initialized or self._view is None:
                 return ConsensusStatus.FAIL
@@ -156,7 +161,9 @@ class FTLib:
         return view
 
     def new_member_join(self) -> None:
-        """Lets the communicator be rebuilt after the collective in progress: a process wants to become a member."""
+        """Lets the communicator be rebuilt after the collective in progress: a process wants to become a
+        member.
+        """
         self._advance(FlagEvent.JOINED)
 
     def member_failed(self, view: int, reason: str) -> None:
@@ -168,14 +175,16 @@ class FTLib:
             self._advance(FlagEvent.MEMBER_FAILED)
             try:
                 self._framework.abort()
-            # an error must not end the calling thread of the consensus, which may also renew this member's record
+            # an error must not end the calling thread of the consensus, which may also renew this member's
+            # record
             except Exception as e:
                 _logger.warning("view %d: the communicator could not be aborted: %s", view, e)
 
     # Collectives
 
     def execute(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Calls a function that runs collectives, with a communicator of all members, which may be this member alone.
+        """Calls a function that runs collectives, with a communicator of all members, which may be this
+        member alone.
 
         Raises:
             RebuildFailed: the function was not called.
@@ -184,14 +193,16 @@ class FTLib:
         status = self._prepare()
         if status is FTAllReduceStatus.FAIL:
             raise RebuildFailed(f"no communicator: {self.error}") from self.error
-        if status is FTAllReduceStatus.NO_NEED or (status is FTAllReduceStatus.ABORT and self.skip_allreduce()):
+        if status is FTAllReduceStatus.NO_NEED or (
+            status is FTAllReduceStatus.ABORT and self.skip_allreduce()
+        ):
             return func(*args, **kwargs)
         with self._in_collective():
             return func(*args, **kwargs)
 
     def allreduce_average(self, tensors: list[torch.Tensor]) -> FTAllReduceStatus:
-        """Averages each tensor over all members, in place. It raises only for mistakes of the caller; other errors are
-        returned as a status.
+        """Averages each tensor over all members, in place. It raises only for mistakes of the caller; other
+        errors are returned as a status.
         """
         status = self._prepare()
         if status is not None:
@@ -204,8 +215,8 @@ class FTLib:
         return FTAllReduceStatus.SUCCESS
 
     def wait_gradients_ready(self, model: nn.Module) -> FTAllReduceStatus:
-        """Averages every gradient over all members, or waits for the averages that :func:`allreduce_hook` has begun. A
-        gradient that this member does not have counts as zero.
+        """Averages every gradient over all members, or waits for the averages that :func:`allreduce_hook` has
+        begun. A gradient that this member does not have counts as zero.
 
         After SUCCESS and NO_NEED, :attr:`step` has grown by one: step the optimizer before the next call.
         """
@@ -289,8 +300,11 @@ class FTLib:
         self._framework.broadcast(content, root)
         if self.rank in behind:
             allow_checkpoint_types()
-            received = _streaming_load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=not pickle_allowed())
-            # If it fails, it may have replaced a part of the state. Such a mixture must not be trained or given away.
+            received = _streaming_load(
+                io.BytesIO(content.cpu().numpy().tobytes()), weights_only=not pickle_allowed()
+            )
+            # If it fails, it may have replaced a part of the state. Such a mixture must not be trained or
+            # given away.
             self._made_in = INCOMPLETE
             self._load_state_dict(received)
             self._made_in, self.step = progress[root]
@@ -308,9 +322,10 @@ class FTLib:
 def allreduce_hook(ftlib: FTLib, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A communication hook of PyTorch's DistributedDataParallel: averages overlap with the backward pass.
 
-    ``ddp = DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True)``, then
-    ``ddp.register_comm_hook(ftlib, allreduce_hook)``: buckets are then equal in all members. Call
-    ``wait_gradients_ready`` after each backward pass: it returns the status, because the hook never raises.
+    ``ddp = DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1),
+    find_unused_parameters=True)``, then ``ddp.register_comm_hook(ftlib, allreduce_hook)``: buckets are then
+    equal in all members. Call ``wait_gradients_ready`` after each backward pass: it returns the status,
+    because the hook never raises.
     """
     if ftlib._overlapped is None or ftlib._overlapped.over(bucket):
         ftlib._overlapped = _Overlapped(ftlib)
@@ -332,8 +347,8 @@ class _Overlapped:
             self._open.enter_context(ftlib._in_collective())
 
     def over(self, bucket: dist.GradBucket) -> bool:
-        """Whether the bucket belongs to a later pass, because this one was ended or its backward pass raised an
-        error.
+        """Whether the bucket belongs to a later pass, because this one was ended or its backward pass raised
+        an error.
         """
         return self._ended or (not self._whole and bucket.index() == 0)
 
@@ -344,7 +359,8 @@ class _Overlapped:
                 work = self._ftlib._framework.start_average(buffer)
                 self._works.append(work)
                 if work is not None:
-                    return work.get_future().then(lambda _: buffer)  # also if the work failed: the status then shows it
+                    # Also if the work failed: the status then shows it.
+                    return work.get_future().then(lambda _: buffer)
             except Exception as e:
                 self._error = e
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -366,7 +382,9 @@ class _Overlapped:
                 if self._error is not None:
                     raise self._error
                 if not self._whole:
-                    raise RuntimeError("the backward pass ended before its last bucket of gradients, with an error")
+                    raise RuntimeError(
+                        "the backward pass ended before its last bucket of gradients, with an error"
+                    )
                 for work in self._works:
                     self._ftlib._framework.finish_average(work)
         except Exception as e:
@@ -396,5 +414,6 @@ def _make_consensus(name: str, settings: dict[str, Any]) -> Consensus:
 
         return Gossip(**settings)
     raise ValueError(
-        f"consensus={name!r} is not allowed; allowed: 'gossip', 'lighthouse', 'shared_storage', or a Consensus"
+        f"consensus={name!r} is not allowed; allowed: 'gossip', 'lighthouse', 'shared_storage', or a "
+        "Consensus"
     )

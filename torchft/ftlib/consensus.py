@@ -34,14 +34,16 @@ class Listener(Protocol):
         """Reports a process that wants to become a member."""
 
     def member_failed(self, view: int, reason: str) -> None:
-        """Reports that a member of the view with this number has failed or left. It may be this member itself."""
+        """Reports that a member of the view with this number has failed or left. It may be this member
+        itself.
+        """
 
 
 class Consensus(ABC):
     """Agrees with the other members on the list of members.
 
-    FTLib calls ``confirm`` of an active consensus, at most once between two collectives. A passive consensus notifies
-    its listener instead, and its ``confirm`` is never called.
+    FTLib calls ``confirm`` of an active consensus, at most once between two collectives. A passive consensus
+    notifies its listener instead, and its ``confirm`` is never called.
     """
 
     active: bool = False
@@ -54,7 +56,8 @@ class Consensus(ABC):
         This confirms the view. Its number is new, even if the members are those of the last view.
 
         Raises:
-            TimeoutError: there was no view within the timeout of the consensus; the text names what is missing.
+            TimeoutError: there was no view within the timeout of the consensus; the text names what is
+                missing.
         """
 
     def confirm(self) -> ConsensusStatus:

@@ -1,8 +1,9 @@
 """FTLib's ``initialized`` flag, which shows whether the communicator may be used, as a pure state machine.
 
-Three events reset it: a member joins, a collective fails (a timeout is a failure), a member fails. A join during a
-collective or a rebuild takes effect at its end; a rebuild then has to be repeated, because its list of members may be
-older than the join. The failure of a member takes effect at once, because the collective cannot succeed any more.
+Three events reset it: a member joins, a collective fails (a timeout is a failure), a member fails. A join
+during a collective or a rebuild takes effect at its end; a rebuild then has to be repeated, because its list
+of members may be older than the join. The failure of a member takes effect at once, because the collective
+cannot succeed any more.
 """
 
 from __future__ import annotations

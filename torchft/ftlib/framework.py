@@ -1,4 +1,6 @@
-"""The interface of a communication library for FTLib, and its implementation with torchft's process groups."""
+"""The interface of a communication library for FTLib, and its implementation with torchft's process
+groups.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,19 @@ import torch.distributed as dist
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
-from torchft.process_group import ProcessGroup, ProcessGroupWrapper, reconfigure_with_store, supports_reconfigure
+from torchft.process_group import (
+    ProcessGroup,
+    ProcessGroupWrapper,
+    reconfigure_with_store,
+    supports_reconfigure,
+)
 from torchft.process_group.native import abort_group, errors_of
 
 
 class Framework(ABC):
-    """A communicator that can be rebuilt for other members. Collectives work in place, block, and raise errors."""
+    """A communicator that can be rebuilt for other members. Collectives work in place, block, and raise
+    errors.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -50,11 +59,13 @@ class Framework(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends collectives in flight and disconnects, so that peers fail too. May be called from any thread."""
+        """Ends collectives in flight and disconnects, so that peers fail too. May be called from any
+        thread.
+        """
 
     def start_average(self, tensor: torch.Tensor) -> Optional[Work]:
-        """Begins the average of a tensor, which may overlap with a backward pass. Returns None if the average is
-        complete already.
+        """Begins the average of a tensor, which may overlap with a backward pass. Returns None if the average
+        is complete already.
         """
         self.allreduce_average([tensor])
         return None
@@ -76,7 +87,8 @@ class ProcessGroupFramework(Framework):
     def __init__(self, pg: dist.ProcessGroup, timeout: timedelta = timedelta(seconds=60)) -> None:
         if not supports_reconfigure(pg):
             raise ValueError(
-                f"framework={pg!r} is not allowed; allowed: a Framework, a process group of torchft, or a native one "
+                f"framework={pg!r} is not allowed; allowed: a Framework, a process group of torchft, or a "
+                "native one "
                 "of PyTorch >= 2.14 made with init_process_group(..., enable_reconfigure=True)"
             )
         self._pg: Any = pg
@@ -127,8 +139,8 @@ class ProcessGroupFramework(Framework):
 
     def _wait(self, work: Work) -> None:
         work.wait()
-        # `wait` does not raise every error: a group on a device notices some only when the stream has finished, and a
-        # group that swallows errors only returns them from `errored`.
+        # `wait` does not raise every error: a group on a device notices some only when the stream has
+        # finished, and a group that swallows errors only returns them from `errored`.
         if torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
         error = self._error()

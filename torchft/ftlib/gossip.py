@@ -1,7 +1,7 @@
 """Consensus without a server: the members find each other by gossip (hashicorp/memberlist, in the Go core).
 
-The consensus is passive: a thread waits for the core's reports about this member's view. ``go/gossip/agree`` decides on
-the views, and explains why at most one is live.
+The consensus is passive: a thread waits for the core's reports about this member's view. ``go/gossip/agree``
+decides on the views, and explains why at most one is live.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _LONGEST_WAIT = timedelta(hours=1)
 class Gossip(Consensus):
     """
     Args:
-        seeds: "host:port" of members, as a list or separated by commas: this process joins the job of the first one
-            that it reaches. Without seeds it founds the job. The first view of a job contains more than half of the
-            seeds, so that all processes can have the same list of seeds, which may include themselves.
-        name: name of this member, unique in the job; default: a random one. A process that starts under the name of a
-            failed member replaces it.
+        seeds: "host:port" of members, as a list or separated by commas: this process joins the job of the
+            first one that it reaches. Without seeds it founds the job. The first view of a job contains more
+            than half of the seeds, so that all processes can have the same list of seeds, which may include
+            themselves.
+        name: name of this member, unique in the job; default: a random one. A process that starts under the
+            name of a failed member replaces it.
         port: port for TCP and UDP; 0: any.
         min_members: the smallest list of members.
         timeout: timeout of waiting for a list of members.
@@ -56,7 +57,8 @@ class Gossip(Consensus):
         self.identity = Identity(checked_name(name), time.time_ns())
         listed = seeds.split(",") if isinstance(seeds, str) else seeds
         named = [seed for seed in (str(each).strip() for each in listed) if seed]
-        host = announced_host(f"http://{named[0]}" if named else None)  # this host's address on the route to a seed
+        # This host's address on the route to a seed.
+        host = announced_host(f"http://{named[0]}" if named else None)
         self._timeout = timeout
         self._listener: Optional[Listener] = None
         self._closed = threading.Event()
@@ -121,10 +123,12 @@ class _Node(_GoServer):
         self._serve("pyapi_GossipStart", text, _micros("connect_timeout", connect_timeout), security())
 
     def view(self, name: str, timeout: timedelta) -> tuple[Identity, View]:
-        """Returns a view and this member's incarnation in it. The incarnation is the time, or more if a higher one was
-        known.
+        """Returns a view and this member's incarnation in it. The incarnation is the time, or more if a
+        higher one was known.
         """
-        answer = json.loads(self._go.run(self._go.pyapi_GossipViewStart, self._handle, _micros("timeout", timeout)))
+        answer = json.loads(
+            self._go.run(self._go.pyapi_GossipViewStart, self._handle, _micros("timeout", timeout))
+        )
         members = (Member(Identity(m["name"], m["incarnation"]), m["address"]) for m in answer["members"])
         return Identity(name, answer["incarnation"]), View(answer["number"], tuple(members))
 
@@ -132,5 +136,7 @@ class _Node(_GoServer):
         """Waits for a report: number of the view, the reason if it has ended (else empty), and the joining
         processes.
         """
-        answer = json.loads(self._go.run(self._go.pyapi_GossipNewsStart, self._handle, _micros("timeout", timeout)))
+        answer = json.loads(
+            self._go.run(self._go.pyapi_GossipNewsStart, self._handle, _micros("timeout", timeout))
+        )
         return answer["view"], answer["ended"], answer["joining"] or []

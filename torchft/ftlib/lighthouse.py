@@ -1,8 +1,9 @@
-"""Consensus by the lighthouse: the members are the groups of its quorum, and each process is a group of one rank.
+"""Consensus by the lighthouse: the members are the groups of its quorum, and each process is a group of one
+rank.
 
-The consensus is active. Before each collective every member requests a quorum, as at each step of a Manager: the
-lighthouse answers when all members have asked, and the answer shows whether a process has joined. The lighthouse also
-reports failures.
+The consensus is active. Before each collective every member requests a quorum, as at each step of a Manager:
+the lighthouse answers when all members have asked, and the answer shows whether a process has joined. The
+lighthouse also reports failures.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ class Lighthouse(Consensus):
             checkpoint_metadata="",
             shrink_only=False,
             timeout=self._timeout,
-            # After a failed collective the view needs a new number, even with the same members. The lighthouse gives
-            # such a quorum a new id only if a member reports a failure.
+            # After a failed collective the view needs a new number, even with the same members. The
+            # lighthouse gives such a quorum a new id only if a member reports a failure.
             commit_failures=int(may_keep is None and self._view is not None),
             reconfigure_handle=self._address,
         )
@@ -150,6 +151,8 @@ def _view(result: QuorumResult) -> View:
     for replica_id, address in zip(result.replica_ids, result.reconfigure_handles):
         name, _, incarnation = replica_id.rpartition(":")
         if not incarnation.isdecimal() or address.startswith("{"):
-            raise RuntimeError(f"quorum {result.quorum_id}: {replica_id} does not use FTLib: give it a TORCHFT_JOB_ID")
+            raise RuntimeError(
+                f"quorum {result.quorum_id}: {replica_id} does not use FTLib: give it a TORCHFT_JOB_ID"
+            )
         members.append(Member(Identity(name, int(incarnation)), address))
     return View(result.quorum_id, tuple(members))

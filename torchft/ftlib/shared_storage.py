@@ -1,13 +1,14 @@
 """Consensus through a directory that all members share: a record for each member, and numbered views.
 
-There is no server. A thread renews this member's record, reads the others' records, and reports changes to FTLib. A
-record expires when its content has not changed for ``expiry``, measured by the observer's own monotonic clock, which
-stands still while the observer's host is suspended. A member that cannot renew its own record for six tenths of that
-time considers itself failed, so that it has stopped before the others continue without it. It measures this time by a
-clock that goes on while its host is suspended, as the others' clocks do.
+There is no server. A thread renews this member's record, reads the others' records, and reports changes to
+FTLib. A record expires when its content has not changed for ``expiry``, measured by the observer's own
+monotonic clock, which stands still while the observer's host is suspended. A member that cannot renew its own
+record for six tenths of that time considers itself failed, so that it has stopped before the others continue
+without it. It measures this time by a clock that goes on while its host is suspended, as the others' clocks
+do.
 
-If the file server is down, file operations hang. So all of them run on threads that are never joined, and waits for
-them have a deadline.
+If the file server is down, file operations hang. So all of them run on threads that are never joined, and
+waits for them have a deadline.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ _KEPT_EXPIRIES = 10  # multiples of ``expiry`` until the record of a killed memb
 class SharedStorage(Consensus):
     """
     Args:
-        directory: directory shared by all members; each job (TORCHFT_JOB_ID) uses a subdirectory. The file system must
-            support hard links and atomic renames.
-        name: name of this member, unique in the job; default: a random one. A restarted process with the name of a
-            failed one replaces it without waiting for ``expiry``.
+        directory: directory shared by all members; each job (TORCHFT_JOB_ID) uses a subdirectory. The file
+            system must support hard links and atomic renames.
+        name: name of this member, unique in the job; default: a random one. A restarted process with the name
+            of a failed one replaces it without waiting for ``expiry``.
         min_members: the smallest allowed number of members.
-        expiry: time after which a member counts as failed if its record has not changed. Members renew their records
-            every tenth of that time.
+        expiry: time after which a member counts as failed if its record has not changed. Members renew their
+            records every tenth of that time.
         timeout: limit for `get_member_list`, and for the first access to the directory.
 
     Raises:
@@ -109,7 +110,9 @@ class SharedStorage(Consensus):
         while True:
             latest, alive = self._call(deadline, self._look)
             if self.identity not in alive:
-                raise RuntimeError(f"{self.identity} is no member any more: a later incarnation has replaced it")
+                raise RuntimeError(
+                    f"{self.identity} is no member any more: a later incarnation has replaced it"
+                )
             action = decide(self.identity, alive, latest, self._min_members)
             if isinstance(action, Take):
                 self._view = action.view
@@ -124,9 +127,15 @@ class SharedStorage(Consensus):
                 raise RuntimeError("the consensus is closed")
             if time.monotonic() > deadline:
                 names = [i.name for i in action.members] if isinstance(action, Wait) else []
-                why = f"waits for {', '.join(names)}" if names else f"{len(alive)} of {self._min_members} members"
+                why = (
+                    f"waits for {', '.join(names)}"
+                    if names
+                    else f"{len(alive)} of {self._min_members} members"
+                )
                 seconds = f"{self._timeout.total_seconds():g} s"
-                raise TimeoutError(f"list of members in {self._files.directory}: timed out after {seconds}: {why}")
+                raise TimeoutError(
+                    f"list of members in {self._files.directory}: timed out after {seconds}: {why}"
+                )
 
     def clean_ip(self) -> None:
         """Removes this member's record, so that the others need not wait until it expires."""
@@ -143,8 +152,8 @@ class SharedStorage(Consensus):
         return time.monotonic() + self._timeout.total_seconds()
 
     def _call(self, deadline: float, function: Callable[[], T]) -> T:
-        """Calls a function that uses the directory. One call at a time: otherwise a hanging write could complete after
-        a later one and overwrite it.
+        """Calls a function that uses the directory. One call at a time: otherwise a hanging write could
+        complete after a later one and overwrite it.
 
         Raises:
             TimeoutError: the directory does not answer before the deadline, or hangs in another call.
@@ -169,7 +178,9 @@ class SharedStorage(Consensus):
 
             try:
                 threading.Thread(target=run, name="torchft_ftlib_directory", daemon=True).start()
-            except BaseException:  # no thread could be started, for example: later calls must not wait for this one
+            except (
+                BaseException
+            ):  # no thread could be started, for example: later calls must not wait for this one
                 self._idle.release()
                 raise
             wait([result], max(0.0, deadline - time.monotonic()))
@@ -218,8 +229,8 @@ class SharedStorage(Consensus):
         troubled = False
         while not self._closed.wait(every):
             view = self._view
-            # The others continue without this member after ``expiry``: it must have stopped by then, even if the
-            # directory hangs.
+            # The others continue without this member after ``expiry``: it must have stopped by then, even if
+            # the directory hangs.
             deadline = time.monotonic() + max(self._renewed + 5 * every - _boottime(), every)
             try:
                 self._call(deadline, self._write)
@@ -228,10 +239,13 @@ class SharedStorage(Consensus):
             except Exception as e:
                 late = _boottime() - self._renewed
                 if not troubled and not self._closed.is_set():
-                    _logger.warning("%s: could not renew the record or read the others': %s", self.identity.name, e)
+                    _logger.warning(
+                        "%s: could not renew the record or read the others': %s", self.identity.name, e
+                    )
                 troubled = True
                 seen = News(
-                    (), f"its own record could not be renewed for {late:.1f} s: {e}" if late > every * 5 else ""
+                    (),
+                    f"its own record could not be renewed for {late:.1f} s: {e}" if late > every * 5 else "",
                 )
             if view is not None and self._listener is not None and view is self._view:
                 if seen.ended:
@@ -247,13 +261,16 @@ class SharedStorage(Consensus):
 
 
 class Files:
-    """The files of a job: ``member.NAME.INCARNATION``, written by rename, and ``view.NUMBER``, each created once."""
+    """The files of a job: ``member.NAME.INCARNATION``, written by rename, and ``view.NUMBER``, each created
+    once.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def check(self, name: str) -> int:
-        """Checks that files can be created here. Returns the latest incarnation of ``name`` with a record here, or 0.
+        """Checks that files can be created here. Returns the latest incarnation of ``name`` with a record
+        here, or 0.
 
         Raises:
             ValueError: files cannot be made here.
@@ -265,7 +282,8 @@ class Files:
             os.link(probe, f"{probe}.link")
         except OSError as e:
             raise ValueError(
-                f"directory={str(self.directory)!r} is not allowed: {e.strerror or e}; allowed: a directory with free "
+                f"directory={str(self.directory)!r} is not allowed: {e.strerror or e}; allowed: a directory "
+                "with free "
                 "space, in which this process may make files and hard links"
             ) from e
         finally:
@@ -300,10 +318,14 @@ class Files:
             return None
         try:
             record = json.loads(paths[-1].read_bytes())
-            members = tuple(Member(Identity(str(n), int(i)), str(address)) for (n, i), address in record["members"])
+            members = tuple(
+                Member(Identity(str(n), int(i)), str(address)) for (n, i), address in record["members"]
+            )
             return View(int(record["number"]), members)
         except (KeyError, TypeError, ValueError) as e:
-            raise ValueError(f"{paths[-1]} is no view of FTLib: {e}; remove it, or use another directory") from e
+            raise ValueError(
+                f"{paths[-1]} is no view of FTLib: {e}; remove it, or use another directory"
+            ) from e
 
     def create(self, view: View) -> bool:
         """Creates the view. Returns False if its number exists."""

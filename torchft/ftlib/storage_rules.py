@@ -1,9 +1,9 @@
 """Decides a member's next action from the records and views in a shared directory. Pure, without torch.
 
-Views are numbered, and each number can be created by only one process. A member that needs a view *wants* a number
-above that of the latest view. When all live members want one, the first of them in order creates the next view. Each
-member of the view confirms its digest, and uses the view when all have confirmed. A member that wants a number has
-left all views with smaller numbers.
+Views are numbered, and each number can be created by only one process. A member that needs a view *wants* a
+number above that of the latest view. When all live members want one, the first of them in order creates the
+next view. Each member of the view confirms its digest, and uses the view when all have confirmed. A member
+that wants a number has left all views with smaller numbers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def living(records: Mapping[Identity, Record]) -> dict[Identity, Record]:
     return {identity: records[identity] for identity in newest(records)}
 
 
-def decide(me: Identity, alive: Mapping[Identity, Record], latest: Optional[View], min_members: int = 1) -> Action:
+def decide(
+    me: Identity, alive: Mapping[Identity, Record], latest: Optional[View], min_members: int = 1
+) -> Action:
     """Decides the next action of a member that waits for a view.
 
     Args:

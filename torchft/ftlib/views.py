@@ -1,4 +1,6 @@
-"""The members of a view, their ranks, and the member whose state the others take over. Pure, and free of torch."""
+"""The members of a view, their ranks, and the member whose state the others take over. Pure, and free of
+torch.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class View:
 
     @property
     def address(self) -> str:
-        """The address where the members meet: "host:port/prefix" in the store of rank 0, different for each view."""
+        """The address where the members meet: "host:port/prefix" in the store of rank 0, different for each
+        view.
+        """
         first = min(newest(self.identities))
         host = next(member.address for member in self.members if member.identity == first)
         return f"{host}/ftlib/{self.number}-{self.digest}"
@@ -101,7 +105,11 @@ class RankAssignScheme:
         members = newest(member_list)
         if identity not in members:
             later = next((other for other in members if other.name == identity.name), None)
-            why = f"a later incarnation, {later.incarnation}, has replaced it" if later else f"allowed: {members}"
+            why = (
+                f"a later incarnation, {later.incarnation}, has replaced it"
+                if later
+                else f"allowed: {members}"
+            )
             raise ValueError(f"{identity} is no member: {why}")
         return members.index(identity), len(members)
 
@@ -115,8 +123,8 @@ class MemberProgress(NamedTuple):
     """The progress of a member's state.
 
     Attributes:
-        view: number of the view of its last step; -1: it has made no step; INCOMPLETE: it may be a mixture of two
-            states, because loading one has failed.
+        view: number of the view of its last step; -1: it has made no step; INCOMPLETE: it may be a mixture of
+            two states, because loading one has failed.
         step: number of steps in the state.
     """
 
@@ -127,9 +135,9 @@ class MemberProgress(NamedTuple):
 def source(progress: Sequence[MemberProgress]) -> tuple[int, list[int]]:
     """Returns the rank whose state the others take over, and the ranks that take it over.
 
-    Members whose last step was in the same view and has the same number have equal states. The members with the latest
-    view count as most advanced, because that view continued without the others. States without a step are initial
-    weights, which may differ.
+    Members whose last step was in the same view and has the same number have equal states. The members with
+    the latest view count as most advanced, because that view continued without the others. States without a
+    step are initial weights, which may differ.
     """
     best = max(progress)
     root = progress.index(best)

@@ -55,7 +55,9 @@ class _Lighthouse:
             delay = restart_delay(self._fruitless)
             if delay is None:
                 why = last_line(self._log, self._before)
-                raise LaunchError(f"a lighthouse ended with status {status} before it listened: {why}", self._log)
+                raise LaunchError(
+                    f"a lighthouse ended with status {status} before it listened: {why}", self._log
+                )
             self._restart_at = now + delay
         if self._restart_at is not None and now >= self._restart_at:
             self._start()
@@ -66,10 +68,11 @@ class _Lighthouse:
 
 @contextlib.contextmanager
 def watched_cluster(folder: Path, options: list[str], count: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Runs ``count`` lighthouses that agree by Raft, on free ports of this machine, with logs and state in ``folder``.
+    """Runs ``count`` lighthouses that agree by Raft, on free ports of this machine, with logs and state in
+    ``folder``.
 
-    Gives their addresses, separated by commas, and a function that restarts each that has ended; it raises LaunchError
-    if one ends several times before it listens. Their state is removed at the end.
+    Gives their addresses, separated by commas, and a function that restarts each that has ended; it raises
+    LaunchError if one ends several times before it listens. Their state is removed at the end.
 
     Raises:
         LaunchError: they did not start; the message says why.
@@ -82,7 +85,8 @@ def watched_cluster(folder: Path, options: list[str], count: int) -> Iterator[tu
         for lighthouse in lighthouses:
             lighthouse.look(time.monotonic())
 
-    # No later job continues this one: another one in the same folder has other ports, and would be refused its state.
+    # No later job continues this one: another one in the same folder has other ports, and would be refused
+    # its state.
     with tempfile.TemporaryDirectory(prefix="lighthouses-", dir=folder) as state:
         try:
             for number, port in enumerate(ports, 1):
@@ -94,7 +98,9 @@ def watched_cluster(folder: Path, options: list[str], count: int) -> Iterator[tu
                 check()
                 if time.monotonic() > deadline:
                     logs = [folder / log_name(number) for number in range(1, count + 1)]
-                    raise LaunchError(f"timed out after {_START_SEC:g} s: the lighthouses did not start", *logs)
+                    raise LaunchError(
+                        f"timed out after {_START_SEC:g} s: the lighthouses did not start", *logs
+                    )
                 time.sleep(0.05)
             yield addresses, check
         finally:

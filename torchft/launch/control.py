@@ -1,6 +1,7 @@
 """The control socket by which another process of the same user changes a running job (`torchft scale`).
 
-Each job has a Unix socket in a directory that only this user can access. Request and answer are a line of JSON each.
+Each job has a Unix socket in a directory that only this user can access. Request and answer are a line of
+JSON each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from torchft.launch.job import LocalJob
 
-_ANSWER_SEC = 20.0  # seconds; the job calls `look` ten times per second, but may wait for its lighthouse in between
+# Seconds; the job calls `look` ten times per second, but may wait for its lighthouse in between.
+_ANSWER_SEC = 20.0
 _REQUEST_SEC = 1.0  # seconds; a client sends its request right after it has connected
 _LONGEST = 4096  # bytes of a request
 
@@ -114,7 +116,8 @@ def _names(jobs: dict[int, Path]) -> str:
 
 
 def _folder() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR", "")  # may name the folder of a login that has ended, or of another host
+    # May name the folder of a login that has ended, or of another host.
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
     there = os.path.isdir(base)
     folder = Path(base) / "torchft" if there else Path(tempfile.gettempdir()) / f"torchft-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -53,11 +53,18 @@ class ReplicaGroup:
             lighthouse: address of the lighthouse, ``TORCHFT_LIGHTHOUSE`` for the group.
             env: further environment variables, which override those that this class sets.
         """
-        # As --standalone, with a numeric address in place of localhost and of this host's name, which may not resolve:
-        # torchrun picks a free port for the rendezvous, so several groups can share a host.
+        # As --standalone, with a numeric address in place of localhost and of this host's name, which may not
+        # resolve: torchrun picks a free port for the rendezvous, so several groups can share a host.
         here = loopback()
         rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", host_port(here, 0), "--local_addr", here]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc_per_node", str(self.nproc)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *rendezvous,
+            "--nproc_per_node",
+            str(self.nproc),
+        ]
         own = {
             "REPLICA_GROUP_ID": str(self.number),
             "NUM_REPLICA_GROUPS": str(self.groups),

@@ -20,10 +20,12 @@ from torchft.launch.step_rate import StepRate
 
 _TICK_SEC = 0.1
 _ANSWER_SEC = 1.0
-# The timeout of a drain request is longer: a group that does not receive it gets SIGTERM, even in the middle of a step.
+# The timeout of a drain request is longer: a group that does not receive it gets SIGTERM, even in the middle
+# of a step.
 _REQUEST_SEC = 4.0
 _ASK_EVERY_SEC = 0.5
-# A group ends at the latest TORCHFT_GRACE_S after SIGTERM. It is killed if it still runs this many seconds later.
+# A group ends at the latest TORCHFT_GRACE_S after SIGTERM. It is killed if it still runs this many seconds
+# later.
 _AFTER_GRACE_SEC = 2.0
 # How long a drained group may take to leave before it gets SIGTERM: its script may never call `draining()`.
 _DRAIN_SEC = 30.0
@@ -90,7 +92,8 @@ class LocalJob:
         self.scale(replicas)
 
     def scale(self, replicas: int) -> None:
-        """Adds groups, or drains the last ones: they leave between two steps, so no step of the others is aborted.
+        """Adds groups, or drains the last ones: they leave between two steps, so no step of the others is
+        aborted.
 
         Groups whose restarts had stopped are started again.
 
@@ -98,9 +101,14 @@ class LocalJob:
             ValueError: ``replicas`` is below ``least`` or above ``most``.
         """
         if not self.least <= replicas <= self.most:
-            more = f"; to allow them, start it with --replicas {self._first}:{replicas}" if replicas > self.most else ""
+            more = (
+                f"; to allow them, start it with --replicas {self._first}:{replicas}"
+                if replicas > self.most
+                else ""
+            )
             raise ValueError(
-                f"{replicas} replica groups are not allowed; allowed: {self.least} (--min-replicas) to {self.most} "
+                f"{replicas} replica groups are not allowed; allowed: {self.least} (--min-replicas) to "
+                f"{self.most} "
                 f"(MAX of --replicas){more}"
             )
         for member in self.members[replicas:]:
@@ -123,8 +131,8 @@ class LocalJob:
         """Updates, restarts and ends groups. Returns whether any of them runs or will be restarted.
 
         Raises:
-            LaunchError: a group is no longer restarted, and either no other group runs or will be restarted, or no
-                group has ever taken part in a step.
+            LaunchError: a group is no longer restarted, and either no other group runs or will be restarted,
+                or no group has ever taken part in a step.
         """
         now = time.monotonic()
         if now - self._asked > _ASK_EVERY_SEC:
@@ -141,7 +149,9 @@ class LocalJob:
             raise LaunchError("; ".join(m.abandoned for m in abandoned), *(m.group.log for m in abandoned))
         return goes_on
 
-    def run(self, show: Callable[[LocalJob], None], each_tick: Callable[[LocalJob], None] = lambda job: None) -> None:
+    def run(
+        self, show: Callable[[LocalJob], None], each_tick: Callable[[LocalJob], None] = lambda job: None
+    ) -> None:
         """Runs until all groups have finished."""
         while self.tick():
             show(self)
@@ -150,8 +160,8 @@ class LocalJob:
         show(self)
 
     def end(self, grace: float) -> None:
-        """Sends SIGTERM to all groups, so that their scripts can end between two steps, and kills those that do not
-        end.
+        """Sends SIGTERM to all groups, so that their scripts can end between two steps, and kills those that
+        do not end.
 
         Args:
             grace: seconds that they may take, the value of TORCHFT_GRACE_S.
@@ -180,7 +190,8 @@ class LocalJob:
         member.state = "starting" if member.group.starts == 0 else "starting again"
         member.took_part, member.restart_at, member.step = False, None, 0
         member.replica_id, member.end_by = "", None
-        # SIGTERM drains a group whose script calls `draining()`. It ends other scripts, unless they handle it.
+        # SIGTERM drains a group whose script calls `draining()`. It ends other scripts, unless they handle
+        # it.
         leave_on = {LEAVE_ON_ENV: os.environ.get(LEAVE_ON_ENV, signal.SIGTERM.name)}
         member.group.start(self._lighthouse, {"TORCHFT_MANAGER_PORT": str(member.port), **leave_on})
 
@@ -213,8 +224,8 @@ class LocalJob:
             member.restart_at = now + delay
 
     def _end_if_repeated(self, member: GroupState, error: str) -> None:
-        """Ends the job if its script cannot start: it raised the same error twice, in one group or in two, and no group
-        has ever taken part in a step.
+        """Ends the job if its script cannot start: it raised the same error twice, in one group or in two,
+        and no group has ever taken part in a step.
         """
         if not error or self._trained:
             return
@@ -223,19 +234,24 @@ class LocalJob:
         self._errors.append(error)
 
     def _stop_restarting(self, member: GroupState, status: int, error: str) -> None:
-        """Stops restarting a group. The job ends if no group has ever taken part in a step: then the script is at
-        fault.
+        """Stops restarting a group. The job ends if no group has ever taken part in a step: then the script
+        is at fault.
         """
         member.abandoned = (
-            f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, the last time "
+            f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, the "
+            "last time "
             f"with status {status}" + (f": {error}" if error else "")
         )
         if not self._trained:
             raise LaunchError(member.abandoned, member.group.log)
-        member.state = f"not restarted: ended with status {status} and never took part, see {member.group.log}"
+        member.state = (
+            f"not restarted: ended with status {status} and never took part, see {member.group.log}"
+        )
 
     def _kill_one(self) -> None:
-        candidates = [member for member in self.members if member.running and member.took_part and not member.leaving]
+        candidates = [
+            member for member in self.members if member.running and member.took_part and not member.leaving
+        ]
         if len(candidates) < 2:  # one group must survive
             return
         victim = self._choice.choice(candidates)
@@ -247,7 +263,9 @@ class LocalJob:
         """Updates the groups' states from the lighthouse, if it answers."""
         shown = status(self._lighthouse)
         members = {
-            urlsplit(reported["address"]).port: reported for reported in shown["members"] if reported.get("address")
+            urlsplit(reported["address"]).port: reported
+            for reported in shown["members"]
+            if reported.get("address")
         }
         for member in self.members:
             reported = members.get(member.port)
@@ -270,7 +288,9 @@ def status(lighthouse: str) -> dict[str, Any]:
 
 
 def drain(lighthouse: str, replica_id: str) -> bool:
-    """Drains a group through the lighthouse. Returns False if the lighthouse could not pass the request on."""
+    """Drains a group through the lighthouse. Returns False if the lighthouse could not pass the request
+    on.
+    """
     try:
         HttpLighthouse(lighthouse, timeout=_REQUEST_SEC).ask("drain", replica_id)
     except (Unanswered, ValueError):

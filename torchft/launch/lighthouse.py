@@ -33,7 +33,8 @@ class LaunchError(Exception):
 
 @contextlib.contextmanager
 def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iterator[str]:
-    """Runs a lighthouse, and gives its address, ``http://host:port``, or ``https://`` if TORCHFT_TLS_CERT is set.
+    """Runs a lighthouse, and gives its address, ``http://host:port``, or ``https://`` if TORCHFT_TLS_CERT is
+    set.
 
     ``bind`` is ``host:port``; port 0 takes a free one.
 
@@ -45,10 +46,13 @@ def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iter
 
 
 @contextlib.contextmanager
-def watched_lighthouse(log: Path, options: list[str], bind: str | None) -> Iterator[tuple[str, Callable[[], None]]]:
+def watched_lighthouse(
+    log: Path, options: list[str], bind: str | None
+) -> Iterator[tuple[str, Callable[[], None]]]:
     """As :func:`lighthouse`; also gives a function that raises LaunchError if the lighthouse has ended.
 
-    Without ``bind`` it listens where ``torchft status`` looks by default, or on a free port if that one is in use.
+    Without ``bind`` it listens where ``torchft status`` looks by default, or on a free port if that one is in
+    use.
     """
     try:
         process, port = _start(log, options, bind or f"127.0.0.1:{DEFAULT_PORT}")
@@ -76,9 +80,9 @@ def url(host: str, port: int) -> str:
 
 def command(bind: str, state_dir: str, options: list[str]) -> list[str]:
     """The command line of a lighthouse."""
-    # Not the installed command, which may not be in PATH or may belong to another environment; and not the torchft of
-    # the current directory, which may be a folder of sources.
-    main = f"import sys; sys.path[:] = {sys.path!r}; from torchft._torchft import lighthouse_main; lighthouse_main()"
+    # Not the installed command, which may not be in PATH or may belong to another environment; and not the
+    # torchft of the current directory, which may be a folder of sources.
+    main = f"import sys; sys.path[:] = {sys.path!r}; import torchft._torchft as t; t.lighthouse_main()"
     return [sys.executable, "-c", main, "--bind", bind, "--state_dir", state_dir, *options]
 
 
@@ -95,8 +99,8 @@ def _start(log: Path, options: list[str], bind: str) -> tuple[subprocess.Popen[b
 
 
 def _port_of(process: subprocess.Popen[bytes], bind: str, log: Path, before: int) -> int:
-    """The port of the lighthouse, from its own output: another job may write to the same log, and the requested port
-    may belong to another process.
+    """The port of the lighthouse, from its own output: another job may write to the same log, and the
+    requested port may belong to another process.
     """
     assert process.stdout is not None
     deadline = time.monotonic() + _START_SEC
@@ -120,8 +124,8 @@ def last_line(log: Path, before: int) -> str:
     return (text.strip().splitlines() or ["it says nothing"])[-1].removeprefix("torchft_lighthouse: ")
 
 
-# Below Linux's range for outgoing connections (32768 and above). Otherwise such a connection could get a port that
-# `free_port` has returned, in the seconds until a server listens on it.
+# Below Linux's range for outgoing connections (32768 and above). Otherwise such a connection could get a port
+# that `free_port` has returned, in the seconds until a server listens on it.
 _PORTS = range(20000, 29000)
 _given: set[int] = set()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# The line that torchrun's agent logs when a worker has failed. If it does not start the worker again, its own traceback
-# follows, without the cause, and a box between two lines of "=".
+# The line that torchrun's agent logs when a worker has failed. If it does not start the worker again, its own
+# traceback follows, without the cause, and a box between two lines of "=".
 _REPORT = re.compile(r"torch/distributed/elastic/\S+ failed \(exitcode: ")
 _TRACEBACK = "Traceback (most recent call last):"
 _BORDER = re.compile(r"={20,}")

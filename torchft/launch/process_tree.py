@@ -53,8 +53,8 @@ def tree(pid: int) -> list[int]:
 def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
     """Sends SIGKILL to a process and all of its descendants, as if their host had failed.
 
-    Returns their pids. torchrun starts each worker in a new session, so a signal to the process group of the agent
-    would not reach them.
+    Returns their pids. torchrun starts each worker in a new session, so a signal to the process group of the
+    agent would not reach them.
     """
     if process.poll() is not None:
         return []

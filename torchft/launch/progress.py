@@ -10,7 +10,8 @@ from torchft.launch.job import GroupState, LocalJob
 from torchft.launch.step_rate import StepRate
 
 _EVERY_SEC = 10.0  # seconds between two lines of a group that only continues to train
-_START_SEC = 30.0  # from then on a group that starts names its log: on a busy machine PyTorch alone takes as long
+# From then on a group that starts names its log: on a busy machine PyTorch alone takes as long.
+_START_SEC = 30.0
 
 
 class StatusLines:
@@ -24,7 +25,8 @@ class StatusLines:
             lines = [line(member, job.pace) for member in job.members]
             print((f"\x1b[{self._drawn}A\x1b[J" if self._drawn else "") + "\n".join(lines), flush=True)
             width = shutil.get_terminal_size().columns or 80
-            self._drawn = sum(-(-len(text) // width) for text in lines)  # rows: a line may be wider than the terminal
+            # Rows: a line may be wider than the terminal.
+            self._drawn = sum(-(-len(text) // width) for text in lines)
             return
         for member in job.members:
             number = member.group.number
@@ -35,13 +37,16 @@ class StatusLines:
 
 
 def line(member: GroupState, pace: StepRate) -> str:
-    """The state of a group in one line, without a step after its end: the last look may be older than the last step."""
+    """The state of a group in one line, without a step after its end: the last look may be older than the
+    last step.
+    """
     step = " " * 13 if member.state in ("done", "left") else f"step {member.step:>8d}"
     text = f"group {member.group.number:<3d} {step}  {member.state}"
     if member.state == "training" and (rate := str(pace)):
         text += f", {rate}"
     if member.state.startswith("starting") and (seconds := time.time() - member.group.started) > _START_SEC:
-        text += f" for {seconds:.0f} s, see {member.group.log}; `py-spy dump -s --pid {member.group.pid}` shows where"
+        group = member.group
+        text += f" for {seconds:.0f} s, see {group.log}; `py-spy dump -s --pid {group.pid}` shows where"
     return text + _restarts(member.group.starts - 1, member.state)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Consecutive incarnations without a step, after which a group is not restarted: its script cannot start, and its log
-# has the reason.
+# Consecutive incarnations without a step, after which a group is not restarted: its script cannot start, and
+# its log has the reason.
 FRUITLESS_LIVES = 3
 _DELAYS_SEC = [1.0, 5.0]
 

@@ -11,8 +11,8 @@ _MOST_PERIODS = 3  # without a step for this many times the usual duration of on
 class StepRate:
     """Steps per second of the groups that train, from looks at the job.
 
-    The groups of a quorum are in the same step, so they have one rate. The step of a single group, or of different
-    quorums, would not do: a group that heals takes over the step of the others.
+    The groups of a quorum are in the same step, so they have one rate. The step of a single group, or of
+    different quorums, would not do: a group that heals takes over the step of the others.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,9 @@
-"""The buffers of the collectives: each parameter alone, or all of one dtype concatenated and cut into buckets.
+"""The buffers of the collectives: each parameter alone, or all of one dtype concatenated and cut into
+buckets.
 
-A collective of any size costs some tenths of a millisecond, so a model of many small parameters is faster in buckets.
-The boundaries of the pieces depend only on the sizes of the parameters, so all groups have the same pieces.
+A collective of any size costs some tenths of a millisecond, so a model of many small parameters is faster in
+buckets. The boundaries of the pieces depend only on the sizes of the parameters, so all groups have the same
+pieces.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def bucket_bytes(use_bucketization: bool, bucket_cap_mb: Optional[int]) -> Optio
         ValueError: the cap is no positive whole number, or the variable is no switch.
     """
     if bucket_cap_mb is not None and (not isinstance(bucket_cap_mb, Integral) or bucket_cap_mb <= 0):
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: allowed are 1 and more (MiB), None for {_DEFAULT_CAP_MB}")
+        raise ValueError(
+            f"bucket_cap_mb={bucket_cap_mb!r}: allowed are 1 and more (MiB), None for {_DEFAULT_CAP_MB}"
+        )
     if not switch(USE_BUCKETIZATION_ENV) and not use_bucketization:
         return None
     return (bucket_cap_mb or _DEFAULT_CAP_MB) << 20

@@ -30,8 +30,8 @@ class Due(NamedTuple):
 def due(local_step: int, period: int, delay: int, in_flight: bool) -> Due:
     """Decides whether a synchronisation starts now, and whether one ends.
 
-    The counts are compared by "at least", not "equal": a synchronisation that could not start, because there was no
-    quorum, starts after a later step.
+    The counts are compared by "at least", not "equal": a synchronisation that could not start, because there
+    was no quorum, starts after a later step.
 
     Args:
         local_step: inner steps since the last synchronisation ended.
@@ -47,11 +47,12 @@ class DiLoCo(InnerSteps):
     """Every group trains on its own. Fragment by fragment, an outer optimizer applies the average of the
     groups' changes.
 
-    The algorithm is that of Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023
-    (arXiv:2311.08105), with fragments, delay and mixing of Douillard et al., "Streaming DiLoCo with overlapping
-    communication", 2025 (arXiv:2501.18512). A synchronisation is a step of the Manager. Step s synchronises fragment
-    ``s mod n``, so all groups have the same order, including a group that joins. If a synchronisation fails, the
-    fragment gets its last global parameters back, and the next synchronisation is of the same fragment.
+    The algorithm is that of Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
+    Models", 2023 (arXiv:2311.08105), with fragments, delay and mixing of Douillard et al., "Streaming DiLoCo
+    with overlapping communication", 2025 (arXiv:2501.18512). A synchronisation is a step of the Manager. Step
+    s synchronises fragment ``s mod n``, so all groups have the same order, including a group that joins. If a
+    synchronisation fails, the fragment gets its last global parameters back, and the next synchronisation is
+    of the same fragment.
 
         with DiLoCo(manager, [model], inner_optimizer=adamw, outer_optimizer=sgd, sync_every=100):
             for batch in data:
@@ -60,30 +61,32 @@ class DiLoCo(InnerSteps):
                 adamw.step()
 
     Args:
-        manager: the Manager of this rank, with ``use_async_quorum=False``; its state functions must cover the model and
-            the inner optimizer; DiLoCo adds its own state.
+        manager: the Manager of this rank, with ``use_async_quorum=False``; its state functions must cover the
+            model and the inner optimizer; DiLoCo adds its own state.
         model_fragments: the parts of the model; a parameter belongs to at most one.
         inner_optimizer: its steps are counted.
-        outer_optimizer: over all fragments, or a list with one for each. The papers' is SGD with Nesterov momentum of
-            0.9.
-        sync_every: inner steps in which every fragment is synchronised once; a multiple of the number of fragments.
+        outer_optimizer: over all fragments, or a list with one for each. The papers' is SGD with Nesterov
+            momentum of 0.9.
+        sync_every: inner steps in which every fragment is synchronised once; a multiple of the number of
+            fragments.
         backup_device: device of the copy of the last global parameters; default: the CPU.
         pin_memory: whether that copy is in pinned memory, if the model is not on the backup device.
-        use_bucketization: concatenate parameters before they are sent; TORCHFT_USE_BUCKETIZATION=True does the same.
-            Must be equal in all groups.
+        use_bucketization: concatenate parameters before they are sent; TORCHFT_USE_BUCKETIZATION=True does
+            the same. Must be equal in all groups.
         bucket_cap_mb: size of a piece in MiB; default: 1024.
         should_quantize: send 8 bits per value.
         fragment_sync_delay: inner steps that run while a fragment is being averaged; less than
             ``sync_every / len(model_fragments)``.
-        fragment_update_alpha: 0 to 1. A group continues with the mean of its own parameters, which have this weight,
-            and the new global parameters.
+        fragment_update_alpha: 0 to 1. A group continues with the mean of its own parameters, which have this
+            weight, and the new global parameters.
 
     Attributes:
-        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used nevertheless.
+        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used
+            nevertheless.
 
     Raises:
-        ValueError: an argument has a wrong type or is out of range, fragments and outer optimizers do not fit, or a
-            parameter that is to be quantized cannot be.
+        ValueError: an argument has a wrong type or is out of range, fragments and outer optimizers do not
+            fit, or a parameter that is to be quantized cannot be.
     """
 
     def __init__(
@@ -102,7 +105,9 @@ class DiLoCo(InnerSteps):
         fragment_update_alpha: float = 0.0,
     ) -> None:
         if manager._use_async_quorum:
-            raise ValueError("manager: DiLoCo needs a synchronous quorum, make the Manager with use_async_quorum=False")
+            raise ValueError(
+                "manager: DiLoCo needs a synchronous quorum, make the Manager with use_async_quorum=False"
+            )
         modules = _modules(model_fragments)
         sync_every = whole("sync_every", sync_every)
         fragment_sync_delay = whole("fragment_sync_delay", fragment_sync_delay)
@@ -133,7 +138,9 @@ class DiLoCo(InnerSteps):
         ]
         _check_parameters(self._fragments, optimizers)
         how = f"in pieces of {cap} bytes" if cap else "each parameter for itself"
-        manager.register_layout("DiLoCo", [f"sends {how}, {'quantized' if should_quantize else 'not quantized'}"])
+        manager.register_layout(
+            "DiLoCo", [f"sends {how}, {'quantized' if should_quantize else 'not quantized'}"]
+        )
         for i, fragment in enumerate(self._fragments):
             manager.register_layout(fragment.name, fragment.layout())
             manager.register_state_dict_fn(
@@ -143,8 +150,8 @@ class DiLoCo(InnerSteps):
     def restore_global_parameters(self) -> None:
         """Copies the last global parameters of all fragments into the model.
 
-        The parameters in training differ between groups, the global ones are equal. So call this before an evaluation
-        and at the end of the training.
+        The parameters in training differ between groups, the global ones are equal. So call this before an
+        evaluation and at the end of the training.
         """
         for fragment in self._fragments:
             fragment.restore()
@@ -163,7 +170,8 @@ class DiLoCo(InnerSteps):
             self._finish()
 
     def _start(self) -> None:
-        self._manager.start_quorum()  # when this returns, a group that was behind has healed and knows the step
+        # When this returns, a group that was behind has healed and knows the step.
+        self._manager.start_quorum()
         for fragment in self._fragments:
             if fragment.refused is not None:
                 self._manager.report_error(fragment.refused)
@@ -217,7 +225,8 @@ def _check_schedule(fragments: int, sync_every: int, delay: int, alpha: float) -
         raise ValueError("model_fragments=[]: allowed are 1 fragment and more")
     if sync_every < fragments:
         raise ValueError(
-            f"sync_every={sync_every} with {fragments} model_fragments: allowed are {fragments} and more, as one "
+            f"sync_every={sync_every} with {fragments} model_fragments: allowed are {fragments} and more, "
+            "as one "
             "fragment is synchronised at a time"
         )
     if sync_every % fragments:
@@ -227,21 +236,27 @@ def _check_schedule(fragments: int, sync_every: int, delay: int, alpha: float) -
     period = sync_every // fragments
     if not 0 <= delay < period:
         raise ValueError(
-            f"fragment_sync_delay={delay}: allowed are 0 to {period - 1}, less than sync_every / len(model_fragments), "
+            f"fragment_sync_delay={delay}: allowed are 0 to {period - 1}, less than sync_every / "
+            "len(model_fragments), "
             "as a fragment must have arrived before the next is sent"
         )
     if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
         raise ValueError(f"fragment_update_alpha={alpha!r}: allowed are 0 to 1")
 
 
-def _optimizer_of_each(given: optim.Optimizer | list[optim.Optimizer], fragments: int) -> list[optim.Optimizer]:
+def _optimizer_of_each(
+    given: optim.Optimizer | list[optim.Optimizer], fragments: int
+) -> list[optim.Optimizer]:
     if not all(hasattr(one, "param_groups") for one in (given if isinstance(given, list) else [given])):
-        raise ValueError(f"outer_optimizer={given!r}: allowed are an optimizer, or a list with one for each fragment")
+        raise ValueError(
+            f"outer_optimizer={given!r}: allowed are an optimizer, or a list with one for each fragment"
+        )
     if not isinstance(given, list):
         return [given] * fragments
     if len(given) != fragments:
         raise ValueError(
-            f"outer_optimizer has {len(given)} optimizers for {fragments} model_fragments: allowed are one for each, "
+            f"outer_optimizer has {len(given)} optimizers for {fragments} model_fragments: allowed are one "
+            "for each, "
             "or a single one for all (not in a list)"
         )
     return given
@@ -254,7 +269,8 @@ def _check_parameters(fragments: list[Fragment], optimizers: list[optim.Optimize
         for name, parameter in fragment.parameters.items():
             if other := owner.get(id(parameter)):
                 raise ValueError(
-                    f"{fragment.name}: parameter {name!r} belongs to {other} too; put modules that share parameters "
+                    f"{fragment.name}: parameter {name!r} belongs to {other} too; put modules that share "
+                    "parameters "
                     "into one fragment"
                 )
             owner[id(parameter)] = fragment.name

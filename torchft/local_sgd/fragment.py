@@ -1,8 +1,9 @@
-"""One fragment of a model: DiLoCo's last global parameters, the values that a group sends, and the outer step.
+"""One fragment of a model: DiLoCo's last global parameters, the values that a group sends, and the outer
+step.
 
 Memory on the model's device, for a fragment of size F: none between two synchronisations (the backup is on
-``backup_device``); F from the start of a synchronisation to its end, in place of the gradients if start and end are in
-the same inner step; another F during the outer step if ``alpha`` is not 0.
+``backup_device``); F from the start of a synchronisation to its end, in place of the gradients if start and
+end are in the same inner step; another F during the outer step if ``alpha`` is not 0.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class Fragment:
         pin_memory: whether a backup of device memory is in pinned memory.
         bucket_bytes: see :func:`torchft.local_sgd.buckets.bucket_bytes`.
         should_quantize: whether the sent values are quantized.
-        free_gradients: whether the start of a synchronisation frees the gradients, which are not needed any more.
-        alpha: a group continues with the mean of its own parameters, which have this weight, and the global ones.
+        free_gradients: whether the start of a synchronisation frees the gradients, which are not needed any
+            more.
+        alpha: a group continues with the mean of its own parameters, which have this weight, and the global
+            ones.
 
     Attributes:
         refused: the reason if a peer's state could not be loaded because it is of another model; else None.
@@ -79,8 +82,11 @@ class Fragment:
         self._should_quantize = should_quantize
         self._free_gradients = free_gradients
         self._alpha = alpha
-        # The parameters of the last synchronisation, equal in all groups, by name; for a DTensor, the local shard.
-        self._global = {n: _backup(local_part(p), backup_device, pin_memory) for n, p in self.parameters.items()}
+        # The parameters of the last synchronisation, equal in all groups, by name; for a DTensor, the local
+        # shard.
+        self._global = {
+            n: _backup(local_part(p), backup_device, pin_memory) for n, p in self.parameters.items()
+        }
         self._buffers: Optional[Buffers] = None
         self._works: list[dist._Work] = []
 
@@ -103,7 +109,9 @@ class Fragment:
             sent.copy_(last, non_blocking=True)
             sent.sub_(now)
         self._works = [
-            managed(self._manager, self._manager.allreduce(piece, should_quantize=self._should_quantize), piece)
+            managed(
+                self._manager, self._manager.allreduce(piece, should_quantize=self._should_quantize), piece
+            )
             for piece in self._buffers.pieces
         ]
 
@@ -120,15 +128,16 @@ class Fragment:
         assert self._buffers is not None
         if all_finite(self._buffers.pieces):
             return None
-        # The average has overwritten the sent values, but those were the difference of this group's own parameters
-        # and the global ones. Unless all groups were warned before, the global ones are finite; so the own ones
-        # show whether the sent values were.
+        # The average has overwritten the sent values, but those were the difference of this group's own
+        # parameters and the global ones. Unless all groups were warned before, the global ones are finite; so
+        # the own ones show whether the sent values were.
         own = all_finite(local_part(p) for p in self.parameters.values())
-        return f"{self.name}: the average holds NaN or Inf; what this group sent was {'finite' if own else 'not'}"
+        sent = "finite" if own else "not"
+        return f"{self.name}: the average holds NaN or Inf; what this group sent was {sent}"
 
     def commit(self) -> None:
-        """Applies the outer step, which makes the next global parameters from the last ones and the average. The group
-        continues with them.
+        """Applies the outer step, which makes the next global parameters from the last ones and the average.
+        The group continues with them.
 
         Raises:
             Exception: whatever the outer optimizer raises. The fragment then has the last global parameters.
@@ -176,7 +185,8 @@ class Fragment:
     # State for a joining group
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer optimizer's state, and the last global parameters by name (for a DTensor, the local shard).
+        """The outer optimizer's state, and the last global parameters by name (for a DTensor, the local
+        shard).
 
         The tensors are the fragment's own, not copies.
         """
@@ -192,7 +202,9 @@ class Fragment:
         theirs = state["original_parameters"]
         differences = _differences(self._global, theirs)
         if differences:
-            self.refused = ValueError(f"{self.name} differs from that of the group to heal from: {differences}")
+            self.refused = ValueError(
+                f"{self.name} differs from that of the group to heal from: {differences}"
+            )
             raise self.refused
         self.refused = None
         for name, last in self._global.items():

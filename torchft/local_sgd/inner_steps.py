@@ -30,7 +30,8 @@ def whole(name: str, value: Any) -> int:
 
 
 class InnerSteps:
-    """Keeps healing groups from reading the state during a step of the inner optimizer, and calls :meth:`_after_step`.
+    """Keeps healing groups from reading the state during a step of the inner optimizer, and calls
+    :meth:`_after_step`.
 
     Attributes:
         keeps_own_weights: whether a group whose synchronisation fails continues with its own weights.
@@ -74,7 +75,10 @@ class InnerSteps:
         return self
 
     def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        trace: Optional[TracebackType],
     ) -> bool:
         for hook in self._hooks:
             hook.remove()

@@ -23,12 +23,12 @@ logger: logging.Logger = logging.getLogger(__name__)
 class LocalSGD(InnerSteps):
     """Averages the parameters over the groups after every ``sync_every`` steps of the optimizer.
 
-    The algorithm is that of S. Stich, "Local SGD Converges Fast and Communicates Little", 2018 (arXiv:1805.09767).
-    A synchronisation is a step of the Manager. One that fails leaves each group with its own parameters, and the next
-    averages those.
+    The algorithm is that of S. Stich, "Local SGD Converges Fast and Communicates Little", 2018
+    (arXiv:1805.09767). A synchronisation is a step of the Manager. One that fails leaves each group with its
+    own parameters, and the next averages those.
 
-    While a synchronisation runs, the averages need memory for one copy of the parameters on their device: until the
-    vote, a group may have to continue with its own.
+    While a synchronisation runs, the averages need memory for one copy of the parameters on their device:
+    until the vote, a group may have to continue with its own.
 
         with LocalSGD(manager, model, optimizer, sync_every=100):
             for batch in data:
@@ -43,13 +43,16 @@ class LocalSGD(InnerSteps):
         sync_every: steps between two synchronisations, at least 1.
 
     Attributes:
-        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used nevertheless.
+        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used
+            nevertheless.
 
     Raises:
         ValueError: an argument has a wrong type, ``sync_every`` is below 1, or the model has no parameters.
     """
 
-    def __init__(self, manager: Manager, model: nn.Module, optimizer: optim.Optimizer, sync_every: int) -> None:
+    def __init__(
+        self, manager: Manager, model: nn.Module, optimizer: optim.Optimizer, sync_every: int
+    ) -> None:
         sync_every = whole("sync_every", sync_every)
         if sync_every < 1:
             raise ValueError(f"sync_every={sync_every}: allowed are 1 and more")
@@ -75,14 +78,17 @@ class LocalSGD(InnerSteps):
         """Averages the parameters now.
 
         Raises:
-            RuntimeError, TimeoutError: raised by :meth:`Manager.start_quorum` or :meth:`Manager.should_commit`.
+            RuntimeError, TimeoutError: raised by :meth:`Manager.start_quorum` or
+                :meth:`Manager.should_commit`.
         """
         self._manager.start_quorum()
         averages = [extract_local_tensor(p) for p in self._parameters.values()]
-        for work in [managed(self._manager, self._manager.allreduce(average), average) for average in averages]:
+        for work in [
+            managed(self._manager, self._manager.allreduce(average), average) for average in averages
+        ]:
             work.wait()
-        # All groups reach this point together, so they start the next synchronisation in the same step. The result of
-        # the vote does not matter here.
+        # All groups reach this point together, so they start the next synchronisation in the same step. The
+        # result of the vote does not matter here.
         self._local_step = 0
         if not self._manager.should_commit():
             return

@@ -33,8 +33,8 @@ def as_gradient_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor
 def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
     """The parameters that groups average, by name: all floating point ones, including frozen ones.
 
-    Buffers (the statistics of a batch norm) stay each group's own. Frozen parameters of other types, such as quantized
-    weights, never change and so need no averaging.
+    Buffers (the statistics of a batch norm) stay each group's own. Frozen parameters of other types, such as
+    quantized weights, never change and so need no averaging.
 
     Args:
         module: the model or fragment.
@@ -50,16 +50,21 @@ def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
         if parameter.dtype.is_floating_point:
             found[name] = parameter
         elif parameter.requires_grad:
-            raise ValueError(f"{what}: parameter {name!r} is {parameter.dtype}; allowed are floating point types")
+            raise ValueError(
+                f"{what}: parameter {name!r} is {parameter.dtype}; allowed are floating point types"
+            )
     if not found:
-        raise ValueError(f"{what} ({type(module).__name__}) has no floating point parameters: nothing to synchronise")
+        raise ValueError(
+            f"{what} ({type(module).__name__}) has no floating point parameters: nothing to synchronise"
+        )
     return found
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether no value is NaN or Inf. Waits for the device once, and allocates only scalars.
 
-    It reads the smallest and the largest value, which are NaN if any value is: on a CPU five times as fast as a norm.
+    It reads the smallest and the largest value, which are NaN if any value is: on a CPU five times as fast as
+    a norm.
     """
     ends = [end.isfinite() for t in tensors if t.numel() > 0 for end in t.aminmax()]
     return not ends or bool(torch.stack(ends).all())

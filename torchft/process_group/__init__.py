@@ -1,8 +1,9 @@
 """Process groups whose peers change from quorum to quorum.
 
-- `base`: the interface, with the methods that give a group new peers; `reconfigure`: how the peers find each other
-- `gloo`, `nccl`, `xccl`: groups in this process, which `wrapper` creates for each set of peers; `accelerator`: the
-  common part of the last two
+- `base`: the interface, with the methods that give a group new peers; `reconfigure`: how the peers find each
+  other
+- `gloo`, `nccl`, `xccl`: groups in this process, which `wrapper` creates for each set of peers;
+  `accelerator`: the common part of the last two
 - `native`, `torchcomms`: groups that get new peers without being created anew: PyTorch's own, and torchcomms'
   communicators
 - `isolated`: groups in a separate process, which can be killed
@@ -13,8 +14,8 @@
 
 from __future__ import annotations
 
-# torchft reads these names from this module at each use, so that replacing them here (in a test, say) takes effect:
-# context_timeout, stream_timeout, _ErrorSwallowingWork, _WorkAcceleratorTimeout, _BabyWork.
+# torchft reads these names from this module at each use, so that replacing them here (in a test, say) takes
+# effect: context_timeout, stream_timeout, _ErrorSwallowingWork, _WorkAcceleratorTimeout, _BabyWork.
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.accelerator import _WorkAcceleratorTimeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup

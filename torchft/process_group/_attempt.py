@@ -1,7 +1,7 @@
 """A connection attempt that an abort can end.
 
-PyTorch's stores and Gloo wait in C++ for missing peers until a timeout, and offer no way to end that wait. A peer that
-fails between the quorum and the connection would delay the others until that timeout.
+PyTorch's stores and Gloo wait in C++ for missing peers until a timeout, and offer no way to end that wait. A
+peer that fails between the quorum and the connection would delay the others until that timeout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def running() -> Optional[ConnectionAttempt[Any]]:
 
 
 def check() -> None:
-    """Raises the error with which the attempt of this thread was abandoned: nobody waits for what it would do next."""
+    """Raises the error with which the attempt of this thread was abandoned: nobody waits for what it would do
+    next.
+    """
     attempt = running()
     if attempt is not None and attempt.abandoned is not None:
         raise attempt.abandoned
@@ -50,12 +52,16 @@ class ConnectionAttempt(Generic[T]):
     Attributes:
         standby: the argument.
         error: why there is no result; None before the end of the call, and if it succeeded.
-        abandoned: the error passed to the first `abandon`, also if the result had been taken by then; None: there was
-            none.
+        abandoned: the error passed to the first `abandon`, also if the result had been taken by then; None:
+            there was none.
     """
 
     def __init__(
-        self, call: Callable[[], T], discard: Callable[[list[T]], None], timeout: timedelta, standby: bool = False
+        self,
+        call: Callable[[], T],
+        discard: Callable[[list[T]], None],
+        timeout: timedelta,
+        standby: bool = False,
     ) -> None:
         self._call: Optional[Callable[[], T]] = call
         self._discard = discard
@@ -99,7 +105,8 @@ class ConnectionAttempt(Generic[T]):
         self.start()
         seconds = min(2 * self._timeout.total_seconds() + _GRACE_SEC, threading.TIMEOUT_MAX)
         if not self._ended.wait(seconds):
-            text = f"timed out: connecting with the peers, with timeout={self._timeout}, has not ended in {seconds:g} s"
+            limit = f"timeout={self._timeout}"
+            text = f"timed out: connecting with the peers, with {limit}, has not ended in {seconds:g} s"
             self.abandon(RuntimeError(text))
         with self._lock:
             if self.error is not None:
@@ -122,7 +129,9 @@ class ConnectionAttempt(Generic[T]):
             self._discard(untaken)
 
     def when_abandoned(self, interrupt: Callable[[], object]) -> None:
-        """Registers a function that ends a wait of the call; it is called at once if the attempt was abandoned."""
+        """Registers a function that ends a wait of the call; it is called at once if the attempt was
+        abandoned.
+        """
         with self._lock:
             self._interrupts.append(interrupt)
             abandoned = self.abandoned
@@ -132,7 +141,8 @@ class ConnectionAttempt(Generic[T]):
     def _run(self) -> None:
         error: Optional[BaseException] = None
         made: list[T] = []
-        # The call may refer to a group, which no other thread may destroy: an error of `result` keeps the attempt.
+        # The call may refer to a group, which no other thread may destroy: an error of `result` keeps the
+        # attempt.
         call, self._call = self._call, None
         assert call is not None
         _thread.attempt = self
@@ -154,14 +164,17 @@ class ConnectionAttempt(Generic[T]):
 
 
 def _forget_frames(error: Optional[BaseException]) -> None:
-    """Clears the local variables in the traceback of an error, which outlives the call: they may refer to a group."""
+    """Clears the local variables in the traceback of an error, which outlives the call: they may refer to a
+    group.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def in_time(call: Callable[[], T], timeout: timedelta, check: Callable[[], object] = lambda: None) -> T:
-    """Waits for a call that may ignore its timeout: a TCPStore does not answer while its process is suspended.
+    """Waits for a call that may ignore its timeout: a TCPStore does not answer while its process is
+    suspended.
 
     Args:
         call: continues on its own thread after an error. It learns of that by :func:`running`.

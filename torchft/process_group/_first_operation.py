@@ -1,13 +1,14 @@
 """The first operations with new peers: torchft's own, on the thread that connects.
 
-NCCL connects with the peers for an algorithm (tree, ring, NVLink SHARP) when an operation first needs it, and chooses
-the algorithm by the number of bytes, the elements and the reduction. The host waits meanwhile: without these operations
-the autograd thread, in the first bucket of a quorum. NCCL_RUNTIME_CONNECT=0 would connect all algorithms when a
-communicator is made, but also those of the user's own groups. It takes memory for algorithms that no operation needs,
-and must be equal in all processes of a communicator, upstream's included.
+NCCL connects with the peers for an algorithm (tree, ring, NVLink SHARP) when an operation first needs it, and
+chooses the algorithm by the number of bytes, the elements and the reduction. The host waits meanwhile:
+without these operations the autograd thread, in the first bucket of a quorum. NCCL_RUNTIME_CONNECT=0 would
+connect all algorithms when a communicator is made, but also those of the user's own groups. It takes memory
+for algorithms that no operation needs, and must be equal in all processes of a communicator, upstream's
+included.
 
-So a group records the allreduces that it has run, and announces them in its handle. When all peers announce some, or
-none yet, each of them begins the same operations: those that any of them has announced.
+So a group records the allreduces that it has run, and announces them in its handle. When all peers announce
+some, or none yet, each of them begins the same operations: those that any of them has announced.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from torchft.utils import get_stream_context
 # Sizes are powers of two, as exponents. A larger operation counts as one of 32 MiB, which bounds the memory.
 _MOST = 25
 _REDUCTIONS = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG}
-_TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_TYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
 
 
 class AllreduceKind(NamedTuple):
@@ -86,8 +92,9 @@ def agreed(announced: Sequence[Optional[str]]) -> Optional[list[AllreduceKind]]:
     return sorted({AllreduceKind.decode(part) for text in texts for part in text.split(",") if part})
 
 
-# The bytes that these operations reduce, and their stream, by device. Never freed, nor those that were too few: an
-# aborted operation may still write to them, and PyTorch would give the memory to another user of that stream.
+# The bytes that these operations reduce, and their stream, by device. Never freed, nor those that were too
+# few: an aborted operation may still write to them, and PyTorch would give the memory to another user of that
+# stream.
 _first: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
 _outgrown: list[torch.Tensor] = []
 _lock = threading.Lock()
@@ -106,15 +113,17 @@ def _operand(device: torch.device, size: int) -> tuple[torch.Stream, torch.Tenso
         return known
 
 
-def first_operation(group: Any, device: torch.device, count: int = 1, kinds: Sequence[AllreduceKind] = ()) -> Work:
+def first_operation(
+    group: Any, device: torch.device, count: int = 1, kinds: Sequence[AllreduceKind] = ()
+) -> Work:
     """Begins operations of torchft's own, the first ones of a group or a backend with its peers.
 
     Args:
         group: the group or backend.
         device: the device that it works on.
         count: number of elements of the first one, 0 or 1.
-        kinds: further allreduces. Of each kind there is one of the least size and one of twice that, because NCCL's
-            choice may change in between.
+        kinds: further allreduces. Of each kind there is one of the least size and one of twice that, because
+            NCCL's choice may change in between.
 
     Returns:
         The last one, which ends last.

@@ -39,8 +39,9 @@ class Forwarding(ProcessGroup):
 
     @abstractmethod
     def _in_flight(self) -> tuple[Optional[Operations], Optional[Checker]]:
-        """Returns two objects for the operations among the parent's present peers: the one that ends their waits, None
-        if the parent's abort does so; and the one that compares the calls of all ranks, None if they are not compared.
+        """Returns two objects for the operations among the parent's present peers: the one that ends their
+        waits, None if the parent's abort does so; and the one that compares the calls of all ranks, None if
+        they are not compared.
         """
 
     # Methods that subclasses override
@@ -78,8 +79,8 @@ class Forwarding(ProcessGroup):
             except RuntimeError as e:
                 if isinstance(parent, ProcessGroup):
                     raise
-                # The error's traceback keeps this frame, and the frame must not keep the group, whose destruction
-                # waits for operations.
+                # The error's traceback keeps this frame, and the frame must not keep the group, whose
+                # destruction waits for operations.
                 parent = None
                 raise explained(self.getBackendName(), name, args, e) from e.__cause__
             if operations is not None:
@@ -134,8 +135,8 @@ def _delegate(name: str) -> Callable[..., Work]:
     return operation
 
 
-# Further operations that PyTorch's functions call (dist.reduce, dist.all_gather_into_tensor, ...). PyTorch's version
-# decides which of them exist.
+# Further operations that PyTorch's functions call (dist.reduce, dist.all_gather_into_tensor, ...). PyTorch's
+# version decides which of them exist.
 for _name in (
     "reduce",
     "gather",

@@ -1,6 +1,7 @@
 """A timeout for individual sends and receives.
 
-PyTorch's point-to-point calls take no timeout, but a transfer of state needs a timeout other than its group's.
+PyTorch's point-to-point calls take no timeout, but a transfer of state needs a timeout other than its
+group's.
 """
 
 from __future__ import annotations

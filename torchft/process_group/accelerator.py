@@ -1,11 +1,11 @@
 """The common part of NCCL and XCCL, whose operations run on a device, where a wait has no deadline.
 
-`wait` only makes the current stream wait for the operation, which may still hang on the device afterwards. So the timer
-thread watches the deadline: if the stream has not passed the operation by then, the group is aborted. That ends the
-operation, and every later one fails until there are new peers.
+`wait` only makes the current stream wait for the operation, which may still hang on the device afterwards. So
+the timer thread watches the deadline: if the stream has not passed the operation by then, the group is
+aborted. That ends the operation, and every later one fails until there are new peers.
 
-An abort destroys the communicator, which may take long: it frees device memory, and NCCL itself may hang in it.
-Operations end at the beginning of the abort, so no thread waits for its end.
+An abort destroys the communicator, which may take long: it frees device memory, and NCCL itself may hang in
+it. Operations end at the beginning of the abort, so no thread waits for its end.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from torchft.work import _DummyWork
 
 T = TypeVar("T")
 
-# PyTorch's own timeout of an operation, so long that torchft's deadline always passes first: at PyTorch's deadline its
-# watchdog would end the process.
+# PyTorch's own timeout of an operation, so long that torchft's deadline always passes first: at PyTorch's
+# deadline its watchdog would end the process.
 _NEVER = timedelta(days=7)
 
-# The longest wait for an abort that shall free the memory of the next communicator: some seconds are plenty, and the
-# peers wait meanwhile. At most half of the timeout of connecting.
+# The longest wait for an abort that shall free the memory of the next communicator: some seconds are plenty,
+# and the peers wait meanwhile. At most half of the timeout of connecting.
 _LONGEST_WAIT_FOR_MEMORY_SEC = 10.0
 
 _logger: logging.Logger = logging.getLogger(__name__)
 
 
 class _Deadline:
-    """Aborts a group when called, unless it has new peers by then. All operations with the same peers have one, see
-    :func:`deadline_of`. It keeps no object alive, because a timer refers to it long after the operation has ended.
+    """Aborts a group when called, unless it has new peers by then. All operations with the same peers have
+    one, see :func:`deadline_of`. It keeps no object alive, because a timer refers to it long after the
+    operation has ended.
     """
 
     __slots__ = ("_peers", "_pg")
@@ -174,7 +175,9 @@ class _WorkAcceleratorTimeout(Work):
 
 
 class _OnCurrentStream(_DummyWork):
-    """An operation that PyTorch queued on the current stream itself, without returning a work (`asyncOp=False`)."""
+    """An operation that PyTorch queued on the current stream itself, without returning a work
+    (`asyncOp=False`).
+    """
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -219,8 +222,9 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         return type(self)(self._timeout)
 
     def pair(self, peer: int, name: str, timeout: timedelta) -> AcceleratorProcessGroup:
-        """Connects with one peer by a communicator of its own: operations on it do not stand before those of this
-        group, whose communicator runs one after the other. An abort, or other peers, of this group end it as well.
+        """Connects with one peer by a communicator of its own: operations on it do not stand before those of
+        this group, whose communicator runs one after the other. An abort, or other peers, of this group end
+        it as well.
 
         Args:
             peer: rank of the peer, which calls this, too
@@ -287,15 +291,15 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     def _connect(self, backend: Any, device: torch.device) -> None:
         """Connects a backend with its peers, and waits until all of them have connected.
 
-        A non-blocking communicator is still connecting when `eager_connect_single_device` returns. The next call, if it
-        is the first operation, waits for the peers and holds the lock that an abort needs: if a peer failed in the
-        meantime, the training thread would wait for the whole timeout. So the first operations are torchft's own, on
-        the connecting thread, for which nothing waits after an abort. This is done only if all peers are known to do
-        the same. See _first_operation.py for their sizes.
+        A non-blocking communicator is still connecting when `eager_connect_single_device` returns. The next
+        call, if it is the first operation, waits for the peers and holds the lock that an abort needs: if a
+        peer failed in the meantime, the training thread would wait for the whole timeout. So the first
+        operations are torchft's own, on the connecting thread, for which nothing waits after an abort. This
+        is done only if all peers are known to do the same. See _first_operation.py for their sizes.
 
-        Beside other peers the operation has no elements: it waits for the communicator on the host, and nothing on the
-        device waits for a peer. Otherwise a deadlock would be possible: this host waits for its device, the device for
-        a peer's operation, and that peer for this host in the connection in use.
+        Beside other peers the operation has no elements: it waits for the communicator on the host, and
+        nothing on the device waits for a peer. Otherwise a deadlock would be possible: this host waits for
+        its device, the device for a peer's operation, and that peer for this host in the connection in use.
 
         Raises:
             TimeoutError: not all peers came in time.
@@ -324,7 +328,9 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         self._wait_for_peers(backend, lambda: self._begin_first(backend, device))
 
     def _wait_for_peers(self, backend: Any, begin: Callable[[], Optional[Work]]) -> None:
-        """Begins something that peers take part in, and waits for its end, for the timeout of connecting at most."""
+        """Begins something that peers take part in, and waits for its end, for the timeout of connecting at
+        most.
+        """
         # Read from the package: a replacement put there must take effect.
         from torchft import process_group
 
@@ -341,10 +347,15 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             work = begin()
             if work is None:
                 return
-            if not poll(lambda: late.is_set() or work.is_completed(), timeout.total_seconds()) and not late.is_set():
+            if (
+                not poll(lambda: late.is_set() or work.is_completed(), timeout.total_seconds())
+                and not late.is_set()
+            ):
                 expire()
         if late.is_set():
-            raise TimeoutError(f"{name}: timed out: not all peers connected within {timeout.total_seconds()} s")
+            raise TimeoutError(
+                f"{name}: timed out: not all peers connected within {timeout.total_seconds()} s"
+            )
         error = backend_error(backend)
         if error is not None:
             raise error
@@ -393,10 +404,11 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         return work
 
     def errored(self) -> Optional[Exception]:
-        """The error known at present, without waiting for the device. An operation's error is known after its end.
+        """The error known at present, without waiting for the device. An operation's error is known after its
+        end.
 
-        PyTorch's backend handles some failures itself, by aborting its communicator: the operation then ends as if it
-        had succeeded. So the backend is asked as well.
+        PyTorch's backend handles some failures itself, by aborting its communicator: the operation then ends
+        as if it had succeeded. So the backend is asked as well.
         """
         error = super().errored()
         pg = self._pg
@@ -424,7 +436,9 @@ def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> Optional[torc
         if tensor.is_meta:
             refuse_meta(lambda: group, name, tensor)
         if tensor.layout is not torch.strided:
-            raise ValueError(f"{group}: {name} of a tensor of layout {tensor.layout}: dense tensors are needed")
+            raise ValueError(
+                f"{group}: {name} of a tensor of layout {tensor.layout}: dense tensors are needed"
+            )
         devices.add(tensor.device)
     if len(devices) > 1:
         where = ", ".join(sorted(map(str, devices)))

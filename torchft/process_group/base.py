@@ -1,8 +1,8 @@
 """The base of all groups: PyTorch's interface, and the methods that make a group fault tolerant.
 
-The peers of a PyTorch group never change. A group of torchft gets new peers for every quorum, through `configure` (a
-store to meet at) or `reconfigure` (the handles of all peers); see `reconfigure.py`. A subclass needs only `configure`,
-because `reconfigure` of this class calls it.
+The peers of a PyTorch group never change. A group of torchft gets new peers for every quorum, through
+`configure` (a store to meet at) or `reconfigure` (the handles of all peers); see `reconfigure.py`. A subclass
+needs only `configure`, because `reconfigure` of this class calls it.
 """
 
 # Parameters have the names and the order of the published torchft, not PyTorch's.
@@ -42,12 +42,12 @@ _NO_OPTIONS: Any = object()
 class ProcessGroup(BaseProcessGroup):
     """A process group whose peers can change.
 
-    Operations either return a Work or raise; where the backend is asynchronous, a peer's failure is raised by the wait
-    for that Work. A subclass overrides them one by one, or implements all of them by `_run`.
+    Operations either return a Work or raise; where the backend is asynchronous, a peer's failure is raised by
+    the wait for that Work. A subclass overrides them one by one, or implements all of them by `_run`.
     """
 
-    # Whether it reduces tensors of each dtype: then weights are compared between the groups by default. True in the
-    # groups of torchft, and so in classes derived from them.
+    # Whether it reduces tensors of each dtype: then weights are compared between the groups by default. True
+    # in the groups of torchft, and so in classes derived from them.
     _reduces_each_dtype: ClassVar[bool] = False
 
     # Whether the backend has ReduceOp.AVG, as one pass over the tensor.
@@ -82,8 +82,8 @@ class ProcessGroup(BaseProcessGroup):
     ) -> None:
         """Gives the group new peers; each of them calls this.
 
-        Operations in flight with the old peers end with an error, or their results are discarded. If this call fails,
-        the group has no peers until a later call succeeds.
+        Operations in flight with the old peers end with an error, or their results are discarded. If this
+        call fails, the group has no peers until a later call succeeds.
 
         Args:
             store_addr: "host:port/prefix" of a TCPStore, a prefix for each call.
@@ -116,7 +116,9 @@ class ProcessGroup(BaseProcessGroup):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """The handle by which peers find this group. The first call starts the store that the handle names."""
+        """The handle by which peers find this group. The first call starts the store that the handle
+        names.
+        """
         if self._handle_store is None:
             self._handle_store = host_store(_HANDLE_STORE_TIMEOUT)
             if self._layout is not None:
@@ -137,7 +139,9 @@ class ProcessGroup(BaseProcessGroup):
         return {}
 
     def announce_layout(self, digest: str, text: str) -> None:
-        """Puts the layout of the tensors to reduce into the store of the handle; peers with another digest read it."""
+        """Puts the layout of the tensors to reduce into the store of the handle; peers with another digest
+        read it.
+        """
         self._layout = digest, text
         if self._handle_store is not None:
             self._handle_store[0].set(f"layout/{digest}", text)
@@ -149,8 +153,8 @@ class ProcessGroup(BaseProcessGroup):
             opts: `handles` in the order of the ranks; `uuid` must not have been used before with these peers.
 
         Raises:
-            ValueError: the handles are unordered, not torchft's, or do not name this group; or a peer uses another
-                implementation of NCCL.
+            ValueError: the handles are unordered, not torchft's, or do not name this group; or a peer uses
+                another implementation of NCCL.
         """
         meeting = plan_rendezvous(opts.handles, self.get_reconfigure_handle(), self._group_rank)
         self.configure(
@@ -192,8 +196,9 @@ class ProcessGroup(BaseProcessGroup):
         """Moves a buffer to memory where this group's operations need not copy it; does nothing in a group
         that never copies.
 
-        Only for memory that belongs to the caller alone. Tensors on the same storage then use the new memory, but other
-        objects that point into it, such as numpy arrays, keep the old one. May be called again for the same buffer.
+        Only for memory that belongs to the caller alone. Tensors on the same storage then use the new memory,
+        but other objects that point into it, such as numpy arrays, keep the old one. May be called again for
+        the same buffer.
 
         Args:
             tensor: any part of the buffer; all of its storage is moved.
@@ -218,8 +223,9 @@ class ProcessGroup(BaseProcessGroup):
 
     def register(self, name: str) -> ProcessGroup:
         """Makes the group known to torch.distributed, so that `dist` calls, functional collectives and
-        DeviceMesh can use it; needs `dist.init_process_group`. To be called once, and in the same order among calls of
-        `dist.new_group` in all ranks of this replica group: PyTorch numbers its groups, and `group_name` is the number.
+        DeviceMesh can use it; needs `dist.init_process_group`. To be called once, and in the same order among
+        calls of `dist.new_group` in all ranks of this replica group: PyTorch numbers its groups, and
+        `group_name` is the number.
 
         Args:
             name: unique in this process.
@@ -236,14 +242,14 @@ class ProcessGroup(BaseProcessGroup):
             return self
 
         dist.Backend.register_backend(backend, create_pg, devices=["cpu", "cuda", "xpu"])
-        # PyTorch connects a new group at once if the world is bound to a device, as NCCL's is since PyTorch 2.15. For
-        # that it asks the new group for its backend on the device, and this group has none.
+        # PyTorch connects a new group at once if the world is bound to a device, as NCCL's is since PyTorch
+        # 2.15. For that it asks the new group for its backend on the device, and this group has none.
         world = dist.group.WORLD
         assert world is not None
         device, world.bound_device_id = world.bound_device_id, None
         try:
-            # The group is registered with one rank: its peers change, and peers in other replica groups are no ranks of
-            # this process's torch.distributed.
+            # The group is registered with one rank: its peers change, and peers in other replica groups are
+            # no ranks of this process's torch.distributed.
             dist.new_group(
                 ranks=[rank],
                 backend=backend,
@@ -293,7 +299,9 @@ class ProcessGroup(BaseProcessGroup):
     ) -> Work:
         """Every rank gets the tensors of all ranks, in the order of the ranks."""
         # PyTorch 2.7's dist.all_gather passes no options.
-        return self._run("allgather", output_tensors, input_tensor, opts=AllgatherOptions() if opts is None else opts)
+        return self._run(
+            "allgather", output_tensors, input_tensor, opts=AllgatherOptions() if opts is None else opts
+        )
 
     def allgather_into_tensor_coalesced(
         self,
@@ -326,7 +334,9 @@ class ProcessGroup(BaseProcessGroup):
         opts: AllToAllOptions,
     ) -> Work:
         """Sends a slice of the input to each rank; no sizes means equal slices."""
-        return self._run("alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts=opts)
+        return self._run(
+            "alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts=opts
+        )
 
     def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
         """Completes when all ranks have called it."""

@@ -1,13 +1,14 @@
-"""TORCHFT_CHECK_COLLECTIVES=1: ranks compare their next collective, and raise an error if it differs instead of
-hanging.
+"""TORCHFT_CHECK_COLLECTIVES=1: ranks compare their next collective, and raise an error if it differs instead
+of hanging.
 
-Before each collective every rank writes a description of it to the store of the group, and reads the others'. If they
-differ, all ranks raise the same error in that call. The backend is not called then: Gloo would end the process if sizes
-differ, and wait until its timeout if operations differ. So in this mode a call returns only when all ranks have made
-it, and takes a millisecond or more. Sends and receives concern two ranks and are not compared.
+Before each collective every rank writes a description of it to the store of the group, and reads the others'.
+If they differ, all ranks raise the same error in that call. The backend is not called then: Gloo would end
+the process if sizes differ, and wait until its timeout if operations differ. So in this mode a call returns
+only when all ranks have made it, and takes a millisecond or more. Sends and receives concern two ranks and
+are not compared.
 
-PyTorch's own wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL; seen: 2.15) compares neither the reduction nor the root, and an
-abort does not end its wait for a rank that does not come.
+PyTorch's own wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL; seen: 2.15) compares neither the reduction nor the
+root, and an abort does not end its wait for a rank that does not come.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class Checker:
         """Waits until all ranks have called the same collective.
 
         Raises:
-            RuntimeError: they call different ones, or a rank calls none in time. Every later call raises it again.
+            RuntimeError: they call different ones, or a rank calls none in time. Every later call raises it
+                again.
         """
         what = describe(name, args, opts)
         if what is None:
@@ -134,7 +136,8 @@ class Checker:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 self._fail(
-                    f"rank {self._rank} calls {what} as collective {number}; of the ranks {missing} none came in "
+                    f"rank {self._rank} calls {what} as collective {number}; of the ranks {missing} none "
+                    "came in "
                     f"{self._timeout_sec:g} s: they called {number} collectives, all like ours"
                 )
         views = [view.decode() for view in self._store.multi_get(keys)]

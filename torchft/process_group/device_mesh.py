@@ -24,9 +24,9 @@ def ft_init_device_mesh(
 ) -> DeviceMesh:
     """A mesh for HSDP (`fully_shard`) whose number of replica groups changes.
 
-    The world of torch.distributed is this replica group, and all dimensions but one divide its ranks. The mesh has a
-    single entry along `replicate_dim`. The process group of that dimension is a `ManagedProcessGroup`: its size is the
-    number of participating groups, and its allreduce is the Manager's.
+    The world of torch.distributed is this replica group, and all dimensions but one divide its ranks. The
+    mesh has a single entry along `replicate_dim`. The process group of that dimension is a
+    `ManagedProcessGroup`: its size is the number of participating groups, and its allreduce is the Manager's.
 
     Args:
         device_type: device type, such as "cuda".
@@ -39,7 +39,9 @@ def ft_init_device_mesh(
         ValueError: the dimensions do not fit together.
     """
     if len(mesh_shape) != len(mesh_dim_names):
-        raise ValueError(f"mesh_shape={mesh_shape} and mesh_dim_names={mesh_dim_names} must have the same length")
+        raise ValueError(
+            f"mesh_shape={mesh_shape} and mesh_dim_names={mesh_dim_names} must have the same length"
+        )
     if not 0 <= replicate_dim < len(mesh_shape):
         raise ValueError(f"replicate_dim={replicate_dim} must be an index of mesh_shape={mesh_shape}")
 
@@ -65,8 +67,8 @@ def ft_init_device_mesh(
 class _Ranks(List[int]):
     """The list of ranks of a group whose size changes; its length is always the present size.
 
-    Older releases of PyTorch (2.7) look up the group of a mesh dimension by its tag and a list of its ranks, whose
-    length must be the size of the group.
+    Older releases of PyTorch (2.7) look up the group of a mesh dimension by its tag and a list of its ranks,
+    whose length must be the size of the group.
     """
 
     def __init__(self, ranks: List[int], group: BaseProcessGroup) -> None:

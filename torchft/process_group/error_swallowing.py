@@ -1,4 +1,6 @@
-"""A process group whose allreduce never fails: after an error it does nothing until the group is reconfigured."""
+"""A process group whose allreduce never fails: after an error it does nothing until the group is
+reconfigured.
+"""
 
 from __future__ import annotations
 

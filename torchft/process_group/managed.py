@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 class ManagedProcessGroup(ProcessGroupWrapper):
     """The Manager's process group for code that only knows process groups, such as PyTorch's own DDP.
 
-    An allreduce calls `Manager.allreduce`: if it fails, the Manager keeps the error and does not commit the step. The
-    size is the number of participants of the step. Other operations go to the manager's group unchanged. All of them
-    wait for the quorum. Before the first quorum, and while others train on until the Manager's group is connected with
-    them (`heal_along`), this group has no peers: PyTorch's DDP, for example, compares and broadcasts parameters when it
-    is constructed, while groups that started earlier are in the middle of a step.
+    An allreduce calls `Manager.allreduce`: if it fails, the Manager keeps the error and does not commit the
+    step. The size is the number of participants of the step. Other operations go to the manager's group
+    unchanged. All of them wait for the quorum. Before the first quorum, and while others train on until the
+    Manager's group is connected with them (`heal_along`), this group has no peers: PyTorch's DDP, for
+    example, compares and broadcasts parameters when it is constructed, while groups that started earlier are
+    in the middle of a step.
 
-    PyTorch's DDP needs `find_unused_parameters=True`. Without it, DDP broadcasts new buckets after its second backward
-    pass, and groups that started at another time do not take part in that broadcast.
+    PyTorch's DDP needs `find_unused_parameters=True`. Without it, DDP broadcasts new buckets after its second
+    backward pass, and groups that started at another time do not take part in that broadcast.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -54,7 +55,9 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         if len(tensors) != 1:
             raise ValueError(f"allreduce through the manager takes one tensor at a time, got {len(tensors)}")
         reduce_op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
-        self._extras.refuse_replay("a ManagedProcessGroup reduced it: what its user makes of the result is not known")
+        self._extras.refuse_replay(
+            "a ManagedProcessGroup reduced it: what its user makes of the result is not known"
+        )
         return self._manager.allreduce(tensors[0], reduce_op=cast(ReduceOp, reduce_op))
 
     def size(self) -> int:

@@ -1,14 +1,14 @@
 """PyTorch's own reconfigurable groups (`init_process_group(..., enable_reconfigure=True)`, PyTorch >= 2.14).
 
-A native group stays the same object while its peers change; the code that created it also destroys it. Gloo's own
-abort does not affect operations in flight. Such an operation would occupy one of the group's two threads until its
-timeout, and operations with the next peers would wait behind it. So this module adds an abort that first cuts the
-connections with the peers, as every reconfiguration does. The cut ends nearly all operations in flight; for the others,
-_gloo/operations.py ends the waits.
+A native group stays the same object while its peers change; the code that created it also destroys it. Gloo's
+own abort does not affect operations in flight. Such an operation would occupy one of the group's two threads
+until its timeout, and operations with the next peers would wait behind it. So this module adds an abort that
+first cuts the connections with the peers, as every reconfiguration does. The cut ends nearly all operations
+in flight; for the others, _gloo/operations.py ends the waits.
 
-Gloo groups meet in the store with which they were created, so all replica groups must share that store. The handle of a
-group that has not had peers yet contains the rank with which the group was created, so each replica group must be
-created with a different rank.
+Gloo groups meet in the store with which they were created, so all replica groups must share that store. The
+handle of a group that has not had peers yet contains the rank with which the group was created, so each
+replica group must be created with a different rank.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 
 def is_native(pg: object) -> bool:
-    """Whether `pg` is a process group of PyTorch. It lacks the method `configure` of torchft's groups, and its handles
-    have another format.
+    """Whether `pg` is a process group of PyTorch. It lacks the method `configure` of torchft's groups, and
+    its handles have another format.
     """
     return isinstance(pg, dist.ProcessGroup) and not hasattr(pg, "configure")
 
@@ -63,7 +63,9 @@ def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
 
 
 def backend_error(backend: Any) -> Optional[Exception]:
-    """The error that a backend of PyTorch reports; None if there is none, or if the backend cannot report errors."""
+    """The error that a backend of PyTorch reports; None if there is none, or if the backend cannot report
+    errors.
+    """
     ask = getattr(backend, "get_error", None)
     if ask is None:  # PyTorch < 2.8
         return None
@@ -77,8 +79,8 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
     """Makes a function that returns the error that makes a group unusable at present; None if there is none.
 
     Args:
-        pg: a native group, one of torchft, or a test double, which may lack ``errored`` or return another test double
-            from it. The kind of group is determined once, in this call.
+        pg: a native group, one of torchft, or a test double, which may lack ``errored`` or return another
+            test double from it. The kind of group is determined once, in this call.
     """
     if is_native(pg):
         return lambda: error_of_native(pg)
@@ -90,11 +92,13 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
 
 
 def error_of_native(pg: dist.ProcessGroup) -> Optional[Exception]:
-    """The present error of a native group: an abort by torchft since the last reconfiguration, or the error that its
-    backends report. None if there is neither.
+    """The present error of a native group: an abort by torchft since the last reconfiguration, or the error
+    that its backends report. None if there is neither.
     """
     if pg in _aborts:  # the backend does not report an abort by torchft as an error
-        return RuntimeError(f"the native group {pg.name()} was aborted and has no peers until it is reconfigured")
+        return RuntimeError(
+            f"the native group {pg.name()} was aborted and has no peers until it is reconfigured"
+        )
     return native_error(pg)
 
 
@@ -105,8 +109,8 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
 
     Raises:
         ValueError: two peers have the same handle, or a group of torchft refuses the handles.
-        RuntimeError: the peers could not be reached, or the abort of the previous peers did not end in time. The group
-            cannot be used until a later call succeeds.
+        RuntimeError: the peers could not be reached, or the abort of the previous peers did not end in time.
+            The group cannot be used until a later call succeeds.
     """
     if is_native(pg):
         reconfigure_native(pg, opts)
@@ -118,7 +122,8 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
     """:func:`reconfigure_group` for a native group."""
     if len(set(opts.handles)) != len(opts.handles):
         raise ValueError(
-            f"two peers of a native group have the same handle: {sorted(opts.handles)}; give every replica group a "
+            f"two peers of a native group have the same handle: {sorted(opts.handles)}; give every replica "
+            "group a "
             "rank of its own in init_process_group(..., rank=, world_size=)"
         )
     # Ends operations with the previous peers, which would keep the group's threads until their timeouts.
@@ -129,7 +134,9 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         seconds = _LONGEST_ABORT_SEC if opts.timeout is None else opts.timeout.total_seconds()
         abort.join(seconds)
         if abort.is_alive():  # it may take effect later: then it would abort operations with the next peers
-            raise RuntimeError(f"reconfigure: timed out: the abort of its last peers has not ended within {seconds} s")
+            raise RuntimeError(
+                f"reconfigure: timed out: the abort of its last peers has not ended within {seconds} s"
+            )
     reconfigure_and_wait(pg, opts)
     connections = GlooConnections(_published(pg, opts.uuid), pg.rank(), pg.size()) if _is_gloo(pg) else None
     with _aborts_lock:
@@ -137,13 +144,16 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
             _connections[pg] = connections
         last = _aborts.get(pg)
         if last is not None and last is not abort:
-            _cut(pg)  # an abort began in the meantime, and has cut only the connections with the previous peers
+            # An abort began in the meantime, and has cut only the connections with the previous peers.
+            _cut(pg)
         elif last is not None:
             del _aborts[pg]
 
 
 def reconfigure_and_wait(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
-    """Calls the group's own ``reconfigure`` and waits for its work. A timeout's error contains the text "timed out"."""
+    """Calls the group's own ``reconfigure`` and waits for its work. A timeout's error contains the text
+    "timed out".
+    """
     try:
         work: Optional[Work] = pg.reconfigure(opts)
         if work is not None:  # a group that returns None is connected already
@@ -153,7 +163,8 @@ def reconfigure_and_wait(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> Non
 
 
 def abort_group(pg: dist.ProcessGroup) -> None:
-    """Ends operations in flight in a group, native or torchft's. The group cannot be used until it is reconfigured.
+    """Ends operations in flight in a group, native or torchft's. The group cannot be used until it is
+    reconfigured.
 
     Waits at most `ABORT_TIMEOUT_SEC` for a native group's own abort, which then continues on its thread.
     """
@@ -167,14 +178,16 @@ def abort_native(pg: dist.ProcessGroup) -> None:
     """:func:`abort_group` for a native group."""
     with _aborts_lock:
         last = _aborts.get(pg)
-        # An abort that still runs has cut the connections with the present peers: a reconfiguration waits for the end
-        # of an earlier one, and cuts the new connections if one has begun meanwhile. No second one is started: it would
-        # replace the first in `_aborts`, and a reconfiguration would not wait for the first.
+        # An abort that still runs has cut the connections with the present peers: a reconfiguration waits for
+        # the end of an earlier one, and cuts the new connections if one has begun meanwhile. No second one is
+        # started: it would replace the first in `_aborts`, and a reconfiguration would not wait for the
+        # first.
         if last is None or not last.is_alive():
-            # The abort is recorded first: a wait that the cut or the group's own abort ends may call `error_of_native`
-            # at once. The thread starts after the cut, because the group's own abort may be slow, and must not delay
-            # the cut. A reconfiguration takes the lock too: between the record and the cut it would remove the record
-            # and connect new peers, whose connections would then be cut without a recorded abort.
+            # The abort is recorded first: a wait that the cut or the group's own abort ends may call
+            # `error_of_native` at once. The thread starts after the cut, because the group's own abort may be
+            # slow, and must not delay the cut. A reconfiguration takes the lock too: between the record and
+            # the cut it would remove the record and connect new peers, whose connections would then be cut
+            # without a recorded abort.
             last = _aborts[pg] = _abort_thread(pg.name(), pg)
             _cut(pg)
             last.start()
@@ -182,8 +195,8 @@ def abort_native(pg: dist.ProcessGroup) -> None:
 
 
 def abort_elsewhere(name: str, pg: Any) -> Handed:
-    """Aborts a group or a backend on a separate thread, because NCCL's abort may block. The caller may be the timer
-    thread, and a callback that blocks it would delay all timeouts of the process.
+    """Aborts a group or a backend on a separate thread, because NCCL's abort may block. The caller may be the
+    timer thread, and a callback that blocks it would delay all timeouts of the process.
     """
     return hand_off(partial(_abort, name, pg), "torchft_abort")
 
@@ -200,22 +213,24 @@ def _abort(name: str, pg: Any) -> None:
 
 
 def reset_flight_recorder() -> None:
-    """Empties PyTorch's flight recorder of NCCL, if there is one, so that a dump contains ranks of one quorum only."""
+    """Empties PyTorch's flight recorder of NCCL, if there is one, so that a dump contains ranks of one quorum
+    only.
+    """
     reset = getattr(torch._C._distributed_c10d, "_reset_fr_recording_nccl", None)
     if reset is not None:
         reset()
 
 
 def connections_of(pg: dist.ProcessGroup) -> Optional[GlooConnections]:
-    """The connections of a native group with its present peers, or after an abort with its last ones; None if they are
-    not known.
+    """The connections of a native group with its present peers, or after an abort with its last ones; None if
+    they are not known.
     """
     return _connections.get(pg)
 
 
 def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
-    """The number of aborted collectives that can occupy all threads of a native group, so that operations with its next
-    peers have to wait; None if the group has no Gloo backend, and so no such threads.
+    """The number of aborted collectives that can occupy all threads of a native group, so that operations
+    with its next peers have to wait; None if the group has no Gloo backend, and so no such threads.
     """
     backends = [pg._get_backend(device) for device in pg._device_types]
     # pyrefly: ignore [missing-attribute]  # Gloo's options have this attribute
@@ -223,16 +238,16 @@ def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
 
 
 def _cut(pg: dist.ProcessGroup) -> None:
-    # The entry is not removed: an operation that begins after the abort also gets it from `connections_of`, and so
-    # detects that its connections are cut.
+    # The entry is not removed: an operation that begins after the abort also gets it from `connections_of`,
+    # and so detects that its connections are cut.
     connections = _connections.get(pg)
     if connections is not None:
         connections.shutdown()
 
 
 def _published(pg: dist.ProcessGroup, uuid: int) -> Store:
-    """The store in which Gloo, as of PyTorch 2.14, publishes the addresses of its ranks. If another version publishes
-    them elsewhere, no connections are found, and nothing is cut.
+    """The store in which Gloo, as of PyTorch 2.14, publishes the addresses of its ranks. If another version
+    publishes them elsewhere, no connections are found, and nothing is cut.
     """
     store = pg.get_group_store()
     # init_process_group and new_group give each device's backend a prefix of the group's store.

@@ -68,7 +68,8 @@ def _monitor_warning() -> str:
     """Why the process may end some time after a peer's failure; empty if it does not."""
     if ends_survivors():
         return (
-            f"{DUMP_ENV}={dump_setting()}: the monitor of PyTorch's older NCCL backend may end this process some "
+            f"{DUMP_ENV}={dump_setting()}: the monitor of PyTorch's older NCCL backend may end this process "
+            "some "
             "minutes after a peer's failure"
         )
     if DUMP_ENV in os.environ or not dist.is_available() or not dist.is_initialized():
@@ -91,15 +92,15 @@ os.environ[DUMP_ENV] = dump_setting()
 def _failures_survived() -> Iterator[None]:
     """Sets variables while a backend is created, which reads them then.
 
-    TORCH_NCCL_ASYNC_ERROR_HANDLING: on an error in NCCL (a peer failed) PyTorch by default ends the process; with 2 it
-    only aborts the communicator. The user's value is kept, except a 1 under torchrun: that is torchrun's own default,
-    and ends the process, too.
+    TORCH_NCCL_ASYNC_ERROR_HANDLING: on an error in NCCL (a peer failed) PyTorch by default ends the process;
+    with 2 it only aborts the communicator. The user's value is kept, except a 1 under torchrun: that is
+    torchrun's own default, and ends the process, too.
 
     TORCH_NCCL_ENABLE_MONITORING: by default PyTorch ends the process if NCCL's abort does not return for
     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC; with 0 it does not. The user's value is kept.
 
-    The variables are reset afterwards, because other groups, whose errors torchft does not check, need PyTorch's
-    defaults.
+    The variables are reset afterwards, because other groups, whose errors torchft does not check, need
+    PyTorch's defaults.
     """
     with _environment:
         ours = {}
@@ -133,12 +134,14 @@ _NAMED_AFTER_FIRST_GROUP = (
 _Slices = Tuple[torch.Tensor, torch.Tensor, List[int], List[int]]
 
 
-def with_sizes(output: torch.Tensor, given: torch.Tensor, sizes: List[int], given_sizes: List[int], n: int) -> _Slices:
+def with_sizes(
+    output: torch.Tensor, given: torch.Tensor, sizes: List[int], given_sizes: List[int], n: int
+) -> _Slices:
     """Returns the arguments of an all-to-all operation with the sizes of the slices, also if all are equal.
 
-    Without sizes PyTorch calls ncclAlltoAll, where NCCL has it. On a non-blocking communicator that returns "in
-    progress" while it connects with the peers, and PyTorch's older backend takes this for an error. With sizes the
-    backend sends and receives the slices one by one, and waits for the connections.
+    Without sizes PyTorch calls ncclAlltoAll, where NCCL has it. On a non-blocking communicator that returns
+    "in progress" while it connects with the peers, and PyTorch's older backend takes this for an error. With
+    sizes the backend sends and receives the slices one by one, and waits for the connections.
 
     Args:
         output: tensor to write to.
@@ -148,7 +151,8 @@ def with_sizes(output: torch.Tensor, given: torch.Tensor, sizes: List[int], give
         n: the number of ranks.
     """
     both = output, given
-    if sizes or given_sizes or any(t.numel() % n or not t.is_contiguous() for t in both):  # PyTorch refuses the last
+    # PyTorch refuses the last.
+    if sizes or given_sizes or any(t.numel() % n or not t.is_contiguous() for t in both):
         return output, given, sizes, given_sizes
     if any(t.dim() == 0 or t.shape[0] % n for t in both):
         output, given = output.view(-1), given.view(-1)
@@ -175,15 +179,15 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         if _warning:
             _logger.warning("%s", _warning)
             _warning = ""
-        # How long a non-blocking communicator may take to connect. PyTorch's default is half an hour, and it reads the
-        # variable once per process.
+        # How long a non-blocking communicator may take to connect. PyTorch's default is half an hour, and it
+        # reads the variable once per process.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(timeout.total_seconds()))))
 
     def get_reconfigure_handle(self) -> str:
         """The handle by which peers find this group.
 
-        The first call for a device uses NCCL there once, without peers, since that takes long: peers that receive the
-        handle will wait for this group, and should not have to wait for that.
+        The first call for a device uses NCCL there once, without peers, since that takes long: peers that
+        receive the handle will wait for this group, and should not have to wait for that.
 
         Raises:
             RuntimeError: the device has too little memory.
@@ -192,14 +196,15 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         return super().get_reconfigure_handle()
 
     def _rehearse(self) -> None:
-        """Loads NCCL, and lets it find the machine's networks and load its kernels. Errors are those of connecting,
-        except that the device lacks memory: then no other group should wait for this one.
+        """Loads NCCL, and lets it find the machine's networks and load its kernels. Errors are those of
+        connecting, except that the device lacks memory: then no other group should wait for this one.
         """
         try:
             device = self._current_device()
         except Exception:
             return  # there is no device
-        # PyTorch's flight recorder names its files and pipes after the rank in the first group of the process.
+        # PyTorch's flight recorder names its files and pipes after the rank in the first group of the
+        # process.
         if device in _rehearsed or any(os.environ.get(name) for name in _NAMED_AFTER_FIRST_GROUP):
             return
         _rehearsed.add(device)
@@ -208,14 +213,17 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             try:
                 work = first_operation(box[0], device)
                 if not poll(work.is_completed, self._connect_timeout.total_seconds()):
-                    _logger.warning("%s: an operation of one rank has not ended in time", self.getBackendName())
+                    _logger.warning(
+                        "%s: an operation of one rank has not ended in time", self.getBackendName()
+                    )
             finally:
                 self._drop(box)
         except Exception as e:
             if out_of_memory(e):
                 _rehearsed.discard(device)
                 raise RuntimeError(
-                    f"{self.getBackendName()}: {device} has too little memory for NCCL, also without peers; another "
+                    f"{self.getBackendName()}: {device} has too little memory for NCCL, also without peers; "
+                    "another "
                     f"process may use it: {e}"
                 ) from e
             _logger.warning("%s: could not be used by one rank alone: %s", self.getBackendName(), e)
@@ -270,8 +278,8 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
     def _dump_flight_recorder(self) -> None:
         pg = self._pg  # not in `abort`: that frame would keep the group longest, and its destruction may wait
         if pg is not None:
-            # PyTorch names the pipe after the rank in the first NCCL group of the process; that may be any of these
-            # ranks.
+            # PyTorch names the pipe after the rank in the first NCCL group of the process; that may be any of
+            # these ranks.
             ranks = (self._global_rank, int(os.environ.get("RANK", "0")), pg.rank())
             any(trigger_nccl_fr_trace_through_pipe(rank) for rank in dict.fromkeys(ranks) if rank is not None)
 

@@ -4,11 +4,12 @@ Every group has a handle, a JSON object that travels to the peers with the quoru
 
     {"id": "…", "store": "host:port", "global_rank": 3, "spread": true, "group_rank": 0}
 
-`id` names the group object, `store` is a TCPStore that this group hosts. `first`, if there is one, lists the operations
-that this group has run, for which the peers connect at once (_first_operation.py). The Manager adds what groups compare
-(_agreement.py); the text of a layout is in the store, under `layout/{digest}`. Handles are in the order of the ranks,
-so a peer's rank is the index of its handle. All peers meet in one store: that of handle 0, or, if every handle has the
-mark `spread`, that of handle `group_rank mod n`, so that no replica group serves the rendezvous of all ranks.
+`id` names the group object, `store` is a TCPStore that this group hosts. `first`, if there is one, lists the
+operations that this group has run, for which the peers connect at once (_first_operation.py). The Manager
+adds what groups compare (_agreement.py); the text of a layout is in the store, under `layout/{digest}`.
+Handles are in the order of the ranks, so a peer's rank is the index of its handle. All peers meet in one
+store: that of handle 0, or, if every handle has the mark `spread`, that of handle `group_rank mod n`, so that
+no replica group serves the rendezvous of all ranks.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def options_of(uuid: int, handles: list[str], timeout: Optional[timedelta]) -> R
 
 _logger: logging.Logger = logging.getLogger(__name__)
 
-# Connecting with a store takes some milliseconds, unless the name server answers late. Connections that take longer
-# than this are logged.
+# Connecting with a store takes some milliseconds, unless the name server answers late. Connections that take
+# longer than this are logged.
 _SLOW_SEC = 1.0
 
 # PyTorch's uuid is a signed 64 bit integer.
@@ -116,7 +117,9 @@ class Handle:
 
 @functools.lru_cache(maxsize=8)  # each step encodes the handle of its group again
 def _encoded(handle: Handle) -> str:
-    return json.dumps({name: value for name, value in vars(handle).items() if name != "first" or value is not None})
+    return json.dumps(
+        {name: value for name, value in vars(handle).items() if name != "first" or value is not None}
+    )
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,8 @@ def _host_of(peers: list[Handle], group_rank: int) -> int:
     """The index of the handle whose store all peers use, the same on every peer."""
     if not all(peer.spread for peer in peers):
         return 0
-    # Groups with different group ranks are not connected by a quorum, but by hand: each would wait for the others at a
-    # different store.
+    # Groups with different group ranks are not connected by a quorum, but by hand: each would wait for the
+    # others at a different store.
     if any(peer.group_rank not in (None, group_rank) for peer in peers):
         return 0
     return group_rank % len(peers)
@@ -188,8 +191,8 @@ def host_store(timeout: timedelta) -> tuple[TCPStore, str]:
 
 
 def meeting_store(store_addr: str, world_size: int, timeout: timedelta) -> Store:
-    """The store in which the peers of a group meet. A group without peers opens no connection: PyTorch's stores ask the
-    name server at each connection, and wait for seconds if its answer is lost.
+    """The store in which the peers of a group meet. A group without peers opens no connection: PyTorch's
+    stores ask the name server at each connection, and wait for seconds if its answer is lost.
 
     Args:
         store_addr, timeout: as in create_store_client.
@@ -228,7 +231,8 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     )
     if (took := time.monotonic() - began) > _SLOW_SEC:
         _logger.warning(
-            "connecting to the store at %s took %.1f s: PyTorch asks the name server for the name of its address, and "
+            "connecting to the store at %s took %.1f s: PyTorch asks the name server for the name of its "
+            "address, and "
             "waits 5 s for a lost answer; RES_OPTIONS can shorten that (docs/troubleshooting.md)",
             store_addr,
             took,
@@ -236,7 +240,8 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     _attempt.check()
     if prefix:
         store = PrefixStore(prefix, store)
-    # A PrefixStore starts with the default timeout of five minutes; it does not take over that of the underlying store.
+    # A PrefixStore starts with the default timeout of five minutes; it does not take over that of the
+    # underlying store.
     store.set_timeout(timeout)
     return store
 
@@ -293,8 +298,11 @@ def reconfigure_with_store(
     reconfigure_group(pg, exchange_handles(store, pg.get_reconfigure_handle(), rank, world_size, timeout))
 
 
-def exchange_handles(store: Store, handle: str, rank: int, world_size: int, timeout: timedelta) -> ReconfigureOptions:
-    """Returns the options of a reconfiguration whose peers exchange handles over a store. Each peer calls this.
+def exchange_handles(
+    store: Store, handle: str, rank: int, world_size: int, timeout: timedelta
+) -> ReconfigureOptions:
+    """Returns the options of a reconfiguration whose peers exchange handles over a store. Each peer calls
+    this.
 
     Args:
         store: the store; its keys must not have been used for this before.

@@ -43,8 +43,8 @@ _REDUCE_OP_MAP: dict[AnyReduceOp, object] = {
 class ProcessGroupTorchComms(ProcessGroup):
     """Forwards every operation to a torchcomms communicator.
 
-    After an abort, or a wait that exceeds its timeout, the group cannot be used until it is reconfigured. If the
-    communicator has an `abort`, its own operations end at once, otherwise at the reconfiguration.
+    After an abort, or a wait that exceeds its timeout, the group cannot be used until it is reconfigured. If
+    the communicator has an `abort`, its own operations end at once, otherwise at the reconfiguration.
 
     Args:
         comm: a communicator that can be reconfigured. This group takes ownership: `shutdown` finalizes it.
@@ -83,7 +83,8 @@ class ProcessGroupTorchComms(ProcessGroup):
         """
         if not isinstance(opts.handles, list):
             raise ValueError(
-                f"reconfigure handles must be a list, whose order gives the ranks, got a {type(opts.handles).__name__}"
+                "reconfigure handles must be a list, whose order gives the ranks, got a "
+                f"{type(opts.handles).__name__}"
             )
         with self._lock:
             self._connected = False
@@ -113,13 +114,18 @@ class ProcessGroupTorchComms(ProcessGroup):
     ) -> None:
         """Exchanges handles with the peers over a store, and connects with them."""
         if not 0 <= rank < world_size:
-            raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
+            raise ValueError(
+                f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}"
+            )
         store = create_store_client(store_addr, timeout=self._timeout)
         where, handle = PrefixStore("torchcomms", store), self.get_reconfigure_handle()
         self.reconfigure(exchange_handles(where, handle, rank, world_size, self._timeout))
-        # Only here: with `reconfigure`, the ranks have no common store in which they could compare their calls.
+        # Only here: with `reconfigure`, the ranks have no common store in which they could compare their
+        # calls.
         if enabled():
-            self._checker = Checker(self.getBackendName(), PrefixStore("check", store), rank, world_size, self._timeout)
+            self._checker = Checker(
+                self.getBackendName(), PrefixStore("check", store), rank, world_size, self._timeout
+            )
 
     # State
 
@@ -155,13 +161,17 @@ class ProcessGroupTorchComms(ProcessGroup):
         return self._error
 
     def abort(self) -> None:
-        """Ends operations in flight if the communicator can do so. The group has no peers until it gets new ones."""
+        """Ends operations in flight if the communicator can do so. The group has no peers until it gets new
+        ones.
+        """
         self._maker.check()
         with self._lock:
             self._aborts += 1
             if not self._connected:
                 return
-            error = RuntimeError(f"{self.getBackendName()} was aborted and has no peers until it is reconfigured")
+            error = RuntimeError(
+                f"{self.getBackendName()} was aborted and has no peers until it is reconfigured"
+            )
             self._error = error
             self._connected = False
         self._end_in_flight(error)
@@ -210,7 +220,9 @@ class ProcessGroupTorchComms(ProcessGroup):
         return work
 
     def _calls(self, name: str, args: tuple[Any, ...], opts: Any) -> tuple[str, Iterable[tuple[Any, ...]]]:
-        """The method of the communicator for an operation of PyTorch, and the arguments of each call of it."""
+        """The method of the communicator for an operation of PyTorch, and the arguments of each call of
+        it.
+        """
         match name:
             case "allreduce" | "allreduce_coalesced":
                 op = self._op(opts)
@@ -249,8 +261,8 @@ class ProcessGroupTorchComms(ProcessGroup):
 
 
 def _deadline(pg: ProcessGroupTorchComms) -> Callable[[], None]:
-    """Aborts a group when called, unless it has new peers by then. It keeps no object alive, because a timer refers to
-    it long after the operation has ended.
+    """Aborts a group when called, unless it has new peers by then. It keeps no object alive, because a timer
+    refers to it long after the operation has ended.
     """
     group, peers = weakref.ref(pg), weakref.ref(pg._in_flight)
 
@@ -265,11 +277,14 @@ def _deadline(pg: ProcessGroupTorchComms) -> Callable[[], None]:
 class _TorchCommsWork(_PendingWork):
     """Operations of a communicator whose result is `value`.
 
-    The only method of a torchcomms work is `wait`. On a device it orders the current stream behind the operation. On a
-    CPU it blocks, so a separate thread calls it; an abort can then end all other waits, even if the operation hangs.
+    The only method of a torchcomms work is `wait`. On a device it orders the current stream behind the
+    operation. On a CPU it blocks, so a separate thread calls it; an abort can then end all other waits, even
+    if the operation hangs.
     """
 
-    def __init__(self, pg: ProcessGroupTorchComms, works: List[Any], value: object, timeout: timedelta) -> None:
+    def __init__(
+        self, pg: ProcessGroupTorchComms, works: List[Any], value: object, timeout: timedelta
+    ) -> None:
         super().__init__(value, [] if pg._on_cpu else [pg._device])
         self._pg = pg
         self._works = works
@@ -284,7 +299,9 @@ class _TorchCommsWork(_PendingWork):
             self._wait_elsewhere()
             if not self._ended.wait(timeout.total_seconds()):
                 self.end(
-                    TimeoutError(f"{self._pg.getBackendName()}: timed out: an operation did not end within {timeout}")
+                    TimeoutError(
+                        f"{self._pg.getBackendName()}: timed out: an operation did not end within {timeout}"
+                    )
                 )
                 self._pg.abort()
         elif self._error is None:
@@ -310,7 +327,9 @@ class _TorchCommsWork(_PendingWork):
     def _wait_elsewhere(self) -> None:
         with self._lock:
             if self._thread is None and not self._ended.is_set():
-                self._thread = DeviceThread(target=self._wait_for_all, args=(self._timeout,), name="torchft_torchcomms")
+                self._thread = DeviceThread(
+                    target=self._wait_for_all, args=(self._timeout,), name="torchft_torchcomms"
+                )
                 self._thread.start()
 
     def is_completed(self) -> bool:

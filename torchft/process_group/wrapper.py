@@ -39,11 +39,11 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 # Groups that created their parent themselves, or whose parent is a native group.
 _owners: weakref.WeakSet[ProcessGroupWrapper] = weakref.WeakSet()
-# For each native group, shared by all wrappers of it: an object that identifies its present peers, the operations in
-# flight among them, and the checker of these operations.
-_shared: weakref.WeakKeyDictionary[BaseProcessGroup, tuple[object, Optional[Operations], Optional[Checker]]] = (
-    weakref.WeakKeyDictionary()
-)
+# For each native group, shared by all wrappers of it: an object that identifies its present peers, the
+# operations in flight among them, and the checker of these operations.
+_shared: weakref.WeakKeyDictionary[
+    BaseProcessGroup, tuple[object, Optional[Operations], Optional[Checker]]
+] = weakref.WeakKeyDictionary()
 _shared_lock = threading.Lock()
 
 
@@ -58,8 +58,8 @@ class _Connected(NamedTuple):
 class ProcessGroupWrapper(Forwarding):
     """Connects its `parent` with peers, and forwards every operation to it.
 
-    Without `pg` each `configure` replaces the parent by a new group from `_create_pg`. With `pg` that group is always
-    the parent, and it is reconfigured itself.
+    Without `pg` each `configure` replaces the parent by a new group from `_create_pg`. With `pg` that group
+    is always the parent, and it is reconfigured itself.
 
     Subclasses may override `_create_pg`, and what :class:`Forwarding` lets them override.
 
@@ -165,7 +165,9 @@ class ProcessGroupWrapper(Forwarding):
             return
 
         if not 0 <= rank < world_size:
-            raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
+            raise ValueError(
+                f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}"
+            )
         self._replace(self._connecting_with(store_addr, rank, world_size))
 
     def _connecting_with(
@@ -208,7 +210,8 @@ class ProcessGroupWrapper(Forwarding):
             raise named_timeout(e) from e.__cause__
         finally:
             self._attempt = None
-        # An abort abandons the attempt first, and releases `_pg` then. So one that has not found `_pg` is seen here.
+        # An abort abandons the attempt first, and releases `_pg` then. So one that has not found `_pg` is
+        # seen here.
         if whole.abandoned is not None:
             aborted, box = whole.abandoned, [pg]
             del pg
@@ -234,10 +237,11 @@ class ProcessGroupWrapper(Forwarding):
         )
 
     def connect_standby(self, opts: ReconfigureOptions) -> ConnectionAttempt[Any]:
-        """Begins to connect with other peers, on a thread. Until :meth:`hand_over` the group keeps the present ones.
+        """Begins to connect with other peers, on a thread. Until :meth:`hand_over` the group keeps the
+        present ones.
 
-        Both connections exist for that time, and nothing on a device waits for the new peers. An abort of the group
-        ends both connections.
+        Both connections exist for that time, and nothing on a device waits for the new peers. An abort of the
+        group ends both connections.
 
         Args:
             opts: as for `reconfigure`; all of these peers call this method, and then :meth:`hand_over`.
@@ -254,7 +258,9 @@ class ProcessGroupWrapper(Forwarding):
             self._reset()
         self._options = opts
         self._quorum_id, self._global_ranks = opts.uuid, meeting.global_ranks
-        attempt = self._connecting_with(meeting.address(opts.uuid), meeting.rank, meeting.world_size, standby=True)
+        attempt = self._connecting_with(
+            meeting.address(opts.uuid), meeting.rank, meeting.world_size, standby=True
+        )
         with self._standby_lock:
             self._standby = attempt
         _owners.add(self)
@@ -285,7 +291,9 @@ class ProcessGroupWrapper(Forwarding):
             attempt.abandon(error)
 
     def _take_standby(self, attempt: ConnectionAttempt[Any]) -> bool:
-        """Makes the caller responsible for an attempt. Returns False if it is not the latest, or was taken."""
+        """Makes the caller responsible for an attempt. Returns False if it is not the latest, or was
+        taken.
+        """
         with self._standby_lock:
             mine = self._standby is attempt
             if mine:
@@ -293,7 +301,9 @@ class ProcessGroupWrapper(Forwarding):
             return mine
 
     def _used(self, attempt: ConnectionAttempt[_Connected]) -> _Connected:
-        """The result of an attempt, after the first use. Runs on the thread of another attempt, which an abort ends."""
+        """The result of an attempt, after the first use. Runs on the thread of another attempt, which an
+        abort ends.
+        """
         whole = running()
         assert whole is not None
         whole.when_abandoned(partial(attempt.abandon, RuntimeError(f"{self.getBackendName()} was aborted")))
@@ -416,7 +426,9 @@ class ProcessGroupWrapper(Forwarding):
         if self._given and isinstance(self._pg, ProcessGroup):
             self._pg.abort()
             return
-        error = RuntimeError(f"{self.getBackendName()} was aborted and has no peers until it is configured again")
+        error = RuntimeError(
+            f"{self.getBackendName()} was aborted and has no peers until it is configured again"
+        )
         if errored and self._pg is not None:
             self._aborted = error
         if self._given:
@@ -446,8 +458,8 @@ class ProcessGroupWrapper(Forwarding):
             checker.close(error)
 
     def __del__(self) -> None:
-        # The garbage collector may call this on any thread, so it must neither wait nor take a lock. At exit no thread
-        # can be started: see `_release_all`.
+        # The garbage collector may call this on any thread, so it must neither wait nor take a lock. At exit
+        # no thread can be started: see `_release_all`.
         if not hasattr(self, "_given") or sys.is_finalizing():
             return
         if self._given:
@@ -459,7 +471,9 @@ class ProcessGroupWrapper(Forwarding):
         self._release_both(RuntimeError("the process group is not referenced any more"))
 
     def _leave(self) -> None:
-        """Drops the reference to a native group, without an abort. Calls `reap`, since it may be the last reference."""
+        """Drops the reference to a native group, without an abort. Calls `reap`, since it may be the last
+        reference.
+        """
         pg, self._pg = self._pg, None
         if pg is not None and not isinstance(pg, ProcessGroup):
             box: list[object] = [pg]
@@ -480,7 +494,9 @@ class ProcessGroupWrapper(Forwarding):
         self._release(error)
 
     def _release(self, error: Exception) -> None:
-        """Drops the parent: threads that wait in it get its own error, or `error`. The caller does not wait."""
+        """Drops the parent: threads that wait in it get its own error, or `error`. The caller does not
+        wait.
+        """
         box = [self._pg]  # read once: another thread may release it too
         self._pg = None
         if box[0] is not None:
@@ -500,7 +516,8 @@ class ProcessGroupWrapper(Forwarding):
         pg = self._pg
         if not self._given or type(pg) is not BaseProcessGroup:
             return self._operations, self._checker
-        # A native group may be reconfigured without this wrapper, and other wrappers of it share its operations.
+        # A native group may be reconfigured without this wrapper, and other wrappers of it share its
+        # operations.
         meeting = _meeting(pg)
         with _shared_lock:
             known = _shared.get(pg)
@@ -508,7 +525,8 @@ class ProcessGroupWrapper(Forwarding):
                 gloo = all(pg._get_backend(device).name() == "gloo" for device in pg._device_types)
                 self._operations = Operations(pg.name(), connections_of(pg)) if gloo else None
                 if enabled():
-                    # The handle of a group with peers contains the uuid of their reconfiguration: backend:rank:uuid:…
+                    # The handle of a group with peers contains the uuid of their reconfiguration:
+                    # backend:rank:uuid:…
                     uuid = pg.get_reconfigure_handle().split(":")[2]
                     store = PrefixStore(f"check/{uuid}", pg.get_group_store())
                     self._checker = Checker(pg.name(), store, pg.rank(), pg.size(), self._timeout)
@@ -526,9 +544,9 @@ def _meeting(pg: BaseProcessGroup) -> object:
 def abortable(pg: BaseProcessGroup) -> BaseProcessGroup:
     """The group whose operations to call, so that an abort of `pg` ends all waits for them.
 
-    A group of torchft is returned itself. In a native Gloo group an operation may hang if its connections are cut at
-    the wrong moment, above all in a process that was stopped meanwhile; so a wrapper with its own end for waits is
-    returned.
+    A group of torchft is returned itself. In a native Gloo group an operation may hang if its connections are
+    cut at the wrong moment, above all in a process that was stopped meanwhile; so a wrapper with its own end
+    for waits is returned.
     """
     return ProcessGroupWrapper(pg=pg) if is_native(pg) else pg
 
@@ -547,8 +565,8 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def _release_all() -> None:
-    """Releases all groups at the end of the process, while threads can still be started; `_gloo.reaper` then waits a
-    moment for them.
+    """Releases all groups at the end of the process, while threads can still be started; `_gloo.reaper` then
+    waits a moment for them.
     """
     for group in list(_owners):
         if group._given:

@@ -34,7 +34,9 @@ def record(rng: random.Random, pool: ThreadPoolExecutor, with_handles: bool) -> 
     names = rng.sample(NAMES, rng.choice([1, 2, 2, 3, 3, 4, 5]))
     world_size = rng.choice([1, 1, 2, 3])
     init_sync = rng.random() < 0.7
-    steps = rng.choice([lambda: 0, lambda: 0, lambda: 5, lambda: rng.randint(0, 3), lambda: rng.choice([0, 7])])
+    steps = rng.choice(
+        [lambda: 0, lambda: 0, lambda: 5, lambda: rng.randint(0, 3), lambda: rng.choice([0, 7])]
+    )
     lacking = rng.choice(names) if rng.random() < 0.3 else None
     members = [
         {

@@ -14,7 +14,9 @@ from torch import nn
 
 
 def training_state(seed: int = 0) -> dict[str, Any]:
-    """The state that a Manager sends for a small model after one step, with all kinds of values that a user may add."""
+    """The state that a Manager sends for a small model after one step, with all kinds of values that a user
+    may add.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10))
     optimizer = torch.optim.AdamW(model.parameters())

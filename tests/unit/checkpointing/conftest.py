@@ -15,8 +15,8 @@ TIMEOUT = timedelta(seconds=20)
 
 @pytest.fixture(autouse=True)
 def servers_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes servers check for shutdown every 5 ms; the default of 0.1 s is too slow for the hundreds of servers
-    here.
+    """Makes servers check for shutdown every 5 ms; the default of 0.1 s is too slow for the hundreds of
+    servers here.
     """
     serve = _IPv6HTTPServer.serve_forever
     monkeypatch.setattr(_IPv6HTTPServer, "serve_forever", lambda self, poll_interval: serve(self, 0.005))

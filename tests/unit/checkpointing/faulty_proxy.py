@@ -19,8 +19,8 @@ class Fault:
     """A fault of one connection.
 
     Args:
-        kind: drop (the connection is closed), reset, truncate (closed in the middle of some data), flip (one bit),
-            delay (no data is forwarded for a while)
+        kind: drop (the connection is closed), reset, truncate (closed in the middle of some data), flip (one
+            bit), delay (no data is forwarded for a while)
         after: number of bytes that are forwarded before the fault
         from_source: direction in which bytes are counted, and in which a flip or truncation occurs
     """
@@ -90,7 +90,9 @@ class Proxy:
                 other[sock].settimeout(5)
                 other[sock].sendall(data)
 
-    def _strike(self, fault: Fault, data: bytes, at: int, client: socket.socket, server: socket.socket) -> bytes | None:
+    def _strike(
+        self, fault: Fault, data: bytes, at: int, client: socket.socket, server: socket.socket
+    ) -> bytes | None:
         if fault.kind == "flip":
             return data[:at] + bytes([data[at] ^ (1 << fault.bit)]) + data[at + 1 :]
         if fault.kind == "delay":

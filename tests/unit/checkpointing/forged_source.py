@@ -10,7 +10,9 @@ from typing import Iterator
 
 @contextmanager
 def server_that_sends(answer: bytes) -> Iterator[str]:
-    """A source that answers every request with these bytes and closes the connection. Returns its metadata."""
+    """A source that answers every request with these bytes and closes the connection. Returns its
+    metadata.
+    """
     listener = socket.create_server(("localhost", 0))
 
     def serve() -> None:

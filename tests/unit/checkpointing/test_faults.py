@@ -1,4 +1,6 @@
-"""Transfers over connections that are dropped, delayed, truncated, reset or corrupted: no data is missing or wrong."""
+"""Transfers over connections that are dropped, delayed, truncated, reset or corrupted: no data is missing or
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -102,8 +104,8 @@ def test_random_transfers(source: HTTPTransport[Any], transfers: int) -> None:
 def test_random_transfers_with_an_additional_source(
     source: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch, transfers: int
 ) -> None:
-    """An additional source has partly different data and faulty connections, and sometimes withdraws its offer during
-    the transfer.
+    """An additional source has partly different data and faulty connections, and sometimes withdraws its
+    offer during the transfer.
     """
     monkeypatch.setattr(sources, "_HELP_AFTER", 0.0)
     seed = random.randrange(2**32)
@@ -111,9 +113,13 @@ def test_random_transfers_with_an_additional_source(
         rng = random.Random(seed + number)
         state = random_state(rng)
         nbytes = max(1, sum(t.numel() for t in state.values()))
-        faults = [random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], nbytes, 4) for _ in range(2)]
+        faults = [
+            random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], nbytes, 4) for _ in range(2)
+        ]
         source.send_checkpoint([1], number, state, TIMEOUT)
-        offered = {name: t.clone() if rng.random() < 0.7 else torch.full_like(t, 77) for name, t in state.items()}
+        offered = {
+            name: t.clone() if rng.random() < 0.7 else torch.full_like(t, 77) for name, t in state.items()
+        }
         additional: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
         additional.help_checkpoint(number, offered)
         target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
@@ -202,7 +208,9 @@ def test_the_control_connection_is_lost(source: Any, target: Any, wire: Any, mon
 
     made = []
     original = transfer.NativeFetch
-    monkeypatch.setattr(transfer, "NativeFetch", lambda *args, **kwargs: made.append(1) or original(*args, **kwargs))
+    monkeypatch.setattr(
+        transfer, "NativeFetch", lambda *args, **kwargs: made.append(1) or original(*args, **kwargs)
+    )
     state = large_state()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire()
@@ -244,7 +252,9 @@ def test_a_source_that_fails_half_way_is_named(source: Any, target: Any, wire: A
 
 
 def test_a_source_whose_memory_changes_is_noticed(source: Any, target: Any) -> None:
-    """For example, a training loop writes before disallow_checkpoint, so that two reads of the memory differ."""
+    """For example, a training loop writes before disallow_checkpoint, so that two reads of the memory
+    differ.
+    """
     state = {"w": torch.zeros(8 * MB)}
     source.send_checkpoint([1, 2], 1, state, TIMEOUT)
     assert_same(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
@@ -253,7 +263,9 @@ def test_a_source_whose_memory_changes_is_noticed(source: Any, target: Any) -> N
         target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
 
 
-def test_a_transfer_from_a_silent_source_can_be_aborted(source: HTTPTransport[Any], target: HTTPTransport[Any]) -> None:
+def test_a_transfer_from_a_silent_source_can_be_aborted(
+    source: HTTPTransport[Any], target: HTTPTransport[Any]
+) -> None:
     """The connections of a stopped host stay open, so the transfer has to be aborted from outside."""
     silent = socket.create_server(("localhost", 0))  # the kernel accepts connections, and no answer follows
     raised: list[BaseException] = []

@@ -97,7 +97,9 @@ def test_bad_settings(timeout: timedelta, num_chunks: int, message: str) -> None
         HTTPTransport(timeout, num_chunks)
 
 
-@pytest.mark.parametrize("metadata", ["", "nonsense", "ftp://a:1/", "http://host/checkpoint/", "http://host:port/"])
+@pytest.mark.parametrize(
+    "metadata", ["", "nonsense", "ftp://a:1/", "http://host/checkpoint/", "http://host:port/"]
+)
 def test_bad_metadata(make: Any, metadata: str) -> None:
     with pytest.raises(ValueError, match="allowed is http://host:port/checkpoint/"):
         make().recv_checkpoint(0, metadata, 1, TIMEOUT)
@@ -154,7 +156,9 @@ def test_allow_offers_the_last_checkpoint_again(make: Any) -> None:
 
 def test_a_request_without_a_checkpoint_ends_with_503(make: Any) -> None:
     source = make(timeout=timedelta(seconds=0.1))
-    with pytest.raises(CheckpointError, match=r"refused with 503: no checkpoint of step 1: none was allowed for 0.1 s"):
+    with pytest.raises(
+        CheckpointError, match=r"refused with 503: no checkpoint of step 1: none was allowed for 0.1 s"
+    ):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
 
 
@@ -233,8 +237,8 @@ def test_small_tensors_are_copied_at_once(make: Any) -> None:
 
 
 def test_heals_while_the_source_trains(make: Any) -> None:
-    """Targets read all the time, and the source changes all tensors between disallow and send. No target reads a
-    mixture of two steps.
+    """Targets read all the time, and the source changes all tensors between disallow and send. No target
+    reads a mixture of two steps.
     """
     source, target = make(), make()
     state = large_state(0.0)
@@ -450,7 +454,13 @@ def test_many_requests_on_one_connection(make: Any) -> None:
     source = make(num_chunks=2)
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     connection = http.client.HTTPConnection("localhost", urlsplit(source.metadata()).port, timeout=10)
-    for path, status in (("1/full", 200), ("nothing", 404), ("2/full", 400), ("1/metadata", 200), ("1/1", 200)):
+    for path, status in (
+        ("1/full", 200),
+        ("nothing", 404),
+        ("2/full", 400),
+        ("1/metadata", 200),
+        ("1/1", 200),
+    ):
         connection.request("GET", f"/checkpoint/{path}")
         response = connection.getresponse()
         assert (response.status, response.version) == (status, 11)

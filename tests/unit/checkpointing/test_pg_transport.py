@@ -20,7 +20,12 @@ from torchft.checkpointing.client.deadline import Deadline
 from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError
-from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupGloo, create_store_client, reconfigure_with_store
+from torchft.process_group import (
+    ProcessGroupBabyGloo,
+    ProcessGroupGloo,
+    create_store_client,
+    reconfigure_with_store,
+)
 
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")
@@ -92,7 +97,11 @@ def test_large_tensors_are_sent_in_pieces(groups: list[Any], monkeypatch: pytest
 def test_keys_of_any_kind(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends cut a state into pieces of the same size, and the target finds its existing tensors."""
     monkeypatch.setattr(pg_transport, "_LEAST_PIECE", 64)
-    state = {(1, "a"): torch.arange(30_000.0), torch.float16: torch.ones(5), b"x": {2**70: torch.full((7,), 3.0)}}
+    state = {
+        (1, "a"): torch.arange(30_000.0),
+        torch.float16: torch.ones(5),
+        b"x": {2**70: torch.full((7,), 3.0)},
+    }
     own = {(1, "a"): torch.zeros(30_000), torch.float16: torch.zeros(5), b"x": {2**70: torch.zeros(7)}}
     source, target = PGTransport(groups[0], TIMEOUT, CPU), PGTransport(groups[1], TIMEOUT, CPU, lambda: own)
     sent, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
@@ -115,7 +124,9 @@ def test_a_wrong_step(groups: list[Any]) -> None:
 def test_no_target_and_no_source(groups: list[Any]) -> None:
     short = timedelta(seconds=0.2)
     transport = PGTransport(groups[0], short, CPU)
-    with pytest.raises(TimeoutError, match=r"checkpoint of step 4 from rank 1: timed out after 0.2 seconds") as caught:
+    with pytest.raises(
+        TimeoutError, match=r"checkpoint of step 4 from rank 1: timed out after 0.2 seconds"
+    ) as caught:
         transport.recv_checkpoint(1, "", 4)
     assert isinstance(caught.value, RuntimeError), "the error of the upstream transport"
     transport = PGTransport(groups[2], short, CPU)
@@ -162,7 +173,9 @@ def test_bad_settings(timeout: timedelta) -> None:
 
 
 def connected(make: Callable[[], list[Any]]) -> list[Any]:
-    """Returns process groups whose timeout also limits their connection: other groups if that took too long."""
+    """Returns process groups whose timeout also limits their connection: other groups if that took too
+    long.
+    """
     for _ in range(20):
         with suppress(RuntimeError):
             return make()
@@ -171,8 +184,8 @@ def connected(make: Callable[[], list[Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("isolated_rank", [0, 1], ids=["source", "target"])
 def test_the_timeout_of_a_call_wins_when_it_is_longer(isolated_rank: int) -> None:
-    """The call's timeout is longer than those of the transport and the process group. The worker of an isolated group
-    applies the group's timeout itself.
+    """The call's timeout is longer than those of the transport and the process group. The worker of an
+    isolated group applies the group's timeout itself.
     """
     late_sec = 2.0  # seconds by which the other end is late
     short = timedelta(seconds=1.5)  # also the timeout of connecting
@@ -192,7 +205,8 @@ def test_the_timeout_of_a_call_wins_when_it_is_longer(isolated_rank: int) -> Non
     groups = connected(make)
     try:
         source, target = (PGTransport(group, short, CPU) for group in groups)
-        state = {"a": torch.randn(1 << 22)}  # more than a connection buffers while the other end does not read
+        # More than a connection buffers while the other end does not read.
+        state = {"a": torch.randn(1 << 22)}
         late = threading.Event()
 
         def lately(rank: int, call: Callable[[], Any]) -> Any:
@@ -239,8 +253,8 @@ def native(store: dist.TCPStore, timeout: timedelta) -> list[Any]:
     ],
 )
 def test_the_timeout_of_a_call_wins_over_that_of_gloo(make: Callable[..., list[Any]]) -> None:
-    """The call's timeout is longer than those of the transport and the process group, in both directions; the peer is
-    late by more than these.
+    """The call's timeout is longer than those of the transport and the process group, in both directions; the
+    peer is late by more than these.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     short, late = timedelta(seconds=1), threading.Event()
@@ -294,7 +308,9 @@ def test_the_connections_of_a_transfer_share_its_timeout(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("waited_for", [True, False])
 @pytest.mark.parametrize("each_sec", [7.0, 11.0])
-def test_each_piece_moves_the_deadline(monkeypatch: pytest.MonkeyPatch, waited_for: bool, each_sec: float) -> None:
+def test_each_piece_moves_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, waited_for: bool, each_sec: float
+) -> None:
     """If the other groups do not wait for the target, its timeout is that of the whole transfer."""
     now, sent = [100.0], list[torch.Tensor]()
     monkeypatch.setattr(pg_transport, "Deadline", partial(Deadline, clock=lambda: now[0]))

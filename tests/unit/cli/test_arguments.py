@@ -63,19 +63,32 @@ def exits(arguments: list[str]) -> int:
             "--replica is not understood (did you mean --replicas?); see torchft run --help",
         ),
         (["run", "--replicas", "0", "x.py"], "argument --replicas: '0' is not allowed; allowed: N or N:MAX"),
-        (["run", "--kill-every", "often", "x.py"], "'often' is not allowed; allowed: a time above 0 like 500ms"),
+        (
+            ["run", "--kill-every", "often", "x.py"],
+            "'often' is not allowed; allowed: a time above 0 like 500ms",
+        ),
         (["run", "--kill-every", "-3s", "x.py"], "'-3s' is not allowed; allowed: a time above 0 like 500ms"),
-        (["run", "--nproc-per-node", "-1", "x.py"], "'-1' is not allowed; allowed: a whole number of at least 1"),
+        (
+            ["run", "--nproc-per-node", "-1", "x.py"],
+            "'-1' is not allowed; allowed: a whole number of at least 1",
+        ),
         (["run", "missing/train.py"], "script 'missing/train.py' is no file, and there is no folder missing"),
         (
             ["run", "--replicas", "2", "--min-replicas", "3", __file__],
             "--min-replicas 3 is not allowed; allowed: at most",
         ),
-        (["run", "--lighthouses", "2", __file__], "argument --lighthouses: '2' is not allowed; allowed: 1, 3, 5 or 7"),
-        (["run", "--lighthouses", "9", __file__], "argument --lighthouses: '9' is not allowed; allowed: 1, 3, 5 or 7"),
+        (
+            ["run", "--lighthouses", "2", __file__],
+            "argument --lighthouses: '2' is not allowed; allowed: 1, 3, 5 or 7",
+        ),
+        (
+            ["run", "--lighthouses", "9", __file__],
+            "argument --lighthouses: '9' is not allowed; allowed: 1, 3, 5 or 7",
+        ),
         (
             ["run", "--lighthouses", "3", "--bind", "localhost:1", __file__],
-            "--bind localhost:1 is not allowed with --lighthouses 3, which take free ports; allowed: --lighthouses 1",
+            "--bind localhost:1 is not allowed with --lighthouses 3, which take free ports; allowed: "
+            "--lighthouses 1",
         ),
         (["cluster", "grow", "http://d:1"], "invalid choice: 'grow'"),
         (["cluster", "add"], "the address of the lighthouse to add is missing; see torchft cluster --help"),
@@ -99,13 +112,19 @@ def test_a_missing_script_gets_a_suggestion(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["status", "--lighthouse", "localhost:29510"], "'localhost:29510' is not allowed; allowed: http://host:port"),
+        (
+            ["status", "--lighthouse", "localhost:29510"],
+            "'localhost:29510' is not allowed; allowed: http://host:port",
+        ),
         # A port above 65535, which a socket would reduce modulo 65536.
         (
             ["status", "--lighthouse", "http://localhost:99999"],
             "'http://localhost:99999' is not allowed; allowed: http://",
         ),
-        (["status", "--lighthouse", "http://localhost:x"], "'http://localhost:x' is not allowed; allowed: http://host"),
+        (
+            ["status", "--lighthouse", "http://localhost:x"],
+            "'http://localhost:x' is not allowed; allowed: http://host",
+        ),
         (
             ["status", "--lighthouse", "http://localhost"],
             "'http://localhost' is not allowed; allowed: http://host:port",
@@ -115,7 +134,10 @@ def test_a_missing_script_gets_a_suggestion(tmp_path: Path, capsys: pytest.Captu
             ["status", "--lighthouse", "http://127.0.0.1:{0}"],
             "no lighthouse answered (http://127.0.0.1:{0}: [Errno 111] Connection refused); is it running",
         ),
-        (["kill", "--lighthouse", "http://127.0.0.1:{0},http://127.0.0.1:{1}", "a"], "http://127.0.0.1:{1}: "),
+        (
+            ["kill", "--lighthouse", "http://127.0.0.1:{0},http://127.0.0.1:{1}", "a"],
+            "http://127.0.0.1:{1}: ",
+        ),
         (["status", "--lighthouse", "http://node..x:29510"], "no lighthouse answered (http://node..x:"),
     ],
 )
@@ -180,7 +202,10 @@ def test_underscores_count_as_hyphens_and_arguments_after_the_script_are_its_own
     seen = []
     monkeypatch.setattr(run, "_run", lambda args: seen.append(args) or 0)
     assert (
-        exits(["run", "--nproc_per_node=2", "--kill_every", "10s", __file__, "--replicas", "9", "--lr_min", "1"]) == 0
+        exits(
+            ["run", "--nproc_per_node=2", "--kill_every", "10s", __file__, "--replicas", "9", "--lr_min", "1"]
+        )
+        == 0
     )
     (args,) = seen
     assert (args.nproc_per_node, args.kill_every, args.replicas) == (2, 10.0, (2, 2))

@@ -1,4 +1,6 @@
-"""`torchft cluster` shows a cluster of lighthouses, and changes it; commands ask one lighthouse after the other."""
+"""`torchft cluster` shows a cluster of lighthouses, and changes it; commands ask one lighthouse after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def test_the_members_the_leader_and_since_when() -> None:
 
 def test_no_leader_and_a_lighthouse_that_takes_no_part() -> None:
     shown = table(status("", trouble="/state: no space left on device")).splitlines()
-    assert shown[0] == f"cluster: no leader for 12 min; 2 of 3 lighthouses must reach each other; not reached: {C}"
+    assert (
+        shown[0]
+        == f"cluster: no leader for 12 min; 2 of 3 lighthouses must reach each other; not reached: {C}"
+    )
     assert shown[-1] == f"{A}: /state: no space left on device"
     waits = {"address": A, "leads": False, "voter": False, "reached": True}
     hostile = {**waits, "address": "http://\x1b[J:1"}
@@ -50,7 +55,8 @@ def test_no_leader_and_a_lighthouse_that_takes_no_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ms", "text"), [(0, "0 s"), (89_400, "89 s"), (90_000, "2 min"), (5_400_000, "2 h"), (129_600_000, "2 d")]
+    ("ms", "text"),
+    [(0, "0 s"), (89_400, "89 s"), (90_000, "2 min"), (5_400_000, "2 h"), (129_600_000, "2 d")],
 )
 def test_how_long_it_leads(ms: int, text: str) -> None:
     assert f" has led 3 lighthouses for {text}; " in table(status(since_ms=ms))
@@ -165,7 +171,14 @@ def test_commands_ask_the_next_lighthouse_if_one_reaches_no_leader(
     paths = ("/status", "/api/v1/history", "/api/v1/kill", "/api/v1/drain")
     behind = lighthouses.start(dict.fromkeys(paths, (502, reason)))
     job = {"quorum_id": 1, "quorum": ["a"], "max_step": 3, "reason": "", "members": [], "cluster": status()}
-    member = {"replica_id": "a", "healthy": True, "in_quorum": True, "waiting": False, "step": 3, "heartbeat_age_ms": 5}
+    member = {
+        "replica_id": "a",
+        "healthy": True,
+        "in_quorum": True,
+        "waiting": False,
+        "step": 3,
+        "heartbeat_age_ms": 5,
+    }
     served = lighthouses.start(
         {
             "/status": (200, {**job, "members": [member]}),

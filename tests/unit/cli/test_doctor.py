@@ -36,10 +36,14 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     [
         (
             None,
-            "ok    TORCH_NCCL_DUMP_ON_TIMEOUT is not set: torchft run, and the import of torchft.process_group, set",
+            "ok    TORCH_NCCL_DUMP_ON_TIMEOUT is not set: torchft run, and the import of "
+            "torchft.process_group, set",
         ),
         ("0", "ok    TORCH_NCCL_DUMP_ON_TIMEOUT=0: ranks survive the failure of a peer"),
-        ("true", "warn  TORCH_NCCL_DUMP_ON_TIMEOUT=true: with PyTorch's older NCCL backend, a failed peer may end"),
+        (
+            "true",
+            "warn  TORCH_NCCL_DUMP_ON_TIMEOUT=true: with PyTorch's older NCCL backend, a failed peer may end",
+        ),
     ],
 )
 def test_whether_pytorchs_monitor_ends_survivors(
@@ -54,7 +58,9 @@ def test_whether_pytorchs_monitor_ends_survivors(
     assert finding in capsys.readouterr().out
 
 
-def test_a_machine_without_problems(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_problems(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
     status, output = doctor(capsys)
     assert "the native library loads" in output and "announces itself as 127.0.0.1" in output
@@ -71,7 +77,8 @@ def test_sources_that_hide_the_installed_package_from_scripts(
     status, output = doctor(capsys)
     assert status == 1
     assert (
-        "BAD   scripts in this folder, and `python -m` and `python -c` started here, do not load torchft: the source "
+        "BAD   scripts in this folder, and `python -m` and `python -c` started here, do not load torchft: "
+        "the source "
         f"folder {tmp_path / 'torchft'} hides the package"
     ) in output
     assert "copy the script to another folder, or build it in place with `pip install -e " in output
@@ -90,14 +97,18 @@ def test_a_folder_without_room_for_control_sockets(
     assert status == 0 and "warn  `torchft scale` cannot reach jobs of this machine: " in output
 
 
-def test_the_network_interface_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_network_interface_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "lo")
     status, output = doctor(capsys)
     assert "announces itself as 127.0.0.1 (interface lo)" in output and status == 0
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6")
-def test_an_ipv6_address_is_reached(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ipv6_address_is_reached(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "::1")
     status, output = doctor(capsys)
     assert "announces itself as ::1" in output and "cannot connect" not in output and status == 0
@@ -154,7 +165,9 @@ def test_a_port_that_another_program_uses(
     assert f"port {port}, the lighthouse's default, is not free" in output and "--bind" in output
 
 
-def test_a_port_that_a_lighthouse_uses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_a_lighthouse_uses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
     monkeypatch.setattr("torchft.cli.doctor._LOCAL_SEC", 30.0)
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
@@ -188,7 +201,10 @@ def test_a_machine_that_cannot_resolve_localhost(
 
 def test_a_malformed_lighthouse_address(capsys: pytest.CaptureFixture[str]) -> None:
     status, output = doctor(capsys, "--lighthouse", "http://[")
-    assert status == 1 and "the lighthouse address 'http://[' is not allowed; allowed: http://host:port" in output
+    assert (
+        status == 1
+        and "the lighthouse address 'http://[' is not allowed; allowed: http://host:port" in output
+    )
 
 
 def test_a_lighthouse_that_is_not_there(closed_ports: list[int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +212,9 @@ def test_a_lighthouse_that_is_not_there(closed_ports: list[int], capsys: pytest.
     assert status == 1 and "no lighthouse answered" in output
 
 
-def test_a_server_that_is_no_lighthouse(answering: Callable[[bytes], str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_no_lighthouse(
+    answering: Callable[[bytes], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     address = answering(b'HTTP/1.0 200 OK\r\n\r\n{"job": 1}')
     status, output = doctor(capsys, "--lighthouse", address)
     assert status == 1 and f"{address}/jobs answered other JSON: is it a lighthouse?" in output
@@ -216,7 +234,9 @@ def test_a_group_that_cannot_be_reached(closed_ports: list[int], capsys: pytest.
     assert "TORCHFT_HOST" in output
 
 
-def test_each_lighthouse_of_a_cluster_is_asked(closed_ports: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_lighthouse_of_a_cluster_is_asked(
+    closed_ports: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     away = f"http://127.0.0.1:{closed_ports[0]}"
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
     try:
@@ -242,7 +262,9 @@ def test_a_clock_that_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "NTP" in output
 
 
-def test_the_backends_that_pytorch_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backends_that_pytorch_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     main(["doctor"])

@@ -21,7 +21,8 @@ class Groups:
         self.members: list[Any] = []
         self.calls: list[str] = []
         self.lighthouses = ""
-        self.signals: list[signal.Signals] = []  # the first arrives while they run, further ones while they end
+        # The first arrives while they run, further ones while they end.
+        self.signals: list[signal.Signals] = []
 
     def of(self, arguments: Sequence[Any]) -> Groups:
         self.lighthouses = arguments[3]
@@ -65,17 +66,23 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
 
 
 @pytest.mark.parametrize("folder", ["taken", "taken/logs"])
-def test_a_log_folder_that_cannot_be_made(folder: str, groups: Groups, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_folder_that_cannot_be_made(
+    folder: str, groups: Groups, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("taken").touch()
     assert main(["run", "--log-dir", folder, __file__]) == 1
     assert f"torchft run: logs cannot be written to the folder {folder!r}: " in capsys.readouterr().err
     assert groups.calls == []
 
 
-def test_a_folder_that_cannot_be_written_names_the_option(groups: Groups, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_names_the_option(
+    groups: Groups, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("torchft-logs").touch()  # as in a folder that is read-only: the folder cannot be made
     assert main(["run", __file__]) == 1
-    assert "the folder 'torchft-logs': File exists; choose a folder with --log-dir\n" in capsys.readouterr().err
+    assert (
+        "the folder 'torchft-logs': File exists; choose a folder with --log-dir\n" in capsys.readouterr().err
+    )
     Path("logs").mkdir()
     Path("logs/lighthouse.log").symlink_to("/dev/full/nothing")
     assert main(["run", "--log-dir", "logs", __file__]) == 1
@@ -89,7 +96,8 @@ def test_a_control_socket_that_cannot_be_made_costs_no_more_than_scale(
     (tmp_path / "torchft").mkdir(mode=0o755)
     assert main(["run", __file__]) == 0
     assert (
-        f"torchft run: `torchft scale` cannot reach this job: {tmp_path / 'torchft'} must be a folder that only this "
+        f"torchft run: `torchft scale` cannot reach this job: {tmp_path / 'torchft'} must be a folder that "
+        "only this "
         "user can enter"
     ) in capsys.readouterr().err
     assert groups.calls == ["kill"]
@@ -97,7 +105,10 @@ def test_a_control_socket_that_cannot_be_made_costs_no_more_than_scale(
 
 @pytest.mark.parametrize(
     ("options", "addresses"),
-    [([], "http://localhost:1"), (["--lighthouses", "3"], "http://localhost:1,http://localhost:2,http://localhost:3")],
+    [
+        ([], "http://localhost:1"),
+        (["--lighthouses", "3"], "http://localhost:1,http://localhost:2,http://localhost:3"),
+    ],
 )
 def test_the_groups_get_the_addresses_of_all_lighthouses(
     options: list[str], addresses: str, groups: Groups, capsys: pytest.CaptureFixture[str]
@@ -117,7 +128,9 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         ([TERM], 0.0, 143, ["end", "ended", "kill"]),
         pytest.param([HUP], 0.0, 129, ["end", "ended", "kill"], id="the terminal is closed"),
         pytest.param([HUP, HUP], 0.0, 129, ["end", "ended", "kill"], id="the kernel and the shell report it"),
-        pytest.param([INT, INT], 3600.0, 130, ["end", "ended", "kill"], id="a wrapper forwards the terminal's"),
+        pytest.param(
+            [INT, INT], 3600.0, 130, ["end", "ended", "kill"], id="a wrapper forwards the terminal's"
+        ),
         pytest.param([INT, INT], 0.0, 130, ["end", "kill"], id="Ctrl-C, and later once more"),
         pytest.param([TERM, TERM], 0.0, 143, ["end", "kill"], id="at once"),
         pytest.param([INT, TERM], 3600.0, 143, ["end", "kill"], id="another signal"),
@@ -164,7 +177,8 @@ def test_a_terminal_that_fails_before_its_signal_ends_the_groups(
 
     monkeypatch.setattr(run.StatusLines, "show", show)
     signal.signal(HUP, signal.default_int_handler)
-    groups.signals = [HUP, HUP]  # the output fails before the first, so only the second one arrives: while they end
+    # The output fails before the first, so only the second one arrives: while they end.
+    groups.signals = [HUP, HUP]
     assert main(["run", __file__]) == 129
     assert groups.calls == ["end", "ended", "kill"]
     assert "the output cannot be written (Input/output error): ending the groups" in capsys.readouterr().err

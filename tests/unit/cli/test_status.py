@@ -27,8 +27,11 @@ SEC = timedelta(seconds=1)
 
 @pytest.fixture
 def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[LighthouseServer]:
-    # The members send no heartbeats after their requests. They must not count as failed before the end of a test.
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=100, heartbeat_timeout_ms=600_000)
+    # The members send no heartbeats after their requests. They must not count as failed before the end of a
+    # test.
+    server = LighthouseServer(
+        "127.0.0.1:0", min_replicas=2, join_timeout_ms=100, heartbeat_timeout_ms=600_000
+    )
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", server.address())
     yield server
     server.shutdown()
@@ -39,7 +42,9 @@ def ask(server: LighthouseServer, name: str, step: int) -> None:
     client.quorum(name, timeout=10 * SEC, address="http://localhost:1", step=step)
 
 
-def test_no_group_and_then_two_groups(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_group_and_then_two_groups(
+    lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status"]) == 0
     assert capsys.readouterr().out.startswith("no quorum yet\n")
 
@@ -76,7 +81,15 @@ def test_a_group_in_neither_quorum_nor_request_has_no_known_step(known: dict[str
 
 
 def test_followed_events_arrive_at_once(lighthouse: LighthouseServer) -> None:
-    command = [sys.executable, "-m", "torchft.cli", "events", "--follow", "--lighthouse", lighthouse.address()]
+    command = [
+        sys.executable,
+        "-m",
+        "torchft.cli",
+        "events",
+        "--follow",
+        "--lighthouse",
+        lighthouse.address(),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
         try:
             assert follower.stdout is not None
@@ -119,10 +132,14 @@ def test_following_outlasts_a_lighthouse_without_events(
     assert capsys.readouterr().err == "torchft events: another lighthouse leads; its events follow\n"
 
 
-def test_kill_names_the_known_groups(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kill_names_the_known_groups(
+    lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     LighthouseClient(lighthouse.address(), 10 * SEC).heartbeat("group_1:abc")
     assert main(["kill", "group_2"]) == 1
-    assert "'group_2' is no group (did you mean group_1:abc?); there are: group_1:abc" in capsys.readouterr().err
+    assert (
+        "'group_2' is no group (did you mean group_1:abc?); there are: group_1:abc" in capsys.readouterr().err
+    )
     assert main(["kill", ""]) == 1, "as in `torchft kill $NAME` with quotes and without a value"
     assert "'' is no group; there are: group_1:abc" in capsys.readouterr().err
     # The group is known, but the lighthouse cannot end it, and reports the reason.
@@ -183,7 +200,9 @@ def test_a_wait_for_a_lighthouse_is_announced(
         pytest.param(["kill", "a"], b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{", id="kill"),
         pytest.param(["status"], b"HTTP/1.1 503 Busy\r\nContent-Length: 500\r\n\r\nwait", id="a refusal"),
         pytest.param(
-            ["events", "--follow"], b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nevent: ", id="stream"
+            ["events", "--follow"],
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nevent: ",
+            id="stream",
         ),
     ],
 )
@@ -204,7 +223,9 @@ def test_a_server_that_is_no_lighthouse(
     assert (errors := capsys.readouterr().err).startswith(f"torchft {command.split()[0]}: "), errors
 
 
-def test_a_job_does_not_end_because_an_answer_of_its_lighthouse_breaks_off(answering: Callable[[bytes], str]) -> None:
+def test_a_job_does_not_end_because_an_answer_of_its_lighthouse_breaks_off(
+    answering: Callable[[bytes], str],
+) -> None:
     cut = b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"'
     assert job.status(answering(cut))["members"] == []
     assert job.drain(answering(cut), "a") is False
@@ -216,7 +237,9 @@ def test_requests_do_not_go_through_a_proxy_of_the_environment(
     """As all other connections of a job: a proxy would not reach the hosts of a cluster, or this one."""
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_ports[0]}")
     monkeypatch.delenv("no_proxy", raising=False)
-    done = subprocess.run([sys.executable, "-m", "torchft.cli", "status"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchft.cli", "status"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -236,7 +259,9 @@ def test_the_named_job_is_shown(
     assert "mine" in capsys.readouterr().out
     assert main(["drain", "--job=other.job", "mine"]) == 1
     assert "it has no stream" in capsys.readouterr().err, "the lighthouse looked for it in that job"
-    unknown = f'{lighthouse.address()}: no group of job "nobody" has joined at this lighthouse; GET /jobs lists the'
+    unknown = (
+        f'{lighthouse.address()}: no group of job "nobody" has joined at this lighthouse; GET /jobs lists the'
+    )
     for command in ("events", "status"):
         assert main([command, "--job=nobody"]) == 1
         assert capsys.readouterr().err.startswith(f"torchft {command}: {unknown} jobs that it has\n")
@@ -254,15 +279,25 @@ def test_a_failed_member_and_a_waiting_one() -> None:
         {**alive, "replica_id": "f", "draining": "an operator"},
         {**alive, "replica_id": "g", "healthy": False, "draining": "an operator", "out": "it left"},
     ]
-    status = {"quorum_id": 4, "quorum": ["a"], "max_step": 3, "reason": "b waits for a", "median_step_ms": 900}
+    status = {
+        "quorum_id": 4,
+        "quorum": ["a"],
+        "max_step": 3,
+        "reason": "b waits for a",
+        "median_step_ms": 900,
+    }
     shown = table({**status, "members": members})
     assert "next: b waits for a" in shown
-    assert "next" not in table({**status, "median_step_ms": 1200, "members": members}), "it waits no longer than a step"
+    assert "next" not in table({**status, "median_step_ms": 1200, "members": members}), (
+        "it waits no longer than a step"
+    )
     assert "next" in table({**status, "quorum_id": 0, "median_step_ms": 0, "members": members})
     trains = {"quorum_id": 4, "quorum": ["c"], "max_step": 3, "members": [{**alive, "replica_id": "c"}]}
     assert "next" not in table({**trains, "reason": "no member asks for a quorum"}), "no member waits"
     states = ["failed", "waiting", "healing", "stalled", "suspect", "draining", "draining"]
-    assert [line.split()[:2] for line in shown.splitlines()[-7:]] == [[n, s] for n, s in zip("abcdefg", states)]
+    assert [line.split()[:2] for line in shown.splitlines()[-7:]] == [
+        [n, s] for n, s in zip("abcdefg", states)
+    ]
 
 
 def test_the_cost_of_a_recovery_and_the_draining_members() -> None:
@@ -270,7 +305,9 @@ def test_the_cost_of_a_recovery_and_the_draining_members() -> None:
     phases = [{"phase": "transfer", "seconds": 2.5}, {"phase": "load", "seconds": 0.25}]
     healed = words({**event, "kind": "healed", "bytes": 1_500_000_000, "phases": phases})
     assert healed.endswith("b took over 1.500 GB of step 7: 2.75 s (transfer 2.50 s, load 0.25 s)")
-    recovered = words({**event, "kind": "recovered", "steps_lost": 1, "phases": [{"phase": "abort", "seconds": 0.02}]})
+    recovered = words(
+        {**event, "kind": "recovered", "steps_lost": 1, "phases": [{"phase": "abort", "seconds": 0.02}]}
+    )
     assert recovered.endswith("b and the others go on, 1 step lost: 0.02 s (abort 0.02 s)")
     drained = words({**event, "kind": "drained", "left": ["c"], "reason": "somebody asked"})
     assert drained.endswith("c is to leave at the end of a step; somebody asked")

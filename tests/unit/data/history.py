@@ -1,9 +1,10 @@
-"""A simulated job: groups that fail, join, heal, and restore from checkpoints, with the real plan of their data.
+"""A simulated job: groups that fail, join, heal, and restore from checkpoints, with the real plan of their
+data.
 
-It is adversarial: any set of groups may form a quorum, a failed collective may succeed in some groups, and any
-checkpoint may be restored. The simulated weights of a group are a list with one :class:`Batch` for each committed step.
-:func:`check` is the oracle: it does not use units and positions, but only compares these batches with those of one
-process.
+It is adversarial: any set of groups may form a quorum, a failed collective may succeed in some groups, and
+any checkpoint may be restored. The simulated weights of a group are a list with one :class:`Batch` for each
+committed step. :func:`check` is the oracle: it does not use units and positions, but only compares these
+batches with those of one process.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Optional
 from torchft.data.agreement import GroupAction, Verdict, entry, judge, next_action, step_to_announce
 from torchft.data.position import DataPlan, DataPosition, RankShare, SamplesDiffer
 
-# The samples of one step: the index of each, and its weight in the sum. Weights are sums of quotients, so they are
-# rounded.
+# The samples of one step: the index of each, and its weight in the sum. Weights are sums of quotients, so
+# they are rounded.
 Batch = tuple[tuple[int, float], ...]
 Weights = tuple[Batch, ...]
 
@@ -49,8 +50,8 @@ class Group:
         self.plan = plan
         self.step = 0
         self.weights: Weights = ()
-        # until the first commit: the name of the group that began with these weights, if init_sync is set; without
-        # init_sync all groups begin with equal weights
+        # until the first commit: the name of the group that began with these weights, if init_sync is set;
+        # without init_sync all groups begin with equal weights
         self.origin = ""
         self.position = DataPosition()
         if state is not None:
@@ -111,7 +112,9 @@ class Group:
 
     @classmethod
     def contributing(cls, quorum: Quorum) -> list[str]:
-        """The groups whose gradients the Manager does not replace by zeros, if they have the weights of the step."""
+        """The groups whose gradients the Manager does not replace by zeros, if they have the weights of the
+        step.
+        """
         return quorum.participants
 
 
@@ -184,8 +187,8 @@ class Job:
         self.groups.append(group)
 
     def _restore(self) -> None:
-        """Starts the job with a random number of groups, from the newest checkpoint; as a fault, groups start from
-        different checkpoints.
+        """Starts the job with a random number of groups, from the newest checkpoint; as a fault, groups start
+        from different checkpoints.
         """
         size = self.plan.global_batch_size
         micro = self.random.choice([micro for micro in range(1, size + 1) if size % micro == 0])
@@ -223,12 +226,17 @@ class Job:
             self.compared = []
             return
         newest = max(group.step for group in groups)
-        quorum = Quorum(groups, [group.name for group in groups if group.step == newest], self.data_world_size)
-        from_first = newest == 0 and self.init_sync  # the other groups heal from the first group before the step
+        quorum = Quorum(
+            groups, [group.name for group in groups if group.step == newest], self.data_world_size
+        )
+        # The other groups heal from the first group before the step.
+        from_first = newest == 0 and self.init_sync
         trains = [group for group in groups if group.name in quorum.up_to_date[: 1 if from_first else None]]
         behind = [group for group in groups if group not in trains]
         states = {
-            group.name: self.random.choice(trains).save() for group in behind if not self._happens(0.2, "a heal failed")
+            group.name: self.random.choice(trains).save()
+            for group in behind
+            if not self._happens(0.2, "a heal failed")
         }
         self.seen["healed"] += len(states)
         in_background = self.use_async_quorum and not from_first
@@ -238,7 +246,9 @@ class Job:
         quorum.participants = [group.name for group in contributes][: self.most_participants]
         self.seen["a spare"] += len(contributes) > len(quorum.participants)
         up_to_date = len(quorum.up_to_date) == len(groups)
-        actions = {group.name: group.action(in_background and group in behind, up_to_date) for group in groups}
+        actions = {
+            group.name: group.action(in_background and group in behind, up_to_date) for group in groups
+        }
         healed = {group.name for group in trains} | (set() if in_background else set(states))
         if (
             GroupAction.PASSES in actions.values()
@@ -277,14 +287,16 @@ class Job:
         shares = {group.name: group.shares(quorum) for group in quorum.groups}
         for name, of_ranks in shares.items():
             if len({len(share.units) for share in of_ranks}) != 1:
-                raise Broken(f"the ranks of {name} have different numbers of units: their collectives would hang")
+                raise Broken(
+                    f"the ranks of {name} have different numbers of units: their collectives would hang"
+                )
         # The Manager sends zeros for a group whose heal has not arrived.
         counts = [name for name in self.group.contributing(quorum) if name in healed]
         failed = [group for group in quorum.groups if self._happens(0.05, "failed in a step")]
         if failed and compares and self._happens(0.3, "a reduction lacks the groups that failed"):
             counts = [name for name in counts if name not in {group.name for group in failed}]
-        # The group that leaves a unit out, in a step with a comparison. In any other step the group itself reports this
-        # before it reduces, and ends the collectives.
+        # The group that leaves a unit out, in a step with a comparison. In any other step the group itself
+        # reports this before it reduces, and ends the collectives.
         lacking = ""
         if compares and counts and self._happens(0.05, "a unit was left out"):
             lacking = self.random.choice(counts)
@@ -299,7 +311,9 @@ class Job:
         ]
         sums = [[sum(column) for column in zip(*of_rank)] or [0, 0, 0] for of_rank in entries]
         adding = [
-            group for group in quorum.groups if group.name in counts and actions[group.name] is GroupAction.TRAINS
+            group
+            for group in quorum.groups
+            if group.name in counts and actions[group.name] is GroupAction.TRAINS
         ]
         batch = _sum([share for group in adding for share in shares[group.name]])
         made_of = {(group.origin, group.weights) for group in adding}
@@ -311,7 +325,8 @@ class Job:
         for group in quorum.groups:
             heals = group.name in states
             if heals:
-                group.load(states[group.name])  # including the position, from which the expected samples follow
+                # Including the position, from which the expected samples follow.
+                group.load(states[group.name])
             has_weights = group.name in healed or heals
             sees_failure = fails and self.random.random() < 0.6
             verdict = Verdict.ALIKE
@@ -324,7 +339,11 @@ class Job:
                 if fine:
                     left.append(group)
                     continue
-            elif fine and not mixed and (not compares or group.check(group.shares(quorum), [s[0] for s in sums])):
+            elif (
+                fine
+                and not mixed
+                and (not compares or group.check(group.shares(quorum), [s[0] for s in sums]))
+            ):
                 self.seen["committed and failed before any heal from it"] += group in failed
                 if made_of - {(group.origin, group.weights)}:
                     raise Broken("gradients of other weights were added")
@@ -345,7 +364,9 @@ class Job:
 
 def _without_first(share: RankShare) -> RankShare:
     first, *others = share.units
-    return replace(share, units=tuple(others), samples=share.samples - (len(first.indices) if first.weight else 0))
+    return replace(
+        share, units=tuple(others), samples=share.samples - (len(first.indices) if first.weight else 0)
+    )
 
 
 def _sum(shares: list[RankShare]) -> Batch:
@@ -368,7 +389,9 @@ def one_process(plan: DataPlan) -> Weights:
 
 
 def check(plan: DataPlan, weights: Weights) -> None:
-    """Raises Broken unless the weights consist of each sample once per epoch, in the batches of one process."""
+    """Raises Broken unless the weights consist of each sample once per epoch, in the batches of one
+    process.
+    """
     per_epoch = math.ceil(plan.length / plan.global_batch_size)
     if len(weights) != per_epoch * plan.epochs:
         raise Broken(f"{len(weights)} steps, of {per_epoch * plan.epochs}")
@@ -385,7 +408,10 @@ def check(plan: DataPlan, weights: Weights) -> None:
                 raise Broken(f"the weights of a batch are not those of a mean: {batch}")
     if weights != one_process(plan):
         raise Broken("one process trains on other batches")
-    if not plan.shuffle and [index for batch in weights for index, _ in batch] != [*range(plan.length)] * plan.epochs:
+    if (
+        not plan.shuffle
+        and [index for batch in weights for index, _ in batch] != [*range(plan.length)] * plan.epochs
+    ):
         raise Broken("the order is not that of the dataset")
 
 

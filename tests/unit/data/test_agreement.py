@@ -70,4 +70,7 @@ def test_a_group_that_has_to_heal_announces_an_older_step() -> None:
     ],
 )
 def test_actions(at_end: bool, heals_in_background: bool, all_up_to_date: bool, what: GroupAction) -> None:
-    assert next_action(at_end=at_end, heals_in_background=heals_in_background, all_up_to_date=all_up_to_date) is what
+    assert (
+        next_action(at_end=at_end, heals_in_background=heals_in_background, all_up_to_date=all_up_to_date)
+        is what
+    )

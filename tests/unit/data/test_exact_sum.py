@@ -18,7 +18,9 @@ Gradients = dict[str, Optional[torch.Tensor]]
 class Rank:
     """A rank with its own parameters."""
 
-    def __init__(self, shapes: dict[str, Sequence[int]], max_units: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, shapes: dict[str, Sequence[int]], max_units: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.parameters = {
             name: torch.nn.Parameter(torch.zeros(list(shape), dtype=dtype)) for name, shape in shapes.items()
         }
@@ -87,15 +89,21 @@ def bits(rank: Rank) -> dict[str, Optional[list[int]]]:
 def some_units(random_: random.Random, generator: torch.Generator, dtype: torch.dtype) -> list[Gradients]:
     """Gradients of all sizes. Some units lack them, and a few are not finite."""
     found: list[Gradients] = []
-    size = {name: random_.choice([-150, -40, -20, -8, 8, 40]) if random_.random() < 0.1 else 0 for name in "abc"}
+    size = {
+        name: random_.choice([-150, -40, -20, -8, 8, 40]) if random_.random() < 0.1 else 0 for name in "abc"
+    }
     for _ in range(random_.randint(1, 9)):
         unit: Gradients = {}
         for name, shape in SHAPES.items():
-            gradient = torch.randn(list(shape), generator=generator, dtype=torch.float64).mul_(2.0 ** size[name])
+            gradient = torch.randn(list(shape), generator=generator, dtype=torch.float64).mul_(
+                2.0 ** size[name]
+            )
             if random_.random() < 0.02:
                 gradient.view(-1)[0] = random_.choice([math.inf, -math.inf, math.nan])
             choice = random_.random()
-            unit[name] = None if choice < 0.1 else gradient.zero_().to(dtype) if choice < 0.2 else gradient.to(dtype)
+            unit[name] = (
+                None if choice < 0.1 else gradient.zero_().to(dtype) if choice < 0.2 else gradient.to(dtype)
+            )
         found.append(unit)
     return found
 
@@ -125,7 +133,9 @@ def test_the_bits_are_those_of_one_process_however_the_units_are_cut(seed: int, 
 
 
 def train(kill: bool) -> list[torch.Tensor]:
-    """Trains one process, or three groups: the last group leaves before attempt 5, and attempts 2 and 7 fail."""
+    """Trains one process, or three groups: the last group leaves before attempt 5, and attempts 2 and 7
+    fail.
+    """
     plan = DataPlan(length=48, global_batch_size=12, micro_batch_size=2, epochs=3)
     data = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
     groups = 3 if kill else 1
@@ -181,7 +191,9 @@ def test_weights_are_those_of_one_process_with_any_failures() -> None:
 @pytest.mark.parametrize("max_units", [8, 255, 2**20])
 @pytest.mark.parametrize("shrinks", [0, 7, 15])
 def test_the_error_is_within_the_documented_bound(dtype: torch.dtype, max_units: int, shrinks: int) -> None:
-    """Compared with exact fractions: in a first step, and after gradients have decreased without a repeated step."""
+    """Compared with exact fractions: in a first step, and after gradients have decreased without a repeated
+    step.
+    """
     rank, generator = Rank({"a": [200]}, max_units, dtype), torch.Generator().manual_seed(0)
     numbers = [torch.randn(200, generator=generator).mul_(3.0).to(dtype) for _ in range(8)]
     step([rank], [[{"a": each} for each in numbers]])
@@ -196,7 +208,8 @@ def test_the_error_is_within_the_documented_bound(dtype: torch.dtype, max_units:
     rounding = Fraction(torch.finfo(dtype).eps)
     for ours, expected in zip(result.tolist(), exact):
         assert abs(Fraction(ours) - expected) <= len(numbers) * largest * lost + abs(expected) * rounding
-    if dtype == torch.float32 and not shrinks and max_units == 8:  # more precise than the bound: nothing is lost
+    # More precise than the bound: nothing is lost.
+    if dtype == torch.float32 and not shrinks and max_units == 8:
         assert result.tolist() == [float(torch.tensor(float(each))) for each in exact]
 
 
@@ -210,7 +223,9 @@ def test_float64_has_less_than_its_precision() -> None:
 
 def test_the_last_bit_is_rounded_to_the_nearest_and_to_even() -> None:
     rank, last = Rank({"a": [6]}, max_units=2**20), 2.0 ** (16 - 42)
-    step([rank], [[{"a": torch.tensor([1.0, 0.75 * last, -0.75 * last, 0.5 * last, 1.5 * last, 0.25 * last])}]])
+    step(
+        [rank], [[{"a": torch.tensor([1.0, 0.75 * last, -0.75 * last, 0.5 * last, 1.5 * last, 0.25 * last])}]]
+    )
     result = rank.gradients()["a"]
     assert result is not None
     assert result.tolist() == [1.0, last, -last, 0.0, 2 * last, 0.0]
@@ -260,7 +275,9 @@ def test_as_many_units_as_allowed_fit_at_their_largest(max_units: int, sign: int
         ([0.0], [1.0], 1, 16),
     ],
 )
-def test_scales_follow_the_gradients(before: list[float], after: list[float], repeats: int, exponent: int) -> None:
+def test_scales_follow_the_gradients(
+    before: list[float], after: list[float], repeats: int, exponent: int
+) -> None:
     rank = one(*before)
     assert step([rank], [units(*after)]) == repeats
     assert rank.exponents == {"a": exponent}
@@ -273,7 +290,9 @@ def test_scales_follow_the_gradients(before: list[float], after: list[float], re
 @pytest.mark.parametrize("first", [1.0, 2.0**-15, 255.0])
 def test_a_gradient_that_changes_steadily_repeats_no_step(bits_a_step: int, first: float) -> None:
     rank = one(first)
-    assert [step([rank], [units(first * 2.0 ** (bits_a_step * number))]) for number in range(1, 12)] == [0] * 11
+    assert [step([rank], [units(first * 2.0 ** (bits_a_step * number))]) for number in range(1, 12)] == [
+        0
+    ] * 11
 
 
 def test_a_first_step_is_repeated_once_and_finds_the_scales_of_all() -> None:
@@ -328,8 +347,12 @@ def test_a_rank_that_has_not_abandoned_an_attempt_is_noticed_by_all() -> None:
 
 
 @pytest.mark.parametrize("reads_before_it_loads", [True, False])
-def test_a_rank_that_heals_gets_the_gradients_and_the_scales_of_the_others(reads_before_it_loads: bool) -> None:
-    """The state may arrive during the step: the healing rank adds nothing, and the sum contains all that it needs."""
+def test_a_rank_that_heals_gets_the_gradients_and_the_scales_of_the_others(
+    reads_before_it_loads: bool,
+) -> None:
+    """The state may arrive during the step: the healing rank adds nothing, and the sum contains all that it
+    needs.
+    """
     others, healing = [one(2.0**20), one(2.0**20)], Rank({"a": [1]}, max_units=4)
     state = others[0].sum.state_dict()
     if not reads_before_it_loads:
@@ -469,7 +492,9 @@ def test_a_number_of_units_that_is_out_of_range(max_units: int) -> None:
 @pytest.mark.parametrize("units_", [0, 5])
 def test_a_batch_with_more_units_than_max_units(units_: int) -> None:
     rank = one(1.0)
-    with pytest.raises(ValueError, match=f"units is {units_}: allowed are whole numbers from 1 to max_units, 4"):
+    with pytest.raises(
+        ValueError, match=f"units is {units_}: allowed are whole numbers from 1 to max_units, 4"
+    ):
         rank.sum.read(units_)
 
 
@@ -477,7 +502,9 @@ def test_a_batch_with_more_units_than_max_units(units_: int) -> None:
 def test_a_sum_with_other_units_than_the_batch(expected: int) -> None:
     rank = one(1.0)
     rank.compute(units(1.0, 1.0))
-    with pytest.raises(SamplesDiffer, match=f"2 units were reduced, {expected} belong to the batch; the step must not"):
+    with pytest.raises(
+        SamplesDiffer, match=f"2 units were reduced, {expected} belong to the batch; the step must not"
+    ):
         rank.sum.read(expected)
     with pytest.raises(RuntimeError, match=r"commit\(\) without gradients"):
         rank.sum.commit()
@@ -508,7 +535,9 @@ def test_parameters_that_cannot_be_summed() -> None:
     total = ExactSum(embedding.named_parameters(), 1)
     total.begin()
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match=r"the gradient of weight is of torch\.sparse_coo: allowed are dense ones"):
+    with pytest.raises(
+        TypeError, match=r"the gradient of weight is of torch\.sparse_coo: allowed are dense ones"
+    ):
         total.add()
 
 
@@ -528,8 +557,14 @@ def test_state_is_the_committed_scales() -> None:
         ({}, "format None: this version reads 1"),
         ({"format": 2}, "format 2: this version reads 1"),
         ({"format": 1, "exponents": {"b": 0}}, r"missing are \['a'\], unknown are \['b'\]"),
-        ({"format": 1, "exponents": {"a": 3}}, "the exponent of a is 3: allowed are -128 to 136 in steps of 8"),
-        ({"format": 1, "exponents": {"a": 144}}, "the exponent of a is 144: allowed are -128 to 136 in steps of 8"),
+        (
+            {"format": 1, "exponents": {"a": 3}},
+            "the exponent of a is 3: allowed are -128 to 136 in steps of 8",
+        ),
+        (
+            {"format": 1, "exponents": {"a": 144}},
+            "the exponent of a is 144: allowed are -128 to 136 in steps of 8",
+        ),
     ],
 )
 def test_state_of_another_model(state: dict[str, object], message: str) -> None:

@@ -121,8 +121,8 @@ class CutsOverTheQuorum(Group):
     """A mistake: divides batches among all groups of the quorum, including healing ones, for which the
     Manager sends zeros.
 
-    The check of the sample count refuses each such step. So the weights are correct, but the job makes no progress
-    while a group heals.
+    The check of the sample count refuses each such step. So the weights are correct, but the job makes no
+    progress while a group heals.
     """
 
     def shares(self, quorum: Quorum) -> list[RankShare]:
@@ -182,8 +182,8 @@ class EndsByItself(LeavesWithoutComparing):
 
 
 class GivesWayToMissingEntries(Group):
-    """A mistake: groups announce step -1 if entries are missing in the first step. If only such groups meet in the next
-    quorum, init_sync heals none of them, and they train on different weights.
+    """A mistake: groups announce step -1 if entries are missing in the first step. If only such groups meet
+    in the next quorum, init_sync heals none of them, and they train on different weights.
     """
 
     def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
@@ -223,7 +223,8 @@ def test_a_mistake_of_a_loader_is_found(mistake: type[Group]) -> None:
 
 def ends_late(units: range, rank: int, of: int) -> range:
     return range(
-        units.start + len(units) * rank // of, min(units.stop, units.start + len(units) * (rank + 1) // of + 1)
+        units.start + len(units) * rank // of,
+        min(units.stop, units.start + len(units) * (rank + 1) // of + 1),
     )
 
 
@@ -261,7 +262,9 @@ def weighs_by_the_global_batch_size(share: Callable[..., RankShare]) -> Callable
 
 
 def cuts_other_units_for_each_number_of_groups(share: Callable[..., RankShare]) -> Callable[..., RankShare]:
-    """A mistake, as with a sampler with batches per group: the samples of a step depend on the number of groups."""
+    """A mistake, as with a sampler with batches per group: the samples of a step depend on the number of
+    groups.
+    """
 
     def mistaken(
         plan: DataPlan, position: DataPosition, rank: Optional[int], participants: int, *args: Any

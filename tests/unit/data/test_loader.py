@@ -130,7 +130,11 @@ def test_a_lost_step_is_repeated() -> None:
     assert step.committed is None
     repeated, again = steps.send(False)
     assert step.committed is False
-    assert [unit.data[0].tolist() for unit in first] == [unit.data[0].tolist() for unit in again] == [[0, 1], [2, 3]]
+    assert (
+        [unit.data[0].tolist() for unit in first]
+        == [unit.data[0].tolist() for unit in again]
+        == [[0, 1], [2, 3]]
+    )
     _, second = next(steps)
     assert repeated.committed is True
     assert [unit.data[0].tolist() for unit in second] == [[4, 5], [6, 7]]
@@ -163,7 +167,9 @@ def test_a_checkpoint_with_weights_of_no_step_is_refused() -> None:
 
 
 def test_a_position_of_other_data_is_refused() -> None:
-    with pytest.raises(PositionDiffers, match="seed is 0, and the saved position is of a run in which it was 1"):
+    with pytest.raises(
+        PositionDiffers, match="seed is 0, and the saved position is of a run in which it was 1"
+    ):
         make().load_state_dict(make(seed=1).state_dict())
 
 
@@ -181,7 +187,10 @@ def test_the_weight_has_the_factor_of_the_reduction_in_the_group(reduction: str,
 
 def test_ranks_with_the_same_data_rank_read_the_same_units() -> None:
     indices = [
-        [unit.indices for unit in next(train(make(manager=Alone(rank, 2), data_rank=0, data_world_size=1)))[1]]
+        [
+            unit.indices
+            for unit in next(train(make(manager=Alone(rank, 2), data_rank=0, data_world_size=1)))[1]
+        ]
         for rank in range(2)
     ]
     assert indices[0] == indices[1] and len(indices[0]) == 2
@@ -204,12 +213,16 @@ def test_at_the_end_a_group_waits_for_those_that_heal() -> None:
     assert manager.passed == 2
 
 
-def test_the_wait_for_groups_that_do_not_heal_ends_at_the_quorum_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_groups_that_do_not_heal_ends_at_the_quorum_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     manager = Alone()
     loader = make(manager=manager)
     loader.load_state_dict({**loader.state_dict(), "epoch": 1})
     manager.groups, manager._quorum_timeout = 2, timedelta(0)
-    with pytest.raises(TimeoutError, match="timed out after 0 s: the job is at its end, and of 2 groups 1 are up to"):
+    with pytest.raises(
+        TimeoutError, match="timed out after 0 s: the job is at its end, and of 2 groups 1 are up to"
+    ):
         next(loader)
 
 
@@ -228,7 +241,9 @@ class Raises(Dataset):
 def test_a_dataset_that_raises(num_workers: int) -> None:
     manager = Alone()
     loader = make(Raises(), manager, shuffle=False, num_workers=num_workers)
-    with pytest.raises(ReadFailed, match=r"(?s)unit 0 of batch 0 of epoch 0 could not be read: OSError: .*no sample 0"):
+    with pytest.raises(
+        ReadFailed, match=r"(?s)unit 0 of batch 0 of epoch 0 could not be read: OSError: .*no sample 0"
+    ):
         next(train(loader))
     assert len(manager.errors) == 1, "the other groups are not notified"
 
@@ -265,7 +280,9 @@ def leaves_on_sigterm() -> Iterator[None]:
     handlers = signals.Signals()
     handlers.install((signal.SIGTERM,))
     yield
-    assert signals._watch is not None and signals._watch._deadline.left(0.0) is None, "it was not for this process"
+    assert signals._watch is not None and signals._watch._deadline.left(0.0) is None, (
+        "it was not for this process"
+    )
     handlers.close(lambda: False)
     assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
 
@@ -338,7 +355,9 @@ def test_gradients_are_reduced_with_the_last_unit_only() -> None:
 
 
 def refused(loader: ElasticDataLoader) -> str:
-    """Returns the errors about units that were left out: before a reduction, before the vote, and in the loop."""
+    """Returns the errors about units that were left out: before a reduction, before the vote, and in the
+    loop.
+    """
     messages = []
     for ask in (loader.units_added, loader.verify, lambda: next(loader)):
         with pytest.raises(UnitsSkipped) as raised:
@@ -357,7 +376,8 @@ def test_units_that_were_left_out_are_named() -> None:
                 pass
     assert loader.send_samples() == 12
     assert refused(loader).startswith(
-        "unit 1 of batch 0 of epoch 0 (samples 6, 7, 8, 9, …), and 2 more of this rank, did not go through accumulate()"
+        "unit 1 of batch 0 of epoch 0 (samples 6, 7, 8, 9, …), and 2 more of this rank, did not go through "
+        "accumulate()"
     )
 
 
@@ -375,7 +395,9 @@ def test_a_unit_counts_from_the_begin_of_its_passes_unless_they_fail() -> None:
         assert loader.units_added() and loader.send_samples() == 4
     with pytest.raises(ZeroDivisionError), last.accumulate():
         raise ZeroDivisionError
-    assert refused(loader).startswith("unit 1 of batch 0 of epoch 0 (samples 2, 3) did not go through accumulate()")
+    assert refused(loader).startswith(
+        "unit 1 of batch 0 of epoch 0 (samples 2, 3) did not go through accumulate()"
+    )
 
 
 def test_a_step_of_the_manager_without_units_is_not_committed() -> None:
@@ -422,7 +444,9 @@ def test_units_of_a_step_that_has_ended_are_refused(use: Callable[[LoaderStep], 
     else:
         manager._current = object()
     ended = "been left for another quorum" if end == "another quorum" else "ended"
-    with pytest.raises(StepEnded, match=f"the step of batch 0 of epoch 0 has {ended}: its units may be those of other"):
+    with pytest.raises(
+        StepEnded, match=f"the step of batch 0 of epoch 0 has {ended}: its units may be those of other"
+    ):
         use(step)
     if other is not None:
         assert len(list(other)) == 2
@@ -456,7 +480,9 @@ class Steps:
 
 
 # With a synchronous quorum, as LocalSGD and DiLoCo have it
-PLAN = SimpleNamespace(participating_rank=0, participants=1, replica_rank=0, replica_world_size=1, in_background=False)
+PLAN = SimpleNamespace(
+    participating_rank=0, participants=1, replica_rank=0, replica_world_size=1, in_background=False
+)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +495,12 @@ PLAN = SimpleNamespace(participating_rank=0, participants=1, replica_rank=0, rep
     ],
 )
 def test_the_log_has_the_samples_of_each_average(
-    committed: bool, keeps_own_weights: bool, counted: int, level: str, counts: str, caplog: pytest.LogCaptureFixture
+    committed: bool,
+    keeps_own_weights: bool,
+    counted: int,
+    level: str,
+    counts: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "torchft.data.loader")
     manager = Alone()
@@ -485,7 +516,10 @@ def test_the_log_has_the_samples_of_each_average(
     loader.samples_averaged(counted)
     manager.decide(committed)
     (record,) = caplog.records
-    assert (record.levelname, record.getMessage()) == (level, f"epoch 0, batch 2: inner steps so far: {counts}")
+    assert (record.levelname, record.getMessage()) == (
+        level,
+        f"epoch 0, batch 2: inner steps so far: {counts}",
+    )
 
 
 def test_with_local_steps_a_unit_that_was_left_out_counts_as_lost() -> None:
@@ -515,7 +549,12 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "settings", "error", "match"),
     [
-        (Stream(), {}, TypeError, "an IterableDataset has no samples by index.*give a dataset with __getitem__"),
+        (
+            Stream(),
+            {},
+            TypeError,
+            "an IterableDataset has no samples by index.*give a dataset with __getitem__",
+        ),
         (object(), {}, TypeError, "dataset is a object: it needs __getitem__ and __len__"),
         ([], {}, ValueError, "the dataset has no samples: allowed are 1 and more"),
         (
@@ -525,16 +564,33 @@ class Stream(IterableDataset):
             "global_batch_size is 4: allowed are multiples of micro_batch_size",
         ),
         (DATA, {"epochs": 0}, ValueError, "epochs is 0: allowed are"),
-        (DATA, {"batch_size": 2}, TypeError, "takes no batch_size; give global_batch_size and micro_batch_size"),
+        (
+            DATA,
+            {"batch_size": 2},
+            TypeError,
+            "takes no batch_size; give global_batch_size and micro_batch_size",
+        ),
         (DATA, {"sampler": [1]}, TypeError, "takes no sampler; the order is that of shuffle and seed"),
         (DATA, {"drop_last": True}, TypeError, "takes no drop_last"),
-        (DATA, {"reduction_in_group": "max"}, ValueError, "reduction_in_group is 'max': allowed are 'mean' and 'sum'"),
-        (DATA, {"data_rank": 1}, ValueError, "data_rank is 1, and data_world_size is None: they belong together"),
+        (
+            DATA,
+            {"reduction_in_group": "max"},
+            ValueError,
+            "reduction_in_group is 'max': allowed are 'mean' and 'sum'",
+        ),
+        (
+            DATA,
+            {"data_rank": 1},
+            ValueError,
+            "data_rank is 1, and data_world_size is None: they belong together",
+        ),
         (DATA, {"data_rank": 2, "data_world_size": 2}, ValueError, "data_rank is 2: allowed are .* 0 to 1"),
         (DATA, {"num_workers": -1}, ValueError, "num_workers option should be non-negative"),
     ],
 )
-def test_bad_settings_are_named(dataset: Any, settings: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_bad_settings_are_named(
+    dataset: Any, settings: dict[str, Any], error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         make(dataset, **settings)
 

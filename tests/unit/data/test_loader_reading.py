@@ -85,11 +85,19 @@ def trained_after_changes(
 
 
 def samples_of(step: int, rank: int, participants: int) -> list[int]:
-    return [index for unit in PLAN.share(DataPosition(0, step), rank, participants).units for index in unit.indices]
+    return [
+        index
+        for unit in PLAN.share(DataPosition(0, step), rank, participants).units
+        for index in unit.indices
+    ]
 
 
 # Units read ahead at the end of a step: none, fewer than the share of a step, and more than a step has.
-AHEAD = [{"num_workers": 0}, {"num_workers": 1, "prefetch_factor": 2}, {"num_workers": 2, "prefetch_factor": 4}]
+AHEAD = [
+    {"num_workers": 0},
+    {"num_workers": 1, "prefetch_factor": 2},
+    {"num_workers": 2, "prefetch_factor": 4},
+]
 
 
 @pytest.mark.parametrize("settings", AHEAD)
@@ -102,7 +110,9 @@ def test_without_a_change_each_sample_is_read_once(settings: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("settings", AHEAD)
 def test_units_that_stay_after_a_failure_are_read_once(settings: dict[str, Any]) -> None:
-    """The first of two groups is alone from step 2 on, and units that it has read ahead are part of its new share."""
+    """The first of two groups is alone from step 2 on, and units that it has read ahead are part of its new
+    share.
+    """
     steps, reads = trained_after_changes({0: (0, 2), 2: (0, 1)}, **settings)
     assert steps == [samples_of(step, 0, 2 if step < 2 else 1) for step in range(5)]
     trained = {index for step in steps for index in step}
@@ -110,7 +120,9 @@ def test_units_that_stay_after_a_failure_are_read_once(settings: dict[str, Any])
 
 
 @pytest.mark.parametrize(("settings", "ahead"), list(zip(AHEAD, (0, 2, 8))))
-def test_units_of_another_group_are_dropped_and_others_are_read_once(settings: dict[str, Any], ahead: int) -> None:
+def test_units_of_another_group_are_dropped_and_others_are_read_once(
+    settings: dict[str, Any], ahead: int
+) -> None:
     """A group that was alone is the second of two from step 1 on."""
     steps, reads = trained_after_changes({1: (1, 2)}, **settings)
     assert steps == [samples_of(step, 1 if step else 0, 2 if step else 1) for step in range(5)]
@@ -220,8 +232,8 @@ def test_memory_is_pinned_where_there_is_an_accelerator(workers: int) -> None:
 
 
 def spare(persistent: bool) -> tuple[list[int], set[Optional[int]]]:
-    """Runs a group that does not participate, so that reading restarts in each step. Returns the readers, and the
-    remaining workers at the end.
+    """Runs a group that does not participate, so that reading restarts in each step. Returns the readers, and
+    the remaining workers at the end.
     """
     manager = Changing()
     manager.rank_now = None
@@ -262,7 +274,10 @@ def killed() -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
     ("fail", "message"),
-    [(disk_is_busy, "OSError: .*the disk is busy"), (killed, "DataLoader worker .*(killed by signal|exited)")],
+    [
+        (disk_is_busy, "OSError: .*the disk is busy"),
+        (killed, "DataLoader worker .*(killed by signal|exited)"),
+    ],
 )
 def test_a_loop_may_continue_after_a_sample_that_could_not_be_read(
     fail: Callable[[], None], message: str, persistent: bool
@@ -321,7 +336,9 @@ class Torch(Raises):
 
 def test_without_numpy_the_others_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     def numbers() -> list[Any]:
-        return [unit.data.tolist() for _, units in train(make(Torch(), reproducible_rng=True)) for unit in units]
+        return [
+            unit.data.tolist() for _, units in train(make(Torch(), reproducible_rng=True)) for unit in units
+        ]
 
     expected = numbers()
     monkeypatch.setitem(sys.modules, "numpy", None)

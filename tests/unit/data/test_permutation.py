@@ -31,14 +31,15 @@ def test_a_part_of_a_large_dataset(length: int) -> None:
 
 
 def test_the_order_is_the_same_for_ever() -> None:
-    """A saved position must identify the same samples in later versions. A new order would need a new format of
-    positions.
+    """A saved position must identify the same samples in later versions. A new order would need a new format
+    of positions.
     """
     assert order(10) == [0, 9, 6, 1, 7, 8, 2, 3, 5, 4]
     assert order(16) == [4, 15, 12, 0, 5, 10, 11, 14, 7, 6, 2, 3, 1, 9, 13, 8]
     text = repr([order(1000, seed=7, epoch=2), Permutation(2**63 - 1, 2**63 - 1, 5)[12345]])
     assert (
-        hashlib.sha256(text.encode()).hexdigest() == "ad457f1f331e74b70a69415dcdc3f34ead04dcb5c2d59af87545ee874f79bfda"
+        hashlib.sha256(text.encode()).hexdigest()
+        == "ad457f1f331e74b70a69415dcdc3f34ead04dcb5c2d59af87545ee874f79bfda"
     )
 
 

@@ -7,7 +7,14 @@ from typing import Any, Optional
 
 import pytest
 
-from torchft.data.position import DataPlan, DataPosition, PlannedUnit, PositionDiffers, RankShare, SamplesDiffer
+from torchft.data.position import (
+    DataPlan,
+    DataPosition,
+    PlannedUnit,
+    PositionDiffers,
+    RankShare,
+    SamplesDiffer,
+)
 
 PLAN = DataPlan(length=10, global_batch_size=4, micro_batch_size=2, shuffle=False, seed=0, epochs=2)
 
@@ -119,10 +126,15 @@ def test_any_cut_is_the_same_batch(shuffle: bool) -> None:
     """
     for length, micro, factor in itertools.product((1, 7, 12), (1, 3), (1, 2, 5)):
         plan = DataPlan(length, micro * factor, micro, shuffle, seed=5)
-        for position, participants, data_world_size in itertools.product(positions(plan), range(1, 6), range(1, 4)):
+        for position, participants, data_world_size in itertools.product(
+            positions(plan), range(1, 6), range(1, 4)
+        ):
             expected = counted(plan.share(position, 0, 1))
             shares = [
-                [plan.share(position, rank, participants, data_rank, data_world_size) for rank in range(participants)]
+                [
+                    plan.share(position, rank, participants, data_rank, data_world_size)
+                    for rank in range(participants)
+                ]
                 for data_rank in range(data_world_size)
             ]
             everywhere = [share for of_rank in shares for share in of_rank]
@@ -164,7 +176,9 @@ def test_a_reduction_of_more_or_fewer_samples_is_refused() -> None:
     share = PLAN.share(DataPosition(1, 2), 0, 2)
     share.check(2)
     for samples in (0, 1, 3):
-        with pytest.raises(SamplesDiffer, match=f"batch 2 of epoch 1: {samples} samples were reduced, 2 belong to it"):
+        with pytest.raises(
+            SamplesDiffer, match=f"batch 2 of epoch 1: {samples} samples were reduced, 2 belong to it"
+        ):
             share.check(samples)
 
 
@@ -178,8 +192,14 @@ def test_a_reduction_of_more_or_fewer_samples_is_refused() -> None:
         ({"length": 2.5}, "length is 2.5: allowed are whole numbers"),
         ({"global_batch_size": 0}, "global_batch_size is 0: allowed are whole numbers from 1 to"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0"),
-        ({"micro_batch_size": 3}, "global_batch_size is 4: allowed are multiples of micro_batch_size, which is 3"),
-        ({"micro_batch_size": 8}, "global_batch_size is 4: allowed are multiples of micro_batch_size, which is 8"),
+        (
+            {"micro_batch_size": 3},
+            "global_batch_size is 4: allowed are multiples of micro_batch_size, which is 3",
+        ),
+        (
+            {"micro_batch_size": 8},
+            "global_batch_size is 4: allowed are multiples of micro_batch_size, which is 8",
+        ),
         ({"epochs": 0}, "epochs is 0"),
         ({"epochs": None}, "epochs is None"),
         ({"seed": -1}, "seed is -1: allowed are whole numbers from 0 to"),

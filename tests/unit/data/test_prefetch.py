@@ -118,8 +118,8 @@ def test_a_step_that_is_lost_is_read_again() -> None:
 
 
 def test_more_after_the_end_of_a_forecast() -> None:
-    """The last step is lost because a group failed. The remaining group has to read the units of the failed one after
-    its own reading has ended.
+    """The last step is lost because a group failed. The remaining group has to read the units of the failed
+    one after its own reading has ended.
     """
     reading = Reading(ahead=3)
     last = DataPosition(1, 3)

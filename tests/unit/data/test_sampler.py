@@ -74,14 +74,24 @@ def test_the_older_names() -> None:
     ],
 )
 def test_out_of_range(setting: str, value: int, message: str) -> None:
-    settings: dict[str, Any] = {"replica_rank": 1, "num_replica_groups": 2, "group_rank": 0, "num_replicas": 3}
+    settings: dict[str, Any] = {
+        "replica_rank": 1,
+        "num_replica_groups": 2,
+        "group_rank": 0,
+        "num_replicas": 3,
+    }
     with pytest.raises(ValueError, match=message):
         DistributedSampler(Numbers(), **{**settings, setting: value})
 
 
 @pytest.mark.parametrize("missing", ["replica_rank", "num_replica_groups"])
 def test_missing_arguments(missing: str) -> None:
-    settings: dict[str, Any] = {"replica_rank": 0, "num_replica_groups": 1, "group_rank": 0, "num_replicas": 1}
+    settings: dict[str, Any] = {
+        "replica_rank": 0,
+        "num_replica_groups": 1,
+        "group_rank": 0,
+        "num_replicas": 1,
+    }
     del settings[missing]
     with pytest.raises(TypeError, match=missing):
         DistributedSampler(Numbers(), **settings)

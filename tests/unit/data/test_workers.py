@@ -38,7 +38,8 @@ def test_only_its_loader_ends_such_a_worker(method: str) -> None:
             here.send(message)
             assert here.recv() == message
             subprocess.run(["/bin/sh", "-c", f"kill -TERM {worker.pid}"], check=True)
-            wait_until_taken(worker.pid, signal.SIGTERM)  # the kernel drops a signal while the same one is pending
+            # The kernel drops a signal while the same one is pending.
+            wait_until_taken(worker.pid, signal.SIGTERM)
         worker.terminate()
         worker.join(60)
         assert worker.exitcode == 0
@@ -60,7 +61,9 @@ def wait_until_taken(pid: Optional[int], number: int) -> None:
 
 
 class OfTheRank:
-    """An object that only a garbage collection frees, like a process group in a cycle with the frames of its error."""
+    """An object that only a garbage collection frees, like a process group in a cycle with the frames of its
+    error.
+    """
 
     ended: ClassVar[list[int]] = []
 
@@ -78,7 +81,9 @@ def collect(pipe: Any) -> None:
 
 
 def test_a_worker_collects_nothing_of_its_rank() -> None:
-    """The threads of a process group do not exist in the worker, where its destruction may be a segmentation fault."""
+    """The threads of a process group do not exist in the worker, where its destruction may be a segmentation
+    fault.
+    """
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe()
     gc.disable()

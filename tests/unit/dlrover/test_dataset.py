@@ -63,12 +63,16 @@ def test_batches_are_the_micro_batches_of_the_loader(service: DataShardService) 
 
 
 def test_a_worker_process_is_refused_with_a_remedy(service: DataShardService) -> None:
-    with pytest.raises(RuntimeError, match=r"worker process of a DataLoader.*ElasticDataLoader\(manager, dataset"):
+    with pytest.raises(
+        RuntimeError, match=r"worker process of a DataLoader.*ElasticDataLoader\(manager, dataset"
+    ):
         next(iter(DataLoader(Squares(service), batch_size=2, num_workers=1)))
 
 
 def test_after_an_error_the_service_continues() -> None:
-    """A loop that retries, as after a timeout of the quorum, must not take the error for the end of the job."""
+    """A loop that retries, as after a timeout of the quorum, must not take the error for the end of the
+    job.
+    """
 
     def begin() -> Step:
         raised.append(TimeoutError("no quorum"))

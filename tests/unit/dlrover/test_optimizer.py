@@ -1,4 +1,6 @@
-"""DistributedOptimizer: the number of passes, and weights compared with one process that trains on the whole batch."""
+"""DistributedOptimizer: the number of passes, and weights compared with one process that trains on the whole
+batch.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ MOST, MICRO = 8, 2
 SOON_SEC = 60
 
 
-@pytest.mark.parametrize(("most", "workers", "passes"), [(8, 8, 1), (8, 4, 2), (8, 2, 4), (8, 1, 8), (6, 3, 2)])
+@pytest.mark.parametrize(
+    ("most", "workers", "passes"), [(8, 8, 1), (8, 4, 2), (8, 2, 4), (8, 1, 8), (6, 3, 2)]
+)
 def test_passes(most: int, workers: int, passes: int) -> None:
     assert backward_passes(most, workers) == passes
 
 
 @pytest.mark.parametrize("workers", [3, 5, 6, 7, 9, 0])
 def test_a_ratio_that_is_no_integer_is_refused(workers: int) -> None:
-    with pytest.raises(ValueError, match=rf"MAX_WORKER_NUM / WORKER_NUM = 8 / {workers} is no integer.*1, 2, 4, 8"):
+    with pytest.raises(
+        ValueError, match=rf"MAX_WORKER_NUM / WORKER_NUM = 8 / {workers} is no integer.*1, 2, 4, 8"
+    ):
         backward_passes(MOST, workers)
 
 
@@ -39,7 +45,9 @@ def test_variables(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> No
     monkeypatch.setenv("WORKER_NUM", "1")
     monkeypatch.setenv("MAX_WORKER_NUM", "8")
     monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=rf"^{name}='{value}' is not allowed; allowed: a whole number, at least 1"):
+    with pytest.raises(
+        ValueError, match=rf"^{name}='{value}' is not allowed; allowed: a whole number, at least 1"
+    ):
         DistributedOptimizer(sgd(make_model()), fixed_global_batch_size=True)
 
 
@@ -51,7 +59,8 @@ def test_workers_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_model() -> nn.Module:
     model = nn.Linear(4, 2).double()
-    # Not PyTorch's global generator: replicas that are threads would draw from it, and seed it, at the same time.
+    # Not PyTorch's global generator: replicas that are threads would draw from it, and seed it, at the same
+    # time.
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)

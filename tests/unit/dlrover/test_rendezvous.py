@@ -80,13 +80,17 @@ def test_two_nodes_meet_at_the_store_of_rank_0(make: Make) -> None:
     assert a.get_backend() == "torchft" and a.get_run_id() == "job_0" and a.use_agent_store
     assert a.num_nodes_waiting() == 0
 
-    # The workers of node a fail: node b is notified, both nodes meet again, and their workers get another store.
+    # The workers of node a fail: node b is notified, both nodes meet again, and their workers get another
+    # store.
     with ThreadPoolExecutor(1) as thread:
         again = thread.submit(a.next_rendezvous)
         wait_until(lambda: b.num_nodes_waiting() > 0)
         joined = b.next_rendezvous()
         assert {again.result(60).rank, joined.rank} == {0, 1}
-    assert joined.bootstrap_store_info is not None and joined.bootstrap_store_info.master_port != first.master_port
+    assert (
+        joined.bootstrap_store_info is not None
+        and joined.bootstrap_store_info.master_port != first.master_port
+    )
     assert not joined.store.check(["key"])
 
 
@@ -160,7 +164,8 @@ def test_set_closed_closes_it_for_all(make: Make) -> None:
 
 
 def test_a_round_continues_without_the_lighthouse(make: Make) -> None:
-    # A lighthouse that restarts without its state waits one heartbeat timeout for the nodes of the previous round.
+    # A lighthouse that restarts without its state waits one heartbeat timeout for the nodes of the previous
+    # round.
     bind = f"127.0.0.1:{free_port()}"
     server = LighthouseServer(bind=bind, min_replicas=1, heartbeat_timeout_ms=10_000)
     address = server.address()
@@ -175,7 +180,9 @@ def test_a_round_continues_without_the_lighthouse(make: Make) -> None:
         assert infos[0].store.set("key", "") is None
         service: TorchRendezvousService = a._service  # type: ignore[attr-defined]
         released = service.get_state()
-        assert released is not None and released.number == 2, "it knows the number of the round before from the nodes"
+        assert released is not None and released.number == 2, (
+            "it knows the number of the round before from the nodes"
+        )
     finally:
         for handler in (a, b):
             handler.shutdown()
@@ -193,7 +200,8 @@ def test_the_next_lighthouse_of_a_list_is_asked_when_one_does_not_serve(lighthou
 
 def test_the_backend_returns_a_round_when_it_is_released(lighthouse: str) -> None:
     services = [
-        TorchRendezvousService(lighthouse, "job/0", store=f"node{i}:1", min_nodes=2, max_nodes=2) for i in range(2)
+        TorchRendezvousService(lighthouse, "job/0", store=f"node{i}:1", min_nodes=2, max_nodes=2)
+        for i in range(2)
     ]
     a, b = (DlroverRendezvousBackend(service) for service in services)
     assert a.name == "torchft"
@@ -258,7 +266,10 @@ def test_a_server_that_is_not_a_lighthouse(make: Make, monkeypatch: pytest.Monke
 
 def test_no_answer_of_a_lighthouse(make: Make) -> None:
     message = r"timed out after connect_timeout=0\.5 s"
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RendezvousConnectionError, match=message):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(RendezvousConnectionError, match=message),
+    ):
         make(endpoint=f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.5)
     with pytest.raises(RendezvousConnectionError, match=message):
         make(endpoint="127.0.0.1:1", connect_timeout=0.5)
@@ -283,7 +294,9 @@ def test_nodes_that_never_join(make: Make) -> None:
 
 
 def test_a_store_that_is_not_reached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, the nodes cannot reach the host of the store: the error of the timeout names this cause."""
+    """For example, the nodes cannot reach the host of the store: the error of the timeout names this
+    cause.
+    """
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 0.2)
     monkeypatch.setattr("torchft.dlrover.rendezvous.host_port", lambda *_: "127.0.0.1:1")
     message = r"the nodes of round \d+ did not meet at 127\.0\.0\.1:1: "

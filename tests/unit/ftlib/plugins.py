@@ -41,7 +41,11 @@ class Room:
         self.views: list[View] = []
 
     def decide(self) -> None:
-        if self.asking and self.asking == self.present.keys() and (self.views or len(self.asking) >= self.least):
+        if (
+            self.asking
+            and self.asking == self.present.keys()
+            and (self.views or len(self.asking) >= self.least)
+        ):
             members = tuple(Member(identity, "store:1") for identity in self.present)
             self.views.append(View(len(self.views) + 1, members))
             self.asking.clear()
@@ -76,7 +80,9 @@ class RoomConsensus(Consensus):
         with self._room.changed:
             self._room.present.pop(self.identity, None)
             for listener in self._room.present.values():
-                listener.member_failed(len(self._room.views), f"{self.identity.name} left") if listener else None
+                listener.member_failed(
+                    len(self._room.views), f"{self.identity.name} left"
+                ) if listener else None
             self._room.decide()
 
 

@@ -342,7 +342,9 @@ class Breaks(nn.Module):
 
 def backward(ftlib: FTLib, model: nn.Module, breaks: bool = False) -> None:
     """Makes a new DistributedDataParallel, as PyTorch requires after a backward pass that raised."""
-    ddp = nn.parallel.DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True)
+    ddp = nn.parallel.DistributedDataParallel(
+        model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True
+    )
     ddp.register_comm_hook(ftlib, allreduce_hook)
     loss = ddp(torch.ones(1, 512), breaks).sum()
     if breaks:
@@ -365,7 +367,9 @@ def backward(ftlib: FTLib, model: nn.Module, breaks: bool = False) -> None:
 def test_a_backward_pass_that_raises_is_a_failed_collective(
     then: Callable[[FTLib, nn.Module], FTAllReduceStatus], expected: FTAllReduceStatus
 ) -> None:
-    """The first bucket of the pass was averaged already: the next call must neither wait for the pass nor add to it."""
+    """The first bucket of the pass was averaged already: the next call must neither wait for the pass nor add
+    to it.
+    """
     ftlib, framework = made(Scripted())
     ftlib.allreduce_average([])
     model = Breaks()
@@ -398,10 +402,13 @@ def test_an_average_between_a_backward_pass_and_its_wait() -> None:
 
 def test_bad_settings() -> None:
     with pytest.raises(
-        ValueError, match=r"consensus='raft' is not allowed; allowed: 'gossip', 'lighthouse', 'shared_storage'"
+        ValueError,
+        match=r"consensus='raft' is not allowed; allowed: 'gossip', 'lighthouse', 'shared_storage'",
     ):
         FTLib.init("raft", Moved())
-    with pytest.raises(ValueError, match=r"framework=.* is not allowed; allowed: a Framework, a process group"):
+    with pytest.raises(
+        ValueError, match=r"framework=.* is not allowed; allowed: a Framework, a process group"
+    ):
         FTLib.init(Scripted(), object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="state_dict and load_state_dict belong together"):
         FTLib.init(Scripted(), Moved(), state_dict=dict)
@@ -410,7 +417,9 @@ def test_bad_settings() -> None:
 
 
 def test_own_consensus_and_own_communication() -> None:
-    """Two members train. A third one joins, takes over their weights, and leaves; then one leaves for good."""
+    """Two members train. A third one joins, takes over their weights, and leaves; then one leaves for
+    good.
+    """
     room, store = Room(least=2), shared_store()
     entered, left = threading.Event(), threading.Event()
 
@@ -459,11 +468,15 @@ def test_own_consensus_and_own_communication() -> None:
 
 def test_a_group_of_torchft_is_a_framework() -> None:
     ftlib = FTLib.init(Scripted(), ProcessGroupGloo())
-    assert isinstance(ftlib._framework, ProcessGroupFramework) and ftlib._framework.device == torch.device("cpu")
+    assert isinstance(ftlib._framework, ProcessGroupFramework) and ftlib._framework.device == torch.device(
+        "cpu"
+    )
 
 
 def test_a_member_joins_at_each_line_of_a_rebuild() -> None:
-    """All three end with equal weights each time: a rebuild that was too early for the join is followed by another."""
+    """All three end with equal weights each time: a rebuild that was too early for the join is followed by
+    another.
+    """
     source = inspect.getsource(FTLib._rebuild)
     for line in range(1, source[: source.index("except")].count("\n") - 1):
         assert len(set(_weights_of_three(line))) == 1, f"line {line}"

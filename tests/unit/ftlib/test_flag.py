@@ -48,7 +48,9 @@ def after(events: tuple[FlagEvent, ...] | list[FlagEvent]) -> Flag:
 
 
 def oracle(events: list[FlagEvent]) -> bool:
-    """Initialized: the last rebuild succeeded, and no reason to do another one has taken effect since it began."""
+    """Initialized: the last rebuild succeeded, and no reason to do another one has taken effect since it
+    began.
+    """
     starts = [i for i, event in enumerate(events) if event is REBUILDING]
     if not starts:
         return False
@@ -78,7 +80,9 @@ def test_random_histories() -> None:
         doing = None
         for _ in range(rng.randrange(1, 14)):
             allowed = [JOINED, MEMBER_FAILED]
-            allowed += {None: [REBUILDING, BEGUN], REBUILDING: [REBUILT, FAILED], BEGUN: [ENDED, FAILED]}[doing] * 3
+            allowed += {None: [REBUILDING, BEGUN], REBUILDING: [REBUILT, FAILED], BEGUN: [ENDED, FAILED]}[
+                doing
+            ] * 3
             event = rng.choice(allowed)
             if event in (REBUILDING, BEGUN):
                 doing = event

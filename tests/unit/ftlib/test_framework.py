@@ -55,7 +55,9 @@ def test_an_abort_ends_a_collective_of_a_native_group(members: list[ProcessGroup
             silent.abort()
 
 
-def test_a_native_group_is_rebuilt_after_an_abort(members: list[ProcessGroupFramework], store: TCPStore) -> None:
+def test_a_native_group_is_rebuilt_after_an_abort(
+    members: list[ProcessGroupFramework], store: TCPStore
+) -> None:
     for member in members:
         member.abort()
     rebuild(members, f"localhost:{store.port}/second")

@@ -37,7 +37,8 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = _load().pyapi_Handles()
     yield
     gc.collect()
-    wait_until(lambda: _load().pyapi_Handles() <= before)  # objects that other tests dropped may end in the meantime
+    # Objects that other tests dropped may end in the meantime.
+    wait_until(lambda: _load().pyapi_Handles() <= before)
     assert not [thread for thread in threading.enumerate() if thread.name == "torchft_ftlib_gossip"]
 
 
@@ -83,7 +84,9 @@ def test_a_later_incarnation_replaces_a_failed_one_at_once() -> None:
     again = Gossip(seeds=[a.address], name="b", timeout=SOON)
     view = together(a, again)
     assert again.identity in view.identities and killed.identity not in view.identities
-    with pytest.raises(RuntimeError, match="b is no member any more: a later incarnation of it has taken its place"):
+    with pytest.raises(
+        RuntimeError, match="b is no member any more: a later incarnation of it has taken its place"
+    ):
         killed.get_member_list()
     for member in (killed, again, a):
         member.close()
@@ -107,7 +110,8 @@ def test_a_later_incarnation_replaces_an_earlier_one_though_its_clock_is_behind(
 def fails(call: Callable[[timedelta], object], error: type[Exception], message: str) -> None:
     """Expects that the call, which gets a timeout, fails with this message.
 
-    Such a call takes all of its timeout. So the timeout is longer only after one that was too short for an answer.
+    Such a call takes all of its timeout. So the timeout is longer only after one that was too short for an
+    answer.
     """
     for timeout in (AT_ONCE, 10 * AT_ONCE, SOON):
         with pytest.raises(error) as raised:
@@ -152,7 +156,9 @@ def test_seeds_found_the_job_together() -> None:
 def test_a_seed_that_does_not_answer() -> None:
     port = free_port()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"none of the seeds localhost:{port} answered within 300ms: .*refused"):
+    with pytest.raises(
+        RuntimeError, match=rf"none of the seeds localhost:{port} answered within 300ms: .*refused"
+    ):
         FTLib.init("gossip", ProcessGroupGloo(), seeds=f"localhost:{port}", connect_timeout=AT_ONCE)
     assert time.monotonic() - began < SOON.total_seconds()
 
@@ -217,7 +223,9 @@ def test_initialized_is_reset_by_a_join_a_failed_collective_and_a_failed_member(
     ftlib = FTLib.init(a, StoreFramework(store))
     assert ftlib.confirm() is ConsensusStatus.FAIL and not ftlib.initialized()
     assert ftlib.allreduce_average([torch.ones(1)]) is ABORT
-    assert ftlib.initialized() and ftlib.skip_allreduce() and ftlib.confirm() is ConsensusStatus.SKIP_ALLREDUCE
+    assert (
+        ftlib.initialized() and ftlib.skip_allreduce() and ftlib.confirm() is ConsensusStatus.SKIP_ALLREDUCE
+    )
     assert ftlib.allreduce_average([torch.ones(1)]) is NO_NEED and a.lists == 1
 
     b = Counted(seeds=a.address, name="b", timeout=SOON)
@@ -259,7 +267,10 @@ def test_three_members_train_one_joins_late_and_one_leaves() -> None:
         torch.manual_seed(ord(name))
         model = nn.Linear(3, 1)
         ftlib = FTLib.init(
-            consensus, StoreFramework(store), state_dict=model.state_dict, load_state_dict=model.load_state_dict
+            consensus,
+            StoreFramework(store),
+            state_dict=model.state_dict,
+            load_state_dict=model.load_state_dict,
         )
         while not until(ftlib):
             model.zero_grad()

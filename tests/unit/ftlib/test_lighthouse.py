@@ -96,7 +96,9 @@ def test_two_jobs_on_one_port(address: str, monkeypatch: pytest.MonkeyPatch) -> 
     for job in ("red", "blue"):
         monkeypatch.setenv("TORCHFT_JOB_ID", job)
         members.append(Lighthouse("a", address, timeout=SOON))
-    assert [member.get_member_list().identities for member in members] == [[member.identity] for member in members]
+    assert [member.get_member_list().identities for member in members] == [
+        [member.identity] for member in members
+    ]
     for member in members:
         member.close()
 
@@ -114,7 +116,9 @@ def test_a_refused_setting_leaves_no_resources(address: str) -> None:
         (["a:1", "b:2"], [], ["b:2"]),
     ],
 )
-def test_groups_that_do_not_use_ftlib_are_named(replica_ids: list[str], handles: list[str], without: list[str]) -> None:
+def test_groups_that_do_not_use_ftlib_are_named(
+    replica_ids: list[str], handles: list[str], without: list[str]
+) -> None:
     result = QuorumResult(
         quorum_id=7, replica_ids=replica_ids, reconfigure_handles=handles, replicas_without_handles=without
     )

@@ -35,8 +35,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 class Lenient(SharedStorage):
     """Records of other members expire only while `others_expire` is set, however late they are renewed.
 
-    Its own record may still be renewed late on a busy machine, and it reports that. So tests look for one report among
-    all.
+    Its own record may still be renewed late on a busy machine, and it reports that. So tests look for one
+    report among all.
     """
 
     others_expire = False
@@ -81,7 +81,9 @@ def test_a_later_incarnation_replaces_a_failed_one_at_once(tmp_path: Path) -> No
     killed.close()
 
 
-def test_a_member_that_cannot_renew_its_record_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_cannot_renew_its_record_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = Recorder()
     member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=0.5))
     member.attach(recorder)
@@ -97,7 +99,9 @@ def test_a_member_that_cannot_renew_its_record_has_failed(tmp_path: Path, monkey
     member.close()
 
 
-def test_the_time_in_which_the_host_was_suspended_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_which_the_host_was_suspended_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others' clocks went on meanwhile, so the record has expired for them."""
     recorder, suspended = Recorder(), 0.0
     boottime = shared_storage._boottime
@@ -114,7 +118,9 @@ def test_the_time_in_which_the_host_was_suspended_counts(tmp_path: Path, monkeyp
     monkeypatch.setattr(Files, "write", wakes_up)
     # A renewal that was late before that is reported, too.
     wait_until(
-        lambda: any(re.match(r"its own record could not be renewed for 3\d{3}\.", why) for _, why in recorder.failed)
+        lambda: any(
+            re.match(r"its own record could not be renewed for 3\d{3}\.", why) for _, why in recorder.failed
+        )
     )
     assert {number for number, _ in recorder.failed} == {view.number}
     member.close()
@@ -169,7 +175,9 @@ def test_a_directory_that_hangs(tmp_path: Path, server: FileServer, call: str) -
     assert number == view.number and why.startswith("its own record could not be renewed for ")
     assert f"directory='{tmp_path}/default' has not answered within" in why
     for _ in range(3):
-        with pytest.raises(TimeoutError, match=r"has not answered within .* s; check the server of its file system"):
+        with pytest.raises(
+            TimeoutError, match=r"has not answered within .* s; check the server of its file system"
+        ):
             member.get_member_list()
     member.close()
     wait_until(lambda: directory_threads() <= 1)  # earlier threads may still end
@@ -284,7 +292,9 @@ def test_a_list_of_members_that_is_not_complete_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES])
-def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_directory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     def fails(*_: object) -> int:
         raise OSError(code, os.strerror(code))
 

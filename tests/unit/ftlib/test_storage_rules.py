@@ -1,4 +1,5 @@
-"""The rules of a shared directory, as tables and in random histories of members that are killed, stall and return.
+"""The rules of a shared directory, as tables and in random histories of members that are killed, stall and
+return.
 
 A history simulates the directory and the communicators: at most one communicator may work at a time.
 """
@@ -56,7 +57,9 @@ def rec(identity: Identity, wants: int, confirmed: str = "") -> dict[Identity, R
         pytest.param({**rec(A, 2), **rec(B, 1)}, AB, 1, Wait((B,)), id="b trains"),
     ],
 )
-def test_decide(alive: dict[Identity, Record], latest: Optional[View], min_members: int, expected: Action) -> None:
+def test_decide(
+    alive: dict[Identity, Record], latest: Optional[View], min_members: int, expected: Action
+) -> None:
     assert decide(A, alive, latest, min_members) == expected
 
 
@@ -118,7 +121,9 @@ class Directory:
         self.records[identity] = old._replace(wants=number + 1)
 
     def alive(self, observer: Process) -> dict[Identity, Record]:
-        """Returns the records that an observer takes for live: its own, and those of members that have not stalled."""
+        """Returns the records that an observer takes for live: its own, and those of members that have not
+        stalled.
+        """
         stopped = {p.identity for p in self.processes.values() if p.stalled and p is not observer}
         kept = {i: r for i, r in self.records.items() if i not in stopped}
         return living({**kept, observer.identity: self.records[observer.identity]})
@@ -167,7 +172,8 @@ class Directory:
         elif process.stalled:
             process.stalled = what > 0.3
             if not process.stalled and process.taken is not None:
-                self.act(process)  # a member that could not renew its record reads the directory before it continues
+                # A member that could not renew its record reads the directory before it continues.
+                self.act(process)
         else:
             self.act(process)
 

@@ -1,4 +1,6 @@
-"""Ranks, meeting places and the state that counts: tables, and random lists compared with slow and obvious rules."""
+"""Ranks, meeting places and the state that counts: tables, and random lists compared with slow and obvious
+rules.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def test_rank_and_size(members: list[Identity], identity: Identity, expected: tu
 
 @pytest.mark.parametrize(
     ("members", "identity", "message"),
-    [([], A, "is no member"), ([B], A, "allowed: .*'b'"), ([A, A2], A, "a later incarnation, 2, has replaced it")],
+    [
+        ([], A, "is no member"),
+        ([B], A, "allowed: .*'b'"),
+        ([A, A2], A, "a later incarnation, 2, has replaced it"),
+    ],
 )
 def test_no_member(members: list[Identity], identity: Identity, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -37,11 +43,17 @@ def test_no_member(members: list[Identity], identity: Identity, message: str) ->
 
 
 def test_random_lists_of_members() -> None:
-    """After joins, restarts and failures each live member computes its own rank, from a list in another order."""
+    """After joins, restarts and failures each live member computes its own rank, from a list in another
+    order.
+    """
     rng = random.Random(todays(23))
     for _ in range(often(20_000)):
         listed = {Identity(rng.choice("abcde"), rng.randrange(4)) for _ in range(rng.randrange(1, 8))}
-        alive = [one for one in listed if all(o.name != one.name or o.incarnation <= one.incarnation for o in listed)]
+        alive = [
+            one
+            for one in listed
+            if all(o.name != one.name or o.incarnation <= one.incarnation for o in listed)
+        ]
         ranks = {}
         for one in alive:
             order = rng.sample(sorted(listed), len(listed))

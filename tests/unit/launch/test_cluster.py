@@ -15,7 +15,9 @@ from torchft.launch import cluster, process_tree
 from torchft.launch.cluster import watched_cluster
 from torchft.launch.lighthouse import LaunchError
 
-LISTENS = "import sys, time; print('Lighthouse listening on: x:1', sys.argv[1:], flush=True); time.sleep(1000)"
+LISTENS = (
+    "import sys, time; print('Lighthouse listening on: x:1', sys.argv[1:], flush=True); time.sleep(1000)"
+)
 
 
 @pytest.fixture
@@ -42,7 +44,10 @@ def test_each_gets_the_list_and_a_state_of_its_own(program: Callable[[str], None
         assert len(set(addresses.split(","))) == 3
         logs = [(tmp_path / f"lighthouse-{number}.log").read_text() for number in (1, 2, 3)]
         for number, (address, log) in enumerate(zip(addresses.split(","), logs), 1):
-            expected = [address.removeprefix("http://"), str(next(tmp_path.glob("lighthouses-*")) / str(number))]
+            expected = [
+                address.removeprefix("http://"),
+                str(next(tmp_path.glob("lighthouses-*")) / str(number)),
+            ]
             assert str([*expected, "--cluster", addresses, "--min_replicas", "1"]) in log
         running = pids(LISTENS)
         assert len(running) == 3

@@ -95,7 +95,9 @@ def test_a_job_that_ends_before_it_answers(tmp_path: Path, monkeypatch: pytest.M
     server.close()
 
 
-def test_a_folder_whose_path_is_longer_than_that_of_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_whose_path_is_longer_than_that_of_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Linux allows 107 bytes. TMPDIR of a scheduler's job is often longer."""
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
@@ -103,7 +105,9 @@ def test_a_folder_whose_path_is_longer_than_that_of_a_socket(tmp_path: Path, mon
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     server = Control()
     job: Any = FakeJob()
-    thread = threading.Thread(target=lambda: [server.look(job) for _ in iter(lambda: job.replicas, 4)], daemon=True)
+    thread = threading.Thread(
+        target=lambda: [server.look(job) for _ in iter(lambda: job.replicas, 4)], daemon=True
+    )
     thread.start()
     assert control.scale(4) == "4 replica groups"
     thread.join()

@@ -51,7 +51,9 @@ class Cluster:
         self.drained: list[str] = []
         self.can_drain = True  # whether the lighthouse can drain groups
         monkeypatch.setattr(module, "status", lambda lighthouse: self._status())
-        monkeypatch.setattr(module, "drain", lambda lighthouse, name: self.drained.append(name) or self.can_drain)
+        monkeypatch.setattr(
+            module, "drain", lambda lighthouse, name: self.drained.append(name) or self.can_drain
+        )
         self.job = LocalJob(self._make, replicas, most, "http://lighthouse", **options)  # type: ignore[arg-type]
 
     def _make(self, number: int) -> FakeGroup:
@@ -60,7 +62,12 @@ class Cluster:
 
     def _status(self) -> dict[str, Any]:
         members = [
-            {"replica_id": f"g{i}", "address": f"http://host:{self.groups[i].port}", "step": step, "in_quorum": True}
+            {
+                "replica_id": f"g{i}",
+                "address": f"http://host:{self.groups[i].port}",
+                "step": step,
+                "in_quorum": True,
+            }
             for i, step in self.training.items()
         ]
         return {"quorum_id": len(members), "members": members}
@@ -129,7 +136,10 @@ def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_conti
     cluster.training = {0: 5}
     cluster.end_before_a_step(1)
     assert cluster.groups[1].starts == FRUITLESS_LIVES
-    assert cluster.states() == ["training", "not restarted: ended with status 1 and never took part, see group-1.log"]
+    assert cluster.states() == [
+        "training",
+        "not restarted: ended with status 1 and never took part, see group-1.log",
+    ]
     assert cluster.groups[0].status is None and cluster.groups[0].starts == 1
 
     cluster.job.scale(2)  # the script was repaired
@@ -196,7 +206,9 @@ def test_an_error_from_before_the_job_trained_does_not_count(monkeypatch: pytest
     assert cluster.groups[0].starts == 4
 
 
-def test_a_job_that_has_trained_does_not_end_at_an_error_that_all_groups_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_has_trained_does_not_end_at_an_error_that_all_groups_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All were killed, and the storage that they start from does not answer for a moment."""
     monkeypatch.setattr(module, "error_of", lambda log: "OSError: the storage does not answer")
     cluster = Cluster(monkeypatch, 2, 2)
@@ -224,7 +236,8 @@ def test_the_rate_of_groups_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None
     cluster = Cluster(monkeypatch, 2, 2)
     rates = []
     for second in range(5):
-        cluster.training = {0: 1000 + 50 * second, 1: 999 + 50 * second}  # one of them asks for the next step already
+        # One of them asks for the next step already.
+        cluster.training = {0: 1000 + 50 * second, 1: 999 + 50 * second}
         cluster.pass_time(1)
         rates.append(str(cluster.job.pace))
     assert rates == ["", *4 * ["50.0 steps/s"]]
@@ -293,7 +306,9 @@ def test_adding_and_draining_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_is_not_scaled_below_the_groups_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 3, 4, least=2)
-    with pytest.raises(ValueError, match=r"^1 replica groups are not allowed; allowed: 2 \(--min-replicas\) to 4 "):
+    with pytest.raises(
+        ValueError, match=r"^1 replica groups are not allowed; allowed: 2 \(--min-replicas\) to 4 "
+    ):
         cluster.job.scale(1)
     cluster.job.scale(2)
     assert [group.terminated for group in cluster.groups] == [0, 0, 1]

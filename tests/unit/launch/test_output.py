@@ -12,8 +12,12 @@ FAILED = (
     "E1122 10:47:52.043000 24579 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) "
     "local_rank: 0 (pid: 24684) of binary: /usr/bin/python\n"
 )
-BOX = 60 * "=" + "\nrank.py FAILED\n" + 60 * "-" + "\nRoot Cause (first observed failure):\n" + 60 * "=" + "\n"
-OF_TORCHRUN = "Traceback (most recent call last):\n" + 40 * "  what torchrun says of it\n" + "ChildFailedError: \n"
+BOX = (
+    60 * "=" + "\nrank.py FAILED\n" + 60 * "-" + "\nRoot Cause (first observed failure):\n" + 60 * "=" + "\n"
+)
+OF_TORCHRUN = (
+    "Traceback (most recent call last):\n" + 40 * "  what torchrun says of it\n" + "ChildFailedError: \n"
+)
 REPORT = FAILED + OF_TORCHRUN + BOX
 RAISED = """\
 Traceback (most recent call last):
@@ -39,7 +43,9 @@ def test_the_last_lines_of_the_last_life(log: Path) -> None:
     log.write_text("".join(f"line {i}\n" for i in range(30)))
     assert tail(log).splitlines() == [f"line {i}" for i in range(10, 30)]
     log.write_text(f"an earlier life\n{REPORT}{RAISED}{REPORT}")
-    assert tail(log) == RAISED.strip(), "what the script says, and not what torchrun says of this life or the last one"
+    assert tail(log) == RAISED.strip(), (
+        "what the script says, and not what torchrun says of this life or the last one"
+    )
     log.write_text(f"an earlier life\n{REPORT}{RAISED}")
     assert tail(log) == RAISED.strip(), "torchrun was killed with it"
     log.write_text(f"an earlier life\n{FAILED}again\n{RAISED}{REPORT}")
@@ -50,8 +56,17 @@ def test_the_last_lines_of_the_last_life(log: Path) -> None:
 
 def test_the_error_of_a_script(log: Path) -> None:
     assert error_of(log) == "", "there is no log"
-    chained = RAISED.replace("RuntimeError", "KeyError") + "\nDuring handling of the above exception, …\n\n" + RAISED
-    for text in (RAISED, chained, RAISED + AT_EXIT, f"{RAISED.replace('cheese', 'wine')}{REPORT}{RAISED}{REPORT}"):
+    chained = (
+        RAISED.replace("RuntimeError", "KeyError")
+        + "\nDuring handling of the above exception, …\n\n"
+        + RAISED
+    )
+    for text in (
+        RAISED,
+        chained,
+        RAISED + AT_EXIT,
+        f"{RAISED.replace('cheese', 'wine')}{REPORT}{RAISED}{REPORT}",
+    ):
         log.write_text(text)
         assert error_of(log) == "RuntimeError: out of cheese"
     for text in ("it has no traceback\n", AT_EXIT, "Traceback (most recent call last):\n  File"):

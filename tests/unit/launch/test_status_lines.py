@@ -35,7 +35,9 @@ def test_on_a_terminal_the_lines_replace_the_last_ones_also_if_they_are_wider_th
 
 def test_the_line_of_a_group() -> None:
     one, pace = member(0, "training"), StepRate()
-    assert line(one, pace) == "group 0   step        0  training", "a rate of 0 would say that it makes no step"
+    assert line(one, pace) == "group 0   step        0  training", (
+        "a rate of 0 would say that it makes no step"
+    )
     pace.look(0.0, 1, 0)
     pace.look(0.5, 1, 10)
     one.step = 10
@@ -64,7 +66,9 @@ def test_a_group_that_hangs_at_its_start_names_its_log() -> None:
     one = member(0, "starting")
     assert line(one, StepRate()).endswith("  starting")
     one.group.started -= 31
-    assert "  starting for 31 s, see logs/group-0.log; `py-spy dump -s --pid 7` shows where" in line(one, StepRate())
+    assert "  starting for 31 s, see logs/group-0.log; `py-spy dump -s --pid 7` shows where" in line(
+        one, StepRate()
+    )
     one.state = "waiting"
     assert line(one, StepRate()).endswith("  waiting")
 

@@ -16,7 +16,12 @@ from torchft.manager import Manager
 
 
 def test_public_names() -> None:
-    assert torchft.local_sgd.__all__ == ["USE_BUCKETIZATION_ENV", "DiLoCo", "LocalSGD", "extract_local_tensor"]
+    assert torchft.local_sgd.__all__ == [
+        "USE_BUCKETIZATION_ENV",
+        "DiLoCo",
+        "LocalSGD",
+        "extract_local_tensor",
+    ]
     assert USE_BUCKETIZATION_ENV == "TORCHFT_USE_BUCKETIZATION"
 
 
@@ -49,7 +54,10 @@ def diloco(manager: OneGroup | None = None, **given: Any) -> DiLoCo:
         ({"sync_every": "4"}, "sync_every='4': allowed are whole numbers"),
         ({"sync_every": None}, "sync_every=None: allowed are whole numbers"),
         ({"sync_every": 4.5}, "sync_every=4.5: allowed are whole numbers"),
-        ({"fragment_sync_delay": 2}, r"fragment_sync_delay=2: allowed are 0 to 1, less than sync_every / len"),
+        (
+            {"fragment_sync_delay": 2},
+            r"fragment_sync_delay=2: allowed are 0 to 1, less than sync_every / len",
+        ),
         ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1: allowed are 0 to 1"),
         ({"fragment_sync_delay": 0.5}, "fragment_sync_delay=0.5: allowed are whole numbers"),
         ({"fragment_update_alpha": 1.01}, "fragment_update_alpha=1.01: allowed are 0 to 1"),
@@ -60,8 +68,14 @@ def diloco(manager: OneGroup | None = None, **given: Any) -> DiLoCo:
         ({"backup_device": "nowhere"}, "backup_device='nowhere': .*cpu, cuda"),
         ({"inner_optimizer": None}, "inner_optimizer=None: allowed are optimizers of PyTorch"),
         ({"outer_optimizer": None}, "outer_optimizer=None: allowed are an optimizer, or a list"),
-        ({"outer_optimizer": [None, None]}, r"outer_optimizer=\[None, None\]: allowed are an optimizer, or a list"),
-        ({"outer_optimizer": []}, "outer_optimizer has 0 optimizers for 2 model_fragments: allowed are one for each"),
+        (
+            {"outer_optimizer": [None, None]},
+            r"outer_optimizer=\[None, None\]: allowed are an optimizer, or a list",
+        ),
+        (
+            {"outer_optimizer": []},
+            "outer_optimizer has 0 optimizers for 2 model_fragments: allowed are one for each",
+        ),
         ({"model_fragments": nn.Linear(2, 2)}, "model_fragments is a Linear: allowed are lists of modules"),
         ({"model_fragments": [nn.Linear(2, 2), 3]}, r"model_fragments\[1\]=3: allowed are lists of modules"),
         (
@@ -82,7 +96,7 @@ def test_whole_numbers_of_other_types_are_accepted() -> None:
 def test_parameters_that_cannot_be_quantized_are_refused_before_the_training() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2).double()]
     outer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.7)
-    message = r"model_fragments\[1\]: parameter 'weight' of shape \(2, 2\) is torch.float64, which cannot be quantized"
+    message = r"model_fragments\[1\]: parameter 'weight' of shape \(2, 2\) is torch.float64, which cannot be"
     with pytest.raises(ValueError, match=message):
         diloco(model_fragments=layers, outer_optimizer=outer, should_quantize=True)
     diloco(model_fragments=layers, outer_optimizer=outer)
@@ -113,7 +127,9 @@ def test_fragments_that_share_a_parameter_are_refused() -> None:
 
 def test_a_variable_that_is_no_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(USE_BUCKETIZATION_ENV, "yes")
-    with pytest.raises(ValueError, match=r"TORCHFT_USE_BUCKETIZATION='yes': allowed are 0 \(off\) and 1 \(on\)"):
+    with pytest.raises(
+        ValueError, match=r"TORCHFT_USE_BUCKETIZATION='yes': allowed are 0 \(off\) and 1 \(on\)"
+    ):
         diloco()
 
 
@@ -151,7 +167,9 @@ class Trained(nn.Module):
 def test_a_type_that_cannot_be_averaged_is_refused_if_it_is_trained() -> None:
     model = Trained(torch.complex64, trained=True)
     inner = torch.optim.SGD([model.scale], lr=0.1)
-    with pytest.raises(ValueError, match=r"model: parameter 'weight' is torch.complex64; allowed are floating point"):
+    with pytest.raises(
+        ValueError, match=r"model: parameter 'weight' is torch.complex64; allowed are floating point"
+    ):
         LocalSGD(OneGroup(), model, inner, 1)  # type: ignore[arg-type]
 
 

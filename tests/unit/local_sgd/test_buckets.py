@@ -1,4 +1,6 @@
-"""Tensors are packed into buckets as in upstream, so that a job can contain groups of torchft and of upstream."""
+"""Tensors are packed into buckets as in upstream, so that a job can contain groups of torchft and of
+upstream.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def sizes(numels: list[int], cap: int | None, dtype: torch.dtype = torch.float32
         ([3, 4], 1024, [7]),
     ],
 )
-def test_tensors_are_concatenated_and_cut_at_the_cap(numels: list[int], cap_mb: int, pieces: list[int]) -> None:
+def test_tensors_are_concatenated_and_cut_at_the_cap(
+    numels: list[int], cap_mb: int, pieces: list[int]
+) -> None:
     assert sizes(numels, cap_mb << 20) == pieces
 
 
@@ -41,7 +45,8 @@ def test_views_share_the_memory_of_the_buckets() -> None:
     for n, view in enumerate(buffers.views):
         view.fill_(n)
     sent = {
-        dtype: torch.cat([p for p in buffers.pieces if p.dtype == dtype]) for dtype in (like[0].dtype, like[1].dtype)
+        dtype: torch.cat([p for p in buffers.pieces if p.dtype == dtype])
+        for dtype in (like[0].dtype, like[1].dtype)
     }
     assert sent[torch.float32].tolist() == [0.0] * 6 + [2.0]
     assert sent[torch.float64].tolist() == [1.0] * 4

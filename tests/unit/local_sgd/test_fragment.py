@@ -1,4 +1,6 @@
-"""The effects of a synchronisation on a fragment, the values that it sends, and the state for a healing peer."""
+"""The effects of a synchronisation on a fragment, the values that it sends, and the state for a healing
+peer.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_alpha_is_the_share_of_ones_own(alpha: float, expected: float) -> None:
 
 
 def test_frozen_parameters_are_sent_and_unchanged() -> None:
-    """Upstream sends frozen parameters, so torchft does, too. The outer step's weight decay does not apply to them."""
+    """Upstream sends frozen parameters, so torchft does, too. The outer step's weight decay does not apply to
+    them.
+    """
     model = numbers(1, 2)
     model[1].requires_grad_(False)
     inner = torch.optim.SGD([model[0]], lr=0.1)
@@ -108,7 +112,9 @@ def test_the_values_that_are_sent(bucketed: bool) -> None:
     settings: Any = dict(sync_every=1, should_quantize=True, use_bucketization=bucketed)
     with DiLoCo(manager, [model], inner, outer_sgd(model), **settings):  # type: ignore[arg-type]
         step(model, inner)
-    expected = [("allreduce", (8,), True)] if bucketed else [("allreduce", (2, 3), True), ("allreduce", (2,), True)]
+    expected = (
+        [("allreduce", (8,), True)] if bucketed else [("allreduce", (2, 3), True), ("allreduce", (2,), True)]
+    )
     assert manager.taken() == ["quorum", *expected, "vote"]
 
 
@@ -140,7 +146,9 @@ def test_a_fragment_takes_over_global_parameters_and_outer_momentum() -> None:
 
 
 def test_a_job_resumes_from_a_checkpoint_of_its_script() -> None:
-    """The checkpoint has the global parameters and both optimizers, which are loaded before DiLoCo is made."""
+    """The checkpoint has the global parameters and both optimizers, which are loaded before DiLoCo is
+    made.
+    """
 
     def train(steps: int, saved: Optional[dict[str, Any]]) -> dict[str, Any]:
         model = numbers(1, 2)
@@ -170,7 +178,10 @@ def test_a_job_resumes_from_a_checkpoint_of_its_script() -> None:
         (lambda p: p.pop("1"), r"it lacks \['1'\]|here.*lacks"),
         (lambda p: p.update(new=torch.ones(2)), r"it also has \['new'\]"),
         (lambda p: p.update({"0": torch.ones(3)}), r"'0' is float32\[2\] here and float32\[3\] there"),
-        (lambda p: p.update({"0": torch.ones(2).double()}), r"'0' is float32\[2\] here and float64\[2\] there"),
+        (
+            lambda p: p.update({"0": torch.ones(2).double()}),
+            r"'0' is float32\[2\] here and float64\[2\] there",
+        ),
     ],
 )
 def test_another_model_is_refused_before_anything_is_sent(change: Any, message: str) -> None:
@@ -184,7 +195,10 @@ def test_another_model_is_refused_before_anything_is_sent(change: Any, message: 
             load(state)
 
     manager.on_quorum = heal
-    with diloco, pytest.raises(ValueError, match=r"model_fragments\[0\] differs from that of the group to heal from"):
+    with (
+        diloco,
+        pytest.raises(ValueError, match=r"model_fragments\[0\] differs from that of the group to heal from"),
+    ):
         step(model, inner)
     assert manager.taken() == ["quorum"]
     assert isinstance(manager.reported, ValueError)
@@ -278,7 +292,9 @@ def test_sharded_parameters(mesh: Any, bucketed: bool, alpha: float) -> None:
         diloco = DiLoCo(manager, [model], inner, outer, fragment_update_alpha=alpha, **settings)  # type: ignore[arg-type]
         return model, inner, diloco, manager
 
-    def run(model: nn.Module, inner: torch.optim.Optimizer, diloco: DiLoCo, manager: OneGroup) -> list[torch.Tensor]:
+    def run(
+        model: nn.Module, inner: torch.optim.Optimizer, diloco: DiLoCo, manager: OneGroup
+    ) -> list[torch.Tensor]:
         with diloco:
             for i in range(6):
                 step(model, inner, gradient=1.0 + i)

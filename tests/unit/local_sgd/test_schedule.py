@@ -36,7 +36,9 @@ def test_due(local_step: int, period: int, delay: int, in_flight: bool, expected
 
 
 def test_two_synchronisations_never_overlap() -> None:
-    """Even with the longest allowed delay, a synchronisation starts one step after the end of the previous one."""
+    """Even with the longest allowed delay, a synchronisation starts one step after the end of the previous
+    one.
+    """
     for period in range(1, 6):
         for delay in range(period):
             step, in_flight, log = 0, False, []
@@ -56,7 +58,9 @@ def three_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 1, bias=False))
 
 
-def train(manager: OneGroup, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[list[Any]]:
+def train(
+    manager: OneGroup, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+) -> list[list[Any]]:
     """Returns the calls of the Manager after each of the steps."""
     calls = []
     for _ in range(steps):
@@ -129,7 +133,8 @@ def test_without_a_quorum_the_same_fragment_starts_after_the_next_step() -> None
         manager.taken()
         manager.on_quorum = lambda: None
         calls = train(manager, model, inner, 2)
-    assert reduced(calls[0]) == [(3, 2), (3,)] and calls[0][-1] == "vote"  # without a delay, because it starts late
+    # Without a delay, because it starts late.
+    assert reduced(calls[0]) == [(3, 2), (3,)] and calls[0][-1] == "vote"
     assert reduced(calls[1]) == [(4, 3), (4,)]
 
 

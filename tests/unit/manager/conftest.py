@@ -1,4 +1,6 @@
-"""One rank's Manager without a cluster: the test determines its client's answers, and its process group is a dummy."""
+"""One rank's Manager without a cluster: the test determines its client's answers, and its process group is a
+dummy.
+"""
 
 from __future__ import annotations
 

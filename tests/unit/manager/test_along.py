@@ -1,4 +1,6 @@
-"""Compares a heal in passing with an oracle: the state that results from all committed gradients, in order."""
+"""Compares a heal in passing with an oracle: the state that results from all committed gradients, in
+order.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import pytest
 from tests.bounded import often
 from tests.unit.manager.test_together import Store
 from torchft._manager.heal import along
-from torchft._manager.heal.along import FIRST, LEAST, MAX_IDLE_SEC, MAX_RESTARTS, MOST, NOTHING, Ask, Heal, Outcome
+from torchft._manager.heal.along import (
+    FIRST,
+    LEAST,
+    MAX_IDLE_SEC,
+    MAX_RESTARTS,
+    MOST,
+    NOTHING,
+    Ask,
+    Heal,
+    Outcome,
+)
 from torchft._manager.heal.together import Progress, Ranks
 
 
@@ -30,10 +42,13 @@ def heal_in(step: int, total: int = 3) -> Heal:
         (True, (8, 2, 2), Outcome.MISSED),  # step 7 was committed in a quorum without this group
         (True, (9, 1, 1), Outcome.MISSED),
         (False, (7, 2, 1), Outcome.NONE),
-        (False, (8, 1, 1), Outcome.MISSED),  # the reduction failed only in this group: the others committed the step
+        # The reduction failed only in this group: the others committed the step.
+        (False, (8, 1, 1), Outcome.MISSED),
     ],
 )
-def test_what_the_next_quorum_says_of_a_step(kept: bool, quorum: tuple[int, int, int], outcome: Outcome) -> None:
+def test_what_the_next_quorum_says_of_a_step(
+    kept: bool, quorum: tuple[int, int, int], outcome: Outcome
+) -> None:
     heal = heal_in(7)
     if kept:
         heal.keep()
@@ -46,7 +61,8 @@ def test_what_the_next_quorum_says_of_a_step(kept: bool, quorum: tuple[int, int,
     ("quorum", "outcome"),
     [
         ((8, 1, 1), Outcome.NONE),
-        ((7, 2, 1), Outcome.MISSED),  # the source failed after its report, and the others did not commit step 7
+        # The source failed after its report, and the others did not commit step 7.
+        ((7, 2, 1), Outcome.MISSED),
         ((8, 2, 2), Outcome.MISSED),  # the others committed another attempt at step 7
         ((9, 1, 1), Outcome.MISSED),
     ],
@@ -128,12 +144,17 @@ def test_it_gives_up_with_a_reason() -> None:
 
     heal = heal_in(7)
     heal.compared(Ask(0, 0, 0, 2), equal=False)
-    assert heal.abandoned is not None and "differ from the source's in step 7, in the elements 0 to 2" in heal.abandoned
+    assert (
+        heal.abandoned is not None
+        and "differ from the source's in step 7, in the elements 0 to 2" in heal.abandoned
+    )
     heal.abandon("a later reason")
     assert "differ" in heal.abandoned
 
 
-@pytest.mark.parametrize("key", ["part.1.2.3", "part.1.2.3.x", "part.1.2.3.-4", "rest.1.2.3.4", "part.1.2.3.4.5", ""])
+@pytest.mark.parametrize(
+    "key", ["part.1.2.3", "part.1.2.3.x", "part.1.2.3.-4", "rest.1.2.3.4", "part.1.2.3.4.5", ""]
+)
 def test_the_key_of_a_request(key: str) -> None:
     assert Ask.parse(Ask(1, 20, 3, 4).key) == (1, 20, 3, 4) and not Ask(1, 20, 3, 4).empty
     assert Ask.parse(NOTHING.key).empty
@@ -238,7 +259,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
 # The slow parts differ from part 0 only in their seeds.
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
 def test_random_histories_end_with_the_state_that_all_committed_gradients_give(part: int) -> None:
-    """Steps fail for all or are missed by the target, quorums change, the source fails, a second group joins."""
+    """Steps fail for all or are missed by the target, quorums change, the source fails, a second group
+    joins.
+    """
     healed = abandoned = confirmed = lied = late = 0
     histories = often(1000)
     for seed in range(1000 * part, 1000 * part + histories):

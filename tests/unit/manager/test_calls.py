@@ -24,7 +24,9 @@ SHORT = timedelta(milliseconds=100)
 ONE = torch.ones(2, 3)
 
 
-def plan(me: int, max_step: int = 7, source: Optional[int] = None, handles: Optional[list[str]] = None) -> Plan:
+def plan(
+    me: int, max_step: int = 7, source: Optional[int] = None, handles: Optional[list[str]] = None
+) -> Plan:
     fields: dict[str, Any] = dict.fromkeys(Plan.__dataclass_fields__)
     fields.update(
         quorum_id=3,
@@ -76,7 +78,9 @@ class Two:
 
     def __init__(self) -> None:
         self.stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
-        bare = [Handle(id=str(i), store=f"127.0.0.1:{store.port}").encode() for i, store in enumerate(self.stores)]
+        bare = [
+            Handle(id=str(i), store=f"127.0.0.1:{store.port}").encode() for i, store in enumerate(self.stores)
+        ]
         self.handles = [announce(handle, ((CALLS, "1"),)) for handle in bare]
         self.failure: Optional[Exception] = None
         self.rank_state = RankState(SHORT)
@@ -118,7 +122,9 @@ def test_another_call_in_the_middle(two: Two) -> None:
     two.call(two.older)
     two.call(two.older, torch.ones(4))
     two.call(two.newer)
-    with pytest.raises(LayoutDiffers, match=r"call 1 of the step differs: .* 5 x .* here, .* 4 x .* in a; allowed"):
+    with pytest.raises(
+        LayoutDiffers, match=r"call 1 of the step differs: .* 5 x .* here, .* 4 x .* in a; allowed"
+    ):
         two.call(two.newer, torch.ones(5))
     assert two.newer.differs is not None and two.newer.differs.must_end
 
@@ -148,7 +154,9 @@ def test_a_handle_that_names_another_store(two: Two) -> None:
     two.begin()
     two.call(two.older)
     two.stores[0] = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    two.handles[0] = announce(Handle(id="0", store=f"127.0.0.1:{two.stores[0].port}").encode(), ((CALLS, "1"),))
+    two.handles[0] = announce(
+        Handle(id="0", store=f"127.0.0.1:{two.stores[0].port}").encode(), ((CALLS, "1"),)
+    )
     two.begin(quorum_id=4)
     two.call(two.older)
     two.call(two.newer)

@@ -42,7 +42,8 @@ def test_the_flight_recorder_has_a_file_for_each_quorum(
         fixture.client._quorum.return_value = make_quorum(quorum_id=quorum_id)
         manager.start_quorum()
         assert manager.should_commit()
-        assert os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] == f"/tmp/trace_quorum{quorum_id}_"  # PyTorch appends the rank
+        # PyTorch appends the rank.
+        assert os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] == f"/tmp/trace_quorum{quorum_id}_"
 
 
 def test_the_flight_recorder_is_reset_for_each_quorum(
@@ -122,7 +123,9 @@ def test_reconfigure_with_handles(fixture: Fixture, make_quorum: Quorum) -> None
         (["group_0:uuid", "group_1:uuid"], "the lighthouse at http://lighthouse:1 does not pass them on"),
     ],
 )
-def test_native_group_needs_handles(fixture: Fixture, make_quorum: Quorum, without: list[str], named: str) -> None:
+def test_native_group_needs_handles(
+    fixture: Fixture, make_quorum: Quorum, without: list[str], named: str
+) -> None:
     class NativeLike:
         supports_reconfigure = True
 

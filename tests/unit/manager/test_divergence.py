@@ -67,7 +67,9 @@ def test_how_often_digests_are_sent(setting: Optional[int], steps: int) -> None:
         ([], 2, [[], []]),
     ],
 )
-def test_the_bytes_that_a_step_digests(sizes: list[int], commits: int, spans: list[list[tuple[int, int, int]]]) -> None:
+def test_the_bytes_that_a_step_digests(
+    sizes: list[int], commits: int, spans: list[list[tuple[int, int, int]]]
+) -> None:
     sweep = Sweep(sizes, commits)
     assert [[tuple(span) for span in sweep.spans(step)] for step in range(commits)] == spans
     assert sweep.spans(commits) == sweep.spans(0)
@@ -81,7 +83,9 @@ def test_a_sweep_covers_each_byte_once_in_equal_parts(seed: int) -> None:
     first = choose.randrange(1000) * commits
     sweep = Sweep(sizes, commits)
     parts = [sweep.spans(first + i) for i in range(commits)]
-    covered = [(span.tensor, byte) for spans in parts for span in spans for byte in range(span.begin, span.end)]
+    covered = [
+        (span.tensor, byte) for spans in parts for span in spans for byte in range(span.begin, span.end)
+    ]
     assert covered == [(tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)]
     assert all(span.begin % WORD == 0 for spans in parts for span in spans)
     words = [sum(-(-(span.end - span.begin) // WORD) for span in spans) for spans in parts]
@@ -169,7 +173,9 @@ def test_which_groups_act(action: OnDivergence, entries: list[tuple[int, ...]], 
 
 
 class Job:
-    """A model of groups whose weights differ. ``wrong`` maps each differing byte of a group to the step of its flip."""
+    """A model of groups whose weights differ. ``wrong`` maps each differing byte of a group to the step of
+    its flip.
+    """
 
     def __init__(self, choose: random.Random) -> None:
         self.groups = choose.randrange(3, 7)
@@ -201,7 +207,9 @@ class Job:
             for group in difference.diverged:
                 if acts(OnDivergence.HEAL, difference, group, self.groups):
                     self.found += 1
-                    self.heal(group, next(rank for rank in difference.compared if rank not in difference.diverged))
+                    self.heal(
+                        group, next(rank for rank in difference.compared if rank not in difference.diverged)
+                    )
 
     def digest(self, step: int) -> None:
         for group in range(self.groups):
@@ -214,8 +222,8 @@ class Job:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_histories(seed: int) -> None:
-    """Bits flip, groups heal for other reasons and steps are lost: a difference is reported in time for the group that
-    differs, and for no other group.
+    """Bits flip, groups heal for other reasons and steps are lost: a difference is reported in time for the
+    group that differs, and for no other group.
     """
     choose = random.Random(todays(seed))
     job, flips, step = Job(choose), 0, 0

@@ -44,8 +44,12 @@ def test_a_draining_group_also_leaves_after_a_lost_step(fixture: Any, make_quoru
 
 
 @pytest.mark.parametrize("draining", [True, False])
-def test_a_group_that_ends_in_a_step_does_not_leave(fixture: Any, make_quorum: Quorum, draining: bool) -> None:
-    """The peers wait for this group in their collectives, so its end counts as a failure and is reported to them."""
+def test_a_group_that_ends_in_a_step_does_not_leave(
+    fixture: Any, make_quorum: Quorum, draining: bool
+) -> None:
+    """The peers wait for this group in their collectives, so its end counts as a failure and is reported to
+    them.
+    """
     fixture.client._quorum.return_value = make_quorum(draining=draining)
     manager = fixture.manager()
     manager.start_quorum()

@@ -13,7 +13,12 @@ from tests.unit.manager.test_rounds import LONG, REQUEST, UPSTREAM, Followed
 from torchft._manager.edge import GroupServer, Transport, _NativeServer, as_peers, as_server, work_kind
 from torchft._torchft import ManagerClient, QuorumResult
 from torchft.checkpointing import CheckpointTransport
-from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+)
 from torchft.work import _DummyWork
 
 SOON = timedelta(seconds=3)
@@ -55,7 +60,9 @@ def test_a_client_with_the_methods_of_upstream_suffices(server: GroupServer) -> 
     rounds.shutdown(wait=False)
 
 
-@pytest.mark.parametrize("stand_in", [SimpleNamespace(quorum_id=3, max_step=5), MagicMock(quorum_id=3, max_step=5)])
+@pytest.mark.parametrize(
+    "stand_in", [SimpleNamespace(quorum_id=3, max_step=5), MagicMock(quorum_id=3, max_step=5)]
+)
 def test_a_result_of_another_class_gets_all_fields(server: GroupServer, stand_in: Any) -> None:
     server.client.result = stand_in
     followed = Followed()
@@ -78,7 +85,9 @@ def test_a_double_of_our_client_is_used_by_its_methods() -> None:
 
 @pytest.mark.parametrize(("yes", "committed"), [(True, True), (True, False), (False, False)])
 def test_the_decision_of_our_manager_server_counts(yes: bool, committed: bool) -> None:
-    assert _NativeServer(MagicMock(should_commit=lambda *_, **__: committed), 0).vote(5, yes, SOON) is committed
+    assert (
+        _NativeServer(MagicMock(should_commit=lambda *_, **__: committed), 0).vote(5, yes, SOON) is committed
+    )
 
 
 def test_a_commit_against_this_ranks_vote_is_an_error() -> None:
@@ -117,7 +126,9 @@ def test_a_double_of_a_transport_has_the_abilities_of_upstreams() -> None:
 
 
 def test_a_process_group_with_the_methods_of_a_native_one_suffices() -> None:
-    group = SimpleNamespace(supports_reconfigure=True, get_reconfigure_handle=lambda: "handle", errored=lambda: None)
+    group = SimpleNamespace(
+        supports_reconfigure=True, get_reconfigure_handle=lambda: "handle", errored=lambda: None
+    )
     peers = as_peers(group)  # type: ignore[arg-type]
     peers.set_rank_info("g:uuid", 0, 1)
     peers.announce_layout("digest", "lines")
@@ -140,7 +151,9 @@ class OfAnotherProject(ProcessGroup):
     ],
     ids=["torchft's", "derived", "derived wrapper", "dummy", "of another project", "double"],
 )
-def test_weights_are_compared_by_default_with_a_group_derived_from_one_of_torchft(group: Any, ours: bool) -> None:
+def test_weights_are_compared_by_default_with_a_group_derived_from_one_of_torchft(
+    group: Any, ours: bool
+) -> None:
     assert as_peers(group).ours is ours
 
 

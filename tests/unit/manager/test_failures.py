@@ -90,7 +90,9 @@ def test_a_failure_ends_operations_in_flight(fixture: Fixture) -> None:
 
 
 def test_a_failure_after_its_part_of_the_step_costs_no_step(fixture: Fixture) -> None:
-    """While a quorum stands, a member may be one step ahead: the others' collectives end a moment after its own."""
+    """While a quorum stands, a member may be one step ahead: the others' collectives end a moment after its
+    own.
+    """
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
     notice = threading.Thread(target=manager._failures.member_failed, args=[failure(step=1)])
@@ -103,7 +105,9 @@ def test_a_failure_after_its_part_of_the_step_costs_no_step(fixture: Fixture) ->
     assert group.aborts == 0 and manager.errored() is None
 
 
-def test_a_step_that_does_not_end_after_a_failure_is_aborted(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_end_after_a_failure_is_aborted(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(failures, "_REMAINDER_SEC", 0.0)
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
@@ -128,7 +132,9 @@ def test_a_member_that_leaves_a_later_step_of_a_quorum_ends_that_step(fixture: F
 def test_a_late_failure_of_an_earlier_step_does_not_fail_the_next_one(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult]
 ) -> None:
-    """For example, a loss is reduced after the commit without a wait, and the reduction fails in the next quorum."""
+    """For example, a loss is reduced after the commit without a wait, and the reduction fails in the next
+    quorum.
+    """
     manager, group = started(fixture)
     assert manager.should_commit()
     loss = manager.allreduce(torch.ones(1))
@@ -286,7 +292,9 @@ def test_an_abort_that_ends_the_work_whose_error_caused_it(fixture: Fixture) -> 
     assert group.aborts == 1 and not manager.should_commit()
 
 
-def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:
+def test_a_failure_is_recorded_with_its_phases(
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult]
+) -> None:
     manager, group = started(fixture)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -318,7 +326,9 @@ def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Ca
 
 
 def test_the_activity_that_a_rank_reports(fixture: Fixture) -> None:
-    """The report shows whether a rank computes or waits for its peers. A rank that waits does not stall the step."""
+    """The report shows whether a rank computes or waits for its peers. A rank that waits does not stall the
+    step.
+    """
     manager, group = started(fixture)
     assert manager._failures.progress() == (False, "computes, after 0 collectives of this step")
     manager.allreduce(torch.ones(1))

@@ -1,4 +1,6 @@
-"""Groups that join connect while the others train on: the decision, and the connections of random histories."""
+"""Groups that join connect while the others train on: the decision, and the connections of random
+histories.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ BEHIND = Connections(step=3)
         ([PAIR._replace(next="new"), PAIR._replace(next="new"), NEW], Way.BESIDE),
         ([PAIR._replace(next="new"), PAIR, NEW._replace(next="new")], Way.BESIDE),
         ([PAIR._replace(next="new")] * 2 + [NEW._replace(next="new")], Way.HAND_OVER),
-        ([PAIR._replace(next="newer")] * 2 + [NEW._replace(next="newer")], Way.BESIDE),  # that of an earlier quorum
-        ([PAIR._replace(next="new"), NEW._replace(next="new")], Way.CONNECT),  # a group of the pair has failed since
+        # That of an earlier quorum.
+        ([PAIR._replace(next="newer")] * 2 + [NEW._replace(next="newer")], Way.BESIDE),
+        # A group of the pair has failed since.
+        ([PAIR._replace(next="new"), NEW._replace(next="new")], Way.CONNECT),
     ],
 )
 def test_decisions(announced: list[Optional[Connections]], way: Way) -> None:
@@ -99,7 +103,9 @@ class Network:
         self.used: set[int] = set()  # uuids of attempts
 
     def handle(self, connections: str) -> str:
-        return announce(Handle(id=self.identity, store=f"{self.identity}:1").encode(), ((CONNECTIONS, connections),))
+        return announce(
+            Handle(id=self.identity, store=f"{self.identity}:1").encode(), ((CONNECTIONS, connections),)
+        )
 
     def connect_standby(self, opts: ReconfigureOptions) -> Attempt:
         members = frozenset(Handle.decode(handle).id for handle in opts.handles)
@@ -215,7 +221,12 @@ class History:
         """Some attempts succeed: all of their groups have begun by now. Others fail."""
         for group in self.groups.values():
             beside = group.network.beside
-            if beside is not None and not beside.ended and beside.members <= set(self.groups) and self.chance(chance):
+            if (
+                beside is not None
+                and not beside.ended
+                and beside.members <= set(self.groups)
+                and self.chance(chance)
+            ):
                 if self.chance(fails):
                     beside.error = RuntimeError("refused")
                 else:
@@ -252,7 +263,9 @@ class History:
         if may_wait and not failing and len(connected) == 1 and max_step > 0 and fails_after is None:
             ((_, members),) = connected
             if members <= set(names) and members >= {group.name for group in up_to_date}:
-                assert {group.name: group.network.waits for group in groups} == waits, "no group waits for a connection"
+                assert {group.name: group.network.waits for group in groups} == waits, (
+                    "no group waits for a connection"
+                )
         for group in groups:
             if not group.connection.apart and self.chance(self.errors):
                 self.aborted.add(group.network.peers)
@@ -287,13 +300,19 @@ class History:
         for peers in sound:
             assert peers is not None
             assert peers[1] <= set(names), "no group reduces with one that is not in the quorum"
-            assert {group.name for group in up_to_date} <= peers[1], "the gradients of all participants are added"
+            assert {group.name for group in up_to_date} <= peers[1], (
+                "the gradients of all participants are added"
+            )
         for group in groups:
             beside = group.network.beside
-            assert beside is None or beside.ended or beside.members <= set(self.groups), "it would wait for its timeout"
+            assert beside is None or beside.ended or beside.members <= set(self.groups), (
+                "it would wait for its timeout"
+            )
 
 
-def _plan(quorum_id: int, rank: int, names: list[str], handles: list[str], step: int, up_to_date: int) -> Plan:
+def _plan(
+    quorum_id: int, rank: int, names: list[str], handles: list[str], step: int, up_to_date: int
+) -> Plan:
     fields: dict[str, Any] = dict.fromkeys(Plan.__dataclass_fields__)
     fields.update(
         quorum_id=quorum_id, replica_rank=rank, replica_world_size=len(names), replica_ids=names,
@@ -309,7 +328,11 @@ def test_random_histories(seed: int) -> None:
     history.join()
     history.join()
     choose = history.random.choice
-    chance, history.errors, history.fails = choose([0.2, 0.5, 0.9]), choose([0.0, 0.0, 0.05]), choose([0.0, 0.1])
+    chance, history.errors, history.fails = (
+        choose([0.2, 0.5, 0.9]),
+        choose([0.0, 0.0, 0.05]),
+        choose([0.0, 0.1]),
+    )
     layouts = choose([0.0, 0.0, 0.02])  # the probability that a group registers a layout in a step
     for _ in range(60):
         if history.chance(0.15) and len(history.groups) < 7:
@@ -351,13 +374,19 @@ def test_after_three_failed_attempts_all_groups_connect_at_once() -> None:
         history.end_attempts(1.0, fails=1.0)
     assert [group.network.waits for group in history.groups.values()] == waits
     history.round()
-    assert [group.network.waits - before for group, before in zip(history.groups.values(), waits)] == [1, 1, 1]
+    assert [group.network.waits - before for group, before in zip(history.groups.values(), waits)] == [
+        1,
+        1,
+        1,
+    ]
     assert not any(group.lost for group in history.groups.values())
     for _ in range(5):
         history.round()
     history.join()
     history.round()
-    assert all(group.network.beside is not None for group in history.groups.values()), "a success is a new start"
+    assert all(group.network.beside is not None for group in history.groups.values()), (
+        "a success is a new start"
+    )
 
 
 def test_a_group_that_joins_and_fails_costs_the_others_nothing() -> None:

@@ -41,7 +41,13 @@ def heal(fixture: Fixture, quorum: Any, step: int, asynchronous: bool, **setting
     ],
 )
 def test_when_the_state_may_be_received_in_place(
-    fixture: Fixture, make_quorum: Quorum, step: int, max_step: int, up_to_date: int, asynchronous: bool, writable: bool
+    fixture: Fixture,
+    make_quorum: Quorum,
+    step: int,
+    max_step: int,
+    up_to_date: int,
+    asynchronous: bool,
+    writable: bool,
 ) -> None:
     quorum = healing(make_quorum, step=max_step)
     quorum.max_world_size = up_to_date

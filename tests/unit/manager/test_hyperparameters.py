@@ -17,7 +17,9 @@ def parameter() -> torch.Tensor:
 
 
 def test_the_target_has_those_of_the_source() -> None:
-    source = Adam([{"params": [parameter()], "lr": 0.5}, {"params": [parameter()], "betas": (0.1, 0.2)}], amsgrad=True)
+    source = Adam(
+        [{"params": [parameter()], "lr": 0.5}, {"params": [parameter()], "betas": (0.1, 0.2)}], amsgrad=True
+    )
     target = Adam([{"params": [parameter()]}, {"params": [parameter()]}])
     own = target.param_groups[0]["params"]
     hyperparameters.write([target], hyperparameters.read([source]))
@@ -49,12 +51,16 @@ class Container(Optimizer):
 
     def __init__(self, *optimizers: Optimizer) -> None:
         self.optimizers = list(optimizers)
-        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {"lr": 1.0})
+        super().__init__(
+            [p for one in optimizers for group in one.param_groups for p in group["params"]], {"lr": 1.0}
+        )
         self.outside = OptimizerWrapper(MagicMock(), self)
 
 
 def test_an_optimizer_that_holds_others() -> None:
-    source, target = (Container(SGD([parameter()], lr=lr), Adam([parameter()], lr=2 * lr)) for lr in (0.1, 0.2))
+    source, target = (
+        Container(SGD([parameter()], lr=lr), Adam([parameter()], lr=2 * lr)) for lr in (0.1, 0.2)
+    )
     hyperparameters.write([target], hyperparameters.read([source]))
     assert [one.param_groups[0]["lr"] for one in target.optimizers] == [0.1, 0.2]
     assert len(hyperparameters.read([source])) == 3
@@ -70,6 +76,8 @@ def test_what_a_script_has_changed() -> None:
 
 def test_other_parameter_groups() -> None:
     one, two = SGD([parameter()], lr=0.1), SGD([{"params": [parameter()]}, {"params": [parameter()]}], lr=0.2)
-    with pytest.raises(ValueError, match=r"the optimizers here have \[1\] parameter groups, those of the source \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"the optimizers here have \[1\] parameter groups, those of the source \[2\]"
+    ):
         hyperparameters.write([one], hyperparameters.read([two]))
     assert one.param_groups[0]["lr"] == 0.1

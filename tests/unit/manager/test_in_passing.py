@@ -30,12 +30,16 @@ def along_of(
     optimizers: Any, transport: Any = None, logger: Any = None, refuses: Any = None, chooses: bool = False
 ) -> Along:
     transport, logger = transport or MagicMock(gives_parts=True), logger or MagicMock()
-    return Along(transport, optimizers, str, refuses or (lambda: None), MagicMock(), DEADLINE_SEC, logger, chooses)
+    return Along(
+        transport, optimizers, str, refuses or (lambda: None), MagicMock(), DEADLINE_SEC, logger, chooses
+    )
 
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_at_step_0_the_state_is_transferred_at_once(step: int) -> None:
-    """At step 0 the initial weights of the groups differ, so all groups wait for the transfer before they train."""
+    """At step 0 the initial weights of the groups differ, so all groups wait for the transfer before they
+    train.
+    """
     transport = MagicMock(gives_parts=True)
     along = along_of([torch.optim.SGD(nn.Linear(2, 2).parameters())], transport)
     of_source = plan_of_source(step)
@@ -108,7 +112,9 @@ def test_a_source_that_gives_no_parts_tells_its_targets_why(reason: str) -> None
     transport = MagicMock(gives_parts=True)
     kind = SGD2 if "SGD2" in reason else torch.optim.SGD
     along = along_of(
-        [kind(nn.Linear(2, 2).parameters())], transport, refuses=lambda: reason if reason == "LocalSGD" else None
+        [kind(nn.Linear(2, 2).parameters())],
+        transport,
+        refuses=lambda: reason if reason == "LocalSGD" else None,
     )
     along.follow(plan_of_source(1))
     assert not along.offer(plan_of_source(1), whole=lambda: None)

@@ -52,7 +52,8 @@ class Peer:
     """A source, and the transport that reaches it.
 
     Attributes:
-        asked: the requests of the target: the key of a part, or "decision"; with another source its name before it.
+        asked: the requests of the target: the key of a part, or "decision"; with another source its name
+            before it.
         errors: raised by the next requests for parts, one by one.
         decision: what it says of each step; None: it does not answer.
         answers: requests for parts wait until this is set, or until they are aborted.
@@ -80,7 +81,9 @@ class Peer:
         memory(part.value, part.memory.numel()).copy_(part.memory)
         return part
 
-    def recv_decision(self, metadata: str, step: int, quorum_id: int, timeout: timedelta, abandon: Abandon) -> bool:
+    def recv_decision(
+        self, metadata: str, step: int, quorum_id: int, timeout: timedelta, abandon: Abandon
+    ) -> bool:
         self.asked.put("decision")
         _held(self.decides, abandon)
         if self.decision is None:
@@ -142,7 +145,9 @@ def same(ours: nn.Module, theirs: nn.Module) -> bool:
 
 @pytest.mark.parametrize("decision", [True, False, None])
 def test_a_heal_in_passing(peer: Peer, start: Any, decision: Optional[bool]) -> None:
-    """Without a report of the source the gradient is kept until the next quorum, which shows that it was committed."""
+    """Without a report of the source the gradient is kept until the next quorum, which shows that it was
+    committed.
+    """
     target, ours = start()
     peer.decision = decision
     target.quorum(plan(7), together=True)
@@ -200,7 +205,9 @@ def test_another_attempt_at_a_step_has_other_hyperparameters(peer: Peer, start: 
     assert same(ours, peer.model)
 
 
-def test_an_optimizer_that_adds_to_its_gradients_is_no_change_by_the_training_loop(peer: Peer, start: Any) -> None:
+def test_an_optimizer_that_adds_to_its_gradients_is_no_change_by_the_training_loop(
+    peer: Peer, start: Any
+) -> None:
     target, ours = start()
     for model in (ours, peer.model):
         settings: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "nesterov": True, "foreach": True}
@@ -221,7 +228,9 @@ def test_an_optimizer_that_adds_to_its_gradients_is_no_change_by_the_training_lo
         until(target, lambda: target.heal.complete)
 
 
-def test_a_step_waits_for_its_first_answer_once(peer: Peer, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_its_first_answer_once(
+    peer: Peer, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(joining, "_FIRST_SEC", 0.05)
     target, _ = start()
     peer.answers.clear()
@@ -301,7 +310,9 @@ def test_a_source_that_fails_is_replaced_by_that_of_the_next_quorum(start: Any, 
         (Busy("a part", 0.01), None),
     ],
 )
-def test_which_errors_end_a_heal_in_passing(peer: Peer, start: Any, error: Exception, reason: Optional[str]) -> None:
+def test_which_errors_end_a_heal_in_passing(
+    peer: Peer, start: Any, error: Exception, reason: Optional[str]
+) -> None:
     peer.errors.put(error)
     target, _ = start()
     target.quorum(plan(7), together=True)
@@ -334,7 +345,9 @@ def test_a_difference_ends_a_heal_in_passing(peer: Peer, start: Any) -> None:
 
 
 @pytest.mark.parametrize("waits_for", ["first answer", "decision"])
-def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(peer: Peer, start: Any, waits_for: str) -> None:
+def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(
+    peer: Peer, start: Any, waits_for: str
+) -> None:
     """A stopped process keeps its connection open, so the request would end at its timeout only."""
     target, ours = start()
     if waits_for == "first answer":
@@ -369,7 +382,9 @@ def test_a_source_that_has_failed_is_not_asked(peer: Peer, start: Any) -> None:
     assert target._kept
 
 
-def test_only_the_first_request_of_a_step_does_not_wait_for_the_end_of_a_pause(peer: Peer, start: Any) -> None:
+def test_only_the_first_request_of_a_step_does_not_wait_for_the_end_of_a_pause(
+    peer: Peer, start: Any
+) -> None:
     """It has no part then: other groups may wait for its answer, which has the hyperparameters."""
     target, _ = start()
     paused = threading.Event()
@@ -417,7 +432,9 @@ def recovery_of(connect: Callable[[str, timedelta], Any]) -> Recovery:
 
 
 def test_a_source_is_located_once_and_not_for_long() -> None:
-    """The timeout is short: the other groups continue to train, and the next quorum may name another source."""
+    """The timeout is short: the other groups continue to train, and the next quorum may name another
+    source.
+    """
     tried: list[timedelta] = []
 
     def connect(address: str, timeout: timedelta) -> Any:
@@ -448,7 +465,9 @@ def along(peer: Peer) -> Iterator[tuple[Along, Recovery]]:
     made.stop()
 
 
-def test_weights_that_were_written_in_passing_are_of_no_step(peer: Peer, along: tuple[Along, Recovery]) -> None:
+def test_weights_that_were_written_in_passing_are_of_no_step(
+    peer: Peer, along: tuple[Along, Recovery]
+) -> None:
     """The only source fails after the first parts are in place."""
     heals, recovery = along
     alone = cast(Any, SimpleNamespace(heal=False, up_to_date=False, quorum_id=8))
@@ -466,7 +485,9 @@ def test_weights_that_were_written_in_passing_are_of_no_step(peer: Peer, along: 
     target._thread.join(DEADLINE_SEC)
 
 
-def test_if_the_rest_does_not_arrive_the_whole_state_is_fetched(peer: Peer, along: tuple[Along, Recovery]) -> None:
+def test_if_the_rest_does_not_arrive_the_whole_state_is_fetched(
+    peer: Peer, along: tuple[Along, Recovery]
+) -> None:
     heals, recovery = along
     recovery.begin(plan(7), Position(0, 0, -1), 0.0)
     assert recovery.heal(plan(7), at_once=False) is None

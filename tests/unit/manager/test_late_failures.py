@@ -1,4 +1,6 @@
-"""A late failure belongs to the step in which its operation began; the next step may have other peers and tensors."""
+"""A late failure belongs to the step in which its operation began; the next step may have other peers and
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_a_future_that_fails_in_the_next_step_is_not_its_error(fixture: Fixture)
     assert manager.errored() is None and manager.should_commit()
 
 
-def test_a_future_that_fails_in_a_replay_is_an_error_of_the_step(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_a_future_that_fails_in_a_replay_is_an_error_of_the_step(
+    fixture: Fixture, make_quorum: Quorum
+) -> None:
     """A replay is another attempt at the same step, and the future belongs to that step."""
     manager = fixture.manager(replay_failed_step=True)
     late: torch.futures.Future[int] = torch.futures.Future()
@@ -73,7 +77,8 @@ def test_the_next_step_begins_after_the_abort_of_the_last_one(
     manager.wait_quorum()
     collectives = manager._current.collectives
     aborting, connected = threading.Event(), threading.Event()
-    went_on = threading.Event()  # start_quorum waits for the abort, or did not wait and has connected the next peers
+    # Start_quorum waits for the abort, or did not wait and has connected the next peers.
+    went_on = threading.Event()
     monkeypatch.setattr(collectives, "_aborting", Contended(went_on))
     early: list[bool] = []
 
@@ -99,7 +104,9 @@ def test_the_next_step_begins_after_the_abort_of_the_last_one(
     assert manager.errored() is None
 
 
-def test_two_failures_of_a_step_do_not_wait_for_each_other(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_failures_of_a_step_do_not_wait_for_each_other(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An abort ends other collectives of the step, on any thread, and each of them reports its failure."""
     manager = fixture.manager()
     manager.start_quorum()

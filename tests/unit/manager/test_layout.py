@@ -1,4 +1,6 @@
-"""Groups that reduce different tensors are detected before tensors are sent, and the group that joined last ends."""
+"""Groups that reduce different tensors are detected before tensors are sent, and the group that joined last
+ends.
+"""
 
 from __future__ import annotations
 
@@ -69,24 +71,34 @@ def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
         ([OURS, None], 0, None, 7, False, "equal"),  # an upstream peer announces nothing
         ([OURS, THEIRS], 0, None, 7, False, "another group ends"),  # the other group joins, and heals
         ([LOADER, LOADER], 0, None, 7, False, "equal"),
-        ([LOADER, None], 0, None, 7, False, "another group ends"),  # a loader is needed in all groups or in none
+        # A loader is needed in all groups or in none.
+        ([LOADER, None], 0, None, 7, False, "another group ends"),
         ([LOADER, None], 1, 0, 7, True, "this group ends"),
         ([None, LOADER], 1, 0, 7, True, "this group ends"),
         ([LOADER, OURS], 0, None, 7, False, "another group ends"),
         ([LOADER, OTHER_LOADER], 1, 0, 7, True, "this group ends"),
         ([OURS, THEIRS], 1, 0, 7, True, "this group ends"),
-        ([THEIRS, OURS, OURS], 0, 2, 7, True, "this group ends"),  # the first group is not favored after step 0
+        # The first group is not favored after step 0.
+        ([THEIRS, OURS, OURS], 0, 2, 7, True, "this group ends"),
         ([THEIRS, OURS, OURS], 1, None, 7, False, "another group ends"),
-        ([THEIRS, OURS, OURS], 1, 2, 7, True, "another group ends"),  # its source, group 2, has the same layout
+        # Its source, group 2, has the same layout.
+        ([THEIRS, OURS, OURS], 1, 2, 7, True, "another group ends"),
         ([OURS, THEIRS], 0, None, 0, True, "another group ends"),  # at step 0 the first group decides
         ([OURS, THEIRS], 1, 0, 0, True, "this group ends"),
-        ([OURS, THEIRS], 0, 1, 0, True, "another group ends"),  # at step 0, even if the first group heals from another
+        # At step 0, even if the first group heals from another.
+        ([OURS, THEIRS], 0, 1, 0, True, "another group ends"),
         ([OURS, THEIRS], 1, None, 0, True, "this group ends"),  # no source at step 0: init_sync=False
-        ([OURS, THEIRS], 1, None, 40, True, "this group ends"),  # all groups begin with a checkpoint of step 40
+        # All groups begin with a checkpoint of step 40.
+        ([OURS, THEIRS], 1, None, 40, True, "this group ends"),
     ],
 )
 def test_which_group_has_to_end(
-    groups: list[Optional[list[str]]], me: int, source: Optional[int], max_step: int, new_here: bool, expected: str
+    groups: list[Optional[list[str]]],
+    me: int,
+    source: Optional[int],
+    max_step: int,
+    new_here: bool,
+    expected: str,
 ) -> None:
     assert outcome(plan(groups, me, source, max_step), groups[me], new_here) == expected
 
@@ -166,7 +178,9 @@ def test_start_quorum_raises_in_the_group_that_must_end(fixture: Fixture) -> Non
 def test_a_group_without_handles_cannot_be_in_a_job_with_a_loader(new_here: bool) -> None:
     """For example a group with torchft 0.2.0."""
     the_plan = replace(plan([LOADER, None], 0), handles=[], without_handles=["group1"], replica_world_size=2)
-    with pytest.raises(LayoutDiffers, match="loader differs: 'ElasticDataLoader' here, 'none' in group1") as error:
+    with pytest.raises(
+        LayoutDiffers, match="loader differs: 'ElasticDataLoader' here, 'none' in group1"
+    ) as error:
         check_layouts(the_plan, LOADER, new_here=new_here, read=lambda *_: None)
     assert error.value.must_end is new_here
     check_layouts(the_plan, OURS, new_here=new_here, read=lambda *_: None)
@@ -281,7 +295,9 @@ def test_each_wrapper_announces_what_it_knows(fixture: Fixture, wrap: Callable[[
 
 
 def test_a_model_of_a_later_step_changes_nothing(fixture: Fixture) -> None:
-    """A group that joins announces what it registered before its first step, so that of a running group stays."""
+    """A group that joins announces what it registered before its first step, so that of a running group
+    stays.
+    """
     fixture.client._quorum.side_effect = RuntimeError("no quorum in this test")
     manager = fixture.manager(use_async_quorum=False)
     of_ddp(manager)
@@ -295,7 +311,10 @@ def test_a_model_of_a_later_step_changes_nothing(fixture: Fixture) -> None:
 
 # A refusal of the lighthouse
 
-REFUSAL = "no quorum: member b reduces other tensors than member a, which is in the job: rank 0 has x, that of a has y"
+REFUSAL = (
+    "no quorum: member b reduces other tensors than member a, which is in the job: "
+    "rank 0 has x, that of a has y"
+)
 LIST = "; its list is in the store at host:1 under layout/ab12"
 
 

@@ -41,7 +41,9 @@ class Host:
         self.store = host_store(MINUTE)[0]
         self.groups: list[ProcessGroupGloo] = []
 
-    def manager(self, replica_id: str | None = "group", store: TCPStore | None = None, **given: Any) -> Manager:
+    def manager(
+        self, replica_id: str | None = "group", store: TCPStore | None = None, **given: Any
+    ) -> Manager:
         self.groups.append(ProcessGroupGloo(timeout=MINUTE))
         settings: dict[str, Any] = dict(
             pg=self.groups[-1],
@@ -121,7 +123,9 @@ def test_only_the_same_thread_or_after_the_end_of_a_thread_replaces_a_manager() 
     assert life().replaces(life()._replace(thread=idle))
 
 
-def test_a_cell_that_runs_again_ends_its_earlier_manager(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cell_that_runs_again_ends_its_earlier_manager(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
     first = host.manager()
     step(first)
     again = host.manager(store=host_store(MINUTE)[0])

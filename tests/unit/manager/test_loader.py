@@ -54,7 +54,9 @@ def attach(manager: Manager, peers: Optional[Fixture] = None) -> ElasticDataLoad
     ("given", "chooses"),
     [({}, True), ({"heal": "auto"}, True), ({"heal_along": True}, False), ({"heal": "at_once"}, None)],
 )
-def test_how_groups_with_a_loader_heal(fixture: Fixture, given: dict[str, Any], chooses: Optional[bool]) -> None:
+def test_how_groups_with_a_loader_heal(
+    fixture: Fixture, given: dict[str, Any], chooses: Optional[bool]
+) -> None:
     manager = fixture.manager(**given)
     assert manager._along is None or given
     attach(manager)
@@ -98,7 +100,9 @@ def test_an_average_is_the_sum_of_weighted_gradients(native: Fixture, with_loade
 
 
 def test_an_incomplete_batch_is_not_committed(native: Fixture) -> None:
-    """The dummy group reduces nothing, so the samples of the other group are missing. This group need not heal."""
+    """The dummy group reduces nothing, so the samples of the other group are missing. This group need not
+    heal.
+    """
     manager = native.manager()
     loader = attach(manager, native)
     before = loader.position
@@ -137,7 +141,9 @@ def train(manager: Manager, step: Any, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("zero_grad_last", [False, True])
 def test_a_drain_ends_the_loop_between_two_steps(native: Fixture, zero_grad_last: bool) -> None:
-    """The loop may call zero_grad after the optimizer's step. If there is no loader, that call begins the next step."""
+    """The loop may call zero_grad after the optimizer's step. If there is no loader, that call begins the
+    next step.
+    """
     manager, model = native.manager(), nn.Linear(1, 1)
     loader = attach(manager)
     assert manager._layout.lines is not None
@@ -183,8 +189,8 @@ def test_only_the_first_step_of_a_quorum_reduces_24_more_bytes(native: Fixture) 
 
 
 def test_a_reduction_before_the_units_begins_no_other_step(native: Fixture) -> None:
-    """For example, a number of tokens is reduced. If that began another step, the units would belong to another
-    quorum.
+    """For example, a number of tokens is reduced. If that began another step, the units would belong to
+    another quorum.
     """
     manager = native.manager()
     loader = attach(manager, native)
@@ -197,7 +203,12 @@ def test_a_reduction_before_the_units_begins_no_other_step(native: Fixture) -> N
 
 @pytest.mark.parametrize(
     ("backend", "device"),
-    [("torchft-gloo", "cpu"), ("torchft-dummy", "cpu"), ("torchft-nccl", "cuda"), ("torchft-baby-xccl", "xpu")],
+    [
+        ("torchft-gloo", "cpu"),
+        ("torchft-dummy", "cpu"),
+        ("torchft-nccl", "cuda"),
+        ("torchft-baby-xccl", "xpu"),
+    ],
 )
 def test_positions_are_compared_where_the_process_group_reduces(backend: str, device: str) -> None:
     class Named(ProcessGroupDummy):
@@ -292,7 +303,9 @@ def leaves_units_out(manager: Manager, peers: Fixture) -> None:
 def has_a_group_that_failed(manager: Manager, peers: Fixture) -> None:
     """A process group whose other rank has ended, so that an addition over the ranks raises an error."""
     group = GroupOfRanks(1, 2)
-    loader = ElasticDataLoader(manager, list(range(10)), global_batch_size=4, micro_batch_size=2, data_group=group)
+    loader = ElasticDataLoader(
+        manager, list(range(10)), global_batch_size=4, micro_batch_size=2, data_group=group
+    )
     announce_the_same(manager, peers)
     model = nn.Linear(1, 1)
     unit = next(iter(next(loader)))
@@ -331,7 +344,9 @@ def test_an_error_of_this_rank_ends_the_collectives_of_its_peers_and_suspects_no
 
 def test_replays_are_refused(fixture: Fixture) -> None:
     manager = fixture.manager(replay_failed_step=True)
-    with pytest.raises(ValueError, match=r"replay_failed_step=True and ElasticDataLoader exclude each other.*Choose"):
+    with pytest.raises(
+        ValueError, match=r"replay_failed_step=True and ElasticDataLoader exclude each other.*Choose"
+    ):
         attach(manager)
 
 
@@ -352,10 +367,14 @@ def test_a_loader_after_the_first_step_began_is_refused(fixture: Fixture) -> Non
 def test_other_averages_are_refused(fixture: Fixture) -> None:
     before, after = fixture.manager(), fixture.manager()
     before.register_layout("mine", ["weight float32[2]"])
-    with pytest.raises(ValueError, match="tensors to average are registered already; with an ElasticDataLoader"):
+    with pytest.raises(
+        ValueError, match="tensors to average are registered already; with an ElasticDataLoader"
+    ):
         attach(before)
     attach(after)
-    with pytest.raises(ValueError, match="mine: with an ElasticDataLoader gradients are added; averages are for Local"):
+    with pytest.raises(
+        ValueError, match="mine: with an ElasticDataLoader gradients are added; averages are for Local"
+    ):
         after.register_layout("mine", ["weight float32[2]"])
 
 
@@ -440,7 +459,9 @@ class InQuorum:
 
 
 def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[tuple[str, bool]]:
-    """Returns the verdicts of two groups, and whether each has to heal, if this number of samples is missing."""
+    """Returns the verdicts of two groups, and whether each has to heal, if this number of samples is
+    missing.
+    """
     first.rank, second.rank = 0, 1
     checks, steps = [BatchCheck(first), BatchCheck(second)], [InQuorum(0), InQuorum(1)]
     assert all(check.is_due(step) for check, step in zip(checks, steps))  # type: ignore[arg-type]

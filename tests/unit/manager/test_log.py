@@ -52,7 +52,11 @@ def test_records_of_quorums_commits_and_errors(
     manager.wait_quorum()
     manager.report_error(RuntimeError("bad gradient"))
     assert not manager.should_commit()
-    records = {r.name: r for r in caplog.records if r.name in ("torchft_quorums", "torchft_commits", "torchft_errors")}
+    records = {
+        r.name: r
+        for r in caplog.records
+        if r.name in ("torchft_quorums", "torchft_commits", "torchft_errors")
+    }
     for record in records.values():
         fields = vars(record)
         assert {key: fields[key] for key in ("job_id", "replica_id", "rank", "quorum_id", "step")} == dict(
@@ -60,10 +64,14 @@ def test_records_of_quorums_commits_and_errors(
         )
     assert records["torchft_quorums"].getMessage() == "quorum 1"
     assert vars(records["torchft_commits"])["commit_result"] is False
-    assert vars(records["torchft_errors"])["error"] == records["torchft_errors"].getMessage() == "bad gradient"
+    assert (
+        vars(records["torchft_errors"])["error"] == records["torchft_errors"].getMessage() == "bad gradient"
+    )
 
 
-def test_a_step_in_an_unchanged_quorum_logs_nothing(fixture: Fixture, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_in_an_unchanged_quorum_logs_nothing(
+    fixture: Fixture, caplog: pytest.LogCaptureFixture
+) -> None:
     """A line is logged when the quorum changes. Records for exporters have separate loggers."""
     caplog.set_level("INFO")
     manager = fixture.manager()

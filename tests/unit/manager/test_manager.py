@@ -61,7 +61,9 @@ def test_step_is_committed(fixture: Fixture) -> None:
     tensor = torch.tensor([2.0, 4.0])
     assert manager.allreduce(tensor).wait()
     assert tensor.tolist() == [1.0, 2.0]  # a dummy sums over one group; the quorum has two participants
-    assert manager.num_participants() == 2 and manager.participating_rank() == 1 and manager.is_participating()
+    assert (
+        manager.num_participants() == 2 and manager.participating_rank() == 1 and manager.is_participating()
+    )
     assert manager.should_commit()
     assert manager.state_dict() == {"step": 1, "batches_committed": 2}
     fixture.transport.disallow_checkpoint.assert_called_once()
@@ -78,7 +80,10 @@ def test_optimizers_that_begin_together_share_a_step(
     fixture.client._quorum.return_value = make_quorum(reconfigure_handles=handles, max_step=1)
     manager = fixture.manager()
     manager.load_state_dict({"step": 1, "batches_committed": 1})
-    both = [OptimizerWrapper(manager, torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)) for _ in range(2)]
+    both = [
+        OptimizerWrapper(manager, torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0))
+        for _ in range(2)
+    ]
     for round in (1, 2):
         for optimizer in both:
             optimizer.zero_grad()
@@ -91,7 +96,9 @@ def test_optimizers_that_begin_together_share_a_step(
     manager.wait_quorum()
     both[0].zero_grad()
     manager.wait_quorum()
-    assert fixture.client._quorum.call_count == 2 * requests + 2, "a step that is begun again has another quorum"
+    assert fixture.client._quorum.call_count == 2 * requests + 2, (
+        "a step that is begun again has another quorum"
+    )
     manager.allreduce(torch.ones(2)).wait()
     both[1].zero_grad()
     manager.wait_quorum()
@@ -117,7 +124,9 @@ def test_the_quorum_request_has_all_fields(fixture: Fixture, make_quorum: Quorum
         commit_failures=0,
         reconfigure_handle=announce(fixture.pg.get_reconfigure_handle(), ((CALLS, "1"), (HEALS, "1"))),
     )
-    assert second["shrink_only"] and second["timeout"] == timedelta(seconds=3) and second["commit_failures"] == 1
+    assert (
+        second["shrink_only"] and second["timeout"] == timedelta(seconds=3) and second["commit_failures"] == 1
+    )
 
 
 @pytest.mark.parametrize("reduce_op", [ReduceOp.SUM, ReduceOp.MAX])
@@ -307,7 +316,9 @@ def test_too_few_participants(fixture: Fixture) -> None:
 def test_start_quorum_first(fixture: Fixture) -> None:
     manager = fixture.manager()
     for call in (manager.wait_quorum, manager.should_commit, lambda: manager.allreduce(torch.ones(1))):
-        with pytest.raises(RuntimeError, match=r"no step has begun, start_quorum must be called .*OptimizerWrapper"):
+        with pytest.raises(
+            RuntimeError, match=r"no step has begun, start_quorum must be called .*OptimizerWrapper"
+        ):
             call()
     assert manager.errored() is None
 
@@ -319,7 +330,9 @@ def test_only_local_sgd_and_diloco_ask_for_each_step(fixture: Fixture, algorithm
     model = torch.nn.Sequential(torch.nn.Linear(2, 1))
     inner, outer = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     if algorithm is not None:
-        algorithm(manager, *([[model], inner, outer] if algorithm is DiLoCo else [model, inner]), sync_every=2)
+        algorithm(
+            manager, *([[model], inner, outer] if algorithm is DiLoCo else [model, inner]), sync_every=2
+        )
     assert manager._rounds is not None
     with patch.object(manager._rounds, "begin", wraps=manager._rounds.begin) as begin:
         manager.start_quorum()
@@ -354,7 +367,11 @@ def test_there_are_no_participants_before_the_first_quorum(fixture: Fixture) -> 
     assert manager.participating_rank() is None
     assert manager.is_participating() is False
     manager.start_quorum()
-    assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (2, 1, True)
+    assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (
+        2,
+        1,
+        True,
+    )
 
 
 def test_wrap_future(fixture: Fixture) -> None:
@@ -385,7 +402,9 @@ def test_a_profile_shows_the_ranges_of_upstream(
 
     # A profile shows only the ranges of its own thread.
     monkeypatch.setattr("torchft._manager.observe.ranges.record_function", noted)
-    fixture.client._quorum.return_value = healing(make_quorum) if heals else make_quorum(recover_dst_replica_ranks=[0])
+    fixture.client._quorum.return_value = (
+        healing(make_quorum) if heals else make_quorum(recover_dst_replica_ranks=[0])
+    )
     fixture.transport.recv_checkpoint.return_value = peer_state()
     manager = fixture.manager()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -414,7 +433,12 @@ def test_other_projects_read_the_state_by_name(fixture: Fixture, make_quorum: Qu
     manager.report_error(error := RuntimeError("bad batch"))
     assert manager._errored is not None and manager._errored.original_exception is error
     assert not manager.should_commit()
-    assert (manager._step, manager._quorum_id, manager._commit_failures, manager._batches_committed) == (0, 5, 1, 0)
+    assert (manager._step, manager._quorum_id, manager._commit_failures, manager._batches_committed) == (
+        0,
+        5,
+        1,
+        0,
+    )
     manager.start_quorum()
     assert manager.should_commit()
     assert (manager._step, manager._commit_failures, manager._batches_committed) == (1, 0, 2)
@@ -486,7 +510,8 @@ def test_commit_hook(fixture: Fixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "env", "expected"), [(None, None, True), (None, "0", False), (True, "0", True), (False, None, False)]
+    ("given", "env", "expected"),
+    [(None, None, True), (None, "0", False), (True, "0", True), (False, None, False)],
 )
 def test_error_bus_setting(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch, given: Any, env: Any, expected: bool
@@ -554,7 +579,9 @@ def test_a_reported_error_aborts_once(fixture: Fixture, through_future: bool) ->
     fixture.pg.abort.assert_called_once_with()
 
 
-def test_an_error_that_is_reported_while_the_group_connects_aborts_when_it_is_connected(fixture: Fixture) -> None:
+def test_an_error_that_is_reported_while_the_group_connects_aborts_when_it_is_connected(
+    fixture: Fixture,
+) -> None:
     """An abort would end the connecting, for which the peers wait."""
     connects, goes_on = threading.Event(), threading.Event()
     fixture.pg.configure = lambda *args, **kwargs: (connects.set(), goes_on.wait(30))  # type: ignore[method-assign]
@@ -660,7 +687,9 @@ def test_shutdown_ends_all_parts_even_if_one_raises(fixture: Fixture) -> None:
         fixture.transport.shutdown.side_effect = server.shutdown.side_effect = None
 
 
-def test_finish_serving_waits_for_the_step_and_then_for_the_readers(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_finish_serving_waits_for_the_step_and_then_for_the_readers(
+    fixture: Fixture, make_quorum: Quorum
+) -> None:
     """Streaming DiLoCo changes its state while a step is in progress. A healing group must not read a partial
     change.
     """
@@ -693,4 +722,5 @@ def test_a_source_continues_when_its_target_has_failed(
     if in_mid_step:
         manager.finish_serving()
     assert manager.should_commit()
-    fixture.pg.abort.assert_called_once()  # the transfer must not complete with a state that changes meanwhile
+    # The transfer must not complete with a state that changes meanwhile.
+    fixture.pg.abort.assert_called_once()

@@ -44,7 +44,13 @@ def test_what_is_decided_before_a_heal_begins(nbytes: int, groups: Optional[int]
     ],
 )
 def test_the_least_loss_of_all_groups_together(
-    nbytes: float, rate: float, step_sec: float, overlap_sec: float, groups: int, at_once: float, in_passing: float
+    nbytes: float,
+    rate: float,
+    step_sec: float,
+    overlap_sec: float,
+    groups: int,
+    at_once: float,
+    in_passing: float,
 ) -> None:
     figures = Figures(nbytes, nbytes, rate, rate / 4, step_sec, overlap_sec, groups, 60.0)
     assert figures.lost_at_once == pytest.approx(at_once)
@@ -76,7 +82,9 @@ def test_the_figures_are_those_of_steps_at_a_settled_pace() -> None:
     assert quorum(10.0, False) is None
     measured.part(1200, 100, 0.5)
     assert quorum(11.0, False) is quorum(12.0, False) is None
-    assert quorum(13.0, False) == Figures(12000, 10800, 2400, 2400, 1.0, 0.4, 2, math.inf), "the best possible pace"
+    assert quorum(13.0, False) == Figures(12000, 10800, 2400, 2400, 1.0, 0.4, 2, math.inf), (
+        "the best possible pace"
+    )
     for step in range(9):
         assert quorum(14.0 + 2 * step, True) is None
         measured.part(300, 25, 0.125)

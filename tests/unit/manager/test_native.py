@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from tests.unit.manager.conftest import Fixture
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
+    not hasattr(dist.ProcessGroup, "reconfigure"),
+    reason="needs PyTorch >= 2.14, whose groups can be reconfigured",
 )
 
 FAILED = MemberFailure(1, "group_0:uuid", "its connection broke")
@@ -40,8 +41,8 @@ def asks_for_the_future(work: dist._Work) -> None:
 
 
 def forget(self: GlooConnections) -> None:
-    """Replaces `GlooConnections.shutdown`, to simulate an operation that Gloo does not wake when its connection
-    breaks.
+    """Replaces `GlooConnections.shutdown`, to simulate an operation that Gloo does not wake when its
+    connection breaks.
     """
     self.cut = True
 
@@ -82,8 +83,8 @@ def test_a_failure_ends_a_collective_that_gloo_does_not_wake(
     end: Callable[[dist._Work], None],
     how: dict[str, Any],
 ) -> None:
-    """Gloo may not wake an operation whose connection breaks, above all in a process that was stopped meanwhile. The
-    operation then sleeps until its timeout. Here this is simulated by an abort without effect.
+    """Gloo may not wake an operation whose connection breaks, above all in a process that was stopped
+    meanwhile. The operation then sleeps until its timeout. Here this is simulated by an abort without effect.
     """
     manager, peer = connected(fixture, make_quorum)
     work = manager.allreduce(torch.ones(64), **how)
@@ -131,8 +132,8 @@ def test_a_group_that_could_not_be_reconfigured_trains_in_the_next_quorum(
 def test_a_group_whose_threads_are_all_occupied_joins_no_quorum(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult], monkeypatch: pytest.MonkeyPatch, aborted: int
 ) -> None:
-    """The two Gloo threads of a native group remain when its peers change. Operations with the next peers would wait
-    behind the aborted ones.
+    """The two Gloo threads of a native group remain when its peers change. Operations with the next peers
+    would wait behind the aborted ones.
     """
     manager, peer = connected(fixture, make_quorum)
     for _ in range(aborted):

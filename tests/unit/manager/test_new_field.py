@@ -18,7 +18,9 @@ from torchft._torchft import QuorumRequest, QuorumResult
 NOT_PLANNED = {"commit_failures": "each group counts its own"}
 
 
-def test_the_manager_sends_each_field_of_the_request(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manager_sends_each_field_of_the_request(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests: list[dict[str, Any]] = []
 
     def request(**given: Any) -> QuorumRequest:

@@ -28,7 +28,9 @@ def test_requests_follow_each_other_during_a_pass() -> None:
         (0.1, 0.1, 10.9, 0.0),
     ],
 )
-def test_after_the_pass_requests_take_what_it_has_left(in_pass: float, then: float, at: float, pause: float) -> None:
+def test_after_the_pass_requests_take_what_it_has_left(
+    in_pass: float, then: float, at: float, pause: float
+) -> None:
     pace = Pace()
     pace.quorum(10.0)
     pace.spent(10.0, 10.0 + in_pass)
@@ -40,7 +42,9 @@ def test_after_the_pass_requests_take_what_it_has_left(in_pass: float, then: flo
 
 
 def test_a_quorum_ends_a_pause() -> None:
-    """The request may have waited for the step of that quorum at its source, for example during an evaluation."""
+    """The request may have waited for the step of that quorum at its source, for example during an
+    evaluation.
+    """
     pace = Pace()
     pace.reduces(10.0)
     pace.spent(10.0, 40.0)
@@ -145,7 +149,9 @@ def after(step: Step, steps: int) -> Share:
         pytest.param(lambda share, number: 0.5, 6, 2 * START, 2 * START, id="doubled"),
         pytest.param(lambda share, number: 0.5, 9, 1.0, 1.0, id="no cost"),
         pytest.param(lambda share, number: 0.5 * (1 + 0.04 * share), 100, 1.0, 1.0, id="little cost"),
-        pytest.param(lambda share, number: 0.5 * (1 + 0.1 * share), 100, 0.25, 0.5 + MORE, id="half is too much"),
+        pytest.param(
+            lambda share, number: 0.5 * (1 + 0.1 * share), 100, 0.25, 0.5 + MORE, id="half is too much"
+        ),
         pytest.param(lambda share, number: 0.5 * (1 + share), 100, LEAST, LEAST, id="any share costs"),
         pytest.param(lambda share, number: 0.5 + 9 * (number % 7 == 5), 60, 1.0, 1.0, id="some long steps"),
         pytest.param(lambda share, number: 0.5 if number < 50 else 5.0, 100, 0.5, 1.0, id="longer for good"),

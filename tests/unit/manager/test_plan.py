@@ -10,7 +10,9 @@ from torchft._torchft import QuorumResult
 
 
 def result(**fields: Any) -> QuorumResult:
-    """Makes a quorum result for group 1 of 3. The other two groups are up to date, and group 1 heals from group 0."""
+    """Makes a quorum result for group 1 of 3. The other two groups are up to date, and group 1 heals from
+    group 0.
+    """
     values: dict[str, Any] = dict(
         quorum_id=7,
         replica_rank=1,
@@ -31,7 +33,9 @@ def result(**fields: Any) -> QuorumResult:
 
 
 def plan(quorum: Any, **settings: Any) -> Plan:
-    defaults = dict(use_async_quorum=True, allow_heal=True, world_size_mode=WorldSizeMode.DYNAMIC, min_replica_size=1)
+    defaults = dict(
+        use_async_quorum=True, allow_heal=True, world_size_mode=WorldSizeMode.DYNAMIC, min_replica_size=1
+    )
     return make_plan(quorum, **{**defaults, **settings})
 
 
@@ -126,7 +130,9 @@ def test_with_init_sync_all_groups_count() -> None:
 )
 def test_the_backend_averages(handles: str, participants: int, expected: bool) -> None:
     text = {"a": '{"id": "a", "torchft_averages": "1"}', "b": '{"id": "b"}'}
-    quorum = result(max_world_size=participants, heal=False, reconfigure_handles=[text[handle] for handle in handles])
+    quorum = result(
+        max_world_size=participants, heal=False, reconfigure_handles=[text[handle] for handle in handles]
+    )
     assert plan(quorum).averages is expected
 
 
@@ -154,11 +160,16 @@ def test_the_source_gives_parts(handles: str, source: int, expected: bool) -> No
         ("aab", {}, False),  # an upstream group
         ("", {}, False),
         ("aaa", {"max_world_size": 3, "max_replica_rank": 1, "heal": False}, False),
-        ("aaa", {"max_world_size": 3, "max_replica_rank": 1, "heal": False, "max_step": 0}, True),  # init_sync
+        # Init_sync.
+        ("aaa", {"max_world_size": 3, "max_replica_rank": 1, "heal": False, "max_step": 0}, True),
         ("a", {"replica_world_size": 1, "max_world_size": 1, "max_step": 0}, False),
     ],
 )
 def test_groups_wait_for_those_that_heal(handles: str, fields: dict[str, Any], expected: bool) -> None:
-    text = {"a": '{"id": "a", "torchft_heals": "1"}', "b": '{"id": "b"}', "n": 'native torchft_{"torchft_heals": "1"}'}
+    text = {
+        "a": '{"id": "a", "torchft_heals": "1"}',
+        "b": '{"id": "b"}',
+        "n": 'native torchft_{"torchft_heals": "1"}',
+    }
     quorum = result(reconfigure_handles=[text[handle] for handle in handles], **fields)
     assert plan(quorum).awaits_heals is expected

@@ -41,7 +41,8 @@ def test_async_heal(fixture: Fixture, make_quorum: Quorum) -> None:
     manager.allreduce(tensor).wait()
     assert tensor.tolist() == [0.0, 0.0] and not manager.is_participating()
     manager.wait_quorum()
-    assert fixture.loaded == []  # the model belongs to the training thread, which loads at the end of the step
+    # The model belongs to the training thread, which loads at the end of the step.
+    assert fixture.loaded == []
     assert manager.should_commit()
     assert fixture.loaded == ["weights"]
     assert manager.state_dict() == {"step": 21, "batches_committed": 41}
@@ -79,7 +80,9 @@ def test_a_source_that_is_reported_as_failed_is_not_waited_for(fixture: Fixture,
     assert tries == [timedelta(seconds=0.5)]
 
 
-def test_a_source_that_fails_during_the_transfer_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_a_source_that_fails_during_the_transfer_is_not_waited_for(
+    fixture: Fixture, make_quorum: Quorum
+) -> None:
     """The source may be stopped, with its connections open."""
     abandoned = threading.Event()
     fixture.transport.abandon_receiving = lambda reason: abandoned.set()
@@ -152,7 +155,9 @@ def test_a_source_that_overruns_its_time_is_a_timeout(
 def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> None:
     fixture.transport.several_sources = True
     manager = fixture.manager()
-    fixture.client._quorum.return_value = healing(make_quorum, additional_source_addresses=["http://b:1", "http://c:1"])
+    fixture.client._quorum.return_value = healing(
+        make_quorum, additional_source_addresses=["http://b:1", "http://c:1"]
+    )
     fixture.transport.recv_checkpoint = MagicMock(return_value=peer_state())
     manager.start_quorum()
     assert manager.should_commit()
@@ -178,7 +183,9 @@ def test_an_up_to_date_group_helps_targets_of_others(fixture: Fixture, make_quor
 def test_a_source_that_helps_as_well_offers_its_state_once(fixture: Fixture, make_quorum: Quorum) -> None:
     fixture.transport.several_sources = True
     manager = fixture.manager()
-    fixture.client._quorum.return_value = make_quorum(recover_dst_replica_ranks=[0], help_dst_replica_ranks=[2])
+    fixture.client._quorum.return_value = make_quorum(
+        recover_dst_replica_ranks=[0], help_dst_replica_ranks=[2]
+    )
     manager.start_quorum()
     assert manager.should_commit()
     fixture.transport.send_checkpoint.assert_called_once()
@@ -195,7 +202,9 @@ def test_a_failed_additional_source_costs_nothing(fixture: Fixture, make_quorum:
 
 
 @pytest.mark.parametrize("why", ["the transport", "TORCHFT_HEAL_SOURCES"])
-def test_one_source_only(fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_one_source_only(
+    fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     if why == "the transport":
         fixture.transport.several_sources = False
     else:
@@ -229,7 +238,9 @@ def test_an_unfinished_heal_in_place_leaves_weights_of_no_step(
     load = MagicMock(side_effect=[None] if where == "transfer" else [ValueError("no"), None])
     manager = fixture.manager(use_async_quorum=False, load_state_dict=load)
     fixture.client._quorum.return_value = healing(make_quorum)
-    fixture.transport.recv_checkpoint.side_effect = [RuntimeError("source failed")] if where == "transfer" else None
+    fixture.transport.recv_checkpoint.side_effect = (
+        [RuntimeError("source failed")] if where == "transfer" else None
+    )
     fixture.transport.recv_checkpoint.return_value = peer_state()
     manager.start_quorum()
     assert not manager.should_commit()
@@ -272,7 +283,9 @@ def test_heal_not_allowed(fixture: Fixture, make_quorum: Quorum) -> None:
 
 
 def test_peers_meet_a_healing_group_after_its_heal(fixture: Fixture, make_quorum: Quorum) -> None:
-    """The first allreduce waits for the transfer, so that the transfer ends before the source's weights change."""
+    """The first allreduce waits for the transfer, so that the transfer ends before the source's weights
+    change.
+    """
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
     order: list[str] = []
@@ -313,8 +326,8 @@ def test_a_failed_heal_does_not_block_its_peers(
 
 
 def test_heal_that_times_out_is_a_timeout_and_a_runtime_error(fixture: Fixture, make_quorum: Quorum) -> None:
-    """With any transport, the error is a TimeoutError and a RuntimeError. A source whose answer is late is asked
-    again.
+    """With any transport, the error is a TimeoutError and a RuntimeError. A source whose answer is late is
+    asked again.
     """
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)

@@ -28,7 +28,8 @@ FINE = Attempt(replays=0, kept=3)
         (replace(FINE, kept=0), "nothing was reduced in it"),
         (replace(FINE, refused="the loop raised"), "the loop raised"),
         (replace(FINE, changed="clipped"), "clipped"),
-        (replace(FINE, refused="the loop raised", changed="clipped", kept=0), "the loop raised"),  # the first reason
+        # The first reason.
+        (replace(FINE, refused="the loop raised", changed="clipped", kept=0), "the loop raised"),
     ],
 )
 def test_which_attempts_can_be_replayed(attempt: Attempt, reason: Optional[str]) -> None:
@@ -130,7 +131,9 @@ def test_gradients_in_other_memory() -> None:
     bucket = torch.ones(8)
     reduced(inputs, bucket)
     assert inputs.elsewhere([bucket[2:4].view(2, 1)]) is None
-    assert "shape (3,) is not in the memory that was reduced" in str(inputs.elsewhere([bucket, torch.ones(3)]))
+    assert "shape (3,) is not in the memory that was reduced" in str(
+        inputs.elsewhere([bucket, torch.ones(3)])
+    )
 
 
 def test_inputs_that_cannot_be_replayed_are_not_kept() -> None:
@@ -150,7 +153,9 @@ def lose(manager: Manager) -> None:
     manager._errors.of_collective(RuntimeError("a peer failed"))
 
 
-def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:
+def test_a_step_is_lost_after_so_many_replays(
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult]
+) -> None:
     manager = fixture.manager(replay_failed_step=True, max_retries=1)
     fixture.client._quorum.return_value = make_quorum(replay=True)
     sent: list[int] = []
@@ -159,7 +164,9 @@ def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Cal
         make_quorum(replay=True, quorum_id=len(sent)),
     )[1]
     steps: list[tuple[int, bool, int]] = []
-    manager.register_commit_hook(lambda step, committed, participants: steps.append((step, committed, participants)))
+    manager.register_commit_hook(
+        lambda step, committed, participants: steps.append((step, committed, participants))
+    )
     manager._replayer.reduce_again = lambda *_: manager._errors.of_collective(RuntimeError("again"))  # type: ignore
     lose(manager)
     assert not manager.should_commit()
@@ -186,7 +193,9 @@ def test_no_rank_replays_alone(fixture: Fixture, make_quorum: Callable[..., Quor
     assert fixture.client._quorum.call_count == 1
 
 
-def test_without_a_quorum_the_step_is_lost(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:
+def test_without_a_quorum_the_step_is_lost(
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult]
+) -> None:
     manager = fixture.manager(replay_failed_step=True)
     fixture.client._quorum.side_effect = [make_quorum(replay=True), TimeoutError("no quorum")]
     lose(manager)

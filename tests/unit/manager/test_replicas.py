@@ -1,7 +1,7 @@
 """Groups in one thread, with real optimizers, digests and messages; the test itself sums the messages.
 
-Random bits flip in weights and optimizer states. Each flip that persists is found in time and reported with its group
-and tensor, and the group heals.
+Random bits flip in weights and optimizer states. Each flip that persists is found in time and reported with
+its group and tensor, and the group heals.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class Job:
     def begin(self, group: Group) -> list[torch.Tensor]:
         """The first reduction of a step. Returns the message that is sent with it."""
         plan = SimpleNamespace(**vars(self.plan), replica_rank=self.groups.index(group), heal=group.healing)
-        group.step = cast(Any, SimpleNamespace(plan=plan, error=None, healing=group.healing, inputs=MagicMock()))
+        group.step = cast(
+            Any, SimpleNamespace(plan=plan, error=None, healing=group.healing, inputs=MagicMock())
+        )
         group.replicas.follow(cast(Any, plan))
         sent: list[torch.Tensor] = []
 
@@ -121,7 +123,8 @@ class Job:
             return SimpleNamespace(wait=lambda: True)
 
         group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)
-        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)  # a second call in the same step
+        # A second call in the same step.
+        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)
         assert len(sent) <= 1
         return sent
 
@@ -169,7 +172,9 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
         for step, groups, tensors, certain in reported:
             assert groups == [f"group_{group.rank}"] and certain
             assert flipped_at <= step < flipped_at + sweep
-            assert name.split(":")[0] in [each.split(":")[0] for names in tensors for each in names.split(", ")]
+            assert name.split(":")[0] in [
+                each.split(":")[0] for names in tensors for each in names.split(", ")
+            ]
         assert [each.counted.call_count for each in job.groups] == [each is group for each in job.groups]
         group.counted.reset_mock()
         assert job.equal()  # healed
@@ -258,7 +263,8 @@ def test_after_an_error_in_its_digests_a_group_trains_on_without_comparison() ->
     for _ in range(6):
         job.step()
     (reported, *_) = job.groups[0].reported()
-    assert reported[1] == ["group_0", "group_2"] and not reported[3]  # of two groups, it is unknown which is right
+    # Of two groups, it is unknown which is right.
+    assert reported[1] == ["group_0", "group_2"] and not reported[3]
 
 
 def test_groups_with_other_tensors_are_reported_once() -> None:
@@ -272,7 +278,9 @@ def test_groups_with_other_tensors_are_reported_once() -> None:
 
 
 def test_a_group_without_a_source_votes_yes_after_three_failed_steps() -> None:
-    """If no group commits, a group that differs has no source to heal from: after three attempts it continues."""
+    """If no group commits, a group that differs has no source to heal from: after three attempts it
+    continues.
+    """
     job = Job([Group(rank, 1) for rank in range(GROUPS)])
     for _ in range(3):
         job.step()
@@ -290,8 +298,8 @@ def test_a_group_without_a_source_votes_yes_after_three_failed_steps() -> None:
 
 
 def test_empty_entries_of_the_optimizer_state_are_not_counted() -> None:
-    """An optimizer that reads `state[parameter]` before its first step makes them. The state that it gets later is
-    listed at once, as in a group that heals.
+    """An optimizer that reads `state[parameter]` before its first step makes them. The state that it gets
+    later is listed at once, as in a group that heals.
     """
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([parameter])
@@ -320,7 +328,12 @@ def test_no_comparison_without_something_to_compare() -> None:
 @pytest.mark.parametrize(("setting", "averages"), [(0, False), (None, True)])
 def test_groups_that_compare_nothing_announce_nothing(setting: Optional[int], averages: bool) -> None:
     replicas = Replicas(
-        setting, OnDivergence.REPORT, MagicMock(), rank_state=RANK_STATE, errors=MagicMock(), logger=MagicMock()
+        setting,
+        OnDivergence.REPORT,
+        MagicMock(),
+        rank_state=RANK_STATE,
+        errors=MagicMock(),
+        logger=MagicMock(),
     )
     replicas.state.add_parameters(list)
     assert replicas.announces(averages) == ""

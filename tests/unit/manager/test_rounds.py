@@ -37,7 +37,9 @@ class FakeClient:
         self.first: list[bool] = []
         self.stands = False
 
-    def _begin_round(self, request: QuorumRequest, timeout: timedelta, last: Optional[QuorumResult]) -> object:
+    def _begin_round(
+        self, request: QuorumRequest, timeout: timedelta, last: Optional[QuorumResult]
+    ) -> object:
         self.first.append(last is None)
         return None if self.stands else object()
 
@@ -159,7 +161,9 @@ def test_many_may_wait_for_a_round(client: FakeClient) -> None:
 
 
 @pytest.mark.parametrize("error", [TimeoutError("no quorum"), RuntimeError("lighthouse")])
-def test_an_error_reaches_all_callers_and_the_next_round_starts_afresh(client: FakeClient, error: Exception) -> None:
+def test_an_error_reaches_all_callers_and_the_next_round_starts_afresh(
+    client: FakeClient, error: Exception
+) -> None:
     rounds = NativeRounds(client)
     first_round(rounds, client)
     begun = begin(rounds, Followed())

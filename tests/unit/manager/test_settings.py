@@ -8,7 +8,14 @@ import pytest
 
 from torchft._manager import settings
 from torchft._manager.quorum import group
-from torchft._manager.settings import HealMode, Settings, extract_trailing_digits, get_timeout, global_rank, resolve
+from torchft._manager.settings import (
+    HealMode,
+    Settings,
+    extract_trailing_digits,
+    get_timeout,
+    global_rank,
+    resolve,
+)
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
@@ -81,7 +88,9 @@ def test_missing_lighthouse_is_named_before_anything_is_waited_for(monkeypatch: 
 
     monkeypatch.setattr(group, "_open_store", open_store)
     with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE"):
-        group.join_group(make(rank=0), None, "here", start_server=lambda **_: pytest.fail("the server was started"))
+        group.join_group(
+            make(rank=0), None, "here", start_server=lambda **_: pytest.fail("the server was started")
+        )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +161,14 @@ def test_global_rank_reads_the_name_not_the_uuid() -> None:
 
 @pytest.mark.parametrize(
     ("given", "variable", "commits"),
-    [(None, None, None), (0, None, 0), (7, "9", 7), ("auto", None, None), (None, "auto", None), (None, "250", 250)],
+    [
+        (None, None, None),
+        (0, None, 0),
+        (7, "9", 7),
+        ("auto", None, None),
+        (None, "auto", None),
+        (None, "250", 250),
+    ],
 )
 def test_the_number_of_commits_in_which_weights_are_compared(
     given: Any, variable: str | None, commits: int | None, monkeypatch: pytest.MonkeyPatch
@@ -166,14 +182,20 @@ def test_the_number_of_commits_in_which_weights_are_compared(
 
 @pytest.mark.parametrize("bad", [-1, True, 1.5, "often", "7"])
 def test_a_bad_number_of_commits_is_refused(bad: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"compare_commits={bad!r}: allowed are 0 (never), a number")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"compare_commits={bad!r}: allowed are 0 (never), a number")
+    ):
         make(compare_commits=bad)
 
 
 @pytest.mark.parametrize("bad", ["-1", "often", ""])
-def test_a_bad_number_of_commits_in_the_environment_is_refused(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_number_of_commits_in_the_environment_is_refused(
+    bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHFT_COMPARE_COMMITS", bad)
-    with pytest.raises(ValueError, match=re.escape(f"TORCHFT_COMPARE_COMMITS={bad!r}: allowed are 0 (never)")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"TORCHFT_COMPARE_COMMITS={bad!r}: allowed are 0 (never)")
+    ):
         make()
 
 
@@ -209,12 +231,16 @@ def test_how_groups_heal(
 
 
 def test_bad_settings_of_heals(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="heal='auto' and heal_along=True: these are two names of one setting"):
+    with pytest.raises(
+        ValueError, match="heal='auto' and heal_along=True: these are two names of one setting"
+    ):
         make(heal="auto", heal_along=True)
     with pytest.raises(ValueError, match="heal='slow': allowed are at_once, in_passing, auto"):
         make(heal="slow")
     monkeypatch.setenv("TORCHFT_HEAL_ALONG", "yes")
-    with pytest.raises(ValueError, match=re.escape("TORCHFT_HEAL_ALONG='yes': allowed are 0 (off) and 1 (on)")):
+    with pytest.raises(
+        ValueError, match=re.escape("TORCHFT_HEAL_ALONG='yes': allowed are 0 (off) and 1 (on)")
+    ):
         make()
     monkeypatch.setenv("TORCHFT_HEAL", "no")
     with pytest.raises(ValueError, match="TORCHFT_HEAL='no': allowed are at_once, in_passing, auto"):

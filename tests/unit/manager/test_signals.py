@@ -73,7 +73,9 @@ def test_the_handler_sets_a_flag_and_the_next_request_carries_it(fixture: Any, m
     assert fixture.client._quorum.call_count == 1
 
 
-def test_a_rank_reports_its_signal(fixture: Any, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_its_signal(
+    fixture: Any, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = fixture.manager()
     drains: list[bool] = []
     begin = manager._rounds.begin
@@ -141,7 +143,9 @@ def test_a_process_of_torchft_run_drains_on_a_signal_if_its_script_calls_drainin
 @pytest.mark.parametrize("text", ["SIGKILL", "TERM", "SIGTERM SIGINT", "15"])
 def test_invalid_default_signals(fixture: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("TORCHFT_LEAVE_ON", text)
-    with pytest.raises(ValueError, match=f"TORCHFT_LEAVE_ON='{text}' is not allowed; allowed: names of signals"):
+    with pytest.raises(
+        ValueError, match=f"TORCHFT_LEAVE_ON='{text}' is not allowed; allowed: names of signals"
+    ):
         fixture.manager()
 
 
@@ -190,14 +194,18 @@ def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_handler_that_the_script_installs_later_decides() -> None:
-    """The script may need longer than the grace period, or ignore the signal. torchft must not end its process then."""
+    """The script may need longer than the grace period, or ignore the signal. torchft must not end its
+    process then.
+    """
     times, ended = [0.0], queue.SimpleQueue[int]()
     handlers = Signals()
     handlers.install((USR1, USR2), ended.put, lambda: times[-1])
     signal.signal(USR1, lambda number, frame: None)
 
     def twice(number: int) -> None:
-        """Sends a signal twice, as two requests. The second one ends the process, like the end of the grace period."""
+        """Sends a signal twice, as two requests. The second one ends the process, like the end of the grace
+        period.
+        """
         signal.raise_signal(number)
         wait_until_received()
         times.append(times[-1] + SAME_REQUEST_SEC)
@@ -246,11 +254,13 @@ def test_leave_on_works_on_the_main_thread_only(fixture: Any) -> None:
     manager = fixture.manager()
     error = on_another_thread(lambda: manager.leave_on(USR1))
     assert isinstance(error, RuntimeError)
-    assert str(error).startswith("leave_on() was called on the thread 'a loader': Python lets only the main thread")
+    assert str(error).startswith(
+        "leave_on() was called on the thread 'a loader': Python lets only the main thread"
+    )
     assert signal.getsignal(USR1) is signal.SIG_DFL
 
-    # A Manager that is shut down on another thread cannot restore handlers. So the handler does that itself at the next
-    # signal, and passes the signal on.
+    # A Manager that is shut down on another thread cannot restore handlers. So the handler does that itself
+    # at the next signal, and passes the signal on.
     calls: list[int] = []
     signal.signal(USR1, lambda number, frame: calls.append(number))
     manager.leave_on(USR1)
@@ -329,4 +339,7 @@ def test_a_process_that_hangs_outside_of_python_ends() -> None:
         child.send_signal(signal.SIGTERM)
         _, errors = child.communicate(timeout=LONG_S)
     assert child.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM: the grace period of TORCHFT_GRACE_S=1 s is over: the process ends now, with status 143" in errors
+    assert (
+        "SIGTERM: the grace period of TORCHFT_GRACE_S=1 s is over: the process ends now, with status 143"
+        in errors
+    )

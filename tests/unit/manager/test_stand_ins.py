@@ -156,7 +156,10 @@ def test_a_heal_by_the_fields_of_upstream(stand_ins: StandIns) -> None:
 # State that other projects set
 
 
-STATE: dict[str, Any] = {"user": {"default": {"weights": 1}}, "torchft": {"step": 20, "batches_committed": 40}}
+STATE: dict[str, Any] = {
+    "user": {"default": {"weights": 1}},
+    "torchft": {"step": 20, "batches_committed": 40},
+}
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
@@ -180,7 +183,9 @@ def test_a_process_group_that_is_set_reduces(stand_ins: StandIns, native: bool) 
     manager.start_quorum()
     manager.allreduce(torch.ones(1)).wait()
     assert manager.should_commit()
-    group = create_autospec(dist.ProcessGroup if native else ProcessGroup, instance=True, supports_reconfigure=True)
+    group = create_autospec(
+        dist.ProcessGroup if native else ProcessGroup, instance=True, supports_reconfigure=True
+    )
     group.allreduce.side_effect = lambda tensors, opts: _DummyWork(tensors)
     group.size.return_value, group.rank.return_value = 2, 0
     group.get_reconfigure_handle.return_value = "a"
@@ -190,7 +195,11 @@ def test_a_process_group_that_is_set_reduces(stand_ins: StandIns, native: bool) 
     manager.start_quorum()
     assert manager.allreduce(torch.ones(1)).wait()
     assert manager.should_commit(), manager.errored()
-    assert (group.reconfigure.call_count, group.allreduce.call_count, stand_ins.pg.allreduce.call_count) == (1, 1, 1)
+    assert (group.reconfigure.call_count, group.allreduce.call_count, stand_ins.pg.allreduce.call_count) == (
+        1,
+        1,
+        1,
+    )
 
 
 def test_a_participating_rank_that_is_set_counts(stand_ins: StandIns) -> None:
@@ -201,7 +210,11 @@ def test_a_participating_rank_that_is_set_counts(stand_ins: StandIns) -> None:
     zeros = torch.ones(1)
     manager.allreduce(zeros).wait()
     manager._participating_replica_rank, manager._participating_replica_world_size = 1, 4
-    assert (manager.participating_rank(), manager.num_participants(), manager.is_participating()) == (1, 4, True)
+    assert (manager.participating_rank(), manager.num_participants(), manager.is_participating()) == (
+        1,
+        4,
+        True,
+    )
     value = torch.ones(1)
     manager.allreduce(value).wait()
     assert (zeros.item(), value.item()) == (0.0, 0.25)
@@ -212,7 +225,9 @@ def test_a_participating_rank_that_is_set_counts(stand_ins: StandIns) -> None:
 
 def test_an_error_that_is_set_or_cleared_counts_in_the_vote(stand_ins: StandIns) -> None:
     manager = stand_ins.manager()
-    stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: should_commit
+    stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: (
+        should_commit
+    )
     manager.start_quorum()
     manager._errored = error = ExceptionWithTraceback(RuntimeError("set by a test"))
     assert manager.errored() is error and not manager.should_commit()
@@ -225,7 +240,10 @@ def test_an_error_that_is_set_or_cleared_counts_in_the_vote(stand_ins: StandIns)
 
 def test_functions_of_the_state_that_are_set_are_called(stand_ins: StandIns) -> None:
     manager = stand_ins.manager(use_async_quorum=True)
-    manager._user_state_dicts, manager._load_state_dict_fns = {"mine": lambda: 5}, {"mine": stand_ins.loaded.append}
+    manager._user_state_dicts, manager._load_state_dict_fns = (
+        {"mine": lambda: 5},
+        {"mine": stand_ins.loaded.append},
+    )
     manager._state_dict_lock = RWLock(timeout=3)
     assert manager._manager_state_dict()["user"] == {"mine": 5}
     manager._pending_state_dict = {**STATE, "user": {"mine": 7}}
@@ -236,7 +254,9 @@ def test_functions_of_the_state_that_are_set_are_called(stand_ins: StandIns) -> 
     manager.should_commit()
     assert stand_ins.loaded == [7] and manager._pending_state_dict is None
     manager._manager_state_dict = lambda: {"user": {}, "torchft": {}}  # type: ignore[method-assign]
-    stand_ins.client._quorum.return_value = upstream_quorum(quorum_id=124, recover_dst_replica_ranks=[0], max_step=1)
+    stand_ins.client._quorum.return_value = upstream_quorum(
+        quorum_id=124, recover_dst_replica_ranks=[0], max_step=1
+    )
     manager.start_quorum()
     manager.wait_quorum()
     assert stand_ins.transport.send_checkpoint.call_args.kwargs["state_dict"] == {"user": {}, "torchft": {}}
@@ -331,7 +351,9 @@ def test_calls_of_a_work_and_errors_that_it_shows_in_its_future(stand_ins: Stand
     work = stand_ins.pg.allreduce.return_value = create_autospec(dist._Work, instance=True)
     stand_ins.pg.allreduce.side_effect = None
     manager = stand_ins.manager()
-    stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: should_commit
+    stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: (
+        should_commit
+    )
     manager.start_quorum()
     assert manager.allreduce(torch.ones(1)).wait() and manager.errored() is None
     assert (work.wait.call_count, work.get_future.call_count) == (1, 1)
@@ -353,7 +375,9 @@ def test_calls_of_a_work_and_errors_that_it_shows_in_its_future(stand_ins: Stand
 
 
 class NativeLike:
-    """The methods of PyTorch's reconfigurable groups that a Manager calls. The first reconfiguration fails."""
+    """The methods of PyTorch's reconfigurable groups that a Manager calls. The first reconfiguration
+    fails.
+    """
 
     supports_reconfigure = True
     error = RuntimeError("a peer did not come")
@@ -381,7 +405,9 @@ def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns, new
     """A client that is a mock gives the next quorum no new id."""
     group = NativeLike()
     manager = stand_ins.manager(pg=group)
-    stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: should_commit
+    stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: (
+        should_commit
+    )
     for quorum_id, committed in ((1, False), (1 + new_id, True), (1 + new_id, True)):
         stand_ins.client._quorum.return_value = upstream_quorum(
             quorum_id=quorum_id, max_replica_rank=1, reconfigure_handles=["a", "b"]
@@ -392,12 +418,15 @@ def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns, new
         assert manager.should_commit() is committed
     assert group.quorums == [1, 1 + new_id]
     requests = [call.kwargs for call in stand_ins.client._quorum.call_args_list]
-    assert [request["commit_failures"] for request in requests] == [0, 1, 0]  # the lighthouse then assigns a new id
+    # The lighthouse then assigns a new id.
+    assert [request["commit_failures"] for request in requests] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("kind", [dist.ProcessGroup, ProcessGroup])
 @pytest.mark.parametrize("by_work", [True, False])
-def test_a_mock_of_a_group_is_reconfigured_after_a_failure(stand_ins: StandIns, kind: type, by_work: bool) -> None:
+def test_a_mock_of_a_group_is_reconfigured_after_a_failure(
+    stand_ins: StandIns, kind: type, by_work: bool
+) -> None:
     error = RuntimeError("a peer did not come")
     group = create_autospec(kind, instance=True, supports_reconfigure=True)
     failed = create_autospec(dist._Work, instance=True)
@@ -504,7 +533,9 @@ WORKS: dict[str, Callable[[Later], Any]] = {
 
 @pytest.mark.parametrize("work", WORKS.values(), ids=WORKS.keys())
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_callback_runs_once_with_the_value(reporting: MagicMock, work: Callable[[Later], Any], fails: bool) -> None:
+def test_a_callback_runs_once_with_the_value(
+    reporting: MagicMock, work: Callable[[Later], Any], fails: bool
+) -> None:
     later, value, seen = Later(), torch.ones(1), []
     managed = _ManagedWork(reporting, work(later), value)
     managed.get_future().then(lambda done: seen.append(done.value()))
@@ -579,7 +610,9 @@ def test_the_wait_of_a_work_decides(
     assert future.done() and future.value() is value
     assert managed.wait() is (error is None), "the outcome stays"
     assert [call.args[0] for call in reporting.report_error.call_args_list] == [error] * (error is not None)
-    assert len(work.timeouts) == 1 and work.timeouts[0] is not None, "the stand-in of a Manager has no timeout"
+    assert len(work.timeouts) == 1 and work.timeouts[0] is not None, (
+        "the stand-in of a Manager has no timeout"
+    )
 
 
 def test_a_callback_that_raises_fails_the_futures_behind_it(reporting: MagicMock) -> None:

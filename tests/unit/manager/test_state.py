@@ -15,7 +15,9 @@ def test_read_and_load_all_parts() -> None:
     state = UserState(RankState(timedelta(seconds=5)))
     loaded = {}
     for key in ("model", "data"):
-        state.register(key, lambda value, key=key: loaded.__setitem__(key, value), lambda key=key: f"{key} state")
+        state.register(
+            key, lambda value, key=key: loaded.__setitem__(key, value), lambda key=key: f"{key} state"
+        )
     assert state.read() == {"model": "model state", "data": "data state"}
     state.load({"model": 1, "data": 2, "unknown": 3})
     assert loaded == {"model": 1, "data": 2}
@@ -116,11 +118,15 @@ def test_the_function_that_runs_is_named() -> None:
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
     """Adam would fail at its next step."""
-    mine, theirs = (kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in (torch.optim.Adam, torch.optim.SGD))
+    mine, theirs = (
+        kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in (torch.optim.Adam, torch.optim.SGD)
+    )
     state = UserState(RankState(timedelta(seconds=5)))
     state.optimizers = [mine]
     state.register("optimizer", mine.load_state_dict, mine.state_dict)
     state.load(state.read())
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"another optimizer than Adam: its parameter group 0 has no betas, eps"):
+        with pytest.raises(
+            RuntimeError, match=r"another optimizer than Adam: its parameter group 0 has no betas, eps"
+        ):
             state.load({"optimizer": theirs.state_dict()})

@@ -195,7 +195,9 @@ def test_invariants_of_all_rows() -> None:
                 "only after this rank's vote"
             )
         if state is StepState.FAILED:
-            assert to in (StepState.FAILED, StepState.VOTED_NO, StepState.DROPPED), "an error is not taken back"
+            assert to in (StepState.FAILED, StepState.VOTED_NO, StepState.DROPPED), (
+                "an error is not taken back"
+            )
         if state is StepState.DROPPED:
             assert to is StepState.DROPPED
     assert all((state, Event.ERROR) in TRANSITIONS for state in StepState), "an error comes whenever it likes"
@@ -354,7 +356,10 @@ def test_each_attempt_has_a_trace_with_its_outcome(fixture: Fixture, make_quorum
     manager._errors.of_collective(error := RuntimeError("a peer failed"))
     assert manager.should_commit()
     attributes = [dict(call.args for call in span.set_attribute.call_args_list) for span in spans]
-    assert [(of["torchft.quorum_id"], of["torchft.committed"]) for of in attributes[1:]] == [(2, False), (3, True)]
+    assert [(of["torchft.quorum_id"], of["torchft.committed"]) for of in attributes[1:]] == [
+        (2, False),
+        (3, True),
+    ]
     assert [span.end.call_count for span in spans] == [1, 1, 1]
     spans[1].record_exception.assert_called_once_with(error)
     assert not spans[0].record_exception.called and not spans[2].record_exception.called

@@ -1,4 +1,6 @@
-"""The messages between the ranks of a group during a heal. Random histories of such heals are in test_along.py."""
+"""The messages between the ranks of a group during a heal. Random histories of such heals are in
+test_along.py.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_progress_is_what_all_ranks_of_a_group_have_reported() -> None:
     assert [rank.group_progress(8) for rank in ranks] == [Progress.ARRIVING] * 2
     ranks[1].report(7, Progress.READY)
     assert [rank.group_progress(8) for rank in ranks] == [Progress.READY] * 2
-    assert [rank.group_progress(9) for rank in ranks] == [Progress.ARRIVING] * 2, "a report counts for one step"
+    assert [rank.group_progress(9) for rank in ranks] == [Progress.ARRIVING] * 2, (
+        "a report counts for one step"
+    )
     ranks[1].report(9, Progress.WHOLE)
     assert (
         [rank.group_progress(10) for rank in ranks]
@@ -52,7 +56,9 @@ def test_progress_is_what_all_ranks_of_a_group_have_reported() -> None:
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_report_that_the_store_did_not_acknowledge_is_repeated_and_counts_once(arrives: bool) -> None:
-    """The second attempt at a step repeats the report. The store may already have it, if only its answer was lost."""
+    """The second attempt at a step repeats the report. The store may already have it, if only its answer was
+    lost.
+    """
 
     class Unreliable(Store):
         calls = 0
@@ -106,7 +112,9 @@ def test_no_rank_loads_its_state_if_one_has_none() -> None:
 
 
 def test_a_heal_that_begins_again_in_its_step_is_another_one() -> None:
-    """With two optimizers a group asks for the quorum of a step twice, and discards the state of the first time."""
+    """With two optimizers a group asks for the quorum of a step twice, and discards the state of the first
+    time.
+    """
     store = HashStore()
     first, second = make_agreements(store)
     assert first.refuse()

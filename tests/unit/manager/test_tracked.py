@@ -1,4 +1,6 @@
-"""Optimizer steps of single pieces of parameters: the result has the same bits as steps of whole parameters."""
+"""Optimizer steps of single pieces of parameters: the result has the same bits as steps of whole
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def _gradients(of: nn.Module, step: int, from_the_first: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("kind", "settings"), _cases())
-def test_parts_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer], settings: dict[str, Any]) -> None:
+def test_parts_healed_one_by_one_end_equal(
+    kind: Callable[..., optim.Optimizer], settings: dict[str, Any]
+) -> None:
     torch.manual_seed(1)
     source, target = _model(), _model()
     optimizers = kind(source.parameters(), **settings), kind(target.parameters(), **settings)
@@ -86,7 +90,9 @@ def test_parts_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer],
         own = [p.grad for p in target.parameters()]
         ours.step(tracked, kept, sent)
         assert all(a is b for a, b in zip(own, (p.grad for p in target.parameters())))
-        assert optimizers[1].param_groups[0]["lr"] == settings["lr"], "else it would count as set by the script"
+        assert optimizers[1].param_groups[0]["lr"] == settings["lr"], (
+            "else it would count as set by the script"
+        )
         optimizers[0].step()
         assert theirs.digest(0, part[1]) == ours.digest(0, part[1])
     for one, other in zip(source.parameters(), target.parameters()):
@@ -95,13 +101,15 @@ def test_parts_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer],
         mine, its = optimizers[1].state.get(other, {}), optimizers[0].state.get(one, {})
         assert mine.keys() == its.keys()
         for key, value in its.items():
-            assert torch.equal(value, mine[key]) if isinstance(value, torch.Tensor) else value == mine[key], key
+            assert torch.equal(value, mine[key]) if isinstance(value, torch.Tensor) else value == mine[key], (
+                key
+            )
     assert {kind for kind, _ in OPTIMIZERS} == set(ELEMENTWISE)
 
 
 def _first_of_64_mb() -> tuple[nn.Parameter, dict[str, torch.Tensor], Any, torch.Tensor]:
-    """A parameter of the target, the source's optimizer state of its own, and the source's first part: its description
-    and memory.
+    """A parameter of the target, the source's optimizer state of its own, and the source's first part: its
+    description and memory.
     """
     source, target = (nn.Parameter(torch.ones(1 << 24)) for _ in range(2))
     trained = optim.Adam([source])
@@ -113,7 +121,9 @@ def _first_of_64_mb() -> tuple[nn.Parameter, dict[str, torch.Tensor], Any, torch
 
 @needs_proc
 def test_a_part_uses_no_memory_for_the_rest_of_its_parameter() -> None:
-    """The first use of much memory takes long, and the other groups wait for the thread that places a part."""
+    """The first use of much memory takes long, and the other groups wait for the thread that places a
+    part.
+    """
     target, theirs, states, memory = _first_of_64_mb()
     adam = optim.Adam([target])
     before = resident()
@@ -124,7 +134,9 @@ def test_a_part_uses_no_memory_for_the_rest_of_its_parameter() -> None:
 
 
 @pytest.mark.parametrize(("kind", "settings"), _cases())
-def test_what_is_prepared_changes_nothing(kind: Callable[..., optim.Optimizer], settings: dict[str, Any]) -> None:
+def test_what_is_prepared_changes_nothing(
+    kind: Callable[..., optim.Optimizer], settings: dict[str, Any]
+) -> None:
     """A group that does not heal trains as if nothing had been prepared."""
     torch.manual_seed(1)
     model, twin = _model(), _model()
@@ -143,7 +155,9 @@ def test_what_is_prepared_changes_nothing(kind: Callable[..., optim.Optimizer], 
     assert str(optimizers[0].state_dict()) == str(optimizers[1].state_dict())
     (plain,) = [optimizers[0].state_dict()["state"]]
     counted = [p.nbytes for p in model.parameters()]
-    counted += [v.nbytes for state in plain.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
+    counted += [
+        v.nbytes for state in plain.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim
+    ]
     assert nbytes == sum(counted), "the bytes of the model and of its state after some steps"
 
 
@@ -151,7 +165,10 @@ def test_kernels_are_loaded_and_no_memory_is_used_where_state_or_gradients_are_m
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A group that restarts from a file has all state, but a new process has no kernels."""
-    trained, frozen = nn.Parameter(torch.ones(1 << 16)), nn.Parameter(torch.ones(1 << 16), requires_grad=False)
+    trained, frozen = (
+        nn.Parameter(torch.ones(1 << 16)),
+        nn.Parameter(torch.ones(1 << 16), requires_grad=False),
+    )
     adam = optim.Adam([trained, frozen])
     trained.grad = torch.ones_like(trained)
     adam.step()
@@ -244,12 +261,16 @@ def test_optimizers_that_step_by_norms_or_matrices_fall_back(name: str) -> None:
     """Some of them are in PyTorch; for the others the test makes a class, as scripts do."""
     weight = nn.Parameter(torch.ones(2, 2))
     make = getattr(optim, name, None) or type(name, (optim.SGD,), {})
-    with pytest.raises(Unsupported, match=f"the optimizer is {name}: known to step each element by itself are SGD"):
+    with pytest.raises(
+        Unsupported, match=f"the optimizer is {name}: known to step each element by itself are SGD"
+    ):
         Parameters([make([weight], lr=0.1)]).check()
 
 
 def test_parameters_in_another_order_are_found() -> None:
-    """The layout of parameters with the same shape does not depend on their order: only this check detects it."""
+    """The layout of parameters with the same shape does not depend on their order: only this check detects
+    it.
+    """
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = optim.SGD([one, other])
     ours = Parameters([optimizer])
@@ -349,15 +370,19 @@ def test_parts_of_many_parameters() -> None:
     assert parameters.total == 6
     for begin in range(7):
         for end in range(begin, 7):
-            found = [(number, i) for number, first, last in parameters._ranges(begin, end) for i in range(first, last)]
+            found = [
+                (number, i)
+                for number, first, last in parameters._ranges(begin, end)
+                for i in range(first, last)
+            ]
             assert found == [(1, 0), (1, 1), (1, 2), (4, 0), (4, 1), (5, 0)][begin:end]
     assert [parameters.begun(end) & {1, 4, 5} for end in (0, 1, 3, 4)] == [set(), {1}, {1}, {1, 4}]
     assert parameters.begun(6) == set(range(7))
 
 
 def test_a_count_in_host_memory_is_no_range_of_a_parameter_on_a_device() -> None:
-    """Even if both have no dimensions. As a range, the count would get to the device of the target's parameter, where
-    each later step would wait for it.
+    """Even if both have no dimensions. As a range, the count would get to the device of the target's
+    parameter, where each later step would wait for it.
     """
     scale = nn.Parameter(torch.zeros((), device="meta"))
     optimizer = optim.Adam([scale])
@@ -376,8 +401,8 @@ def two_ranks() -> Iterator[None]:
 
 
 def _shards(rows: int, dim: int = 0) -> list[nn.Parameter]:
-    """Shards as FSDP2 makes them. This rank's shard of the last parameter has one row fewer than that of the other
-    rank, but is padded to the same size.
+    """Shards as FSDP2 makes them. This rank's shard of the last parameter has one row fewer than that of the
+    other rank, but is padded to the same size.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard

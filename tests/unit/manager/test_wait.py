@@ -33,7 +33,9 @@ class Job:
 
     def __init__(self, ranks: int, timeout: timedelta, native: bool) -> None:
         # By rank, that of the first group's handle. The ranks of a group share another one.
-        self.columns = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(ranks)]
+        self.columns = [
+            TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(ranks)
+        ]
         # The handles of native groups name no store: all ranks take the quorum's.
         self.rendezvous = f"127.0.0.1:{self.columns[0].port}" if native else ""
         groups = [HashStore() for _ in range(2)]
@@ -68,7 +70,8 @@ class Job:
 
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
-    monkeypatch.setattr(wait_module, "_CONNECT_TIMEOUT", LONG)  # on a busy machine a store of this process answers late
+    # On a busy machine a store of this process answers late.
+    monkeypatch.setattr(wait_module, "_CONNECT_TIMEOUT", LONG)
     with ExitStack() as stack:
         yield stack
 
@@ -200,8 +203,12 @@ def test_without_heals_there_is_no_wait_and_no_thread(stack: ExitStack) -> None:
     assert threading.active_count() == before
 
 
-def test_the_client_of_the_store_is_kept_from_step_to_step(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that heals in passing does so in many steps, and the others wait for no connection in each of them."""
+def test_the_client_of_the_store_is_kept_from_step_to_step(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that heals in passing does so in many steps, and the others wait for no connection in each of
+    them.
+    """
     connected: list[str] = []
 
     def connect(address: str, timeout: timedelta) -> Any:

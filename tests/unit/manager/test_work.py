@@ -133,7 +133,9 @@ def test_simple_future() -> None:
 
 
 class Aborted(Pending):
-    """A collective after an abort: `wait` raises an error at once, but the backend still runs the collective."""
+    """A collective after an abort: `wait` raises an error at once, but the backend still runs the
+    collective.
+    """
 
     over = False
 

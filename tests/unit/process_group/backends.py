@@ -33,7 +33,9 @@ def gloo() -> ProcessGroupGloo:
 
 
 def native(store: TCPStore, rank: int) -> dist.ProcessGroup:
-    """A process group as init_process_group(..., enable_reconfigure=True) creates it, without its global state."""
+    """A process group as init_process_group(..., enable_reconfigure=True) creates it, without its global
+    state.
+    """
     own = create_store_client(f"localhost:{store.port}/native", TIMEOUT)
     group = dist.ProcessGroup(own, rank, 3)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -94,7 +96,12 @@ _NCCL: dict[str, Any] = dict(world_size=1, device="cuda", reduces_and_scatters=T
 BACKENDS = [
     Backend("gloo", lambda store, rank: gloo()),
     Backend("baby_gloo", lambda store, rank: ProcessGroupBabyGloo(timeout=TIMEOUT)),
-    Backend("native", lambda store, rank: ProcessGroupWrapper(pg=native(store, rank)), native=True, missing=_NO_NATIVE),
+    Backend(
+        "native",
+        lambda store, rank: ProcessGroupWrapper(pg=native(store, rank)),
+        native=True,
+        missing=_NO_NATIVE,
+    ),
     Backend("wrapper", lambda store, rank: ProcessGroupWrapper(pg=gloo()), wraps=True),
     Backend("managed", lambda store, rank: managed(gloo()), wraps=True),
     Backend(
@@ -105,11 +112,18 @@ BACKENDS = [
         missing=_NO_NATIVE,
     ),
     Backend(
-        "error_swallowing", lambda store, rank: ErrorSwallowingProcessGroupWrapper(gloo()), swallows=True, wraps=True
+        "error_swallowing",
+        lambda store, rank: ErrorSwallowingProcessGroupWrapper(gloo()),
+        swallows=True,
+        wraps=True,
     ),
     Backend("fake", lambda store, rank: FakeProcessGroupWrapper(gloo()), wraps=True),
     Backend(
-        "dummy", lambda store, rank: ProcessGroupDummy(0, 1), world_size=1, reduces_and_scatters=True, checked=False
+        "dummy",
+        lambda store, rank: ProcessGroupDummy(0, 1),
+        world_size=1,
+        reduces_and_scatters=True,
+        checked=False,
     ),
     Backend("nccl", lambda store, rank: ProcessGroupNCCL(timeout=TIMEOUT), **_NCCL),
     Backend("baby_nccl", lambda store, rank: ProcessGroupBabyNCCL(timeout=TIMEOUT), checked=False, **_NCCL),
@@ -122,7 +136,8 @@ def backends(*, alone: bool = True, native: bool = True, wrappers: Sequence[str]
     Args:
         alone: whether it also applies to groups of one rank.
         native: whether it also applies to native groups.
-        wrappers: wrappers that can break the tested behaviour; with other wrappers the test is marked slow. None: all.
+        wrappers: wrappers that can break the tested behaviour; with other wrappers the test is marked slow.
+            None: all.
     """
     found = []
     for backend in BACKENDS:

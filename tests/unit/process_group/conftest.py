@@ -13,7 +13,8 @@ from tests.unit.process_group.peers import Peers
 from tests.unit.process_group.ranks import TIMEOUT
 from torchft.process_group import reconfigure
 
-# PyTorch's TCPStore looks up the name of every peer in the DNS, which would cost a test 5 s if an answer is lost.
+# PyTorch's TCPStore looks up the name of every peer in the DNS, which would cost a test 5 s if an answer is
+# lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 

@@ -56,12 +56,14 @@ def meeting(store: TCPStore) -> str:
 def connect(groups: Sequence[dist.ProcessGroup], store: TCPStore) -> None:
     """Connects the groups with each other, in this order."""
     where = meeting(store)
-    on_ranks(len(groups), lambda rank: reconfigure_with_store(groups[rank], where, rank, len(groups), TIMEOUT))
+    on_ranks(
+        len(groups), lambda rank: reconfigure_with_store(groups[rank], where, rank, len(groups), TIMEOUT)
+    )
 
 
 def natives(store: TCPStore, n: int) -> list[dist.ProcessGroup]:
-    """Makes process groups like init_process_group(..., enable_reconfigure=True) in n ranks of a job, without its
-    global state.
+    """Makes process groups like init_process_group(..., enable_reconfigure=True) in n ranks of a job, without
+    its global state.
     """
     where = meeting(store)
     return [native(create_store_client(where, TIMEOUT), rank, n) for rank in range(n)]

@@ -36,7 +36,9 @@ def test_configure(fresh: Peers) -> None:
     for _ in range(2):
         where = meeting(fresh.store)
         fresh.run(
-            lambda group, rank, where=where: group.configure(where, f"replica_{rank}", rank, fresh.n, 7, 0, 1, [0])
+            lambda group, rank, where=where: group.configure(
+                where, f"replica_{rank}", rank, fresh.n, 7, 0, 1, [0]
+            )
         )
         fresh.run(lambda group, rank: check(group, rank, fresh.n))
 
@@ -72,7 +74,9 @@ def test_calls_after_shutdown(fresh: Peers) -> None:
     fresh.connect()
     for group in fresh.groups:
         group.shutdown()
-        with pytest.raises((AssertionError, RuntimeError, OSError), match=r"not initialized|shut down|no peers"):
+        with pytest.raises(
+            (AssertionError, RuntimeError, OSError), match=r"not initialized|shut down|no peers"
+        ):
             group.broadcast_one(torch.ones(1), 0).wait()
         group.set_timeout(TIMEOUT)
         assert group.errored() is None

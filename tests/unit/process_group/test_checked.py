@@ -1,4 +1,6 @@
-"""TORCHFT_CHECK_COLLECTIVES=1: if ranks call different collectives, all ranks report the rank that differs."""
+"""TORCHFT_CHECK_COLLECTIVES=1: if ranks call different collectives, all ranks report the rank that
+differs.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,9 @@ def test_a_rank_that_does_not_call_is_named(store: TCPStore) -> None:
     for seconds in (0.5, 5, 25):  # longer if one of the two others called too late
         groups = [ProcessGroupGloo(timeout=timedelta(seconds=seconds)) for _ in range(3)]
         connect(groups, store)
-        results = in_threads([lambda group=group: group.barrier().wait() for group in groups[:2]], 2 * TIMEOUT)
+        results = in_threads(
+            [lambda group=group: group.barrier().wait() for group in groups[:2]], 2 * TIMEOUT
+        )
         for group in groups:
             group.shutdown()
         if all(f"of the ranks [2] none came in {seconds} s" in str(result) for result in results):
@@ -209,7 +213,10 @@ def test_descriptions() -> None:
     # Only the root passes lists.
     root = describe("gather", ([[four, four]], [four]), GatherOptions())
     assert root == describe("gather", ([], [four]), GatherOptions()) == "gather(float32[4]; root 0)"
-    assert describe("alltoall_base", (four, torch.ones(7), [4], [7]), AllToAllOptions()) == "alltoall_base(float32)"
+    assert (
+        describe("alltoall_base", (four, torch.ones(7), [4], [7]), AllToAllOptions())
+        == "alltoall_base(float32)"
+    )
     assert describe("send", ([four], 1, 0), None) is None
     many, other = [four] * 20, [*[four] * 19, torch.ones(5)]
     assert "20 tensors" in str(describe("allreduce", (many,), ReduceOp.SUM))

@@ -1,7 +1,7 @@
 """Requirements for every process group; `backends` lists the groups.
 
-The peers are made once per backend and shared by all tests here, which must not break them; tests that break peers are
-in test_base.py. For a wrapper, tests of the wrapped group's operations are marked slow.
+The peers are made once per backend and shared by all tests here, which must not break them; tests that break
+peers are in test_base.py. For a wrapper, tests of the wrapped group's operations are marked slow.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def test_allreduce(peers: Peers, how: str, bare: bool) -> None:
 
 
 @runs_with("peers", wrappers=())
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
+)
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4), (10_000,)], ids=str)
 def test_allreduce_of_all_kinds(peers: Peers, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     def call(group: ProcessGroup, rank: int) -> None:
@@ -115,9 +117,11 @@ def test_allreduce_through_pytorch(peers: Peers) -> None:
 
 @pytest.mark.parametrize("kind", ["op", "options", "coalesced options"])
 def test_allreduce_coalesced(peers: Peers, kind: str) -> None:
-    opts: Any = {"op": ReduceOp.SUM, "options": AllreduceOptions(), "coalesced options": AllreduceCoalescedOptions()}[
-        kind
-    ]
+    opts: Any = {
+        "op": ReduceOp.SUM,
+        "options": AllreduceOptions(),
+        "coalesced options": AllreduceCoalescedOptions(),
+    }[kind]
 
     def call(group: ProcessGroup, rank: int) -> None:
         tensors = [values(rank), values(rank, shape=(2, 3))]
@@ -151,7 +155,9 @@ def test_alltoall_base(peers: Peers) -> None:
         inputs, output = values(rank, shape=(2 * peers.n,)), torch.zeros(2 * peers.n)
         finish(group.alltoall_base(output, inputs, [], [], AllToAllOptions()))
         mine = slice(2 * rank, 2 * rank + 2)
-        torch.testing.assert_close(output, torch.cat([values(r, shape=(2 * peers.n,))[mine] for r in range(peers.n)]))
+        torch.testing.assert_close(
+            output, torch.cat([values(r, shape=(2 * peers.n,))[mine] for r in range(peers.n)])
+        )
 
     peers.run(call)
 
@@ -165,7 +171,9 @@ def test_alltoall_base_of_unequal_slices(peers: Peers) -> None:
         inputs, output = values(rank, shape=(sum(sizes),)), torch.zeros(peers.n * sizes[rank])
         finish(group.alltoall_base(output, inputs, [sizes[rank]] * peers.n, sizes, AllToAllOptions()))
         mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        torch.testing.assert_close(output, torch.cat([values(r, shape=(sum(sizes),))[mine] for r in range(peers.n)]))
+        torch.testing.assert_close(
+            output, torch.cat([values(r, shape=(sum(sizes),))[mine] for r in range(peers.n)])
+        )
 
     peers.run(call)
 
@@ -189,7 +197,9 @@ SHAPES = [(1,), (3, 5), (2, 3, 4), (10_000,), (0,)]
 
 
 @runs_with("peers", alone=False, wrappers=())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
 def test_operations_that_move_tensors_move_all_dtypes(peers: Peers, dtype: torch.dtype) -> None:
     """The results are compared with plain copies."""
 
@@ -250,7 +260,9 @@ def test_reduce_scatter(peers: Peers) -> None:
         several = torch.zeros(4)
         calls = [
             lambda: group.reduce_scatter([output], [inputs], ReduceScatterOptions()),
-            lambda: group.reduce_scatter_tensor_coalesced([several], [torch.cat(inputs)], ReduceScatterOptions()),
+            lambda: group.reduce_scatter_tensor_coalesced(
+                [several], [torch.cat(inputs)], ReduceScatterOptions()
+            ),
         ]
         if not peers.backend.reduces_and_scatters:
             with pytest.raises(RuntimeError, match="does not support reduce_scatter"):
@@ -359,8 +371,9 @@ def test_unsupported_operations_are_named_at_once_on_every_rank(peers: Peers) ->
 
     for text in peers.run(call):
         assert "Invalid scalar type" in text
-        assert f"{peers.groups[0].getBackendName()} does not support broadcast of torch.int16 on cpu" in text or (
-            "gloo does not support broadcast of torch.int16 on cpu" in text
+        assert (
+            f"{peers.groups[0].getBackendName()} does not support broadcast of torch.int16 on cpu" in text
+            or ("gloo does not support broadcast of torch.int16 on cpu" in text)
         )
 
 
@@ -392,7 +405,9 @@ MISTAKES: dict[str, Callable[[Any, int], Work]] = {
     "sizes that do not fit": lambda group, n: group.allgather(
         [[torch.zeros(3) for _ in range(n)]], [torch.ones(2)], AllgatherOptions()
     ),
-    "too few outputs": lambda group, n: group.allgather([[torch.zeros(2)]], [torch.ones(2)], AllgatherOptions()),
+    "too few outputs": lambda group, n: group.allgather(
+        [[torch.zeros(2)]], [torch.ones(2)], AllgatherOptions()
+    ),
     "no tensor": lambda group, n: group.broadcast([], BroadcastOptions()),
     "two tensors to receive": lambda group, n: group.recv([torch.ones(1), torch.ones(1)], 0, 0),
     "dtypes that do not fit": lambda group, n: group.allgather(
@@ -432,7 +447,8 @@ def _raises_the_error_of_pytorch(peers: Peers, mistake: str) -> None:
             MISTAKES[mistake](group, group.size()).wait()
         return str(refused.value).partition("\n")[0]
 
-    # PyTorch's reduce_scatter and allreduce_coalesced require options; torchft's also accept a plain reduction.
+    # PyTorch's reduce_scatter and allreduce_coalesced require options; torchft's also accept a plain
+    # reduction.
     expected = None if mistake == "bits of floats" else error_of(plain)
     texts = peers.run(lambda group, rank: error_of(group))
     if expected is not None and peers.n == plain.size():
@@ -456,7 +472,10 @@ def _plain_group(store: TCPStore) -> dist.ProcessGroup:
             group = dist.ProcessGroup(prefix, rank, 3)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             backend = dist.ProcessGroupGloo(
-                PrefixStore("plain", create_store_client(f"localhost:{store.port}", TIMEOUT)), rank, 3, timeout=TIMEOUT
+                PrefixStore("plain", create_store_client(f"localhost:{store.port}", TIMEOUT)),
+                rank,
+                3,
+                timeout=TIMEOUT,
             )
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
             return group

@@ -88,7 +88,9 @@ def test_a_reused_descriptor_is_not_cut(store: TCPStore) -> None:
 
 
 @pytest.mark.parametrize("interfaces", ["lo", "lo,lo"])
-def test_every_context_of_gloo_is_cut(store: TCPStore, interfaces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_context_of_gloo_is_cut(
+    store: TCPStore, interfaces: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Operations alternate between the contexts, so these two operations use one context each."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     groups = pair(store)
@@ -110,7 +112,9 @@ def test_ipv6_is_cut(store: TCPStore) -> None:
     prefix = meeting(store).partition("/")[2]
 
     def make(rank: int) -> tuple[Any, GlooConnections]:
-        own = dist.PrefixStore(prefix, TCPStore("localhost", store.port, is_master=False, wait_for_workers=False))
+        own = dist.PrefixStore(
+            prefix, TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
+        )
         return dist.ProcessGroupGloo(own, rank, 2, options), GlooConnections(own, rank, 2)
 
     (first, connections), (second, _) = on_ranks(2, make)
@@ -134,7 +138,14 @@ def published(address: bytes, host: bytes = b"host") -> bytes:
     """The address that a rank of Gloo publishes; most of its bytes are uninitialized memory."""
     rest = struct.pack("=H", socket.AF_INET) + b"\x11\x11" + b"\x7f\0\0\1"  # as if left by an earlier use
     storage = (address + rest * 16)[:128]
-    return struct.pack("=Q", len(host)) + host + struct.pack("=Q", 136) + storage + bytes(8) + struct.pack("=Q", 1)
+    return (
+        struct.pack("=Q", len(host))
+        + host
+        + struct.pack("=Q", 136)
+        + storage
+        + bytes(8)
+        + struct.pack("=Q", 1)
+    )
 
 
 def test_the_address_is_read_from_a_ranks_published_bytes() -> None:

@@ -31,7 +31,10 @@ def test_allreduces_are_recorded_by_kind() -> None:
     ("announced", "expected"),
     [
         (["", ""], []),
-        (["sum/float32/2,avg/float32/9", "", "sum/float32/2"], [("avg", "float32", 9), ("sum", "float32", 2)]),
+        (
+            ["sum/float32/2,avg/float32/9", "", "sum/float32/2"],
+            [("avg", "float32", 9), ("sum", "float32", 2)],
+        ),
         (["sum/float32/2", None], None),  # an older version, or an isolated group
     ],
 )
@@ -39,7 +42,9 @@ def test_peers_agree(announced: list[Optional[str]], expected: Optional[list[tup
     assert agreed(announced) == expected
 
 
-@pytest.mark.parametrize("text", ["max/float32/2", "sum/int8/2", "sum/float32/26", "sum/float32/-1", "sum/float32"])
+@pytest.mark.parametrize(
+    "text", ["max/float32/2", "sum/int8/2", "sum/float32/26", "sum/float32/-1", "sum/float32"]
+)
 def test_an_unknown_kind_is_refused(text: str) -> None:
     """Otherwise the peers would begin different operations."""
     with pytest.raises(ValueError, match=r"allreduce|unpack"):
@@ -54,7 +59,9 @@ def test_operations_have_the_sizes_of_their_kinds(monkeypatch: pytest.MonkeyPatc
         begun.append((tensor.dtype, tensor.numel(), "avg" if opts.reduceOp == ReduceOp.AVG else "sum"))
         return MagicMock(number=len(begun))
 
-    monkeypatch.setattr(_first_operation, "_first", {torch.device("cpu"): (MagicMock(), torch.zeros(1 << 25).byte())})
+    monkeypatch.setattr(
+        _first_operation, "_first", {torch.device("cpu"): (MagicMock(), torch.zeros(1 << 25).byte())}
+    )
     monkeypatch.setattr(_first_operation, "get_stream_context", MagicMock())
     group: Any = MagicMock(allreduce=allreduce)
     first_operation(group, torch.device("cpu"))

@@ -28,7 +28,9 @@ from torchft.process_group._gloo import reaper
 from torchft.utils import DeviceThread
 
 
-@pytest.mark.parametrize("make", [gloo, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT)], ids=["gloo", "isolated"])
+@pytest.mark.parametrize(
+    "make", [gloo, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT)], ids=["gloo", "isolated"]
+)
 def test_a_group_without_peers_opens_no_connection(make: Callable[[], ProcessGroup]) -> None:
     """Otherwise, if all others failed, the last rank would wait for PyTorch's DNS query."""
     group = make()
@@ -70,7 +72,8 @@ def test_an_abort_ends_connecting_with_a_failed_peer(store: TCPStore) -> None:
     tensors = [torch.ones(1) for _ in groups]
     on_ranks(2, lambda rank: groups[rank].allreduce([tensors[rank]], ReduceOp.SUM).wait())
     assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
-    # The failed peer connects late. That completes the survivor's abandoned attempt, whose group is destroyed at once.
+    # The failed peer connects late. That completes the survivor's abandoned attempt, whose group is destroyed
+    # at once.
     late = gloo()
 
     def connect_and_reduce() -> None:
@@ -83,7 +86,9 @@ def test_an_abort_ends_connecting_with_a_failed_peer(store: TCPStore) -> None:
         made.shutdown()
 
 
-def test_an_abort_as_soon_as_the_connection_begins_ends_it(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_as_soon_as_the_connection_begins_ends_it(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread that connects may begin before the waiting thread continues."""
     connects, aborted = threading.Event(), threading.Event()
 
@@ -166,7 +171,9 @@ def test_connecting_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
         box.clear()
         discarded.set()
 
-    attempt = ConnectionAttempt(lambda: gate.wait(TIMEOUT.total_seconds()), discard, timedelta(milliseconds=1))
+    attempt = ConnectionAttempt(
+        lambda: gate.wait(TIMEOUT.total_seconds()), discard, timedelta(milliseconds=1)
+    )
     with pytest.raises(RuntimeError, match=r"timed out: connecting with the peers, with timeout=0:00:00.001"):
         attempt.result()
     gate.set()
@@ -319,7 +326,9 @@ def test_before_there_are_peers() -> None:
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
 def test_a_bad_rank_is_named(store: TCPStore, rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {rank} must be between 0 and world_size - 1 = {world_size - 1}"):
+    with pytest.raises(
+        ValueError, match=f"rank {rank} must be between 0 and world_size - 1 = {world_size - 1}"
+    ):
         gloo().configure(meeting(store), "replica", rank, world_size)
 
 

@@ -166,7 +166,9 @@ def test_other_peers_and_shutdown_end_an_attempt(groups: list[Gated], store: TCP
     assert all(attempt.ended and attempt.error for attempt in attempts[:2])
 
 
-def test_an_error_of_connecting_is_that_of_the_attempt(groups: list[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_connecting_is_that_of_the_attempt(
+    groups: list[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> dist.ProcessGroup:
         raise RuntimeError("no route to host")
 

@@ -26,7 +26,9 @@ WINDOW_S = 0.5
 SPINS_MS = 25
 DEADLINE_S = 20.0
 
-linux = pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="Gloo's loops are looked for in /proc")
+linux = pytest.mark.skipif(
+    not Path("/proc/self/fdinfo").is_dir(), reason="Gloo's loops are looked for in /proc"
+)
 
 
 def loops() -> dict[str, float]:

@@ -26,7 +26,8 @@ OPERATIONS = {
     "send": "tensors, dst_rank, tag",
 }
 THE_REST = {
-    "configure": "store_addr, replica_id, rank, world_size, quorum_id=None, group_rank=None, group_world_size=None, "
+    "configure": "store_addr, replica_id, rank, world_size, quorum_id=None, group_rank=None, "
+    "group_world_size=None, "
     "global_ranks=None",
     "set_rank_info": "replica_id, group_rank, group_world_size, global_rank=None",
     "get_reconfigure_handle": "",

@@ -37,7 +37,8 @@ from torchft.process_group._gloo.connections import GlooConnections
 from torchft.process_group.native import abort_group, connections_of, error_of_native, reconfigure_group
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
+    not hasattr(dist.ProcessGroup, "reconfigure"),
+    reason="needs PyTorch >= 2.14, whose groups can be reconfigured",
 )
 
 
@@ -87,8 +88,8 @@ def test_fewer_and_more_and_other_ranks(store: TCPStore) -> None:
 
 
 def test_dropping_a_wrapper_does_not_wait_for_its_operations(store: TCPStore) -> None:
-    """The thread on which the garbage collector runs must not wait. Gloo may not wake an operation whose connection
-    breaks; the destruction of the group then takes until the timeout.
+    """The thread on which the garbage collector runs must not wait. Gloo may not wake an operation whose
+    connection breaks; the destruction of the group then takes until the timeout.
     """
     parents = natives(store, 2)
     groups = [ProcessGroupWrapper(pg=pg) for pg in parents]
@@ -126,7 +127,9 @@ def test_an_operation_after_an_abort_ends_although_gloo_does_not_wake_it(
 
 def test_a_wrapper_passes_on_new_peers(store: TCPStore) -> None:
     parents = natives(store, 2)
-    groups: list[ProcessGroup] = [ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper(pg=pg)) for pg in parents]
+    groups: list[ProcessGroup] = [
+        ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper(pg=pg)) for pg in parents
+    ]
     for group, parent in zip(groups, parents):
         assert supports_reconfigure(group) and not is_native(group)
         assert group.get_reconfigure_handle() == parent.get_reconfigure_handle()
@@ -193,8 +196,8 @@ def broadcast_of_the_first(group: dist.ProcessGroup) -> dist.Work:
 def stuck(
     groups: list[dist.ProcessGroup], each: int, start: Callable[[dist.ProcessGroup], dist.Work] = allreduce
 ) -> tuple[list[threading.Thread], list[Exception]]:
-    """Starts threads that wait in collectives of these groups, whose last peer never joins. Returns them and the errors
-    that they will raise.
+    """Starts threads that wait in collectives of these groups, whose last peer never joins. Returns them and
+    the errors that they will raise.
     """
     errors: list[Exception] = []
 
@@ -204,7 +207,9 @@ def stuck(
         except Exception as e:
             errors.append(e)
 
-    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in groups for _ in range(each)]
+    threads = [
+        threading.Thread(target=run, args=(group,), daemon=True) for group in groups for _ in range(each)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -224,7 +229,8 @@ def test_an_abort_ends_operations_in_flight_here_and_at_the_peers(store: TCPStor
     groups = natives(store, 3)
     connect(groups, store)
     here, errors_here = stuck(groups[:1], each=4)
-    # Not an allreduce, in which the peer might already wait only for the third rank, to which it is still connected.
+    # Not an allreduce, in which the peer might already wait only for the third rank, to which it is still
+    # connected.
     there, errors_there = stuck(groups[1:2], each=4, start=broadcast_of_the_first)
     abort_group(groups[0])
     ended(here + there)
@@ -236,7 +242,9 @@ def test_an_abort_ends_operations_in_flight_here_and_at_the_peers(store: TCPStor
 
 
 def test_an_abort_cuts_the_world(world: dist.ProcessGroup, store: TCPStore) -> None:
-    """init_process_group gives Gloo a prefix of the group's store, with new connections for each set of peers."""
+    """init_process_group gives Gloo a prefix of the group's store, with new connections for each set of
+    peers.
+    """
     peer = native(world.get_group_store().clone(), 1, 2)
     for _ in range(2):
         connect([world, peer], store)
@@ -298,7 +306,9 @@ def test_a_group_that_could_not_be_reconfigured_keeps_its_error(
     connect(groups, store)
     abort_group(groups[0])
     with monkeypatch.context() as failing:
-        failing.setattr(native_module, "reconfigure_and_wait", MagicMock(side_effect=RuntimeError("no peer answers")))
+        failing.setattr(
+            native_module, "reconfigure_and_wait", MagicMock(side_effect=RuntimeError("no peer answers"))
+        )
         with pytest.raises(RuntimeError, match="no peer answers"):
             connect(groups[:1], store)
     assert "was aborted" in str(error_of_native(groups[0]))

@@ -272,7 +272,9 @@ def test_a_blocked_host_thread_leads_to_an_abort() -> None:
 
 
 def test_no_thread_waits_for_an_abort_that_hangs() -> None:
-    """NCCL frees device memory in an abort, and may hang in it; the caller, the next peers and the timers must not."""
+    """NCCL frees device memory in an abort, and may hang in it; the caller, the next peers and the timers
+    must not.
+    """
     may_end, in_it = threading.Event(), threading.Event()
 
     class Hangs(Parent):
@@ -291,7 +293,9 @@ def test_no_thread_waits_for_an_abort_that_hangs() -> None:
 
 @pytest.mark.parametrize("trigger", ["", "true"])
 def test_a_caller_of_abort_does_not_destroy_the_group(monkeypatch: pytest.MonkeyPatch, trigger: str) -> None:
-    """The destruction waits for the device. Here the abort itself ends at once, so another reference is the last."""
+    """The destruction waits for the device. Here the abort itself ends at once, so another reference is the
+    last.
+    """
     destroyed_by: list[threading.Thread] = []
 
     class Destroyed(Parent):
@@ -490,7 +494,12 @@ print(os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"])
     ("there", "arguments", "expected", "warning"),
     [
         (None, [], "0", None),
-        ("1", [], "1", "TORCH_NCCL_DUMP_ON_TIMEOUT=1: the monitor of PyTorch's older NCCL backend may end this"),
+        (
+            "1",
+            [],
+            "1",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT=1: the monitor of PyTorch's older NCCL backend may end this",
+        ),
         ("0", [], "0", None),
         (None, ["world", "nccl-legacy"], "0", "the world was made before torchft.process_group was imported"),
         (None, ["world", "gloo"], "0", None),

@@ -35,7 +35,11 @@ def test_without_known_connections_waits_end_and_operations_are_left(store: TCPS
     assert len(connections_of(groups[0])) == 0
     works = [groups[0].broadcast_one(torch.zeros(1), 1), groups[0].recv([torch.zeros(1)], 1, 7)]
     fut = groups[0].allreduce([torch.ones(1)], ReduceOp.SUM).get_future()
-    waits: list[Callable[[], object]] = [*[work.wait for work in works], fut.wait, fut.then(lambda f: f.value()).wait]
+    waits: list[Callable[[], object]] = [
+        *[work.wait for work in works],
+        fut.wait,
+        fut.then(lambda f: f.value()).wait,
+    ]
     started = time.monotonic()
     groups[0].abort()
     results = in_threads(waits, timedelta(seconds=SOON))
@@ -71,7 +75,9 @@ def test_a_receive_from_any_source_returns_the_source(store: TCPStore) -> None:
 
 
 class Stuck(dist.Work):
-    """An operation that Gloo does not end, because it took the send off its list when the connection broke."""
+    """An operation that Gloo does not end, because it took the send off its list when the connection
+    broke.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +100,10 @@ def test_an_operation_that_misses_the_end_of_all_connections_ends(store: TCPStor
     operations = groups[0]._operations
     assert operations is not None
     work, other = Stuck(), Stuck()
-    guarded, promised = operations.guard(work, "allreduce", ()), operations.guard(other, "allreduce", ()).get_future()
+    guarded, promised = (
+        operations.guard(work, "allreduce", ()),
+        operations.guard(other, "allreduce", ()).get_future(),
+    )
     groups[1].abort()
     results = in_threads([guarded.wait, promised.wait], timedelta(seconds=SOON))
     assert ["connections with all peers are broken" in str(result) for result in results] == [True, True]
@@ -123,7 +132,9 @@ def test_a_drain_waits_for_the_real_end(store: TCPStore) -> None:
 
 
 def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other peers may have stalled too, so they abort nothing. Operations between two healthy peers continue."""
+    """The other peers may have stalled too, so they abort nothing. Operations between two healthy peers
+    continue.
+    """
     monkeypatch.setattr(operations_module, "_DAMAGED_SEC", 0.05)
     groups = [gloo() for _ in range(3)]
     connect(groups, store)

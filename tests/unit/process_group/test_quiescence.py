@@ -137,7 +137,9 @@ def test_an_operation_that_sleeps_without_connections_is_not_waited_for(store: T
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_operation_with_unknown_connections_is_waited_for(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_with_unknown_connections_is_waited_for(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections_module, "_DESCRIPTORS", "/nonexistent")
     _, guarded = stuck(store)
     with thread("test_runner", sleep):
@@ -152,7 +154,9 @@ def test_an_operation_that_may_write_before_it_sends_is_waited_for(store: TCPSto
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_operation_with_an_uncut_connection_is_waited_for(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_with_an_uncut_connection_is_waited_for(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_descriptor_left(descriptor: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 

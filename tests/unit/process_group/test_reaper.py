@@ -46,7 +46,9 @@ def test_destroying_a_group_leaves_the_gil_to_its_threads() -> None:
 
 @runs_with("fresh", alone=True)
 def test_the_garbage_collector_may_destroy_a_group_while_a_thread_starts(fresh: Peers) -> None:
-    """It does so on any thread, also on one that starts while another one waits for that, and holds a lock."""
+    """It does so on any thread, also on one that starts while another one waits for that, and holds a
+    lock.
+    """
     fresh.connect()
 
     def collect() -> None:

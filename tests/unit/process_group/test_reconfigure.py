@@ -381,7 +381,8 @@ def test_create_store_client_applies_the_timeout(store: TCPStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "localhost", ":1234", "localhost:", "localhost:x/p", "localhost:0", "localhost:65536", "/p"]
+    "address",
+    ["", "localhost", ":1234", "localhost:", "localhost:x/p", "localhost:0", "localhost:65536", "/p"],
 )
 def test_a_bad_store_address_is_named(address: str) -> None:
     with pytest.raises(ValueError, match="must be host:port") as caught:
@@ -396,14 +397,20 @@ def test_a_missing_store_is_an_error_in_time() -> None:
 
 @pytest.mark.parametrize(("seconds", "count"), [(0.1, 0), (5.0, 1)])
 def test_a_slow_connection_to_a_store_is_logged(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, count: int
+    store: TCPStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    seconds: float,
+    count: int,
 ) -> None:
     """The usual cause is a lost DNS answer. Without this line, the log would not explain the slow quorum."""
     clock = iter([100.0, 100.0 + seconds])
     monkeypatch.setattr(reconfigure, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     create_store_client(f"localhost:{store.port}/late", TIMEOUT)
     warnings = [r.getMessage() for r in caplog.records if "connecting to the store" in r.getMessage()]
-    assert len(warnings) == count and all(f"localhost:{store.port}/late took 5.0 s" in one for one in warnings)
+    assert len(warnings) == count and all(
+        f"localhost:{store.port}/late took 5.0 s" in one for one in warnings
+    )
 
 
 # Methods that the Manager calls

@@ -27,14 +27,18 @@ all_gather = getattr(functional, "all_gather_single", None) or functional.all_ga
 
 @pytest.fixture(autouse=True)
 def world(store: TCPStore) -> Iterator[None]:
-    dist.init_process_group("gloo", store=PrefixStore(meeting(store), store), rank=0, world_size=1, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=PrefixStore(meeting(store), store), rank=0, world_size=1, timeout=TIMEOUT
+    )
     yield
     dist.destroy_process_group()
 
 
 @pytest.fixture(params=["gloo", "isolated", "error_swallowing"])
 def group(request: pytest.FixtureRequest, store: TCPStore) -> ProcessGroup:
-    group: ProcessGroup = (ProcessGroupBabyGloo if request.param == "isolated" else ProcessGroupGloo)(timeout=TIMEOUT)
+    group: ProcessGroup = (ProcessGroupBabyGloo if request.param == "isolated" else ProcessGroupGloo)(
+        timeout=TIMEOUT
+    )
     if request.param == "error_swallowing":
         group = ErrorSwallowingProcessGroupWrapper(group)
     group.configure(meeting(store), "replica", 0, 1)
@@ -91,7 +95,8 @@ def test_without_a_world(group: ProcessGroup) -> None:
     dist.destroy_process_group()
     with pytest.raises(ValueError, match="has not been initialized"):
         group.register("no world")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # for the fixture to destroy
+    # For the fixture to destroy.
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 
 
 def test_a_world_that_is_bound_to_a_device(group: ProcessGroup) -> None:
@@ -109,7 +114,9 @@ def test_a_world_that_is_bound_to_a_device(group: ProcessGroup) -> None:
 
 
 def test_the_size_is_the_groups_own_number_of_ranks(store: TCPStore) -> None:
-    """PyTorch's registries may report 1 rank; size() and functional collectives use the group's own number."""
+    """PyTorch's registries may report 1 rank; size() and functional collectives use the group's own
+    number.
+    """
     group = ProcessGroupDummy(0, 3)
     group.register("size")
     try:

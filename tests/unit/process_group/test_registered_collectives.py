@@ -1,8 +1,8 @@
 """torch.distributed's own functions over two ranks of a registered group, synchronous and asynchronous, and
 functional collectives.
 
-For torch.distributed a registered group has one rank, because its peers change. So ranks of the group are passed as
-`group_src` and `group_dst`.
+For torch.distributed a registered group has one rank, because its peers change. So ranks of the group are
+passed as `group_src` and `group_dst`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,11 @@ def all_gather(group: ProcessGroup, rank: int, **how: Any) -> Any:
 
 def all_gather_into_tensor(group: ProcessGroup, rank: int, **how: Any) -> Any:
     joined = torch.zeros(2 * N)
-    return dist.all_gather_into_tensor(joined, full(float(rank)), group=group, **how), joined, [0.0, 0.0, 1.0, 1.0]
+    return (
+        dist.all_gather_into_tensor(joined, full(float(rank)), group=group, **how),
+        joined,
+        [0.0, 0.0, 1.0, 1.0],
+    )
 
 
 def all_to_all_single(group: ProcessGroup, rank: int, **how: Any) -> Any:
@@ -137,9 +141,15 @@ def gather(group: ProcessGroup, rank: int, **how: Any) -> Any:
 def send_and_recv(group: ProcessGroup, rank: int, **how: Any) -> Any:
     tensor = full(7.0) if rank == 0 else torch.zeros(2)
     if not how:
-        dist.send(tensor, group_dst=1, group=group) if rank == 0 else dist.recv(tensor, group_src=0, group=group)
+        dist.send(tensor, group_dst=1, group=group) if rank == 0 else dist.recv(
+            tensor, group_src=0, group=group
+        )
         return None, tensor, [7.0, 7.0]
-    work = dist.isend(tensor, group_dst=1, group=group) if rank == 0 else dist.irecv(tensor, group_src=0, group=group)
+    work = (
+        dist.isend(tensor, group_dst=1, group=group)
+        if rank == 0
+        else dist.irecv(tensor, group_src=0, group=group)
+    )
     return work, tensor, [7.0, 7.0]
 
 
@@ -187,7 +197,10 @@ def test_dist_functions(groups: list[ProcessGroup], call: Callable[..., Any]) ->
 FUNCTIONAL: dict[str, tuple[Callable[[ProcessGroup, int], torch.Tensor], Callable[[int], list[float]]]] = {
     "all_reduce": (lambda g, r: functional.all_reduce(full(r + 1.0), "sum", g), lambda r: [3.0, 3.0]),
     "broadcast": (lambda g, r: functional.broadcast(full(float(r)), 0, g), lambda r: [0.0, 0.0]),
-    "all_gather_tensor": (lambda g, r: all_gather_tensor(full(float(r)), 0, g), lambda r: [0.0, 0.0, 1.0, 1.0]),
+    "all_gather_tensor": (
+        lambda g, r: all_gather_tensor(full(float(r)), 0, g),
+        lambda r: [0.0, 0.0, 1.0, 1.0],
+    ),
     "all_to_all_single": (
         lambda g, r: functional.all_to_all_single(torch.tensor([10.0 * r, 10.0 * r + 1]), None, None, g),
         lambda r: [float(r), 10.0 + r],

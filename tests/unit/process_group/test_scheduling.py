@@ -28,11 +28,13 @@ def policies_of_workers() -> dict[str, set[int]]:
 
 
 def test_only_gloos_event_loop_does_not_preempt(store: TCPStore) -> None:
-    # Two ranks, so that the event loops run while the peers connect: a thread sets its name when it first runs.
+    # Two ranks, so that the event loops run while the peers connect: a thread sets its name when it first
+    # runs.
     groups = [ProcessGroupBabyGloo(TIMEOUT, standby=False) for _ in range(2)]
     policies: dict[str, set[int]] = {}
     try:
-        # A worker waits only 0.1 s for the name. It sets the policies of all loops again when the group reconnects.
+        # A worker waits only 0.1 s for the name. It sets the policies of all loops again when the group
+        # reconnects.
         for _ in range(10):
             connect(groups, store)
             on_ranks(2, lambda rank: groups[rank].allreduce([torch.ones(1)], ReduceOp.SUM).wait())

@@ -101,7 +101,10 @@ def test_a_peer_that_never_connects_to_a_native_group(store: TCPStore) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[buffer.cc:78] Timed out waiting 5ms for recv", "[buffer.cc:78] Timed out waiting 5ms for recv (timed out)"),
+        (
+            "[buffer.cc:78] Timed out waiting 5ms for recv",
+            "[buffer.cc:78] Timed out waiting 5ms for recv (timed out)",
+        ),
         ("wait timeout after 5ms, keys: /0/1", "wait timeout after 5ms, keys: /0/1 (timed out)"),
         ("Application timeout caused pair closure", "Application timeout caused pair closure (timed out)"),
         (

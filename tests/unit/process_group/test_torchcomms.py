@@ -119,7 +119,9 @@ class Comm:
     def all_gather_single(self, out: torch.Tensor, t: torch.Tensor, async_op: bool) -> CommWork:
         return self._work(async_op, t.clone(), lambda all: out.copy_(torch.cat(all)))
 
-    def reduce_scatter(self, out: torch.Tensor, parts: list[torch.Tensor], op: str, async_op: bool) -> CommWork:
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: list[torch.Tensor], op: str, async_op: bool
+    ) -> CommWork:
         return self._work(async_op, parts, lambda all: out.copy_(reduced(op, [p[self.rank] for p in all])))
 
     def reduce_scatter_single(self, out: torch.Tensor, t: torch.Tensor, op: str, async_op: bool) -> CommWork:
@@ -132,7 +134,9 @@ class Comm:
     def all_to_all_v_single(
         self, out: torch.Tensor, t: torch.Tensor, outs: list[int], ins: list[int], async_op: bool
     ) -> CommWork:
-        return self._work(async_op, t.split(ins), lambda all: out.copy_(torch.cat([p[self.rank] for p in all])))
+        return self._work(
+            async_op, t.split(ins), lambda all: out.copy_(torch.cat([p[self.rank] for p in all]))
+        )
 
     def barrier(self, async_op: bool) -> CommWork:
         return self._work(async_op, None, lambda all: None)
@@ -222,7 +226,10 @@ def test_every_operation(groups: list[Any]) -> None:
         part = [torch.zeros(2)]
         wait(g.reduce_scatter(part, [[mine, mine * 10]], ReduceScatterOptions()), part)
         assert part[0].tolist() == [[3.0] * 2, [30.0] * 2][rank]
-        wait(g.reduce_scatter_tensor_coalesced(part, [torch.cat([mine, mine * 10])], ReduceScatterOptions()), part)
+        wait(
+            g.reduce_scatter_tensor_coalesced(part, [torch.cat([mine, mine * 10])], ReduceScatterOptions()),
+            part,
+        )
         assert part[0].tolist() == [[3.0] * 2, [30.0] * 2][rank]
         out = torch.zeros(2)
         g.alltoall_base(out, mine, [], [], AllToAllOptions()).wait()

@@ -216,7 +216,9 @@ def test_pytorchs_ddp_over_a_managed_group(store: TCPStore) -> None:
     groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     connect(groups, store)
     managers = [managed(group) for group in groups]
-    dist.init_process_group("gloo", store=PrefixStore(meeting(store), store), rank=0, world_size=1, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=PrefixStore(meeting(store), store), rank=0, world_size=1, timeout=TIMEOUT
+    )
     try:
 
         def train(rank: int) -> list[torch.Tensor]:
@@ -245,5 +247,8 @@ def test_repr_names_the_class_and_the_wrapped_group() -> None:
     assert repr(dummy) == "ProcessGroupDummy()"
     assert repr(ProcessGroupWrapper(pg=dummy)) == "ProcessGroupWrapper(pg=ProcessGroupDummy())"
     swallowing = ErrorSwallowingProcessGroupWrapper(FakeProcessGroupWrapper(dummy))
-    assert repr(swallowing) == "ErrorSwallowingProcessGroupWrapper(pg=FakeProcessGroupWrapper(pg=ProcessGroupDummy()))"
+    assert (
+        repr(swallowing)
+        == "ErrorSwallowingProcessGroupWrapper(pg=FakeProcessGroupWrapper(pg=ProcessGroupDummy()))"
+    )
     assert repr(ProcessGroupGloo()) == "ProcessGroupGloo(pg=None)"

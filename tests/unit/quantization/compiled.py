@@ -1,4 +1,6 @@
-"""Compiles Triton's kernels to machine code, also for devices that this host lacks. Prints what it compiled."""
+"""Compiles Triton's kernels to machine code, also for devices that this host lacks. Prints what it
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,12 @@ def compile_for(capability: int) -> int:
                             name, f"*{dtype}"
                         )
                 source = ASTSource(kernel, signature, constexprs=constants)
-                made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernels._OPTIONS)
+                made = triton.compile(
+                    source, target=GPUTarget("cuda", capability, 32), options=kernels._OPTIONS
+                )
                 assert made.asm["cubin"]
-                # If a product and a sum were fused, with one rounding, the bits would differ from plain PyTorch.
+                # If a product and a sum were fused, with one rounding, the bits would differ from plain
+                # PyTorch.
                 assert "fma.rn" not in made.asm["ptx"], kernel
                 count += 1
     return count

@@ -30,9 +30,9 @@ def flat_inputs() -> dict[str, torch.Tensor]:
         "near the smallest scale": normal(3000) * 2.0**-100,
         "the largest": huge,
         "powers of two": 2.0 ** torch.arange(-149, 128).float(),
-        "limits of the scale": torch.tensor([448.0, 1.75, 127.0, 1.984375, 449.0, 1.7500001, 128.0]).repeat_interleave(
-            2048
-        ),
+        "limits of the scale": torch.tensor(
+            [448.0, 1.75, 127.0, 1.984375, 449.0, 1.7500001, 128.0]
+        ).repeat_interleave(2048),
         "NaN and Inf": torch.tensor([1.0, NAN, -2.0, INF, -INF, 0.0, 3.0]),
         "only NaN": torch.full((2100,), NAN),
         "any bits": bits.view(torch.float32),

@@ -1,4 +1,6 @@
-"""Compares Triton's kernels with plain PyTorch, bit for bit: on a device, or on a CPU in Triton's interpreter."""
+"""Compares Triton's kernels with plain PyTorch, bit for bit: on a device, or on a CPU in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 

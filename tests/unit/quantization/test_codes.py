@@ -1,4 +1,6 @@
-"""Codes equal those of slow references written from the definitions of the formats, and keep the documented bounds."""
+"""Codes equal those of slow references written from the definitions of the formats, and keep the documented
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ INPUTS = flat_inputs()
 
 
 def e4m3(code: int) -> float:
-    """The value of a code by the definition of e4m3 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning")."""
+    """The value of a code by the definition of e4m3 (Micikevicius et al. 2022, "FP8 Formats for Deep
+    Learning").
+    """
     sign, exponent, mantissa = code >> 7, (code >> 3) & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return math.nan

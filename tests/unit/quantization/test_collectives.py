@@ -1,4 +1,6 @@
-"""The quantized collectives on the CPU: their error bounds, the bytes that they send, failures, and bad input."""
+"""The quantized collectives on the CPU: their error bounds, the bytes that they send, failures, and bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[Any
         pytest.skip("this PyTorch has no native groups that can be reconfigured")
     made = on_ranks(3, lambda rank: MAKERS[request.param](store, rank), START_TIMEOUT)
     address = meeting(store)
-    on_ranks(3, lambda rank: reconfigure_with_store(made[rank], address, rank, 3, START_TIMEOUT), START_TIMEOUT)
+    on_ranks(
+        3, lambda rank: reconfigure_with_store(made[rank], address, rank, 3, START_TIMEOUT), START_TIMEOUT
+    )
     yield made
     for group in made:
         group.shutdown()
@@ -78,7 +82,9 @@ def options(op: Any) -> AllreduceOptions:
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "int8"])
-def test_allreduce_is_a_sum_within_the_bounds(groups: list[Any], fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allreduce_is_a_sum_within_the_bounds(
+    groups: list[Any], fmt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(FORMAT_ENV, fmt)
     inputs = [[normal(rank, 700, 7), normal(rank, 13).bfloat16(), torch.zeros(0)] for rank in range(3)]
     tensors = [[t.clone() for t in mine] for mine in inputs]
@@ -95,10 +101,13 @@ def test_allreduce_is_a_sum_within_the_bounds(groups: list[Any], fmt: str, monke
         want = parts[0] + parts[1] + parts[2]
         if not want.numel():
             continue
-        # The error bounds of torchft.quantization. Two roundings contribute: that of the inputs, and that of their sum.
-        # The rounded sum contains the errors of the inputs, so the bound of the second rounding (fp8) includes them.
+        # The error bounds of torchft.quantization. Two roundings contribute: that of the inputs, and that of
+        # their sum. The rounded sum contains the errors of the inputs, so the bound of the second rounding
+        # (fp8) includes them.
         if fmt == "fp8":
-            bound = sum(p.abs() / 16 for p in parts) + (want.abs() + sum(p.abs() for p in parts) / 16) / 16 + 1e-4
+            bound = (
+                sum(p.abs() / 16 for p in parts) + (want.abs() + sum(p.abs() for p in parts) / 16) / 16 + 1e-4
+            )
         else:
             bound = sum(p.abs().max() for p in parts) * 2.02 / 127
         bound = bound + want.abs() * 2**-8 * (inputs[0][i].dtype == torch.bfloat16)
@@ -113,8 +122,8 @@ def test_average_divides_by_the_ranks(groups: list[Any]) -> None:
 
 
 def test_several_at_once_beside_other_collectives(groups: list[Any]) -> None:
-    """The threads of quantized collectives only send and receive. So the collectives that the training thread starts in
-    the meantime are in the same order on all ranks, as Gloo requires.
+    """The threads of quantized collectives only send and receive. So the collectives that the training thread
+    starts in the meantime are in the same order on all ranks, as Gloo requires.
     """
     tensors = [[torch.full((5000,), float(2**i)) for i in range(4)] for _ in range(3)]
     others = [[torch.full((100,), float(i)) for i in range(4)] for _ in range(3)]
@@ -195,8 +204,8 @@ class CountingGroup(ProcessGroupWrapper):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quarter_of_the_bytes_is_sent(store: TCPStore, dtype: torch.dtype) -> None:
-    """A quarter for float32, half for bfloat16, compared with an unquantized ring allreduce, which sends the fewest
-    bytes.
+    """A quarter for float32, half for bfloat16, compared with an unquantized ring allreduce, which sends the
+    fewest bytes.
     """
     inner = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(3)]
     connect(inner, store)
@@ -216,10 +225,16 @@ def test_a_quarter_of_the_bytes_is_sent(store: TCPStore, dtype: torch.dtype) -> 
 
 def test_shapes_that_differ_are_named_before_anything_is_reduced(pair: list[Any]) -> None:
     tensors = [torch.ones(3), torch.ones(2, 2)]
-    errors = in_threads([lambda r=r: allreduce_quantized([tensors[r]], ReduceOp.SUM, pair[r]).wait() for r in range(2)])
+    errors = in_threads(
+        [lambda r=r: allreduce_quantized([tensors[r]], ReduceOp.SUM, pair[r]).wait() for r in range(2)]
+    )
     for rank, error in enumerate(errors):
         assert isinstance(error, ValueError)
-        assert "float32[3]" in str(error) and "float32[2, 2]" in str(error) and f"in rank {1 - rank}" in str(error)
+        assert (
+            "float32[3]" in str(error)
+            and "float32[2, 2]" in str(error)
+            and f"in rank {1 - rank}" in str(error)
+        )
     assert [t.sum().item() for t in tensors] == [3, 4]
     tensors = [torch.ones(3) for _ in range(2)]  # the group still works
     on_ranks(2, lambda rank: allreduce_quantized([tensors[rank]], ReduceOp.SUM, pair[rank]).wait())
@@ -228,8 +243,12 @@ def test_shapes_that_differ_are_named_before_anything_is_reduced(pair: list[Any]
 
 def test_difference_at_the_end_of_many_tensors_is_noticed(pair: list[Any]) -> None:
     tensors = [[torch.ones(3) for _ in range(200)] + [torch.ones(4 + rank)] for rank in range(2)]
-    errors = in_threads([lambda r=r: allreduce_quantized(tensors[r], ReduceOp.SUM, pair[r]).wait() for r in range(2)])
-    assert all(isinstance(error, ValueError) and "quantized collective differs" in str(error) for error in errors)
+    errors = in_threads(
+        [lambda r=r: allreduce_quantized(tensors[r], ReduceOp.SUM, pair[r]).wait() for r in range(2)]
+    )
+    assert all(
+        isinstance(error, ValueError) and "quantized collective differs" in str(error) for error in errors
+    )
 
 
 def test_an_absent_peer(pair: list[Any]) -> None:
@@ -277,8 +296,12 @@ def test_new_peers_are_not_delayed_by_the_old_ones(pair: list[Any], store: TCPSt
         stuck.wait(TIMEOUT / 2)
 
 
-def test_a_group_without_peers_for_a_moment_gets_other_peers(pair: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another thread connects a group with new peers, the group has no backend, and its methods raise."""
+def test_a_group_without_peers_for_a_moment_gets_other_peers(
+    pair: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another thread connects a group with new peers, the group has no backend, and its methods
+    raise.
+    """
     began = threading.Event()
     recv = type(pair[0]).recv
 
@@ -313,7 +336,9 @@ def test_nothing_to_reduce() -> None:
 
 def test_bad_input() -> None:
     group = ProcessGroupDummy(0, 1)
-    with pytest.raises(ValueError, match=r"tensors\[1\] of shape \(2,\) is torch.int32, which cannot be quantized"):
+    with pytest.raises(
+        ValueError, match=r"tensors\[1\] of shape \(2,\) is torch.int32, which cannot be quantized"
+    ):
         allreduce_quantized([torch.zeros(2), torch.zeros(2, dtype=torch.int32)], ReduceOp.SUM, group)
     with pytest.raises(ValueError, match=r"tensors of shape .* is torch.float64"):
         allreduce_quantized([torch.zeros(2).double()], ReduceOp.SUM, group)

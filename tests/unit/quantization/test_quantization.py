@@ -95,8 +95,8 @@ def test_a_quarter_of_the_bytes() -> None:
 @pytest.mark.parametrize("fmt", Format)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
 def test_reduction_adds_up_the_slices(op: Any, fmt: Format) -> None:
-    """The buffer is like that of a rank after the exchange: slice i holds rank i's values of this rank's third of the
-    tensors.
+    """The buffer is like that of a rank after the exchange: slice i holds rank i's values of this rank's
+    third of the tensors.
     """
     tensors = [torch.randn(30, 7), torch.randn(9)]
     buffer = fused_quantize_into_fp8(tensors, 3, fmt)
@@ -127,7 +127,9 @@ def test_format_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     tensor = torch.randn(100)
     assert torch.equal(fused_quantize_into_fp8([tensor], 1), fused_quantize_into_fp8([tensor], 1, Format.FP8))
     monkeypatch.setenv(FORMAT_ENV, "int8")
-    assert torch.equal(fused_quantize_into_fp8([tensor], 1), fused_quantize_into_fp8([tensor], 1, Format.INT8))
+    assert torch.equal(
+        fused_quantize_into_fp8([tensor], 1), fused_quantize_into_fp8([tensor], 1, Format.INT8)
+    )
 
 
 # Bad input
@@ -139,9 +141,13 @@ def test_unknown_format(monkeypatch: pytest.MonkeyPatch) -> None:
         fused_quantize_into_fp8([torch.zeros(1)], 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.float64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
 def test_dtype_that_cannot_be_quantized(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=rf"inputs\[1\] of shape \(3, 2\) is {dtype}.*allowed are torch.float32"):
+    with pytest.raises(
+        ValueError, match=rf"inputs\[1\] of shape \(3, 2\) is {dtype}.*allowed are torch.float32"
+    ):
         fused_quantize_into_fp8([torch.zeros(1), torch.zeros(3, 2).to(dtype)], 1)
 
 
@@ -202,7 +208,9 @@ def test_names_of_triton() -> None:
 
 @pytest.mark.slow  # ten seconds of Triton's interpreter; test_codes.py has the formulas in plain PyTorch
 def test_kernels_give_the_same_bits() -> None:
-    """On a CPU this uses Triton's interpreter, in a separate process: it must be chosen before Triton is imported."""
+    """On a CPU this uses Triton's interpreter, in a separate process: it must be chosen before Triton is
+    imported.
+    """
     pytest.importorskip("triton", reason="needs Triton")
     script = "from tests.unit.quantization.interpreted import main; main()"
     done = subprocess.run(

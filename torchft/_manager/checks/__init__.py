@@ -2,7 +2,7 @@
 
 What must be equal in all groups is announced in their handles, and compared by torchft._agreement.
 
-layout: all groups reduce the same tensors. calls: a new group makes the same calls. loader: all groups train on the
-same batch. device: each rank has its own device. replicas: the groups have the same weights, by the decisions of
-divergence, which does not import torch.
+layout: all groups reduce the same tensors. calls: a new group makes the same calls. loader: all groups train
+on the same batch. device: each rank has its own device. replicas: the groups have the same weights, by the
+decisions of divergence, which does not import torch.
 """

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
 _CONNECT_TIMEOUT = timedelta(seconds=2)
-# The first and the longest pause between two looks for the other group's next call: all groups that start a job
-# look into the store of the first one. (After each wait that expires, a TCPStore writes to stderr.)
+# The first and the longest pause between two looks for the other group's next call: all groups that start a
+# job look into the store of the first one. (After each wait that expires, a TCPStore writes to stderr.)
 _PAUSE_SEC = 0.001, 0.05
 # The last line of a list: no more calls follow, or the step was lost before all of them were made.
 _END, _LOST = "no further call", "lost"
@@ -47,7 +47,9 @@ _END, _LOST = "no further call", "lost"
 def describe_call(tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) -> str:
     """Describes a reduction in a line that is equal in all groups that fit together."""
     how = ", quantized" if should_quantize else ""
-    which = next((name for name, one in ReduceOp.RedOpType.__members__.items() if op == one), "another operation")
+    which = next(
+        (name for name, one in ReduceOp.RedOpType.__members__.items() if op == one), "another operation"
+    )
     sparse = "sparse " if tensor.layout != torch.strided else ""
     of = f"{tensor.numel()} x {sparse}{str(tensor.dtype).removeprefix('torch.')}"
     return f"allreduce of {of} ({which}{how})"
@@ -56,8 +58,8 @@ def describe_call(tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) 
 def judge_of(plan: Plan, new_here: bool) -> Optional[int]:
     """The replica rank of the group whose calls this one compares with its own; None if it compares none.
 
-    As in :func:`torchft._manager.checks.layout.check_layouts`, the group that joined last has to change: at step 0
-    each group but the first, later a group that heals or has committed no step.
+    As in :func:`torchft._manager.checks.layout.check_layouts`, the group that joined last has to change: at
+    step 0 each group but the first, later a group that heals or has committed no step.
     """
     if not (plan.heal or new_here):
         return None
@@ -79,7 +81,9 @@ class Calls:
 
     differs: Optional[LayoutDiffers] = None
 
-    def __init__(self, check_peers: Callable[[], None], rank_state: RankState, logger: _ManagerLogger) -> None:
+    def __init__(
+        self, check_peers: Callable[[], None], rank_state: RankState, logger: _ManagerLogger
+    ) -> None:
         self._check_peers = check_peers
         self._rank_state = rank_state
         self._logger = logger
@@ -114,7 +118,9 @@ class Calls:
         except Exception as e:
             self._logger.warn(f"the first calls in quorum {plan.quorum_id} are not compared: {e}")
 
-    def check(self, collectives: Collectives, tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) -> None:
+    def check(
+        self, collectives: Collectives, tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool
+    ) -> None:
         """Compares a call before it is made. A new member waits until the other group has made the same one.
 
         Raises:
@@ -176,4 +182,6 @@ class Calls:
         try:
             return in_time(read, timeout, check)
         except TimeoutError as e:
-            raise TimeoutError(f"timed out: {name} did not make call {number} of the step in {timeout}") from e
+            raise TimeoutError(
+                f"timed out: {name} did not make call {number} of the step in {timeout}"
+            ) from e

@@ -14,8 +14,8 @@ _SHARED_ENV = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def claim_device(store: Store, replica_id: str, group_rank: int) -> None:
-    """Registers the current device of a rank in the store of its group. Device 0 of two ranks may be two devices, by
-    CUDA_VISIBLE_DEVICES, and two numbers may be one: devices are compared by their UUIDs.
+    """Registers the current device of a rank in the store of its group. Device 0 of two ranks may be two
+    devices, by CUDA_VISIBLE_DEVICES, and two numbers may be one: devices are compared by their UUIDs.
 
     Args:
         store: the store of the group
@@ -23,7 +23,8 @@ def claim_device(store: Store, replica_id: str, group_rank: int) -> None:
         group_rank: the rank
 
     Raises:
-        ValueError: another rank of the group uses the device, for example because the host has fewer devices than ranks
+        ValueError: another rank of the group uses the device, for example because the host has fewer devices
+            than ranks
     """
     index = current_device()
     if index is None or os.environ.get(_SHARED_ENV) == "1":
@@ -39,7 +40,9 @@ def claim_device(store: Store, replica_id: str, group_rank: int) -> None:
     first = store.compare_set(f"torchft/{replica_id}/device/{uuid}", "", mine).decode()
     if first != mine:
         raise ValueError(
-            f"two ranks of the group use one device, {uuid}: {first}, and {mine}. Start at most as many ranks on a "
-            "host as it has devices, and let each rank set its own, as torch.cuda.set_device(LOCAL_RANK) does; "
+            f"two ranks of the group use one device, {uuid}: {first}, and {mine}. Start at most as many "
+            "ranks on a "
+            "host as it has devices, and let each rank set its own, as torch.cuda.set_device(LOCAL_RANK) "
+            "does; "
             f"{_SHARED_ENV}=1 allows it"
         )

@@ -1,13 +1,15 @@
 """Which part of the weights is digested in which step, and whether the digests agree. Does not import torch.
 
-All weights and optimizer state of a rank form one sequence of 32-bit words. A *sweep* of n commits digests each word
-once. Which words belong to a step depends on the step's number and the tensor sizes only, so all groups digest the same
-words between the same two optimizer steps. The digests of :data:`EXCHANGE` steps are sent together, in the first
-reduction of the next step; a bit that differs from step s on is found before step ``s + n + EXCHANGE`` is committed.
+All weights and optimizer state of a rank form one sequence of 32-bit words. A *sweep* of n commits digests
+each word once. Which words belong to a step depends on the step's number and the tensor sizes only, so all
+groups digest the same words between the same two optimizer steps. The digests of :data:`EXCHANGE` steps are
+sent together, in the first reduction of the next step; a bit that differs from step s on is found before step
+``s + n + EXCHANGE`` is committed.
 
-A message has one row per group, and a row one entry per step: a header and :data:`BUCKETS` digests. The header
-identifies what was digested (names, shapes, the length of the sweep); only digests with equal headers are compared. The
-header is 0 if a group has nothing to compare, because it healed, has just begun, or is a spare.
+A message has one row per group, and a row one entry per step: a header and :data:`BUCKETS` digests. The
+header identifies what was digested (names, shapes, the length of the sweep); only digests with equal headers
+are compared. The header is 0 if a group has nothing to compare, because it healed, has just begun, or is a
+spare.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torchft._manager.settings import OnDivergence
 WORD = 4  # bytes
 EXCHANGE = 10  # steps between two messages: each message costs as much as a small collective
 BUCKETS = 8  # digests per step: with the default settings mostly one per tensor
-LEAST_SWEEP = 100  # default minimum of commits in a sweep, so that small models digest only few tensors per step
+# Default minimum of commits in a sweep, so that small models digest only few tensors per step.
+LEAST_SWEEP = 100
 # Default number of bytes that a step digests.
 CPU_PIECE = 1 << 17
 DEVICE_PIECE = 32 << 20
@@ -49,8 +52,8 @@ class Difference:
     Attributes:
         step: step in which the weights were digested.
         buckets: the indices of the digests that differ.
-        diverged: the replica ranks of the groups that differ from the largest class of equal groups; of two classes of
-            the same size, the one with the lowest replica rank counts as the largest.
+        diverged: the replica ranks of the groups that differ from the largest class of equal groups; of two
+            classes of the same size, the one with the lowest replica rank counts as the largest.
         compared: the replica ranks of all groups that were compared.
         certain: whether more than half of the compared groups are equal.
     """
@@ -94,8 +97,8 @@ class Sweep:
         self._ends = list(accumulate((-(-size // WORD) for size in sizes), initial=0))
 
     def spans(self, step: int) -> list[Span]:
-        """The spans that a step digests. The parts of a sweep cover each byte once; their sizes differ by at most a
-        word.
+        """The spans that a step digests. The parts of a sweep cover each byte once; their sizes differ by at
+        most a word.
         """
         words, part = self._ends[-1], step % self.commits
         begin, end = words * part // self.commits, words * (part + 1) // self.commits
@@ -117,7 +120,8 @@ def bucket_of(span: int, spans: int) -> int:
 
 
 def header(lines: Sequence[str], commits: int) -> int:
-    """Identifies what is digested, in 63 bits, and is never 0. Only digests with the same header are compared.
+    """Identifies what is digested, in 63 bits, and is never 0. Only digests with the same header are
+    compared.
 
     Args:
         lines: name, dtype, shape and strides of each tensor.
@@ -128,14 +132,16 @@ def header(lines: Sequence[str], commits: int) -> int:
 
 
 def compare(step: int, entries: Mapping[int, Entry]) -> Optional[Difference]:
-    """Compares the entries of the groups for a step. Returns None if they are equal or there is nothing to compare.
+    """Compares the entries of the groups for a step. Returns None if they are equal or there is nothing to
+    compare.
 
     Args:
         step: step of the entries.
         entries: the entries of the groups, by replica rank.
     """
     alike = {rank: tuple(entries[rank]) for rank in comparable(entries)}
-    classes = Counter(alike.values())  # in the order of ranks, so a tie goes to the class with the lowest rank
+    # In the order of ranks, so a tie goes to the class with the lowest rank.
+    classes = Counter(alike.values())
     if len(classes) < 2:
         return None
     most, count = classes.most_common(1)[0]
@@ -151,9 +157,9 @@ def compare(step: int, entries: Mapping[int, Entry]) -> Optional[Difference]:
 def acts(action: OnDivergence, difference: Difference, rank: int, groups: int) -> bool:
     """Whether a group heals or ends because of a difference, and does not only report it.
 
-    Without a majority of equal groups it is not known which of them is right, so no group is evicted. A heal makes them
-    equal, though possibly wrong; it is done only if all groups of the quorum were compared. Otherwise the
-    next sweep compares more groups and may find a majority.
+    Without a majority of equal groups it is not known which of them is right, so no group is evicted. A heal
+    makes them equal, though possibly wrong; it is done only if all groups of the quorum were compared.
+    Otherwise the next sweep compares more groups and may find a majority.
 
     Args:
         action: the setting of the group.

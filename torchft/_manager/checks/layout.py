@@ -1,13 +1,13 @@
 """Checks that the groups of a quorum reduce the same tensors, before any tensor is sent.
 
-Wrappers of models and optimizers register the parameters. LocalSGD and DiLoCo describe what they reduce in lines of
-text (``Manager.register_layout``), and so do the loaders of :mod:`torchft.data`. A digest of the parameters goes to the
-lighthouse with each request: it refuses a group that differs from the groups of the job, which lose no step
-(go/quorum/fit.go).
+Wrappers of models and optimizers register the parameters. LocalSGD and DiLoCo describe what they reduce in
+lines of text (``Manager.register_layout``), and so do the loaders of :mod:`torchft.data`. A digest of the
+parameters goes to the lighthouse with each request: it refuses a group that differs from the groups of the
+job, which lose no step (go/quorum/fit.go).
 
-The groups of a quorum compare as well, because the lighthouse may be upstream's: a digest of all lines is one of the
-settings in their handles (_agreement.py). The lines themselves are in the store that the handle names, and are only
-read if digests differ. A difference costs the other groups a step.
+The groups of a quorum compare as well, because the lighthouse may be upstream's: a digest of all lines is one
+of the settings in their handles (_agreement.py). The lines themselves are in the store that the handle names,
+and are only read if digests differ. A difference costs the other groups a step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def announcement(lines: Optional[Sequence[str]]) -> list[tuple[str, str]]:
     """What a group with these lines announces; nothing if they are None."""
     if lines is None:
         return []
-    return [(LAYOUT, digest(lines)), (LOADER, NAME if any(line.startswith(_OF_LOADER) for line in lines) else "")]
+    return [
+        (LAYOUT, digest(lines)),
+        (LOADER, NAME if any(line.startswith(_OF_LOADER) for line in lines) else ""),
+    ]
 
 
 class Layout:
@@ -143,7 +146,9 @@ class Layout:
             self._publish(digest(lines), "\n".join(lines))
 
 
-def refused(error: Exception, ours: Optional[Sequence[str]], group_rank: int, read: Read) -> Optional[LayoutDiffers]:
+def refused(
+    error: Exception, ours: Optional[Sequence[str]], group_rank: int, read: Read
+) -> Optional[LayoutDiffers]:
     """The error of a rank whose group was refused, with the tensors that differ; None for any other error.
 
     Args:
@@ -174,9 +179,9 @@ def describe(tensor: torch.Tensor) -> str:
 def check_layouts(plan: Plan, ours: Optional[Sequence[str]], *, new_here: bool, read: Read) -> None:
     """Raises LayoutDiffers if a group of this quorum announces another layout than ``ours``.
 
-    The error says which group has to change: the one that joined last. At step 0 this is each group that differs from
-    the first one; later, a group that differs from its source, and that heals or has committed no step yet. Without
-    handles it is this group, if it joins: the others cannot compare.
+    The error says which group has to change: the one that joined last. At step 0 this is each group that
+    differs from the first one; later, a group that differs from its source, and that heals or has committed
+    no step yet. Without handles it is this group, if it joins: the others cannot compare.
 
     Args:
         plan: the plan of this rank.
@@ -199,7 +204,8 @@ def check_layouts(plan: Plan, ours: Optional[Sequence[str]], *, new_here: bool, 
     key, theirs = found[other], peers[other]
     if key == LOADER or ours is None:
         raise LayoutDiffers(explained(key, mine, names[other], theirs), must_end)
-    here, there = _named(ours, read(theirs["store"], theirs[key]) if "store" in theirs else None)  # native: no store
+    # Native: no store.
+    here, there = _named(ours, read(theirs["store"], theirs[key]) if "store" in theirs else None)
     raise LayoutDiffers(difference(EQUAL[key].name, here, names[other], there, EQUAL[key].allowed), must_end)
 
 

@@ -1,9 +1,11 @@
-"""The Manager's part for an :class:`~torchft.data.ElasticDataLoader`: checks that all groups train on the same batch.
+"""The Manager's part for an :class:`~torchft.data.ElasticDataLoader`: checks that all groups train on the
+same batch.
 
-The loader weights each loss by its samples, so gradients are added, and not divided by the number of groups. That is
-correct only if each sample of the batch is in the sum once. In the first step of a quorum, and in each step in which a
-group heals, the groups therefore reduce 24 additional bytes: the number of samples that each of them contributes, and a
-digest of the settings and the position of its loader. A group that finds a wrong sum votes against the step.
+The loader weights each loss by its samples, so gradients are added, and not divided by the number of groups.
+That is correct only if each sample of the batch is in the sum once. In the first step of a quorum, and in
+each step in which a group heals, the groups therefore reduce 24 additional bytes: the number of samples that
+each of them contributes, and a digest of the settings and the position of its loader. A group that finds a
+wrong sum votes against the step.
 """
 
 from __future__ import annotations
@@ -56,14 +58,16 @@ class Loader(Protocol):
         ...
 
     def check_samples(self, counted: int, participants: int) -> None:
-        """Raises an error unless ``counted`` is the number of samples that all groups together must have reduced for
-        this data rank.
+        """Raises an error unless ``counted`` is the number of samples that all groups together must have
+        reduced for this data rank.
         """
         ...
 
     @property
     def digest(self) -> str:
-        """A digest of 64 bits, in hex, of the stamp and the state of the sums, which must be equal in all groups."""
+        """A digest of 64 bits, in hex, of the stamp and the state of the sums, which must be equal in all
+        groups.
+        """
         ...
 
     @property
@@ -72,8 +76,8 @@ class Loader(Protocol):
         ...
 
     def units_added(self) -> bool:
-        """Whether the gradients hold all units of this rank; False before its first unit. Raises an error if they
-        hold only some of the units.
+        """Whether the gradients hold all units of this rank; False before its first unit. Raises an error if
+        they hold only some of the units.
         """
         ...
 
@@ -82,7 +86,9 @@ class Loader(Protocol):
         ...
 
     def samples_averaged(self, counted: int) -> None:
-        """Notes the number of samples in an average of LocalSGD or DiLoCo, before the average is committed."""
+        """Notes the number of samples in an average of LocalSGD or DiLoCo, before the average is
+        committed.
+        """
         ...
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
@@ -101,7 +107,8 @@ class Loader(Protocol):
 class BatchDiffers(RuntimeError):
     """The groups of a quorum train on different batches, or not on all of a batch: the step is not committed.
 
-    If their batches differ, the first group that is up to date counts as right, and groups that differ from it heal.
+    If their batches differ, the first group that is up to date counts as right, and groups that differ from
+    it heal.
     """
 
 
@@ -126,8 +133,8 @@ class BatchCheck:
         self._work: Optional[_ManagedWork] = None
 
     def reduces(self, step: Step) -> None:
-        """Checks, before a tensor is reduced that may hold gradients, that the units of this rank are complete: in
-        every step, because peers compare sample counts in the first step of a quorum only.
+        """Checks, before a tensor is reduced that may hold gradients, that the units of this rank are
+        complete: in every step, because peers compare sample counts in the first step of a quorum only.
 
         Raises:
             UnitsSkipped: this rank has left out some of its units.
@@ -136,8 +143,8 @@ class BatchCheck:
             self._whole = step
 
     def is_due(self, step: Step) -> bool:
-        """Whether the groups still have to be compared in this step. A group that heals may load its position in any
-        step of a quorum.
+        """Whether the groups still have to be compared in this step. A group that heals may load its position
+        in any step of a quorum.
         """
         plan = step.plan
         if plan is None or self._compared is step:
@@ -145,14 +152,18 @@ class BatchCheck:
         return self._checked != plan.quorum_id or plan.num_up_to_date < plan.replica_world_size
 
     def words(self, step: Step, plan: Plan, device: torch.device) -> torch.Tensor:
-        """The values that this rank adds to the reduction. In a group that does not participate, the Manager sends
-        zeros.
+        """The values that this rank adds to the reduction. In a group that does not participate, the Manager
+        sends zeros.
         """
         self._checked, self._compared = plan.quorum_id, step
-        return torch.tensor(entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device)
+        return torch.tensor(
+            entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device
+        )
 
     def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
-        """Notes a reduction that was begun. ``work`` is None if that failed; the step has failed then, too."""
+        """Notes a reduction that was begun. ``work`` is None if that failed; the step has failed then,
+        too.
+        """
         self._sums, self._work = (sums, work) if work is not None else (None, None)
 
     def verify(self, step: Step) -> None:
@@ -173,9 +184,10 @@ class BatchCheck:
     def _compare(self, step: Step) -> None:
         sums, work, self._sums, self._work = self._sums, self._work, None, None
         self.verdict = Verdict.ALIKE
-        # The comparison is evaluated after an error, too. A group at the end of its data reduces nothing more, and
-        # aborts the collectives of the others. Only the comparison shows them that the positions differ, and which
-        # group has to heal. A healing group with an error may not have loaded the job's position, so it is not judged.
+        # The comparison is evaluated after an error, too. A group at the end of its data reduces nothing
+        # more, and aborts the collectives of the others. Only the comparison shows them that the positions
+        # differ, and which group has to heal. A healing group with an error may not have loaded the job's
+        # position, so it is not judged.
         if sums is None or work is None or not work.wait() or (step.healing and step.error is not None):
             return
         counted = sums.tolist()
@@ -185,13 +197,15 @@ class BatchCheck:
         )
         if self.verdict is Verdict.INCOMPLETE:
             raise BatchDiffers(
-                f"the sum lacks some of the {step.participants} groups that take part: one that could not heal before "
+                f"the sum lacks some of the {step.participants} groups that take part: one that could not "
+                "heal before "
                 "the step adds nothing"
             )
         if self.verdict is not Verdict.ALIKE:
             here = self._loader.stamp
             raise BatchDiffers(
-                f"the {step.participants} groups that take part do not train on the same batch: this one is at batch "
+                f"the {step.participants} groups that take part do not train on the same batch: this one is "
+                "at batch "
                 f"{here.batch} of epoch {here.epoch}, with {', '.join(self._loader.settings)}"
             )
         self._expect(counted[0], step.participants)
@@ -201,12 +215,14 @@ class BatchCheck:
 
 
 class AverageCheck(BatchCheck):
-    """The comparison for LocalSGD and DiLoCo, in each of their averages: the number of samples in it, and whether
-    groups are at the same position.
+    """The comparison for LocalSGD and DiLoCo, in each of their averages: the number of samples in it, and
+    whether groups are at the same position.
     """
 
     def reduces(self, step: Step) -> None:
-        pass  # weights are averaged: their sample count covers all inner steps, so no unit can be missing unnoticed
+        # Weights are averaged: their sample count covers all inner steps, so no unit can be missing
+        # unnoticed.
+        pass
 
     def is_due(self, step: Step) -> bool:
         return self._compared is not step
@@ -242,7 +258,8 @@ class Data:
     # Before the first step
 
     def attach(self, loader: Loader, begun: bool) -> None:
-        """Attaches the loader of this rank. All groups of the job must have one: it weights losses by samples.
+        """Attaches the loader of this rank. All groups of the job must have one: it weights losses by
+        samples.
 
         Args:
             loader: the loader of this rank.
@@ -257,9 +274,11 @@ class Data:
             raise ValueError(f"the first step has begun: make the {NAME} before, in all groups")
         if self._replays:
             raise ValueError(
-                f"replay_failed_step=True and {NAME} exclude each other: a replay lacks the units of the group that "
+                f"replay_failed_step=True and {NAME} exclude each other: a replay lacks the units of the "
+                "group that "
                 "failed, and the loader gives them again. Choose replay_failed_step=False (and "
-                "TORCHFT_REPLAY_FAILED_STEP=0) where each sample must count once, else torchft.data.DistributedSampler"
+                "TORCHFT_REPLAY_FAILED_STEP=0) where each sample must count once, else "
+                "torchft.data.DistributedSampler"
             )
         if self._layout.lines is not None and self._local_steps is None:
             raise ValueError(f"tensors to average are registered already; with an {NAME} gradients are added")
@@ -268,13 +287,15 @@ class Data:
         self._layout.add(NAME, [*loader.settings, f"reproducible_reduction={self._reproducible}"])
 
     def attach_local_steps(self, local_steps: LocalSteps) -> None:
-        """For LocalSGD and DiLoCo: each group trains alone between two steps of the Manager, which average weights."""
+        """For LocalSGD and DiLoCo: each group trains alone between two steps of the Manager, which average
+        weights.
+        """
         self._local_steps = local_steps
         self._choose_check()
 
     def _choose_check(self) -> None:
-        """Chooses the comparison: gradients are added, or weights are averaged. Loader and LocalSGD may be attached in
-        either order.
+        """Chooses the comparison: gradients are added, or weights are averaged. Loader and LocalSGD may be
+        attached in either order.
         """
         self._planner.heal_first = self._init_sync
         if self._loader is None:
@@ -306,11 +327,14 @@ class Data:
         """Raises a ValueError if these tensors cannot be averaged."""
         if self._reproducible:
             raise ValueError(
-                f"{what}: reproducible_reduction=True is for DistributedDataParallel and plain models, whose groups "
+                f"{what}: reproducible_reduction=True is for DistributedDataParallel and plain models, "
+                "whose groups "
                 "reduce in each step; choose reproducible_reduction=False"
             )
         if self.adds_gradients:
-            raise ValueError(f"{what}: with an {NAME} gradients are added; averages are for LocalSGD and DiLoCo")
+            raise ValueError(
+                f"{what}: with an {NAME} gradients are added; averages are for LocalSGD and DiLoCo"
+            )
 
     def check_step(self) -> None:
         """Raises a ValueError if no step can begin."""
@@ -321,15 +345,17 @@ class Data:
         """Raises a ValueError if a tensor cannot be reduced within a step."""
         if self._reproducible and (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
-                f"reproducible_reduction=True: a sum of {tensor.dtype} has other bits with other groups. Gradients are "
-                "reduced by unit.accumulate(model); give it all models, and reduce what is for logs after the step"
+                f"reproducible_reduction=True: a sum of {tensor.dtype} has other bits with other groups. "
+                "Gradients are "
+                "reduced by unit.accumulate(model); give it all models, and reduce what is for logs after "
+                "the step"
             )
 
     # In a step
 
     def usable(self, step: Step) -> bool:
-        """Whether the loader can use this step for a batch: the step is not decided, and nothing has been reduced in
-        it. False without a loader, and with LocalSGD and DiLoCo.
+        """Whether the loader can use this step for a batch: the step is not decided, and nothing has been
+        reduced in it. False without a loader, and with LocalSGD and DiLoCo.
         """
         return self.adds_gradients and step.undecided and not len(step.collectives)
 
@@ -370,8 +396,8 @@ class Data:
                 raise
 
     def step_to_announce(self, step: int) -> int:
-        """The step that this group announces for the next quorum, after it has lost ``step``. A group with the wrong
-        position announces a smaller one, so that it heals.
+        """The step that this group announces for the next quorum, after it has lost ``step``. A group with
+        the wrong position announces a smaller one, so that it heals.
         """
         return step if self._batches is None else step_to_announce(step, self._batches.verdict)
 

@@ -1,9 +1,9 @@
 """Compares weights and optimizer state between the groups during training (docs/divergence.md).
 
-divergence.py decides which part is digested in which step, and what the digests show. This module computes them, and
-sends them with a small reduction in the first step of every ten. Digests are computed before the vote, when all
-reductions have ended and the optimizer has not stepped. A device computes them in stream order, and the host reads them
-a step later.
+divergence.py decides which part is digested in which step, and what the digests show. This module computes
+them, and sends them with a small reduction in the first step of every ten. Digests are computed before the
+vote, when all reductions have ended and the optimizer has not stepped. A device computes them in stream
+order, and the host reads them a step later.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Reduce = Callable[[torch.Tensor, AnyReduceOp, bool], Optional["_ManagedWork"]]
 
 # Version of the comparison. Groups compare only if they announce the same version and the same setting.
 _VERSION = 1
-# How many steps a group may lose to the same difference. Without a limit a step that no group commits would be retried
-# forever: a heal does not help there.
+# How many steps a group may lose to the same difference. Without a limit a step that no group commits would
+# be retried forever: a heal does not help there.
 _ATTEMPTS = 3
 _SHOWN = 3  # tensors named in a message
 
@@ -98,8 +98,9 @@ class RegisteredState:
         self._parameters.append(named)
 
     def counts(self) -> list[int]:
-        """Counts that change when parameters or optimizer state are added: most optimizers create their state in the
-        first step. Reading ``optimizer.state[parameter]`` before adds an empty entry, which has nothing to compare.
+        """Counts that change when parameters or optimizer state are added: most optimizers create their state
+        in the first step. Reading ``optimizer.state[parameter]`` before adds an empty entry, which has
+        nothing to compare.
         """
         return [
             count
@@ -145,7 +146,9 @@ def _read(optimizer: Optimizer, parameter: torch.Tensor, key: Any) -> Any:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """The bytes to digest: a tensor's local shard, a number as float64, nothing for a value that no longer exists."""
+    """The bytes to digest: a tensor's local shard, a number as float64, nothing for a value that no longer
+    exists.
+    """
     if isinstance(value, torch.Tensor):
         return memory_of(value) if value.layout == torch.strided else memory_of(torch.empty(0))
     return memory_of(torch.tensor(float(value), dtype=torch.float64) if value is not None else torch.empty(0))
@@ -171,7 +174,8 @@ class Digests(NamedTuple):
     """The digests of one step."""
 
     header: int
-    words: Union[list[int], torch.Tensor]  # at most BUCKETS; a tensor on the device if any of the weights are there
+    # At most BUCKETS; a tensor on the device if any of the weights are there.
+    words: Union[list[int], torch.Tensor]
     names: list[list[str]]  # names of the tensors in each bucket
 
 
@@ -238,8 +242,8 @@ class Replicas:
         action: the reaction of a group that differs.
         counted: adds to a counter of the manager server, by name.
         rank_state: has the timeout of waiting for a device.
-        by_default: whether the setting is the default. Then nothing is compared if weights are on a device, because the
-            cost there is not measured.
+        by_default: whether the setting is the default. Then nothing is compared if weights are on a device,
+            because the cost there is not measured.
         errors: takes the error if this group loses a step.
         logger: the Manager's logger.
 
@@ -285,8 +289,8 @@ class Replicas:
         """The announcement to other groups, fixed at the first quorum; empty: this group compares nothing.
 
         Args:
-            averages: whether groups train on their own between two steps (LocalSGD, DiLoCo), so that their weights
-                differ.
+            averages: whether groups train on their own between two steps (LocalSGD, DiLoCo), so that their
+                weights differ.
         """
         if self._announced is None:
             compares = self.state and not self._off and not averages
@@ -313,8 +317,14 @@ class Replicas:
         may = bool(mine) and len(plan.handles) > 1
         active = may and all_announce(plan.handles, COMPARES, mine or "")
         if may and not active:
-            others = [name for name, peer in zip(plan.replica_ids, plan.handles) if announced(peer, COMPARES) != mine]
-            self._logger.info(f"weights are not compared in quorum {plan.quorum_id}: not by {', '.join(others)}")
+            others = [
+                name
+                for name, peer in zip(plan.replica_ids, plan.handles)
+                if announced(peer, COMPARES) != mine
+            ]
+            self._logger.info(
+                f"weights are not compared in quorum {plan.quorum_id}: not by {', '.join(others)}"
+            )
         self._active = plan.quorum_id, active
 
     # In a step
@@ -329,7 +339,13 @@ class Replicas:
             reduce: begins a reduction; returns None after an error.
         """
         plan = step.plan
-        if plan is None or self._asked is step or number == 0 or number % self._every or not self._is_active(plan):
+        if (
+            plan is None
+            or self._asked is step
+            or number == 0
+            or number % self._every
+            or not self._is_active(plan)
+        ):
             return
         self._asked = step
         table = self._table(plan, number, device)
@@ -340,15 +356,21 @@ class Replicas:
         return self._active == (plan.quorum_id, True)
 
     def _table(self, plan: Plan, number: int, device: torch.device) -> torch.Tensor:
-        """The message: a row per group. This group fills in its own; the reduction, a sum, adds the others' rows."""
+        """The message: a row per group. This group fills in its own; the reduction, a sum, adds the others'
+        rows.
+        """
         steps = range(number - self._every, number)
-        entries = {} if self._stale else {i: self._entries[s] for i, s in enumerate(steps) if s in self._entries}
+        entries = (
+            {} if self._stale else {i: self._entries[s] for i, s in enumerate(steps) if s in self._entries}
+        )
         rows = [[*NOTHING] for _ in steps]
         for i, entry in entries.items():
             rows[i][0] = entry.header
             if isinstance(entry.words, list):
                 rows[i][1 : 1 + len(entry.words)] = entry.words
-        table = torch.zeros(plan.replica_world_size, len(steps), len(NOTHING), dtype=torch.int64, device=device)
+        table = torch.zeros(
+            plan.replica_world_size, len(steps), len(NOTHING), dtype=torch.int64, device=device
+        )
         table[plan.replica_rank] = torch.tensor(rows, dtype=torch.int64)
         if self._mark is not None:
             self._mark.follow()  # the reduction may be queued on another stream than the digests
@@ -358,8 +380,8 @@ class Replicas:
         return table
 
     def check(self, step: Step, number: int) -> None:
-        """Evaluates the digests that have arrived, and computes those of this step. Called after the step's collectives
-        and before the vote. A group that has to heal or to end votes against the step.
+        """Evaluates the digests that have arrived, and computes those of this step. Called after the step's
+        collectives and before the vote. A group that has to heal or to end votes against the step.
         """
         try:
             self._verify(step)
@@ -391,20 +413,32 @@ class Replicas:
             if arrived.mark is None or arrived.mark.wait(seconds):
                 self._judge(arrived)
             else:
-                self._logger.warn(f"weights are not compared: the device has not copied a message in {seconds:g} s")
+                self._logger.warn(
+                    f"weights are not compared: the device has not copied a message in {seconds:g} s"
+                )
         if running is None or running.work is None or not running.work.wait():
             return
         if running.table.is_cpu:
             self._judge(running)
         else:
             table = _on_host(running.table)
-            self._copied = running._replace(table=table, work=None, mark=DeviceEvent(devices_of(running.table)))
+            self._copied = running._replace(
+                table=table, work=None, mark=DeviceEvent(devices_of(running.table))
+            )
 
     def _digest(self, step: Step, number: int) -> None:
-        """Digests this step's part of the state. An error switches the comparison off; training is not affected."""
+        """Digests this step's part of the state. An error switches the comparison off; training is not
+        affected.
+        """
         if self._stale or (self._last is not None and number not in (self._last, self._last + 1)):
             self._forget()  # a peer's state or a checkpoint was loaded
-        if self._off or step.error is not None or step.healing or step.plan is None or not self._is_active(step.plan):
+        if (
+            self._off
+            or step.error is not None
+            or step.healing
+            or step.plan is None
+            or not self._is_active(step.plan)
+        ):
             return
         self._last = number
         try:
@@ -413,8 +447,8 @@ class Replicas:
             self._mark = DeviceEvent(devices_of(words)) if isinstance(words, torch.Tensor) else None
         except Exception as e:
             self._logger.exception(f"the weights cannot be compared with those of other groups: {e}")
-            # This group sends zeros from now on. It must not stop sending, because the other groups wait for it in the
-            # reductions of the messages.
+            # This group sends zeros from now on. It must not stop sending, because the other groups wait for
+            # it in the reductions of the messages.
             self._off = True
             self._forget()
             return
@@ -458,7 +492,9 @@ class Replicas:
             key = found.diverged, found.compared if not found.certain else ()
             if key in texts:
                 continue
-            groups = [plan.replica_ids[rank] for rank in (found.diverged if found.certain else found.compared)]
+            groups = [
+                plan.replica_ids[rank] for rank in (found.diverged if found.certain else found.compared)
+            ]
             tensors = self._names(found)
             texts[key] = _describe(found, groups, tensors)
             self._logger.divergence_event(texts[key], found.step, groups, tensors, found.certain)
@@ -501,5 +537,6 @@ def _on_host(table: torch.Tensor) -> torch.Tensor:
 def _describe(found: Difference, groups: list[str], tensors: list[str]) -> str:
     where = f"in {'; '.join(tensors)}, " if tensors else ""
     if found.certain:
-        return f"step {found.step}: {where}{', '.join(groups)} has other bits than most of {len(found.compared)} groups"
+        named = ", ".join(groups)
+        return f"step {found.step}: {where}{named} has other bits than most of {len(found.compared)} groups"
     return f"step {found.step}: {where}the bits of {', '.join(groups)} differ, and most of them are not alike"

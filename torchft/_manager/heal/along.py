@@ -1,17 +1,20 @@
-"""Decides the actions of a heal in passing: the target trains along with weight 0 while its state arrives. Pure code.
+"""Decides the actions of a heal in passing: the target trains along with weight 0 while its state arrives.
+Pure code.
 
-The state of a group is its parameters, each with its optimizer state. Their elements are numbered through, and arrive
-in this order. In each step the target asks the assigned source for the next *part*, as that has it in this step:
+The state of a group is its parameters, each with its optimizer state. Their elements are numbered through,
+and arrive in this order. In each step the target asks the assigned source for the next *part*, as that has it
+in this step:
 
     0                          here                     total
     |   as the source has it   |   missing                |
 
-Once all is here, and a gradient was applied to it, the target compares it with digests of the source, part by part. A
-rank that waits for other ranks of its group compares again meanwhile.
+Once all is here, and a gradient was applied to it, the target compares it with digests of the source, part by
+part. A rank that waits for other ranks of its group compares again meanwhile.
 
-The target is in the quorum, so it receives every averaged gradient. It applies the gradient of a step only when it
-knows that the step was committed: from the source as soon as that has voted, or else from the next quorum. Until then
-it keeps the gradient. So what is here always belongs to the current step, and equals the sources' in that step:
+The target is in the quorum, so it receives every averaged gradient. It applies the gradient of a step only
+when it knows that the step was committed: from the source as soon as that has voted, or else from the next
+quorum. Until then it keeps the gradient. So what is here always belongs to the current step, and equals the
+sources' in that step:
 
     step            7                  8                  8 again                   9
     quorum shows                       7 was committed    the first attempt failed
@@ -20,9 +23,9 @@ it keeps the gradient. So what is here always belongs to the current step, and e
     source reports                                        8 was committed
     target then                                           applies the new 8
 
-The source may fail after this report, before the other groups have committed the step. If they do not commit it, the
-step of the next quorum differs from that of what is here, and the heal starts over. A part that arrives after the
-target has voted is of a past step: it is asked for again, in smaller parts.
+The source may fail after this report, before the other groups have committed the step. If they do not commit
+it, the step of the next quorum differs from that of what is here, and the heal starts over. A part that
+arrives after the target has voted is of a past step: it is asked for again, in smaller parts.
 
 Once everything is compared, the heal ends at once: within one step the target fetches the rest of the state.
 """
@@ -45,7 +48,9 @@ MAX_IDLE_SEC = 60.0
 
 
 class Ask(NamedTuple):
-    """A request to the source: the elements to send, and those whose digest to send. Both ranges may be empty."""
+    """A request to the source: the elements to send, and those whose digest to send. Both ranges may be
+    empty.
+    """
 
     begin: int
     end: int
@@ -110,7 +115,9 @@ class Heal:
         self._moved = False  # something has arrived, or was compared, since the last quorum
         self._together = True  # all ranks of the group have compared everything
 
-    def quorum(self, step: int, quorum_id: int, committed_quorum_id: int, now: float, together: bool = True) -> Outcome:
+    def quorum(
+        self, step: int, quorum_id: int, committed_quorum_id: int, now: float, together: bool = True
+    ) -> Outcome:
         """Takes over a quorum in which this group is behind.
 
         Args:
@@ -118,11 +125,12 @@ class Heal:
             quorum_id: the id of this quorum.
             committed_quorum_id: the id of the quorum in which the previous step was committed.
             now: in seconds, of any monotonic clock.
-            together: whether all ranks of the group have compared everything. Until then a rank that has trains along
-                with the others.
+            together: whether all ranks of the group have compared everything. Until then a rank that has
+                trains along with the others.
 
         Returns:
-            The outcome of the previous step. With APPLY the caller applies the kept gradient, or calls :meth:`miss`.
+            The outcome of the previous step. With APPLY the caller applies the kept gradient, or calls
+            :meth:`miss`.
         """
         before, self.step, self._quorum_id, self._together = self.step, step, quorum_id, together
         kept, ahead, self._kept, self._ahead = self._kept, self._ahead, None, False
@@ -189,7 +197,8 @@ class Heal:
             self._moved, self.same = True, ask.same_to
         else:
             self.abandon(
-                f"the weights or the optimizer state differ from the source's in step {self.step}, in the elements "
+                f"the weights or the optimizer state differ from the source's in step {self.step}, in the "
+                "elements "
                 f"{ask.same_from} to {ask.same_to} of all parameters"
             )
 

@@ -14,13 +14,13 @@ from torchft.utils import DeviceEvent, free_stream, get_stream_context, on_devic
 class Beside:
     """A stream of its own for the work of other threads. For tensors in host memory it does nothing.
 
-    The training thread may have queued its forward and backward pass already. On its stream, a copy would wait for all
-    of these kernels. So the copy runs on a separate stream, behind the last :meth:`mark`. It may run while kernels of
-    the pass read the same tensors.
+    The training thread may have queued its forward and backward pass already. On its stream, a copy would
+    wait for all of these kernels. So the copy runs on a separate stream, behind the last :meth:`mark`. It may
+    run while kernels of the pass read the same tensors.
 
-    Both threads hold a lock: the training thread from the work to :meth:`mark`, others for all of :meth:`running`.
-    So the work of :meth:`running` follows that before the mark by the event, and precedes later work of the training
-    thread because it has ended when the lock is released.
+    Both threads hold a lock: the training thread from the work to :meth:`mark`, others for all of
+    :meth:`running`. So the work of :meth:`running` follows that before the mark by the event, and precedes
+    later work of the training thread because it has ended when the lock is released.
 
     Args:
         device: the device of the tensors. The work that is queued on its current stream so far is marked.
@@ -32,13 +32,16 @@ class Beside:
         self.mark()
 
     def mark(self) -> None:
-        """Marks the work that is queued on the current stream, behind which the work of other threads has to run."""
+        """Marks the work that is queued on the current stream, behind which the work of other threads has to
+        run.
+        """
         if self._device.type != "cpu":
             self._trains = torch.accelerator.current_stream(self._device)
             self._mark = DeviceEvent([self._device])
 
     def allocated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Registers a tensor that was allocated within :meth:`running`, and that the training thread will use.
+        """Registers a tensor that was allocated within :meth:`running`, and that the training thread will
+        use.
 
         Otherwise the allocator would reuse its memory after a free in the order of the other stream only.
         """
@@ -48,7 +51,9 @@ class Beside:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context for work of a thread that is not the training thread. At its end the device has done the work."""
+        """A context for work of a thread that is not the training thread. At its end the device has done the
+        work.
+        """
         if self._mark is None:
             yield
             return

@@ -1,8 +1,8 @@
 """The hyperparameters of the sources of a heal, which travel with the state and are set after it is loaded.
 
-The user's functions may leave them out, or give those of an earlier step: torchtitan keeps an optimizer's state
-dict, whose tensors are the optimizer's own, but whose learning rate stays that of the first step. The scheduler
-sets the right one only after the step of the heal.
+The user's functions may leave them out, or give those of an earlier step: torchtitan keeps an optimizer's
+state dict, whose tensors are the optimizer's own, but whose learning rate stays that of the first step. The
+scheduler sets the right one only after the step of the heal.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def read(optimizers: Sequence[Optimizer]) -> Groups:
 
 
 def _all(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """The optimizers, and those that they hold: torchtitan's container is an optimizer with a list of others, which
-    have the learning rates.
+    """The optimizers, and those that they hold: torchtitan's container is an optimizer with a list of others,
+    which have the learning rates.
     """
     found: dict[int, Optimizer] = {}
     todo: list[Any] = list(reversed(optimizers))
@@ -59,11 +59,15 @@ def _travels(value: Any) -> bool:
 
 
 def _has_tensors(value: Any) -> bool:
-    return any(isinstance(one, torch.Tensor) for one in (value if isinstance(value, (tuple, list)) else [value]))
+    return any(
+        isinstance(one, torch.Tensor) for one in (value if isinstance(value, (tuple, list)) else [value])
+    )
 
 
 def changed(before: Groups, after: Groups) -> Groups:
-    """Returns the values of ``after`` that differ from ``before``. Tensors, which change in place, never do."""
+    """Returns the values of ``after`` that differ from ``before``. Tensors, which change in place, never
+    do.
+    """
     return [
         [
             {

@@ -1,7 +1,9 @@
-"""The heals of one rank in passing, as source and as target: parts of a state are sent while all groups train.
+"""The heals of one rank in passing, as source and as target: parts of a state are sent while all groups
+train.
 
-This module decides whether a heal can be done in passing. If not, the state is transferred at once, and the log says
-why. part_server.py is the source, joining.py the target. A heal in passing ends as one at once, of what is left.
+This module decides whether a heal can be done in passing. If not, the state is transferred at once, and the
+log says why. part_server.py is the source, joining.py the target. A heal in passing ends as one at once, of
+what is left.
 """
 
 from __future__ import annotations
@@ -51,9 +53,10 @@ class Along:
 
     Args:
         transport: the transport, which gives and receives parts.
-        optimizers: their parameters, with optimizer state, are healed in parts. More may be added to this sequence.
-        locate: given the address of a group's manager server, returns where the same rank of that group offers its
-            state.
+        optimizers: their parameters, with optimizer state, are healed in parts. More may be added to this
+            sequence.
+        locate: given the address of a group's manager server, returns where the same rank of that group
+            offers its state.
         refuses: returns why a group cannot train along while it heals; None if it can.
         ranks: the ranks of this group, which all end a heal in the same step.
         timeout: seconds without any data after which a request fails.
@@ -63,8 +66,8 @@ class Along:
 
     Attributes:
         began: when the present heal began, by time.monotonic().
-        wrote: whether heals that have ended, or the present one until its last vote, have changed weights since a
-            state was loaded.
+        wrote: whether heals that have ended, or the present one until its last vote, have changed weights
+            since a state was loaded.
     """
 
     began = 0.0
@@ -89,7 +92,9 @@ class Along:
         self._refuses = refuses
         self._ranks = ranks
         self._logger = logger
-        self._make_target = partial(Target, transport=transport, locate=locate, timeout=timeout, logger=logger)
+        self._make_target = partial(
+            Target, transport=transport, locate=locate, timeout=timeout, logger=logger
+        )
         self._part_server = PartServer(optimizers)
         self._known: Optional[list[Optimizer]] = None  # those of the next two
         self._unsupported: Optional[str] = None
@@ -111,8 +116,8 @@ class Along:
         return (HealMode.AUTO if self._chooses else HealMode.IN_PASSING).value
 
     def why_not(self, groups: Optional[int] = None) -> Optional[str]:
-        """Returns why this group heals at once, as far as that is known before a heal; None: it may heal in passing.
-        Called on the training thread first, in each step.
+        """Returns why this group heals at once, as far as that is known before a heal; None: it may heal in
+        passing. Called on the training thread first, in each step.
 
         Args:
             groups: number of groups that have the state; None: not known yet.
@@ -131,7 +136,9 @@ class Along:
         return self._unsupported or why_at_once(self._nbytes, groups)
 
     def prepare(self) -> None:
-        """Prepares the optimizers before this group requests its first quorum: later, all groups would wait for it."""
+        """Prepares the optimizers before this group requests its first quorum: later, all groups would wait
+        for it.
+        """
         self._prepared = None
         if self.why_not() is not None:
             return
@@ -145,8 +152,8 @@ class Along:
             self._prepared = parameters
 
     def _take_prepared(self) -> Optional[Parameters]:
-        """Returns the parameters of the last :meth:`prepare`: at the first call only, and unless the optimizers have
-        changed since. Otherwise None.
+        """Returns the parameters of the last :meth:`prepare`: at the first call only, and unless the
+        optimizers have changed since. Otherwise None.
         """
         parameters, self._prepared = self._prepared, None
         try:
@@ -171,8 +178,8 @@ class Along:
             self._transport.note_decision(plan.max_step, plan.quorum_id, committed)
 
     def fixed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Fixes a state that a target may request in the middle of the step: what a forward pass may change is copied.
-        Called on the training thread.
+        """Fixes a state that a target may request in the middle of the step: what a forward pass may change
+        is copied. Called on the training thread.
         """
         if not self._transport.gives_parts or self._refuses() is not None:
             return state
@@ -314,7 +321,9 @@ class Along:
         try:
             self._ranks.report(step, progress)
         except Exception as e:
-            self._logger.warn(f"the other ranks of the group do not know how far the heal of this one is: {e}")
+            self._logger.warn(
+                f"the other ranks of the group do not know how far the heal of this one is: {e}"
+            )
 
     def _abandon(self, reason: str, step: int, chosen: bool = False) -> None:
         self.stop()

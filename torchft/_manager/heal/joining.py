@@ -1,13 +1,13 @@
 """The target's part of a heal in passing: trains along while the state of a peer arrives.
 
-along.py decides what to request and how to use the answers. tracked.py changes the tensors. The checkpoint transport
-transfers the parts.
+along.py decides what to request and how to use the answers. tracked.py changes the tensors. The checkpoint
+transport transfers the parts.
 
-The *request thread* sends one request at a time, puts the parts that arrive in place, and compares digests. Before its
-vote the training thread asks the source whether it has committed the step. If so, it applies the gradient while the
-other groups step their optimizers. If the source does not answer, the gradient is kept until the next quorum, which
-shows whether the step was committed, and applied by the thread that follows that quorum. A forward or backward pass may
-run at the same time as both: its results are not used during a heal.
+The *request thread* sends one request at a time, puts the parts that arrive in place, and compares digests.
+Before its vote the training thread asks the source whether it has committed the step. If so, it applies the
+gradient while the other groups step their optimizers. If the source does not answer, the gradient is kept
+until the next quorum, which shows whether the step was committed, and applied by the thread that follows that
+quorum. A forward or backward pass may run at the same time as both: its results are not used during a heal.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ if TYPE_CHECKING:
 
 # The most seconds that a vote waits for the part in progress.
 _PART_SEC = 0.01
-# The most seconds that a step of the target waits for the first answer of the step, which has the hyperparameters. The
-# source cannot vote before this group reduces, so that it can answer.
+# The most seconds that a step of the target waits for the first answer of the step, which has the
+# hyperparameters. The source cannot vote before this group reduces, so that it can answer.
 _FIRST_SEC = 2.0
 # A request fails after this many seconds without any data, so that the next one may go to another source.
 _SILENT_SEC = 10.0
-# The most seconds that a target waits for the source's decision. The source votes at the same time as the target.
+# The most seconds that a target waits for the source's decision. The source votes at the same time as the
+# target.
 _DECISION = timedelta(seconds=1)
 
 # Refusals for which the next request may succeed. Any other source has no parts; one of upstream answers 500.
@@ -64,8 +65,8 @@ class Target:
     Args:
         parameters: what arrives in parts.
         transport: receives them.
-        locate: given the address of a group's manager server, returns where the same rank of that group offers its
-            state.
+        locate: given the address of a group's manager server, returns where the same rank of that group
+            offers its state.
         timeout: seconds without any data after which a request fails.
         logger: the Manager's logger.
 
@@ -77,7 +78,12 @@ class Target:
     wrote = False
 
     def __init__(
-        self, parameters: Parameters, transport: Transport, locate: Locate, timeout: float, logger: _ManagerLogger
+        self,
+        parameters: Parameters,
+        transport: Transport,
+        locate: Locate,
+        timeout: float,
+        logger: _ManagerLogger,
     ) -> None:
         self.parameters = parameters
         self._transport = transport
@@ -105,14 +111,17 @@ class Target:
         self._copies: dict[int, torch.Tensor] = {}  # gradients kept before, whose memory is used again
         self._voted = False  # whether this group has voted since the latest quorum
         self._keeps = self._committed = False  # whether that vote's gradients are kept, or applied
-        self._early = False  # whether _kept was applied since the last vote, while the training loop may change it
+        # Whether _kept was applied since the last vote, while the training loop may change it.
+        self._early = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._measured = Measured(parameters.rest_nbytes())
         self._over = False
         self._thread = DeviceThread(target=self._run, name="torchft_heal_along")
 
     def quorum(self, plan: Plan, together: bool) -> None:
-        """Takes over a quorum in which this group heals, see :meth:`Heal.quorum`. Applies the kept gradient."""
+        """Takes over a quorum in which this group heals, see :meth:`Heal.quorum`. Applies the kept
+        gradient.
+        """
         with self._cond:
             before, self._plan = self._plan, plan
             if self._request is not None:
@@ -123,14 +132,18 @@ class Target:
             self._first_until = now + _FIRST_SEC
             outcome = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id, now, together)
             if outcome is Outcome.MISSED:
-                self._logger.warn(f"step {plan.max_step - 1} was committed without this group: its heal starts over")
+                self._logger.warn(
+                    f"step {plan.max_step - 1} was committed without this group: its heal starts over"
+                )
             if outcome is Outcome.APPLY:
                 with self.parameters.beside.running():
                     self._apply_kept(plan.max_step - 1)
             self._hyperparameters.pop(plan.max_step, None)  # of an earlier attempt at this step
             self._open, self._takes, self._voted = True, True, False
             if before is None:
-                self._logger.info(f"training along from step {plan.max_step} on while the state arrives in parts")
+                self._logger.info(
+                    f"training along from step {plan.max_step} on while the state arrives in parts"
+                )
                 self._thread.start()
             self._cond.notify_all()
 
@@ -142,18 +155,21 @@ class Target:
         self._early = self._unchanged()
 
     def _unchanged(self) -> bool:
-        """Starts over if the kept gradients were changed in place, by a training loop that does not drop them. Checked
-        once more before the vote, since PyTorch increments a tensor's version at the end of a change.
+        """Starts over if the kept gradients were changed in place, by a training loop that does not drop
+        them. Checked once more before the vote, since PyTorch increments a tensor's version at the end of a
+        change.
         """
         if self.parameters.unchanged(self._kept):
             return True
-        self._logger.info("the training loop changes gradients in place: they are copied, and the heal starts over")
+        self._logger.info(
+            "the training loop changes gradients in place: they are copied, and the heal starts over"
+        )
         self.heal.miss()
         return False
 
     def why_at_once(self) -> Optional[str]:
-        """Why this heal should end after a quorum, and the whole state be transferred at once; None: it should not,
-        or that is not known.
+        """Why this heal should end after a quorum, and the whole state be transferred at once; None: it
+        should not, or that is not known.
         """
         with self._cond:
             assert self._plan is not None
@@ -164,13 +180,14 @@ class Target:
         if figures is None or figures.mode is HealMode.IN_PASSING:
             return None
         return (
-            f"that loses {figures.lost_at_once:.1f} s of all groups together, and the rest in parts would lose "
+            f"that loses {figures.lost_at_once:.1f} s of all groups together, and the rest in parts would "
+            "lose "
             f"{figures.lost_in_passing:.1f} s"
         )
 
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
-        """A group of a quorum has failed. If it is this group's source, nothing waits for it; the next quorum names
-        another source.
+        """A group of a quorum has failed. If it is this group's source, nothing waits for it; the next quorum
+        names another source.
         """
         with self._cond:
             plan = self._plan
@@ -224,7 +241,9 @@ class Target:
             Unsupported: it is not known which of several optimizers step.
         """
         if self._several and (optimizer is None or self._voted):
-            raise Unsupported("of several optimizers, a vote was not the step of one, or was the second in a step")
+            raise Unsupported(
+                "of several optimizers, a vote was not the step of one, or was the second in a step"
+            )
         with self._marked():
             heal = self.heal
             self._await_first()
@@ -270,7 +289,9 @@ class Target:
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Takes the lock, and orders the work of other threads on the device behind that of the training thread."""
+        """Takes the lock, and orders the work of other threads on the device behind that of the training
+        thread.
+        """
         with self._cond:
             try:
                 yield
@@ -335,8 +356,8 @@ class Target:
                     now, first = time.monotonic(), self.heal.step not in self._hyperparameters
                     ask, pause = self.heal.next(), max(self.pace.pause(now), self._again_at - now)
                     if first and now >= self._again_at:
-                        # All groups may wait for the first answer in a step. It does not wait for the end of a pause,
-                        # but then it has no part.
+                        # All groups may wait for the first answer in a step. It does not wait for the end of
+                        # a pause, but then it has no part.
                         ask, pause = ask if pause <= 0 else NOTHING, 0.0
                     if pause <= 0 and (first or not ask.empty):
                         assert self._plan is not None

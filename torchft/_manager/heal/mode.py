@@ -1,10 +1,12 @@
-"""Decides whether a group takes over a state at once or in passing, so that a job loses the least time. Pure code.
+"""Decides whether a group takes over a state at once or in passing, so that a job loses the least time. Pure
+code.
 
 :func:`why_at_once` decides at the first quorum of a heal, :class:`Measured` after some steps in passing.
 
-At once, all groups wait for the transfer, apart from what passes before the first reduction of the step. In passing,
-none waits, but the group that heals is missing for longer: parts are requested in a part of the time only, which costs
-the others at most :data:`COST` of it. The loss is counted in seconds of groups that do not train.
+At once, all groups wait for the transfer, apart from what passes before the first reduction of the step. In
+passing, none waits, but the group that heals is missing for longer: parts are requested in a part of the time
+only, which costs the others at most :data:`COST` of it. The loss is counted in seconds of groups that do not
+train.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from torchft._manager.settings import HealMode
 _LAST_STEPS = 2
 # Steps that are measured at a settled pace, one of them without requests, and those before the first figures.
 _STEPS, _FIRST_STEPS = 9, 3
-# Bytes of a state that a link of 100 MB/s transfers in a quarter of a second. In passing it would take some steps.
+# Bytes of a state that a link of 100 MB/s transfers in a quarter of a second. In passing it would take some
+# steps.
 LITTLE = 25_000_000
 
 
 def why_at_once(nbytes: int, groups: Optional[int] = None) -> Optional[str]:
-    """Decides without measurements: returns why a state is transferred at once; None: the heal begins in passing.
+    """Decides without measurements: returns why a state is transferred at once; None: the heal begins in
+    passing.
 
     Args:
         nbytes: bytes of the state.
@@ -94,7 +98,8 @@ class Measured:
 
     def __init__(self, rest: int = 0) -> None:
         self._rest = rest
-        self._marks: deque[tuple[float, int]] = deque(maxlen=_STEPS + 1)  # time and bytes at the latest quorums
+        # Time and bytes at the latest quorums.
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_STEPS + 1)
         self._settled = self._chosen = False
         self._nbytes = self._elements = 0
         self._seconds = 0.0
@@ -114,10 +119,11 @@ class Measured:
     def quorum(
         self, now: float, elements: int, overlap_sec: float, groups: int, timeout_sec: float, settled: bool
     ) -> Optional[Figures]:
-        """Begins a step. Returns figures after some steps, and none once they were measured at a settled pace.
+        """Begins a step. Returns figures after some steps, and none once they were measured at a settled
+        pace.
 
-        Before the pace has settled, the figures have the best one that is possible, so that a heal which would lose
-        less at once even then does not go on.
+        Before the pace has settled, the figures have the best one that is possible, so that a heal which
+        would lose less at once even then does not go on.
 
         Args:
             now: the time.
@@ -138,4 +144,6 @@ class Measured:
         nbytes, rate = self._nbytes * elements / self._elements, self._nbytes / self._seconds
         left = max(0.0, nbytes - self._nbytes)
         pace = arrived / seconds if settled else rate
-        return Figures(nbytes, left, rate, pace, seconds / steps, overlap_sec, groups, timeout_sec, self._rest)
+        return Figures(
+            nbytes, left, rate, pace, seconds / steps, overlap_sec, groups, timeout_sec, self._rest
+        )

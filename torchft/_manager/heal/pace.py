@@ -1,9 +1,11 @@
-"""Decides when a group that trains along requests the next part of a state, so that steps stay short. Pure code.
+"""Decides when a group that trains along requests the next part of a state, so that steps stay short. Pure
+code.
 
-From a quorum to the first reduction of its step, the network between the groups is idle: requests follow each other.
-Later a transfer would slow the reductions, the vote and the optimizers. So a request waits then until those of this
-step, with the work on their answers, are at most a share of the time since the quorum. :class:`Share` adapts it: the
-steps of all groups end together, so the target sees in its own steps what the others lose.
+From a quorum to the first reduction of its step, the network between the groups is idle: requests follow each
+other. Later a transfer would slow the reductions, the vote and the optimizers. So a request waits then until
+those of this step, with the work on their answers, are at most a share of the time since the quorum.
+:class:`Share` adapts it: the steps of all groups end together, so the target sees in its own steps what the
+others lose.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Optional
 
 # The part of a step that requests may cost.
 COST = 0.05
-# The share at first, and the least one. With the least one, requests do not follow each other before a reduction.
+# The share at first, and the least one. With the least one, requests do not follow each other before a
+# reduction.
 START, LEAST = 0.25, 0.1
 # By so much the share grows in a decision, after it was halved for the first time.
 MORE = 0.05
@@ -27,16 +30,17 @@ _DECISION, _FIRST, _EVERY = 3, 3, 8
 # Steps without requests that are remembered, and those needed for a decision.
 _KNOWN, _NEEDED = 5, 2
 
-# The most times that a disturbed quiet step is repeated at once. Without a bound, a target whose own work disturbs each
-# quiet step would request nothing any more.
+# The most times that a disturbed quiet step is repeated at once. Without a bound, a target whose own work
+# disturbs each quiet step would request nothing any more.
 _REPEATS = 2
 
 
 class Share:
-    """The share of a step in which parts are requested, from the durations of steps with and without requests.
+    """The share of a step in which parts are requested, from the durations of steps with and without
+    requests.
 
-    The share is doubled until requests cost too much. Then it is halved whenever they do, and grows by :data:`MORE`
-    otherwise.
+    The share is doubled until requests cost too much. Then it is halved whenever they do, and grows by
+    :data:`MORE` otherwise.
 
     Attributes:
         value: the share, above 0; 1: requests follow each other.
@@ -92,8 +96,8 @@ class Share:
     def _limit(self) -> Optional[float]:
         """The longest step for which requests are not blamed; None: not known.
 
-        If steps without requests differ by more than :data:`COST`, the longest of them counts. A step that is longer
-        by far is an exception, such as one with an evaluation.
+        If steps without requests differ by more than :data:`COST`, the longest of them counts. A step that is
+        longer by far is an exception, such as one with an evaluation.
         """
         if len(self._without) < _NEEDED:
             return None
@@ -122,7 +126,8 @@ class Pace:
     def quorum(self, now: float) -> None:
         """Begins a step, whose quorum is known: until the first reduction there is mostly no pause.
 
-        The duration of an earlier request no longer counts: the request may have waited for the source's next step.
+        The duration of an earlier request no longer counts: the request may have waited for the source's next
+        step.
         """
         if self._began is not None:
             self._last = max(0.0, now - self._began)
@@ -148,7 +153,8 @@ class Pace:
         """Returns the seconds until the next request; 0: at once."""
         if self._began is None:
             return 0.0
-        # A step is measured without requests unless it takes much longer, for example because of an evaluation.
+        # A step is measured without requests unless it takes much longer, for example because of an
+        # evaluation.
         if self.share.quiet and (left := self._began + 2 * self._last - now) > 0:
             self._paused = True
             return left

@@ -1,4 +1,6 @@
-"""The source of a heal in passing: gives parts of its state to groups that train along meanwhile. See in_passing.py."""
+"""The source of a heal in passing: gives parts of its state to groups that train along meanwhile. See
+in_passing.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class PartServer:
     """The parameters of a source.
 
     Args:
-        optimizers: their parameters, with optimizer state, are given in parts. More may be added to this sequence.
+        optimizers: their parameters, with optimizer state, are given in parts. More may be added to this
+            sequence.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

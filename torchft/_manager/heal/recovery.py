@@ -1,8 +1,9 @@
-"""Healing: sends this group's state to groups that are behind, and receives a peer's state when this group is behind.
+"""Healing: sends this group's state to groups that are behind, and receives a peer's state when this group is
+behind.
 
-A state is *fetched* on the quorum thread while the model runs. It is read at the source, and *loaded*, on the training
-thread, the only one that calls the user's functions. Until it is loaded it can be *discarded*; the group then reports
-the step of its own weights.
+A state is *fetched* on the quorum thread while the model runs. It is read at the source, and *loaded*, on the
+training thread, the only one that calls the user's functions. Until it is loaded it can be *discarded*; the
+group then reports the step of its own weights.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ T = TypeVar("T")
 
 # The timeout for reaching an additional source. One that takes longer would hardly shorten the transfer.
 _LOCATE_TIMEOUT = timedelta(seconds=3)
-# The timeout of the first attempt to reach a source; it doubles with each attempt. Between two attempts the quorum
-# thread learns of a failure of the source.
+# The timeout of the first attempt to reach a source; it doubles with each attempt. Between two attempts the
+# quorum thread learns of a failure of the source.
 _FIRST_TRY = timedelta(seconds=0.5)
 # The pause between two attempts to abort a transfer, which may not have begun when its source fails.
 _ABANDON_AGAIN_SEC = 0.05
@@ -60,8 +61,8 @@ class Recovery:
         check_peers: raises if a member of the quorum is known to have failed.
         timeout: of the request for the state's address, and of the transfer.
         connect_timeout: of connecting to the source's manager server.
-        sources: the number of groups that this one fetches a state from; with more than 1 it is also an additional
-            source for others.
+        sources: the number of groups that this one fetches a state from; with more than 1 it is also an
+            additional source for others.
         in_background: whether the model runs while a state is fetched.
         wait: lets the other groups wait for this one.
         agreement: lets the ranks of this group load their states together.
@@ -113,12 +114,13 @@ class Recovery:
         self.in_background = in_background
         if transport.in_place and in_background:
             warnings.warn(
-                "the checkpoint transport has a state_dict, so it writes to this group's tensors while the forward "
+                "the checkpoint transport has a state_dict, so it writes to this group's tensors while the "
+                "forward "
                 "pass runs: pass use_async_quorum=False, or leave state_dict out (docs/heals.md)",
                 stacklevel=4,
             )
-        # After a failed load some weights may have changed, and after a failed transfer in place some or all of them.
-        # Until a load succeeds the weights belong to no step: they must not be trained on or served.
+        # After a failed load some weights may have changed, and after a failed transfer in place some or all
+        # of them. Until a load succeeds the weights belong to no step: they must not be trained on or served.
         self._inconsistent = False
 
     @property
@@ -155,7 +157,8 @@ class Recovery:
 
         Args:
             plan: the plan of this rank.
-            before: the position of the group's own weights, which :meth:`discard` returns if nothing is loaded.
+            before: the position of the group's own weights, which :meth:`discard` returns if nothing is
+                loaded.
             asked: the time.monotonic() of the quorum request whose result names this group as a target.
         """
         self._before = before
@@ -191,13 +194,17 @@ class Recovery:
             self._logger.info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
             try:
                 self._serve(plan, read)
-            except Unsendable as e:  # the targets have been informed; this group keeps its state, and trains on
+            except (
+                Unsendable
+            ) as e:  # the targets have been informed; this group keeps its state, and trains on
                 self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
         elif plan.help_dst and self._additional > 0:
             try:
                 self._transport.help_checkpoint(plan.max_step, read())
             except Exception as e:  # the target still has its assigned source
-                self._logger.exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
+                self._logger.exception(
+                    f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}"
+                )
 
     def _where(self, plan: Plan) -> dict[str, Any]:
         """The arguments of the transport that say which targets a state is for."""
@@ -214,8 +221,8 @@ class Recovery:
         self._transport.send_checkpoint(state_dict=state, **where)
 
     def heal(self, plan: Plan, at_once: bool) -> Optional[Position]:
-        """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group, or trains along
-        while it arrives.
+        """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group, or
+        trains along while it arrives.
 
         Args:
             plan: the plan of this rank.
@@ -227,8 +234,8 @@ class Recovery:
         Raises:
             RuntimeError: the source cannot be reached, or serves another step than the requested one.
             PeerFailed: the source cannot be reached, and a member of the quorum has failed.
-            CheckpointTimeout: it took longer than the timeout; if the other groups wait for this one, nothing arrived
-                for that time.
+            CheckpointTimeout: it took longer than the timeout; if the other groups wait for this one, nothing
+                arrived for that time.
         """
         if self.along is None:
             return self._fetch(plan)
@@ -247,7 +254,9 @@ class Recovery:
         return position
 
     @ranged("_checkpoint_transport::recv_checkpoint")
-    def _fetch(self, plan: Plan, has: Optional[Callable[[int, str], torch.UntypedStorage]] = None) -> Position:
+    def _fetch(
+        self, plan: Plan, has: Optional[Callable[[int, str], torch.UntypedStorage]] = None
+    ) -> Position:
         assert plan.source is not None
         source: Source = plan.source
         self._inconsistent = self._inconsistent or (self.along is not None and self.along.wrote)
@@ -277,7 +286,8 @@ class Recovery:
         served = state["torchft"]
         if served["step"] != plan.max_step:
             raise RuntimeError(
-                f"{source.manager_address} served the state of step {served['step']} instead of {plan.max_step}"
+                f"{source.manager_address} served the state of step {served['step']} instead of "
+                f"{plan.max_step}"
             )
         self.phases.received = tensor_bytes(state)
         self.pending = state
@@ -290,33 +300,42 @@ class Recovery:
     def _may_write(self, plan: Plan) -> bool:
         """Whether the state may be received directly into this group's own tensors.
 
-        It may if two things hold. No thread reads the tensors during the transfer: the training thread waits for the
-        quorum, unless heals run in the background. And nothing is lost if the transfer fails half-way.
+        It may if two things hold. No thread reads the tensors during the transfer: the training thread waits
+        for the quorum, unless heals run in the background. And nothing is lost if the transfer fails
+        half-way.
         """
         return not self.in_background and not plan.replay and self._loses_nothing(plan)
 
     def _loses_nothing(self, plan: Plan) -> bool:
-        """Whether this group's own weights are not needed any more: another group has the state of the source too, or
-        this group has trained no step.
+        """Whether this group's own weights are not needed any more: another group has the state of the source
+        too, or this group has trained no step.
         """
         new = self._before is not None and self._before.step == 0 and plan.max_step > 0
         return new or plan.num_up_to_date > 1
 
     def _own(self) -> dict[str, Any]:
-        """This group's own state, structured as a served one. Called by the training thread, or while that waits."""
+        """This group's own state, structured as a served one. Called by the training thread, or while that
+        waits.
+        """
         return {"user": {key: read() for key, read in self._user_state.read_fns.items()}}
 
     def _reach(self, manager_address: str) -> ManagerClient:
         """Connects with the source's manager server."""
         return self._retried(
-            lambda timeout: self._connect(manager_address, timeout), self._connect_timeout, again_after=RuntimeError
+            lambda timeout: self._connect(manager_address, timeout),
+            self._connect_timeout,
+            again_after=RuntimeError,
         )
 
     def _ask_source(self, client: ManagerClient) -> str:
-        return self._retried(lambda timeout: self._ask(client, timeout), self._timeout, again_after=TimeoutError)
+        return self._retried(
+            lambda timeout: self._ask(client, timeout), self._timeout, again_after=TimeoutError
+        )
 
     def _retried(self, call: Callable[[timedelta], T], timeout: timedelta, again_after: type[Exception]) -> T:
-        """Retries with a timeout that doubles: the others wait, so a failed source must not cost all of the timeout."""
+        """Retries with a timeout that doubles: the others wait, so a failed source must not cost all of the
+        timeout.
+        """
         end = time.monotonic() + timeout.total_seconds()
         attempt = _FIRST_TRY
         while True:
@@ -334,7 +353,9 @@ class Recovery:
                 attempt *= 2
 
     def peer_failed(self, failure: MemberFailure) -> None:
-        """Ends a transfer from a group that has failed: the other groups wait until this group asks for a quorum."""
+        """Ends a transfer from a group that has failed: the other groups wait until this group asks for a
+        quorum.
+        """
         if self.along is not None:
             self.along.peer_failed(failure.quorum_id, failure.replica_id)
         while self._source == (failure.quorum_id, failure.replica_id):
@@ -343,7 +364,9 @@ class Recovery:
             time.sleep(_ABANDON_AGAIN_SEC)
 
     def locate(self, manager_address: str) -> str:
-        """The address at which this rank's counterpart in a group offers its state; one attempt, of at most 3 s."""
+        """The address at which this rank's counterpart in a group offers its state; one attempt, of at most 3
+        s.
+        """
         return self._ask(self._connect(manager_address, _LOCATE_TIMEOUT), _LOCATE_TIMEOUT)
 
     def _ask(self, client: ManagerClient, timeout: timedelta) -> str:
@@ -351,8 +374,8 @@ class Recovery:
         return client._checkpoint_metadata(self._group_rank, timeout=timeout)
 
     def stop_joining(self) -> None:
-        """Drops the parts that have arrived, in a step whose gradients this group does not receive: they are of an
-        earlier step, and are fetched again.
+        """Drops the parts that have arrived, in a step whose gradients this group does not receive: they are
+        of an earlier step, and are fetched again.
         """
         if self.along is not None:
             self.along.stop()
@@ -380,7 +403,9 @@ class Recovery:
             self._inconsistent = self._inconsistent or self.along.wrote
 
     def refuse(self) -> None:
-        """Tells the other ranks that this one receives no state in this step: they do not load theirs either."""
+        """Tells the other ranks that this one receives no state in this step: they do not load theirs
+        either.
+        """
         try:
             self._agreement.refuse()
         except Exception as e:
@@ -424,7 +449,9 @@ class Recovery:
         return True
 
     def _all_received(self) -> bool:
-        """Whether all ranks of this group have received their states. Waits for them as long as they make progress."""
+        """Whether all ranks of this group have received their states. Waits for them as long as they make
+        progress.
+        """
         if not self._agreement.needed:
             return True
         try:
@@ -447,7 +474,8 @@ class Recovery:
         """Drops a heal that was not loaded.
 
         Returns:
-            the position of the group's own weights, to report it in the next quorum; None if there was no heal.
+            the position of the group's own weights, to report it in the next quorum; None if there was no
+            heal.
         """
         before, self._before, self.pending = self._before, None, None
         if before is not None:

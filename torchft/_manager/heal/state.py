@@ -67,8 +67,8 @@ class UserState:
         """Loads all parts. The main part is accepted under any of its names.
 
         Raises:
-            RuntimeError: nothing is registered, or the source lacks a part that this group has, or has the state of
-                another kind of optimizer.
+            RuntimeError: nothing is registered, or the source lacks a part that this group has, or has the
+                state of another kind of optimizer.
             Exception: whatever a registered function raises.
         """
         if not self.load_fns:
@@ -95,8 +95,8 @@ class UserState:
 
 
 def _check_hyperparameters(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if a parameter group lacks some of the optimizer's hyperparameters after a state was loaded.
-    PyTorch's optimizers load the state of any other kind, and fail in a later step.
+    """Raises RuntimeError if a parameter group lacks some of the optimizer's hyperparameters after a state
+    was loaded. PyTorch's optimizers load the state of any other kind, and fail in a later step.
     """
     for number, group in enumerate(optimizer.param_groups):
         if missing := sorted(set(optimizer.defaults) - set(group)):
@@ -107,12 +107,14 @@ def _check_hyperparameters(optimizer: Optimizer) -> None:
 
 
 class Stateful:
-    """The state that a Manager keeps from step to step. A base class of the Manager, because users set and read this
-    state on it.
+    """The state that a Manager keeps from step to step. A base class of the Manager, because users set and
+    read this state on it.
 
     Args:
-        timeout: limit for collectives, transfers, votes, and the wait while reading the user's state is disallowed.
-        load_state_dict, state_dict: functions that load and return the main part of the user's state; None: set later.
+        timeout: limit for collectives, transfers, votes, and the wait while reading the user's state is
+            disallowed.
+        load_state_dict, state_dict: functions that load and return the main part of the user's state; None:
+            set later.
 
     Raises:
         ValueError: only one of the two functions is given.

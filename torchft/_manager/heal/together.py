@@ -1,10 +1,10 @@
 """Lets all ranks of a group end their heal in the same step. They agree through the store that they share.
 
-A group commits a step only if all of its ranks vote for it. In a heal in passing, a rank that has all of its parts
-therefore trains along until the other ranks have theirs. Its reports only avoid useless transfers.
+A group commits a step only if all of its ranks vote for it. In a heal in passing, a rank that has all of its
+parts therefore trains along until the other ranks have theirs. Its reports only avoid useless transfers.
 
-No rank loads a state before all ranks have received theirs. If their only source fails meanwhile, a rank that has
-loaded would be of another step than the others, and no group would be left that they could heal from.
+No rank loads a state before all ranks have received theirs. If their only source fails meanwhile, a rank that
+has loaded would be of another step than the others, and no group would be left that they could heal from.
 """
 
 from __future__ import annotations
@@ -59,20 +59,23 @@ class Ranks:
         """Reports this rank's progress, before its vote on a step. A repeated call changes nothing."""
         if self._group_world_size == 1 or progress is Progress.ARRIVING:
             return
-        self._store.set(self._whole(step) if progress is Progress.WHOLE else self._ready(step, self._group_rank), "")
+        self._store.set(
+            self._whole(step) if progress is Progress.WHOLE else self._ready(step, self._group_rank), ""
+        )
 
     def group_progress(self, step: int) -> Progress:
         """The group's progress at the beginning of a step.
 
-        It depends only on the reports before the votes on the previous step. All of these have been made by now, so all
-        ranks return the same value.
+        It depends only on the reports before the votes on the previous step. All of these have been made by
+        now, so all ranks return the same value.
         """
         if self._group_world_size == 1:
             return Progress.READY
         # An earlier attempt at this step may have reported WHOLE for it.
         whole = any(self._store.check([self._whole(one)]) for one in (step - 1, step))
         ready = self._store.check([self._ready(step - 1, rank) for rank in range(self._group_world_size)])
-        self._store.delete_key(self._ready(step - 3, self._group_rank))  # no rank reads so old a report any more
+        # No rank reads so old a report any more.
+        self._store.delete_key(self._ready(step - 3, self._group_rank))
         if self._group_rank == 0:
             self._store.delete_key(self._whole(step - 3))
         if whole:
@@ -87,7 +90,8 @@ class Ranks:
 
 
 class Agreement:
-    """The decision of a group whether its ranks load the states that they have received in a heal, or discard them.
+    """The decision of a group whether its ranks load the states that they have received in a heal, or discard
+    them.
 
     The first rank that cannot load decides that none does. A group of a single rank does not use the store.
 
@@ -102,14 +106,15 @@ class Agreement:
         self._name = name
         self._members = members
         self._key = ""  # of the present heal; empty: none, or a single rank
-        self._attempt = (-1, -1, 0)  # quorum id and step of the latest heal, and how many heals with these came before
+        # Quorum id and step of the latest heal, and how many heals with these came before.
+        self._attempt = (-1, -1, 0)
 
     def begin(self, quorum_id: int, step: int) -> None:
-        """Begins a heal. All ranks have ended the one before: each has asked for this quorum. A script may have begun
-        the step again.
+        """Begins a heal. All ranks have ended the one before: each has asked for this quorum. A script may
+        have begun the step again.
 
-        At step 0 a rank heals from the group that is the first for this rank, so others of its group do not heal. No
-        rank can be of another step there, and each loads its state alone.
+        At step 0 a rank heals from the group that is the first for this rank, so others of its group do not
+        heal. No rank can be of another step there, and each loads its state alone.
         """
         old, self._key = self._key, ""
         *last, attempt = self._attempt
@@ -126,11 +131,14 @@ class Agreement:
         return bool(self._key)
 
     def refuse(self) -> bool:
-        """For a rank that has not received its state. Returns False if all ranks load theirs, this one too."""
+        """For a rank that has not received its state. Returns False if all ranks load theirs, this one
+        too.
+        """
         return not self.needed or self._decide(_DISCARD) == _DISCARD
 
     def reached(self, timeout: timedelta) -> bool:
-        """For a rank that has received its state. Waits for the others, and returns whether it loads the state.
+        """For a rank that has received its state. Waits for the others, and returns whether it loads the
+        state.
 
         After the timeout, all ranks discard their states.
         """

@@ -1,16 +1,17 @@
-"""Parameters with their optimizer state, in parts: a source reads them, a target puts them in place and steps them.
+"""Parameters with their optimizer state, in parts: a source reads them, a target puts them in place and steps
+them.
 
-The elements of all parameters are numbered through, in memory order. A part is a range of them, with the same range of
-each tensor of the optimizer state that has its parameter's layout. Small values of the state, such as Adam's count of
-steps, come with each part of their parameter. An optimizer can step such parts independently only if it computes each
-element from that element's own parameter, gradient and state, and from the hyperparameters of its group. That holds for
-:data:`ELEMENTWISE`, in each form (foreach, fused).
+The elements of all parameters are numbered through, in memory order. A part is a range of them, with the same
+range of each tensor of the optimizer state that has its parameter's layout. Small values of the state, such
+as Adam's count of steps, come with each part of their parameter. An optimizer can step such parts
+independently only if it computes each element from that element's own parameter, gradient and state, and from
+the hyperparameters of its group. That holds for :data:`ELEMENTWISE`, in each form (foreach, fused).
 
-For a DTensor (FSDP2), this module handles only the shard of this rank, which is healed from the same rank of another
-group.
+For a DTensor (FSDP2), this module handles only the shard of this rank, which is healed from the same rank of
+another group.
 
-Parts travel through host memory. If the parameters are on a device, threads other than the training thread read and
-write them within :attr:`Parameters.beside`.
+Parts travel through host memory. If the parameters are on a device, threads other than the training thread
+read and write them within :attr:`Parameters.beside`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def why_whole(optimizer: Optimizer) -> Optional[str]:
 
 
 class Parameters:
-    """The parameters of those optimizers that can step them in parts. The others come with the rest of the state.
+    """The parameters of those optimizers that can step them in parts. The others come with the rest of the
+    state.
 
     Args:
         optimizers: all optimizers, in the same order in each replica group.
@@ -83,7 +85,9 @@ class Parameters:
         self.given = list(optimizers)
         self.optimizers = [one for one in optimizers if why_whole(one) is None]
         # With nesterov=True and foreach=True, PyTorch's SGD adds to the gradients in place.
-        self._borrows = not any(group.get("nesterov") for one in self.optimizers for group in one.param_groups)
+        self._borrows = not any(
+            group.get("nesterov") for one in self.optimizers for group in one.param_groups
+        )
         self._memory = HostMemory()
         self._versions: dict[int, int] = {}  # the borrowed gradients' versions when they were kept
         self.all: list[torch.Tensor] = []
@@ -117,21 +121,30 @@ class Parameters:
             if not local.is_cpu and copies_for(local.device.type) is None:
                 raise Unsupported(f"parameter {number} is on {local.device}, on which this is not tested")
             if local.device != self.device:
-                raise Unsupported(f"parameter {number} is on {local.device}, and parameter 0 on {self.device}")
+                raise Unsupported(
+                    f"parameter {number} is on {local.device}, and parameter 0 on {self.device}"
+                )
             storage = local.untyped_storage()
             padded = is_dtensor(parameter)  # FSDP2 pads the shards of all ranks to equal sizes
-            if (storage.nbytes() != local.nbytes and not padded) or (storage.data_ptr() in seen and local.nbytes):
+            if (storage.nbytes() != local.nbytes and not padded) or (
+                storage.data_ptr() in seen and local.nbytes
+            ):
                 raise Unsupported(f"parameter {number} shares its memory with another tensor")
             seen.add(storage.data_ptr())
         for optimizer in self.given:
-            others = [] if optimizer in self.optimizers else [p for g in optimizer.param_groups for p in g["params"]]
+            others = (
+                []
+                if optimizer in self.optimizers
+                else [p for g in optimizer.param_groups for p in g["params"]]
+            )
             dense = [one for one in map(local_part, others) if one.layout == torch.strided]
             if any(one.untyped_storage().data_ptr() in seen for one in dense):
                 raise Unsupported(f"{type(optimizer).__name__} steps a parameter of another optimizer")
 
     def prepare(self) -> None:
-        """Does what takes long only once and is part of a target's first steps, for which all groups wait: loads the
-        kernels of the optimizers, and in host memory uses the pages of the optimizer state that is missing.
+        """Does what takes long only once and is part of a target's first steps, for which all groups wait:
+        loads the kernels of the optimizers, and in host memory uses the pages of the optimizer state that is
+        missing.
         """
         sizes: list[int] = []
         for optimizer, parameter, found in self._rehearsed():
@@ -141,7 +154,9 @@ class Parameters:
 
     def nbytes(self) -> int:
         """The bytes of the parameters, and of the optimizer state that they have after a step."""
-        state = sum(local_part(p).numel() * one.itemsize for _, p, found in self._rehearsed() for one in found)
+        state = sum(
+            local_part(p).numel() * one.itemsize for _, p, found in self._rehearsed() for one in found
+        )
         return state + sum(local_part(parameter).nbytes for parameter in self.all)
 
     def rest_nbytes(self) -> int:
@@ -154,26 +169,37 @@ class Parameters:
         return sum(local_part(one).nbytes for one in tensors if isinstance(one, torch.Tensor))
 
     def _rehearsed(self) -> Iterator[tuple[Optimizer, torch.Tensor, list[torch.dtype]]]:
-        """Yields each parameter that is trained, and the types of its optimizer state that have its layout."""
+        """Yields each parameter that is trained, and the types of its optimizer state that have its
+        layout.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-                found = {dtype: self._rehearse(optimizer, group, dtype) for dtype in {p.dtype for p in trained}}
+                found = {
+                    dtype: self._rehearse(optimizer, group, dtype) for dtype in {p.dtype for p in trained}
+                }
                 yield from ((optimizer, parameter, found[parameter.dtype]) for parameter in trained)
 
     def _rehearse(self, optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> list[torch.dtype]:
-        """Steps a small parameter of its own. Returns the types of its state that have the parameter's layout."""
+        """Steps a small parameter of its own. Returns the types of its state that have the parameter's
+        layout.
+        """
         parameter = torch.zeros(_FEW, dtype=dtype, device=self.device)
         parameter.grad = torch.zeros_like(parameter)
         rehearsed = {**group, "params": [parameter]}
         kind: Callable[..., Optimizer] = type(optimizer)
-        state: State = kind([rehearsed]).state  # not empty: Adagrad of PyTorch 2.7 makes it before its first step
+        # Not empty: Adagrad of PyTorch 2.7 makes it before its first step.
+        state: State = kind([rehearsed]).state
         _step_with(optimizer, [rehearsed], state)
         return [value.dtype for value in state[parameter].values() if _alike(value, parameter)]
 
     def check_groups(self) -> None:
-        """Raises Unsupported if the parameters, or their order, have changed: parts are ranges of all elements."""
-        present = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        """Raises Unsupported if the parameters, or their order, have changed: parts are ranges of all
+        elements.
+        """
+        present = [
+            p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
         if len(present) != len(self.all) or any(one is not other for one, other in zip(present, self.all)):
             raise Unsupported("the parameter groups of an optimizer were changed during the heal")
 
@@ -194,7 +220,10 @@ class Parameters:
     def hyperparameters(self) -> Json:
         """The values of the optimizers' parameter groups, without the parameters."""
         return [
-            [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in one.param_groups]
+            [
+                {key: _plain(key, value) for key, value in group.items() if key != "params"}
+                for group in one.param_groups
+            ]
             for one in self.optimizers
         ]
 
@@ -206,7 +235,9 @@ class Parameters:
         return self._starts[-1]
 
     def begun(self, end: int) -> set[int]:
-        """Numbers of the parameters with elements below ``end``. Once all elements are, these are all parameters."""
+        """Numbers of the parameters with elements below ``end``. Once all elements are, these are all
+        parameters.
+        """
         return set(range(len(self.all) if end >= self.total else bisect_left(self._starts, end)))
 
     def numbers(self, optimizer: Optional[Optimizer]) -> set[int]:
@@ -219,7 +250,11 @@ class Parameters:
         if begin >= end:
             return []
         return [
-            (number, max(begin, starts[number]) - starts[number], min(end, starts[number + 1]) - starts[number])
+            (
+                number,
+                max(begin, starts[number]) - starts[number],
+                min(end, starts[number + 1]) - starts[number],
+            )
             for number in range(first, bisect_left(starts, end))
             if starts[number] < starts[number + 1]
         ]
@@ -291,16 +326,18 @@ class Parameters:
         return sizes
 
     def _located(self, plain: Json) -> Any:
-        """A small value of the optimizer state. A tensor that the source has on the device is on the device here."""
+        """A small value of the optimizer state. A tensor that the source has on the device is on the device
+        here.
+        """
         value = _value(plain)
         if isinstance(plain, list) and plain[-1] == _ON_DEVICE and self.device != _CPU:
             return self.beside.allocated(value.to(self.device))
         return value
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates optimizer state. In host memory it is in huge pages, where they are faster: the first access to as
-        much memory in small pages would take as much processor time as a few training steps. No page is used here: each
-        part uses its own, since the other groups wait for this thread.
+        """Allocates optimizer state. In host memory it is in huge pages, where they are faster: the first
+        access to as much memory in small pages would take as much processor time as a few training steps. No
+        page is used here: each part uses its own, since the other groups wait for this thread.
         """
         if self.device != _CPU:
             made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -323,15 +360,20 @@ class Parameters:
             parameter = self.all[number]
             of: dict[str, Json] = {"": _digest(parameter, first, last)}
             for key, value in self._of[number].state.get(parameter, {}).items():
-                of[key] = _digest(value, first, last) if _alike(value, parameter) else _plain(key, value, self.device)
+                of[key] = (
+                    _digest(value, first, last)
+                    if _alike(value, parameter)
+                    else _plain(key, value, self.device)
+                )
             found.append(of)
         return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def storages(self) -> dict[int, tuple[int, str]]:
-        """Maps the address of each tensor's memory to its parameter's number and its key in the optimizer state.
+        """Maps the address of each tensor's memory to its parameter's number and its key in the optimizer
+        state.
 
-        The key of the parameter itself is "". Memory that has more than the tensor, such as that of a padded shard, is
-        not among them: its other bytes are not compared.
+        The key of the parameter itself is "". Memory that has more than the tensor, such as that of a padded
+        shard, is not among them: its other bytes are not compared.
         """
         found: dict[int, tuple[int, str]] = {}
         for number, parameter in enumerate(self.all):
@@ -359,10 +401,10 @@ class Parameters:
     def gradients(self, numbers: set[int], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The present gradients of these parameters, as the optimizers would read them.
 
-        A gradient in host memory is borrowed as long as the training loop only drops gradients (``zero_grad``). It is
-        copied if its memory is part of a larger buffer, or once the loop was found to change gradients in place
-        (:meth:`unchanged`). A gradient on a device is always copied: the replay of a CUDA graph writes into it without
-        counting its version up.
+        A gradient in host memory is borrowed as long as the training loop only drops gradients
+        (``zero_grad``). It is copied if its memory is part of a larger buffer, or once the loop was found to
+        change gradients in place (:meth:`unchanged`). A gradient on a device is always copied: the replay of
+        a CUDA graph writes into it without counting its version up.
 
         Args:
             numbers: numbers of the parameters.
@@ -415,9 +457,9 @@ class Parameters:
 
         The optimizers keep their own hyperparameters until the whole state is loaded.
 
-        Another thread may train at the same time, and may read old or new values. The optimizer steps aliases: tensors
-        that share the parameters' memory, but have their own gradients and versions, so that a backward pass does not
-        fail.
+        Another thread may train at the same time, and may read old or new values. The optimizer steps
+        aliases: tensors that share the parameters' memory, but have their own gradients and versions, so that
+        a backward pass does not fail.
 
         Raises:
             Unsupported: the parameters of the optimizers have changed since the start.
@@ -476,7 +518,8 @@ def _line(parameter: torch.Tensor) -> str:
 def _alike(value: Any, parameter: torch.Tensor) -> bool:
     """Whether both are tensors of the same layout, so that elements at the same place in memory correspond.
 
-    Both are on the same device: Adam's count of steps in host memory is not like a parameter with a single number.
+    Both are on the same device: Adam's count of steps in host memory is not like a parameter with a single
+    number.
     """
     if not isinstance(value, torch.Tensor) or is_dtensor(value) != is_dtensor(parameter):
         return False
@@ -512,7 +555,12 @@ def _plain(key: str, value: Any, device: torch.device = _CPU) -> Json:
         return ["tuple", *value]
     small = isinstance(value, torch.Tensor) and not is_dtensor(value) and value.nbytes <= _SMALL
     if small and (value.is_cpu or value.device == device):
-        plain = ["tensor", dtype_name(value.dtype), list(value.shape), memory_of(value.cpu()).numpy().tobytes().hex()]
+        plain = [
+            "tensor",
+            dtype_name(value.dtype),
+            list(value.shape),
+            memory_of(value.cpu()).numpy().tobytes().hex(),
+        ]
         return plain if value.is_cpu else [*plain, _ON_DEVICE]
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return ["names", *value]

@@ -54,7 +54,8 @@ class Transfers:
         self._logger = logger
 
     def run(self, plan: Plan, state: Callable[[], dict[str, Any]], at_once: bool) -> Optional[Position]:
-        """Serves this group's state or fetches a peer's. An error makes this group, and no other, lose the step.
+        """Serves this group's state or fetches a peer's. An error makes this group, and no other, lose the
+        step.
 
         Args:
             plan: the plan of this rank.
@@ -79,8 +80,8 @@ class Transfers:
         return None
 
     def arrived(self) -> bool:
-        """Waits until the device has sent the state that this group serves, and received the state that it fetched.
-        Returns False on a timeout.
+        """Waits until the device has sent the state that this group serves, and received the state that it
+        fetched. Returns False on a timeout.
         """
         try:
             self._background.join(self._rank_state.timeout, self._recovery.pending)
@@ -103,8 +104,8 @@ class Transfers:
             step.failed(StillHealing(self._recovery.how_far()))
 
     def load(self, step: Step) -> bool:
-        """Loads the fetched state. Returns False if this rank or another one of its group has none, or if the user's
-        function failed.
+        """Loads the fetched state. Returns False if this rank or another one of its group has none, or if the
+        user's function failed.
         """
         try:
             loaded = self._recovery.load()
@@ -119,8 +120,9 @@ class Transfers:
             return False
 
     def _failed(self, plan: Optional[Plan], error: Exception) -> None:
-        """Only keeps an error, since the peers count on this group in their collectives. But if this group was to heal
-        before weights are averaged, its zeros must not be in the average: then all groups lose the step.
+        """Only keeps an error, since the peers count on this group in their collectives. But if this group
+        was to heal before weights are averaged, its zeros must not be in the average: then all groups lose
+        the step.
         """
         if plan is not None and plan.heal and not plan.in_background and self._data.averages_weights:
             self._errors.of_this_rank(error)
@@ -140,14 +142,15 @@ class Transfers:
             self._recovery.decided(step.plan, committed)
 
     def end_serving(self, step: Step) -> None:
-        """Waits until no peer reads this group's state any more. An error concerns the target only: this group's state
-        is complete, and the decision on its step stands.
+        """Waits until no peer reads this group's state any more. An error concerns the target only: this
+        group's state is complete, and the decision on its step stands.
         """
         try:
             self._transport.disallow_checkpoint()
         except Exception as e:
             self._logger.exception(f"the groups that heal from this one do not have its state: {e}")
-            step.collectives.abort()  # a transfer by the process group must not continue while the state changes
+            # A transfer by the process group must not continue while the state changes.
+            step.collectives.abort()
 
     def end_in_step(self, step: Step) -> None:
         """Does the same as :meth:`end_serving`, but during the step."""

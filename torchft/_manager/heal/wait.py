@@ -1,16 +1,18 @@
 """Lets the groups of a quorum wait for those of them that heal, as long as their heals make progress.
 
-A group that heals at once reduces only after its heal. The others would wait for it in a collective, whose timeout is
-that of a peer that hangs: a heal that takes longer was given up, and began anew in the next step. So in a quorum in
-which groups may heal, all ranks wait before their first reduction (or their vote) until every group is ready. Each rank
-adds its progress to a counter in the store of the first group's reconfigure handle; native handles name none, so their
-groups take the rendezvous store of the quorum. A rank gives up when that counter has not moved for the timeout.
+A group that heals at once reduces only after its heal. The others would wait for it in a collective, whose
+timeout is that of a peer that hangs: a heal that takes longer was given up, and began anew in the next step.
+So in a quorum in which groups may heal, all ranks wait before their first reduction (or their vote) until
+every group is ready. Each rank adds its progress to a counter in the store of the first group's reconfigure
+handle; native handles name none, so their groups take the rendezvous store of the quorum. A rank gives up
+when that counter has not moved for the timeout.
 
-A group that heals in passing is ready as soon as it has its quorum, like those that do not heal. The others then wait
-only until they have read that, in each step of such a heal: so the client of the store is kept from step to step.
+A group that heals in passing is ready as soon as it has its quorum, like those that do not heal. The others
+then wait only until they have read that, in each step of such a heal: so the client of the store is kept from
+step to step.
 
-A vote has a timeout, too, and the ranks of a group heal from different ranks. So a rank begins only when all ranks of
-its group may: they count the same in the store of their group.
+A vote has a timeout, too, and the ranks of a group heal from different ranks. So a rank begins only when all
+ranks of its group may: they count the same in the store of their group.
 
 Only groups whose handle says that they do this wait for each other; upstream groups do not.
 """
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
 _CONNECT_TIMEOUT = timedelta(seconds=2)
-# The shortest and the longest pause between two looks at a counter. Between them it is a part of the time for which the
-# counter has not moved, so that a look that comes late adds only that part to a wait.
+# The shortest and the longest pause between two looks at a counter. Between them it is a part of the time for
+# which the counter has not moved, so that a look that comes late adds only that part to a wait.
 _PAUSE_SEC = 0.001, 0.05
 _PAUSE_PART = 0.05
 # Seconds between two looks for a failure of a peer.
@@ -52,7 +54,8 @@ class SharedCounter:
         store: the store.
         key: the key of the counter.
         members: the number of those that share it.
-        old: the key of an earlier step, which is deleted: all have asked for a later quorum since; empty: none.
+        old: the key of an earlier step, which is deleted: all have asked for a later quorum since; empty:
+            none.
     """
 
     def __init__(self, store: Store, key: str, members: int, old: str = "") -> None:
@@ -110,7 +113,9 @@ class _Wait:
         self.attempt.start()
 
     def _count(self) -> None:
-        client = self._clients.pop(self._address, None) or create_store_client(self._address, _CONNECT_TIMEOUT)
+        client = self._clients.pop(self._address, None) or create_store_client(
+            self._address, _CONNECT_TIMEOUT
+        )
         self._count_with(client)
         self._clients[self._address] = client  # not after an error
 
@@ -175,7 +180,9 @@ class HealWait:
 
     @contextmanager
     def following(self, plan: Plan) -> Iterator[None]:
-        """Surrounds what a rank does before it is ready for the reductions of a step: a heal at once, for example."""
+        """Surrounds what a rank does before it is ready for the reductions of a step: a heal at once, for
+        example.
+        """
         self.end()
         store = self._counters(plan) if plan.awaits_heals else ""
         for other in [address for address in self._clients if address != store]:
@@ -198,7 +205,8 @@ class HealWait:
     def _counters(self, plan: Plan) -> str:
         """The address of the store for the counters of this rank and its counterparts in the other groups."""
         if not plan.handles[0].startswith("{"):  # native
-            return f"{plan.store_address}/torchft/heals/{self._group_rank}"  # several ranks may share this store
+            # Several ranks may share this store.
+            return f"{plan.store_address}/torchft/heals/{self._group_rank}"
         return Handle.decode(plan.handles[0]).store
 
     def received(self, nbytes: int) -> None:
@@ -224,7 +232,8 @@ class HealWait:
                     self._check_peers()
                     if time.monotonic() - max(begun, now.moved_at) > timeout:
                         raise TimeoutError(
-                            f"timed out: a group of this quorum heals, and has received nothing for {timeout:g} s"
+                            "timed out: a group of this quorum heals, and has received nothing for "
+                            f"{timeout:g} s"
                         )
             if now.attempt.error is not None:
                 self._logger.warn(f"it is not known whether all groups have healed: {now.attempt.error}")

@@ -1,7 +1,9 @@
-"""The Manager's log lines, and one record for each event: a quorum, commit, error, failure, heal or divergence.
+"""The Manager's log lines, and one record for each event: a quorum, commit, error, failure, heal or
+divergence.
 
-A record has three sinks: a Python logger for each kind, the manager server for what metrics and dashboard show, and
-OpenTelemetry, whose handlers :func:`export_events` adds to these loggers. Training does not depend on any of them.
+A record has three sinks: a Python logger for each kind, the manager server for what metrics and dashboard
+show, and OpenTelemetry, whose handlers :func:`export_events` adds to these loggers. Training does not depend
+on any of them.
 """
 
 from __future__ import annotations
@@ -44,11 +46,16 @@ class _ManagerLogger:
         manager: has the step and quorum of the rank; the argument's name is upstream's. A Manager passes its
             ``RankState``.
         replica_id, group_rank: the identity of this rank.
-        report: calls a method of the manager server's client, given its name and arguments; None: there is none.
+        report: calls a method of the manager server's client, given its name and arguments; None: there is
+            none.
     """
 
     def __init__(
-        self, manager: _Stepping, replica_id: str, group_rank: int, report: Optional[Callable[..., None]] = None
+        self,
+        manager: _Stepping,
+        replica_id: str,
+        group_rank: int,
+        report: Optional[Callable[..., None]] = None,
     ) -> None:
         self._logger = logging.getLogger("torchft.manager")
         self._rank_state = manager
@@ -100,7 +107,11 @@ class _ManagerLogger:
     def failure_event(self, incident: Incident) -> None:
         """The first step after a failure is committed."""
         text, seconds = str(incident), incident.seconds
-        fields = {"cause": incident.cause, "failed_step": incident.step, "failed_quorum_id": incident.quorum_id}
+        fields = {
+            "cause": incident.cause,
+            "failed_step": incident.step,
+            "failed_quorum_id": incident.quorum_id,
+        }
         self.info(text)
         with_total = _seconds({**seconds, "total": sum(seconds.values())})
         self._event("failures", text, steps_lost=incident.steps_lost, **fields, **with_total)
@@ -110,15 +121,17 @@ class _ManagerLogger:
     def divergence_event(
         self, text: str, digested_step: int, groups: list[str], tensors: list[str], certain: bool
     ) -> None:
-        """Groups have different weights or optimizer state. ``certain``: whether a majority of equal groups shows which
-        groups are wrong.
+        """Groups have different weights or optimizer state. ``certain``: whether a majority of equal groups
+        shows which groups are wrong.
         """
         self.warn(text)
         fields = {"groups": ", ".join(groups), "tensors": "; ".join(tensors), "certain": certain}
         self._event("divergences", text, logging.ERROR, digested_step=digested_step, **fields)
 
     def _recovered(self, seconds: Mapping[str, float], **fields: Any) -> None:
-        self._report("_report_recovered", step=self._rank_state.current_step(), phases=dict(seconds), **fields)
+        self._report(
+            "_report_recovered", step=self._rank_state.current_step(), phases=dict(seconds), **fields
+        )
 
     def _event(self, kind: str, msg: str, level: int = logging.INFO, **fields: Any) -> None:
         logger = _events[kind]

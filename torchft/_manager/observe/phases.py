@@ -1,4 +1,6 @@
-"""Measures how long the phases take: of a heal, and of a failure from when this rank notices it to the next commit."""
+"""Measures how long the phases take: of a heal, and of a failure from when this rank notices it to the next
+commit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch.utils._pytree as pytree
 if TYPE_CHECKING:
     from torchft._manager.rank import RankState
 
-# In chronological order: wait for a quorum, connect the process group with its peers, transfer the state, load it.
+# In chronological order: wait for a quorum, connect the process group with its peers, transfer the state,
+# load it.
 NAMES = ("quorum", "reconfigure", "transfer", "load")
 
 
@@ -54,7 +57,8 @@ def tensor_bytes(state: object) -> int:
 
 
 class Incident:
-    """A failure. Its phases follow one another without a gap; the times of one that occurs several times are added up.
+    """A failure. Its phases follow one another without a gap; the times of one that occurs several times are
+    added up.
 
     Args:
         cause: the error that was noticed, as text.
@@ -80,13 +84,15 @@ class Incident:
     def __str__(self) -> str:
         phases = ", ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in self.seconds.items())
         return (
-            f"after a failure in step {self.step} of quorum {self.quorum_id} ({self.cause}) the next commit came in "
+            f"after a failure in step {self.step} of quorum {self.quorum_id} ({self.cause}) the next commit "
+            "came in "
             f"{1000 * sum(self.seconds.values()):.0f} ms ({phases}); {self.steps_lost} lost"
         )
 
 
 class Incidents:
-    """Measures one incident at a time, from an error to the next commit. Further errors until then are part of it.
+    """Measures one incident at a time, from an error to the next commit. Further errors until then are part
+    of it.
 
     Args:
         rank_state: the step and quorum of the rank.

@@ -1,6 +1,7 @@
 """The steps of a rank as OpenTelemetry traces, which the manager server and the lighthouse continue.
 
-Traces are off unless OpenTelemetry's own variables ask for them. While they are off, OpenTelemetry is not imported.
+Traces are off unless OpenTelemetry's own variables ask for them. While they are off, OpenTelemetry is not
+imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How the ranks of a group find their manager server: rank 0 starts it and puts its address into the group's store."""
+"""How the ranks of a group find their manager server: rank 0 starts it and puts its address into the group's
+store.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,16 @@ def join_group(
             ``torchft.addresses`` chooses the address.
         start_server: makes the server.
     """
-    # The lighthouse's address is checked before the store is opened, because the store may have to be waited for.
+    # The lighthouse's address is checked before the store is opened, because the store may have to be waited
+    # for.
     lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""
     store = _open_store(settings)
     if settings.group_rank != 0:
-        # In one request: when a group starts, all its ranks query the same store, and each round trip adds to the
-        # start.
-        address, full_id = (value.decode("utf-8") for value in store.multi_get([MANAGER_ADDR_KEY, REPLICA_ID_KEY]))
+        # In one request: when a group starts, all its ranks query the same store, and each round trip adds to
+        # the start.
+        address, full_id = (
+            value.decode("utf-8") for value in store.multi_get([MANAGER_ADDR_KEY, REPLICA_ID_KEY])
+        )
         return Group(store, full_id, address, None)
     full_id = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
     server = start_server(
@@ -75,7 +80,9 @@ def join_group(
 
 def _open_store(settings: Settings) -> dist.Store:
     address = host_port(settings.store_addr, settings.store_port)
-    waiting = f"waiting for the store of this group at {address} (MASTER_ADDR, MASTER_PORT), which torchrun serves"
+    waiting = (
+        f"waiting for the store of this group at {address} (MASTER_ADDR, MASTER_PORT), which torchrun serves"
+    )
     with announced(_SILENT_SEC, _logger.warning, waiting):
         store = TCPStore(
             host_name=store_host(settings.store_addr),
@@ -85,7 +92,7 @@ def _open_store(settings: Settings) -> dist.Store:
             timeout=settings.timeout,
         )
     if settings.restart_count:
-        # torchrun's agent keeps the store over a restart of the workers: keys that the previous workers wrote are
-        # stale.
+        # torchrun's agent keeps the store over a restart of the workers: keys that the previous workers wrote
+        # are stale.
         return PrefixStore(f"torchft/restart_{settings.restart_count}", store)
     return store

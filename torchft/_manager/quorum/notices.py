@@ -1,4 +1,6 @@
-"""Notices of the lighthouse about members of the quorum, and its questions about the progress of this rank."""
+"""Notices of the lighthouse about members of the quorum, and its questions about the progress of this
+rank.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,17 @@ _logger = logging.getLogger("torchft.manager")
 
 # The timeout of one call that waits for a notice; the call is repeated. Its length does not matter.
 _LONGEST_WAIT = timedelta(hours=1)
-# The pause after a notice that could not be read, so that a permanent error does not fill the disk with log lines.
+# The pause after a notice that could not be read, so that a permanent error does not fill the disk with log
+# lines.
 _LISTEN_AGAIN_SEC = 1.0
 
 
 class FailureListener:
-    """Receives notices of the lighthouse on a separate thread, until the client is shut down, and answers questions
-    about progress.
+    """Receives notices of the lighthouse on a separate thread, until the client is shut down, and answers
+    questions about progress.
 
-    The thread is a daemon, like that of the quorum: it must not keep a process from ending. Nor does it keep an object
-    alive whose method it calls: it ends when such an object no longer exists.
+    The thread is a daemon, like that of the quorum: it must not keep a process from ending. Nor does it keep
+    an object alive whose method it calls: it ends when such an object no longer exists.
 
     Args:
         client: client of this rank's manager server.
@@ -31,7 +34,8 @@ class FailureListener:
         failed: called for each member that failed; its exceptions are logged.
         stalled: called for each member that makes no progress while the others wait for it.
         regressed: called if the quorum is below the step that the job had reached.
-        progress: returns whether this rank waits for other groups, and what it does; called when the lighthouse asks.
+        progress: returns whether this rank waits for other groups, and what it does; called when the
+            lighthouse asks.
     """
 
     def __init__(

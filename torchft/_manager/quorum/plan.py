@@ -34,9 +34,11 @@ class Plan:
     replica_ids: list[str]
     store_address: str
     handles: list[str]
-    without_handles: list[str]  # replica ids of the groups without a handle, as reported by the manager server
+    # Replica ids of the groups without a handle, as reported by the manager server.
+    without_handles: list[str]
     max_step: int
-    committed_quorum_id: int  # the quorum in which the weights of max_step were committed; -1: none, 0: not known
+    # The quorum in which the weights of max_step were committed; -1: none, 0: not known.
+    committed_quorum_id: int
     # None: this group contributes zeros (it is a spare, or behind the others)
     participating_rank: Optional[int]
     participants: int
@@ -69,16 +71,16 @@ class Plan:
 
     @cached_property
     def averages(self) -> bool:
-        """Whether the process groups average, instead of adding up for a division: all groups participate, and each
-        announces that its process group can. The same in all groups of a quorum.
+        """Whether the process groups average, instead of adding up for a division: all groups participate,
+        and each announces that its process group can. The same in all groups of a quorum.
         """
         everyone = self.participants == self.replica_world_size == len(self.handles)
         return everyone and all_announce(self.handles, AVERAGES)
 
     @cached_property
     def awaits_heals(self) -> bool:
-        """Whether groups may heal in this quorum, and each announces that it waits for them: see heal/wait.py. The same
-        in all groups of a quorum.
+        """Whether groups may heal in this quorum, and each announces that it waits for them: see
+        heal/wait.py. The same in all groups of a quorum.
         """
         may_heal = self.num_up_to_date < self.replica_world_size or self.max_step == 0
         return may_heal and self.replica_world_size > 1 and self.without_upstream
@@ -117,10 +119,11 @@ def make_plan(
 ) -> Plan:
     """Computes the plan of one rank from a quorum.
 
-    If heals run in the background (asynchronous quorum), or are not allowed, only the groups at max_step participate.
-    With a synchronous quorum a group has healed before the step begins, so all participate, unless all groups announce
-    that they heal in passing, and go on without it: then it may train along, with weight 0. ``heal_first`` makes step 0
-    synchronous in any case: all groups but one may heal there, and they participate too.
+    If heals run in the background (asynchronous quorum), or are not allowed, only the groups at max_step
+    participate. With a synchronous quorum a group has healed before the step begins, so all participate,
+    unless all groups announce that they heal in passing, and go on without it: then it may train along, with
+    weight 0. ``heal_first`` makes step 0 synchronous in any case: all groups but one may heal there, and they
+    participate too.
     """
     in_background = use_async_quorum and not (heal_first and result.max_step == 0)
     only_up_to_date = in_background or not allow_heal or _heals_in_passing(result, min_replica_size)
@@ -171,8 +174,8 @@ def _heals_in_passing(result: QuorumResult, min_replica_size: int) -> bool:
 
 
 class Planner:
-    """Computes plans of one rank. While nothing changes, successive rounds return the same result object; the planner
-    then returns the same plan.
+    """Computes plans of one rank. While nothing changes, successive rounds return the same result object; the
+    planner then returns the same plan.
 
     Args: the same as those of :func:`make_plan`.
 
@@ -194,6 +197,8 @@ class Planner:
         if last is not None and last[0] is result and last[1] == how:
             return last[2]
         use_async_quorum, heal_first = self.use_async_quorum, self.heal_first
-        plan = self._make(result, use_async_quorum=use_async_quorum, allow_heal=allow_heal, heal_first=heal_first)
+        plan = self._make(
+            result, use_async_quorum=use_async_quorum, allow_heal=allow_heal, heal_first=heal_first
+        )
         self._last = (result, how, plan)
         return plan

@@ -1,9 +1,9 @@
 """Quorum rounds: the training thread starts one, continues, and waits for the result when it needs it.
 
-To *follow* a quorum is to act on its result. A result that brings a change (new peers, a heal) must be followed as soon
-as it arrives, and not only when the training thread needs it, because other groups wait for this one. So a quorum
-thread follows changes. A result without a change is followed by the first thread that asks for it, usually the training
-thread: most steps switch no threads.
+To *follow* a quorum is to act on its result. A result that brings a change (new peers, a heal) must be
+followed as soon as it arrives, and not only when the training thread needs it, because other groups wait for
+this one. So a quorum thread follows changes. A result without a change is followed by the first thread that
+asks for it, usually the training thread: most steps switch no threads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Round:
     """One quorum round of this rank, which ends when its result has been followed.
 
     Attributes:
-        asks: whether the core asks for a quorum, in which groups may heal: the training thread then waits for the
-            answer when the step begins, and reads the state that other groups need.
+        asks: whether the core asks for a quorum, in which groups may heal: the training thread then waits for
+            the answer when the step begins, and reads the state that other groups need.
     """
 
     asks = False
@@ -84,7 +84,8 @@ class Round:
 
 
 class LateRound(Round):
-    """A round that begins when its result is first needed: other groups do not wait for what this one does before.
+    """A round that begins when its result is first needed: other groups do not wait for what this one does
+    before.
 
     Args:
         begin: begins it.
@@ -141,8 +142,9 @@ class Rounds(Protocol):
 
 
 class _Thread:
-    """A thread that starts when it is first needed. It is a daemon, because Python joins other threads before it exits:
-    after Ctrl-C the process would wait until the quorum's timeout, while its peers take it for alive.
+    """A thread that starts when it is first needed. It is a daemon, because Python joins other threads before
+    it exits: after Ctrl-C the process would wait until the quorum's timeout, while its peers take it for
+    alive.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
@@ -163,14 +165,17 @@ class _NativeRound(Round):
     """A round in the native core, which asks the other groups.
 
     Args:
-        take: waits for the result. If only the step differs from the last result, it returns that very object.
+        take: waits for the result. If only the step differs from the last result, it returns that very
+            object.
         follow: acts on a result.
         last: the last result.
     """
 
     asks = True
 
-    def __init__(self, take: Callable[[], QuorumResult], follow: Follow, last: Optional[QuorumResult]) -> None:
+    def __init__(
+        self, take: Callable[[], QuorumResult], follow: Follow, last: Optional[QuorumResult]
+    ) -> None:
         super().__init__()
         self._take = take
         self._follow = follow
@@ -189,7 +194,9 @@ class _NativeRound(Round):
         return super().answer()
 
     def follow_change(self) -> None:
-        """Waits for the result and follows it; called on the quorum thread, for a result that brings a change."""
+        """Waits for the result and follows it; called on the quorum thread, for a result that brings a
+        change.
+        """
         self._get()
         if not self._ended.is_set() and self._result is not None:
             self._try(self._follow, self._result)

@@ -1,7 +1,8 @@
 """The training thread's device, and the stream of a heal beside it: the training thread continues to compute.
 
-The device is the current device of the training thread when the step begins: a training loop may set it after the
-Manager is made, and each thread has its own current device. No stream is made in a process that uses no device.
+The device is the current device of the training thread when the step begins: a training loop may set it after
+the Manager is made, and each thread has its own current device. No stream is made in a process that uses no
+device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torchft.utils import DeviceEvent, current_device, free_stream, get_stream_c
 
 
 class Background:
-    """The stream of a heal, ordered behind the work that the training thread had queued when the step began."""
+    """The stream of a heal, ordered behind the work that the training thread had queued when the step
+    began.
+    """
 
     def __init__(self) -> None:
         self._stream: Optional[torch.Stream] = None
@@ -31,7 +34,9 @@ class Background:
         self._used = False
 
     def begin(self) -> None:
-        """Remembers the calling thread, which trains, its device, and what is queued there when a step begins."""
+        """Remembers the calling thread, which trains, its device, and what is queued there when a step
+        begins.
+        """
         self._trainer = threading.get_ident()
         if current_device() is not None:
             self._trains = torch.accelerator.current_stream()
@@ -39,16 +44,17 @@ class Background:
             self._before = DeviceEvent([self._device])
 
     def enter_thread(self) -> None:
-        """Makes the training thread's device the current one of a thread that acts for it, for example on a new quorum
-        or on a failure. Does nothing on the training thread itself.
+        """Makes the training thread's device the current one of a thread that acts for it, for example on a
+        new quorum or on a failure. Does nothing on the training thread itself.
         """
         if self._device is not None and threading.get_ident() != self._trainer:
             use_device(self._device.index)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Makes the heal's stream current, behind all work that the training thread had queued when the step began.
-        That work produced the state that is served, or may still read the memory that a heal overwrites.
+        """Makes the heal's stream current, behind all work that the training thread had queued when the step
+        began. That work produced the state that is served, or may still read the memory that a heal
+        overwrites.
         """
         if self._before is None or self._device is None:
             yield
@@ -69,7 +75,8 @@ class Background:
         """Blocks the host until the device has finished the work queued on this stream.
 
         Args:
-            state: a state made on this stream. Its memory is not reused before the current stream is done with it.
+            state: a state made on this stream. Its memory is not reused before the current stream is done
+                with it.
 
         Raises:
             TimeoutError: it has not finished within the timeout.
@@ -78,7 +85,8 @@ class Background:
             return
         if not poll(self._stream.query, timeout.total_seconds()):
             raise TimeoutError(
-                f"timed out: the device did not end the transfer of a state within {timeout.total_seconds()} s"
+                "timed out: the device did not end the transfer of a state within "
+                f"{timeout.total_seconds()} s"
             )
         self._used = False
         for leaf in _pytree.tree_leaves(state):
@@ -86,8 +94,8 @@ class Background:
 
 
 def _share(leaf: Any, device: torch.device) -> None:
-    """Informs the allocator that the current stream uses these tensors, so that it does not reuse their memory
-    early.
+    """Informs the allocator that the current stream uses these tensors, so that it does not reuse their
+    memory early.
     """
     if isinstance(leaf, torch.Tensor):
         tensor = getattr(leaf, "_local_tensor", leaf)  # the local shard of a DTensor

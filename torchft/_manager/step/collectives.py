@@ -1,8 +1,8 @@
 """The collectives of one step, and the aborted collectives of earlier steps that the backend has not ended.
 
-On a device a collective has ended when the device has finished it, but `wait` only orders the current stream behind it.
-So a `wait` leaves an event on that stream (a :class:`DeviceEvent`) here until the vote. The tensors are not kept: the
-training loop may free them.
+On a device a collective has ended when the device has finished it, but `wait` only orders the current stream
+behind it. So a `wait` leaves an event on that stream (a :class:`DeviceEvent`) here until the vote. The
+tensors are not kept: the training loop may free them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from torchft._manager.rank import RankState
     from torchft._manager.step.work import _ManagedWork
 
-# The most seconds for which a step waits until its aborted collectives no longer write. Those of Gloo mostly end within
-# some 10 ms. In one of a hundred failures Gloo never wakes a send. Such a collective no longer writes once the threads
-# of Gloo sleep (see quiescence.py); with PyTorch 2.7 that cannot be detected, and the send lasts until its own timeout.
+# The most seconds for which a step waits until its aborted collectives no longer write. Those of Gloo mostly
+# end within some 10 ms. In one of a hundred failures Gloo never wakes a send. Such a collective no longer
+# writes once the threads of Gloo sleep (see quiescence.py); with PyTorch 2.7 that cannot be detected, and the
+# send lasts until its own timeout.
 _DRAIN_SEC = 0.5
 # The interval at which such collectives are polled.
 _LOOK_SEC = 0.01
@@ -58,8 +59,8 @@ class Collectives:
         logger: the Manager's logger.
 
     Attributes:
-        usable: whether the step may run further collectives. True also after a failed heal: the step is then not
-            committed here, but the peers' collectives need this group.
+        usable: whether the step may run further collectives. True also after a failed heal: the step is then
+            not committed here, but the peers' collectives need this group.
         aborted: whether the process group was aborted in this step.
     """
 
@@ -81,8 +82,8 @@ class Collectives:
         self._aborting = threading.Lock()  # held during an abort
         self._retired = False
         self._begun = 0
-        # By number: collectives that failed or that the training loop has not waited for, and events that the device
-        # has not reached.
+        # By number: collectives that failed or that the training loop has not waited for, and events that the
+        # device has not reached.
         self._flights: dict[int, Union[_ManagedWork, DeviceEvent]] = {}
 
     def __len__(self) -> int:
@@ -111,10 +112,11 @@ class Collectives:
         return None
 
     def abort(self) -> None:
-        """Aborts the process group, at most once in a step. That is safe because the step is then not committed, so the
-        next quorum has a new id and reconfigures the group.
+        """Aborts the process group, at most once in a step. That is safe because the step is then not
+        committed, so the next quorum has a new id and reconfigures the group.
 
-        Returns at once if another thread is in an abort: that thread may wait for a lock that this thread holds.
+        Returns at once if another thread is in an abort: that thread may wait for a lock that this thread
+        holds.
         """
         if self.aborted or self._retired or not self._aborting.acquire(blocking=False):
             return
@@ -129,21 +131,24 @@ class Collectives:
             self._aborting.release()
 
     def retire(self) -> None:
-        """Makes late failures of this step's collectives abort nothing, since the next step begins. Waits for an abort
-        that is in progress.
+        """Makes late failures of this step's collectives abort nothing, since the next step begins. Waits for
+        an abort that is in progress.
         """
         with self._aborting:
             self._retired = True
 
     def wait(self) -> None:
-        """Waits for the collectives that the training loop has not waited for; most of them have ended already."""
+        """Waits for the collectives that the training loop has not waited for; most of them have ended
+        already.
+        """
         for flight in list(self._flights.values()):
             if not isinstance(flight, DeviceEvent):
                 flight.wait()
 
     def end(self, timeout: timedelta) -> bool:
-        """Does the same as :meth:`wait`, then waits until devices have finished, and after an abort until the backend
-        has ended the operations that were in flight: before that they may write into memory that the next step uses.
+        """Does the same as :meth:`wait`, then waits until devices have finished, and after an abort until the
+        backend has ended the operations that were in flight: before that they may write into memory that the
+        next step uses.
 
         Args:
             timeout: limit for the devices; when it expires, the process group is aborted.
@@ -160,8 +165,11 @@ class Collectives:
             return True
         deadline = time.monotonic() + _DRAIN_SEC
         works = [flight for flight in flights.values() if not isinstance(flight, DeviceEvent)]
-        left = [work for work in works if not work.drain(timedelta(seconds=max(0.0, deadline - time.monotonic())))]
-        self._backlog.add([work for work in works if not work.ended()])  # a sleeping one still occupies a thread
+        left = [
+            work for work in works if not work.drain(timedelta(seconds=max(0.0, deadline - time.monotonic())))
+        ]
+        # A sleeping one still occupies a thread.
+        self._backlog.add([work for work in works if not work.ended()])
         return not left and all(_waited(mark, deadline - time.monotonic()) for mark in marks)
 
     def _await_devices(self, marks: list[DeviceEvent], timeout: timedelta) -> None:
@@ -194,8 +202,8 @@ class Backlog:
     """Collectives of earlier steps that were aborted, but have not ended in the backend.
 
     Args:
-        at_once: the number of threads that the process group has for collectives and keeps when its peers change; None
-            if a group with new peers has new threads.
+        at_once: the number of threads that the process group has for collectives and keeps when its peers
+            change; None if a group with new peers has new threads.
         logger: the Manager's logger.
     """
 
@@ -218,7 +226,8 @@ class Backlog:
         if self._at_once is None or self._occupied() < self._at_once:
             return
         self._logger.warn(
-            f"{len(self._left)} aborted collectives of an earlier quorum occupy the {self._at_once} threads of the "
+            f"{len(self._left)} aborted collectives of an earlier quorum occupy the {self._at_once} threads "
+            "of the "
             "backend until their timeout: this group joins no quorum before"
         )
         deadline = time.monotonic() + timeout.total_seconds()

@@ -60,8 +60,8 @@ class Errors:
         self._logger = logger
 
     def keep(self, e: Exception, step: Optional[Step] = None) -> None:
-        """Keeps an error of a heal. The step's further collectives run nevertheless, because the peers need this rank
-        in them.
+        """Keeps an error of a heal. The step's further collectives run nevertheless, because the peers need
+        this rank in them.
 
         Args:
             step: step of the error; default: the step in progress.
@@ -77,8 +77,9 @@ class Errors:
         self.keep(e, step)
 
     def of_loop(self, e: Exception, step: Optional[Step] = None) -> None:
-        """Keeps an error of the training loop, and aborts the process group: this rank votes no, and may reduce nothing
-        more in this step, for which the peers would wait. The step is not replayed, because the error would recur.
+        """Keeps an error of the training loop, and aborts the process group: this rank votes no, and may
+        reduce nothing more in this step, for which the peers would wait. The step is not replayed, because
+        the error would recur.
         """
         step = step or self.step
         step.inputs.refuse(f"the training loop reported an error: {e}")
@@ -87,23 +88,29 @@ class Errors:
         self._incidents.ended("abort")
 
     def recurring(self, e: Exception, reason: str) -> None:
-        """Keeps an error while no peer waits for this rank. It would recur in a replay, which ``reason`` explains."""
+        """Keeps an error while no peer waits for this rank. It would recur in a replay, which ``reason``
+        explains.
+        """
         self.refuse_replay(reason)
         self.lose(e)
 
     def refuse_replay(self, reason: str) -> None:
-        """Declares that the step in progress does something that cannot be repeated, so that it is not replayed."""
+        """Declares that the step in progress does something that cannot be repeated, so that it is not
+        replayed.
+        """
         self.step.inputs.refuse(reason)
 
     def of_collective(self, e: Exception, of: Optional[Collectives] = None) -> None:
-        """Keeps an error of a collective, and aborts the process group, so that no peer waits for the rest of this
-        quorum's collectives.
+        """Keeps an error of a collective, and aborts the process group, so that no peer waits for the rest of
+        this quorum's collectives.
 
-        Only the neighbours of a failed group see its connection break. Their abort lets the others see it too.
+        Only the neighbours of a failed group see its connection break. Their abort lets the others see it
+        too.
 
         Args:
-            of: the collectives of the step in which the error occurred; default: the current step. A late failure of an
-                earlier step is only logged: an abort would end the current collectives, whose peers differ.
+            of: the collectives of the step in which the error occurred; default: the current step. A late
+                failure of an earlier step is only logged: an abort would end the current collectives, whose
+                peers differ.
         """
         step = self.step  # read once: the training thread may begin the next step in the meantime
         if of is not None and of is not step.collectives:
@@ -118,8 +125,8 @@ class Errors:
     def of_this_rank(self, e: Exception) -> None:
         """Keeps an error of this rank or its group while peers wait for it, and aborts the process group.
 
-        No peer is suspected, whatever the type of the error. Each member has one report a quorum, and a wrong one would
-        let the lighthouse check on healthy peers, which it evicts if it does not reach them.
+        No peer is suspected, whatever the type of the error. Each member has one report a quorum, and a wrong
+        one would let the lighthouse check on healthy peers, which it evicts if it does not reach them.
         """
         step = self.step
         step.inputs.refuse(f"this rank had an error: {e!r}")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torchft.manager")
 
-# How long the collectives of a step may take to end after the failure of a member that has done its part of them.
+# How long the collectives of a step may take to end after the failure of a member that has done its part of
+# them.
 _REMAINDER_SEC = 1.0
 # Seconds between two looks whether they have.
 _LOOK_SEC = 0.001
@@ -40,8 +41,8 @@ class PeerFailed(RuntimeError):
 
 
 class Failures:
-    """The failures that the lighthouse reported for the quorum of this rank. A failure ends the collectives, or the
-    connecting, that would wait for the failed member.
+    """The failures that the lighthouse reported for the quorum of this rank. A failure ends the collectives,
+    or the connecting, that would wait for the failed member.
 
     Args:
         enabled: whether failures end anything (``enable_error_bus``).
@@ -71,14 +72,15 @@ class Failures:
         self._errors = errors
         self._background = background
         self._logger = logger
-        # Held while a failure ends the collectives of a step, and while a step begins. Otherwise a failure of an old
-        # quorum could end the collectives of a step that has just begun with other peers.
+        # Held while a failure ends the collectives of a step, and while a step begins. Otherwise a failure of
+        # an old quorum could end the collectives of a step that has just begun with other peers.
         self._lock = threading.Lock()
         self._quorum_id = -1  # the present quorum
         self._connecting = False  # whether the process group is connecting now
         # The members that this rank reduces with; None: all of the quorum.
         self._peers: Optional[frozenset[str]] = None
-        # The failed members by quorum, for this quorum and later ones: a notice may arrive before its quorum does.
+        # The failed members by quorum, for this quorum and later ones: a notice may arrive before its quorum
+        # does.
         self._reported: dict[int, list[MemberFailure]] = {}
         self._callbacks: list[FailureCallback] = []
 
@@ -106,8 +108,8 @@ class Failures:
 
         Args:
             quorum_id: id of the quorum.
-            peers: the members that this rank reduces with, if these are not all; a failure of another member ends
-                nothing.
+            peers: the members that this rank reduces with, if these are not all; a failure of another member
+                ends nothing.
         """
         with self._lock:
             self._quorum_id = quorum_id
@@ -119,7 +121,9 @@ class Failures:
         return list(self._reported.get(quorum_id, ()))
 
     def check(self) -> None:
-        """Raises PeerFailed if a member of the present quorum that this rank reduces with is known to have failed."""
+        """Raises PeerFailed if a member of the present quorum that this rank reduces with is known to have
+        failed.
+        """
         for failure in self._reported.get(self._quorum_id, ()):
             if self._is_peer(failure) and not self._has_done_its_part(failure):
                 raise PeerFailed(failure)
@@ -128,8 +132,8 @@ class Failures:
         return self._peers is None or failure.replica_id in self._peers
 
     def member_failed(self, failure: MemberFailure) -> None:
-        """Ends what waits for a peer that failed, and calls the subscribers. An exception of one is logged, so that
-        the others are still called.
+        """Ends what waits for a peer that failed, and calls the subscribers. An exception of one is logged,
+        so that the others are still called.
         """
         if not self.enabled:
             return
@@ -141,9 +145,9 @@ class Failures:
                 self._logger.exception(f"the failure of {failure.replica_id} could not be handled: {e}")
 
     def _end_collectives(self, failure: MemberFailure) -> None:
-        """Ends the running collectives and transfers of the step. If all have ended, their results are complete on this
-        rank and the failure changes nothing: the step may be committed. Those of which the member has done its part
-        have time to end: while a quorum stands, a member may be one step ahead.
+        """Ends the running collectives and transfers of the step. If all have ended, their results are
+        complete on this rank and the failure changes nothing: the step may be committed. Those of which the
+        member has done its part have time to end: while a quorum stands, a member may be one step ahead.
         """
         with self._lock:
             if failure.quorum_id >= self._quorum_id:  # one of a later quorum: `check` finds it there
@@ -166,7 +170,9 @@ class Failures:
         """Whether a member of the present quorum has failed after its part of the step in progress."""
         # Not the step of the plan: while the quorum stands, that is the one in which it began.
         plan = self._step.plan
-        return plan is not None and failure.quorum_id == plan.quorum_id and self._rank_state.step < failure.step
+        return (
+            plan is not None and failure.quorum_id == plan.quorum_id and self._rank_state.step < failure.step
+        )
 
     def _end_connecting(self, failure: MemberFailure) -> None:
         # Repeated: an abort that comes before the process group has begun to connect ends nothing.
@@ -181,16 +187,20 @@ class Failures:
     def regressed(self, of: MemberFailure) -> None:
         """Groups that had reached a later step are missing, and the others continue from an earlier one."""
         self._logger.warn(
-            f"THE JOB REGRESSES in quorum {of.quorum_id}: the weights of later steps are lost unless their groups "
+            f"THE JOB REGRESSES in quorum {of.quorum_id}: the weights of later steps are lost unless their "
+            "groups "
             f"come back: {of.reason}"
         )
 
     def progress(self) -> tuple[bool, str]:
-        """Whether this rank waits for other groups, and what it does. The lighthouse asks only if a step takes long."""
+        """Whether this rank waits for other groups, and what it does. The lighthouse asks only if a step
+        takes long.
+        """
         self._background.enter_thread()
         collectives = self._step.collectives
         running = collectives.running()
-        if function := self._rank_state.activity(waits=False):  # on the training thread: no call comes before it ends
+        # On the training thread: no call comes before it ends.
+        if function := self._rank_state.activity(waits=False):
             return False, function.what
         if self._connecting:
             return True, "connects with its peers"

@@ -16,7 +16,9 @@ class Kept:
 
     __slots__ = ("copy", "reduce_op", "should_quantize", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, copy: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, copy: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool
+    ) -> None:
         self.tensor = tensor
         self.copy = copy
         self.reduce_op = reduce_op
@@ -24,8 +26,8 @@ class Kept:
         self.version: Optional[int] = None
 
     def settle(self) -> None:
-        """Notes the tensor's version once the reduction has ended: a different version later means that the result was
-        changed.
+        """Notes the tensor's version once the reduction has ended: a different version later means that the
+        result was changed.
         """
         self.version = _version(self.tensor)
 
@@ -41,7 +43,8 @@ class Inputs:
     The copies are made on the caller's current stream, before the collective begins.
 
     Args:
-        copies: buffers that are reused in each step; together they grow to the size of all tensors that a step reduces.
+        copies: buffers that are reused in each step; together they grow to the size of all tensors that a
+            step reduces.
 
     Attributes:
         refused: the action of this rank that rules out a replay of the step; None if there was none.
@@ -65,7 +68,9 @@ class Inputs:
         if self.refused is None:
             self.refused = reason
 
-    def keep(self, tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool = False) -> Optional[Kept]:
+    def keep(
+        self, tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool = False
+    ) -> Optional[Kept]:
         """Copies a tensor that is about to be reduced. Returns None if the step cannot be replayed anyway."""
         if self.refused is not None:
             return None
@@ -99,20 +104,22 @@ class Inputs:
             kept.settle()
 
     def changed(self) -> Optional[str]:
-        """Describes a change of the results that a replay would lose (gradient clipping, for example); None if there is
-        none.
+        """Describes a change of the results that a replay would lose (gradient clipping, for example); None
+        if there is none.
         """
         for kept in self._kept:
             if kept.version != _version(kept.tensor):
                 return (
-                    f"a tensor of shape {tuple(kept.tensor.shape)} was changed after it was reduced; what changes it "
+                    f"a tensor of shape {tuple(kept.tensor.shape)} was changed after it was reduced; what "
+                    "changes it "
                     "(clipping, unscaling) belongs into Manager.register_replay_hook too"
                 )
         return None
 
     def twice(self) -> Optional[str]:
-        """Returns a reason if some memory was reduced twice, else None. The input of the second reduction is then a
-        result of the first, which other groups took part in: it cannot be reduced again with other groups.
+        """Returns a reason if some memory was reduced twice, else None. The input of the second reduction is
+        then a result of the first, which other groups took part in: it cannot be reduced again with other
+        groups.
         """
         ends: dict[torch.device, list[tuple[int, int]]] = {}
         for kept in self._kept:
@@ -125,12 +132,15 @@ class Inputs:
         return None
 
     def elsewhere(self, gradients: Iterable[torch.Tensor]) -> Optional[str]:
-        """Names a gradient outside the memory that was reduced, such as a copy of it; None if there is none."""
+        """Names a gradient outside the memory that was reduced, such as a copy of it; None if there is
+        none.
+        """
         reduced = {kept.tensor.untyped_storage().data_ptr() for kept in self._kept}
         for gradient in gradients:
             if gradient.untyped_storage().data_ptr() not in reduced:
                 return (
-                    f"a gradient of shape {tuple(gradient.shape)} is not in the memory that was reduced; what copies "
+                    f"a gradient of shape {tuple(gradient.shape)} is not in the memory that was reduced; "
+                    "what copies "
                     "it there belongs into Manager.register_replay_hook too"
                 )
         return None

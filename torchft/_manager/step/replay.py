@@ -1,9 +1,10 @@
-"""Decides whether a failed step is replayed: reduced again with the remaining groups. Pure, and free of torch.
+"""Decides whether a failed step is replayed: reduced again with the remaining groups. Pure, and free of
+torch.
 
-There are three decisions. First, each rank decides whether it can replay (:func:`why_not`), and the ranks of a group
-vote: all of them replay, or none. Second, the next quorum decides (:func:`why_recomputed`): only if none of its groups
-has committed the step do all have the weights from which their gradients were computed. Third, the group votes on the
-replayed step; if it is not committed, the decisions begin again.
+There are three decisions. First, each rank decides whether it can replay (:func:`why_not`), and the ranks of
+a group vote: all of them replay, or none. Second, the next quorum decides (:func:`why_recomputed`): only if
+none of its groups has committed the step do all have the weights from which their gradients were computed.
+Third, the group votes on the replayed step; if it is not committed, the decisions begin again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Optional
 if TYPE_CHECKING:
     from torchft._manager.quorum.plan import Plan
 
-# Each replay of a step is due to another failure. After so many in a row the network is taken to be broken: the step is
-# lost, and counts for max_retries.
+# Each replay of a step is due to another failure. After so many in a row the network is taken to be broken:
+# the step is lost, and counts for max_retries.
 MOST_REPLAYS = 5
 
 
@@ -52,5 +53,7 @@ def why_recomputed(plan: Plan) -> Optional[str]:
 
 
 def peers_fault(error: BaseException) -> bool:
-    """Whether an error of a collective can be due to its peers. Other errors would recur with the same arguments."""
+    """Whether an error of a collective can be due to its peers. Other errors would recur with the same
+    arguments.
+    """
     return isinstance(error, (RuntimeError, OSError, EOFError)) and not isinstance(error, NotImplementedError)

@@ -1,6 +1,8 @@
-"""Replays a step that failed because of a peer: reduces its inputs again with the remaining groups (docs/replay.md).
+"""Replays a step that failed because of a peer: reduces its inputs again with the remaining groups
+(docs/replay.md).
 
-The decisions are in replay.py, the copies of the inputs in inputs.py. This module acts, on the training thread.
+The decisions are in replay.py, the copies of the inputs in inputs.py. This module acts, on the training
+thread.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class Replayer:
         self._copies: list[torch.Tensor] = []  # buffers for the inputs, reused in every step
         self._hooks: list[Callable[[], None]] = []
         self._gradients: list[Callable[[], Iterable[torch.Tensor]]] = []
-        # Set when a replay's quorum showed that the step cannot be replayed: that quorum serves the next step, which
-        # must begin at this position.
+        # Set when a replay's quorum showed that the step cannot be replayed: that quorum serves the next
+        # step, which must begin at this position.
         self._ahead: Optional[Position] = None
 
     def inputs(self) -> Inputs:
@@ -46,17 +48,26 @@ class Replayer:
         return Inputs(self._copies)
 
     def register_hook(self, hook: Callable[[], None]) -> None:
-        """Registers what the training loop does between the reduction and the vote, so that a replay repeats it."""
+        """Registers what the training loop does between the reduction and the vote, so that a replay repeats
+        it.
+        """
         self._hooks.append(hook)
 
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Registers tensors that an optimizer will read. A step can be replayed only if it reduces all of them."""
+        """Registers tensors that an optimizer will read. A step can be replayed only if it reduces all of
+        them.
+        """
         self._gradients.append(gradients)
 
     # While a step runs
 
     def keep(
-        self, step: Step, tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool, local_steps: bool
+        self,
+        step: Step,
+        tensor: torch.Tensor,
+        reduce_op: AnyReduceOp,
+        should_quantize: bool,
+        local_steps: bool,
     ) -> Optional[Kept]:
         """Copies a tensor that is about to be reduced. Returns None if the step cannot be replayed anyway.
 
@@ -73,7 +84,8 @@ class Replayer:
             step.inputs.refuse(reason)
         if local_steps:
             step.inputs.refuse(
-                "with LocalSGD and DiLoCo, a group that has committed requests a quorum only after its local steps"
+                "with LocalSGD and DiLoCo, a group that has committed requests a quorum only after its "
+                "local steps"
             )
         return step.inputs.keep(tensor, reduce_op, should_quantize)
 
@@ -104,14 +116,16 @@ class Replayer:
             load: loads the state of a heal, if any; returns the group's position then, None after an error.
         """
         if not self.enabled or (step.plan is not None and step.plan.heal and step.plan.max_step > 0):
-            # All ranks of a group that heals return here. It reduces its zeros in its next step, in the quorum in which
-            # the other groups replay. At step 0 its ranks may not all heal, so they vote.
+            # All ranks of a group that heals return here. It reduces its zeros in its next step, in the
+            # quorum in which the other groups replay. At step 0 its ranks may not all heal, so they vote.
             return False
         for replays in range(MOST_REPLAYS + 1):
             reason = self._why_not(step.inputs, replays)
             try:
                 if not vote(reason is None):
-                    self._logger.warn(f"the step is not reduced again: {reason or 'another rank of the group cannot'}")
+                    self._logger.warn(
+                        f"the step is not reduced again: {reason or 'another rank of the group cannot'}"
+                    )
                     return False
                 why = step.why_lost()
                 step = ask()
@@ -122,8 +136,8 @@ class Replayer:
             reason = why_recomputed(step.plan)
             if reason is not None:
                 self._logger.warn(f"the step is not reduced again: {reason}")
-                # The next step uses this quorum, because the other groups count on this one in it. The state of a heal
-                # is loaded now: between two steps the group's position must be that of its weights.
+                # The next step uses this quorum, because the other groups count on this one in it. The state
+                # of a heal is loaded now: between two steps the group's position must be that of its weights.
                 self._ahead = load()
                 if self._ahead is None:
                     step.collectives.abort()
@@ -170,6 +184,8 @@ class Replayer:
         return self._ahead is not None
 
     def begins_at(self, position: Position) -> bool:
-        """The next step begins at this position. Returns whether the quorum that a replay requested is valid for it."""
+        """The next step begins at this position. Returns whether the quorum that a replay requested is valid
+        for it.
+        """
         ahead, self._ahead = self._ahead, None
         return ahead == position

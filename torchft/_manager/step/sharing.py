@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 class SharedStep:
     """The optimizers of one step: those that begin before anything is reduced, and step after all of it.
 
-    Without sharing each of them has a quorum and a vote. A group that joins between two requests of the others would be
-    one behind; and the second vote is on a step of which the lighthouse was not asked.
+    Without sharing each of them has a quorum and a vote. A group that joins between two requests of the
+    others would be one behind; and the second vote is on a step of which the lighthouse was not asked.
 
-    All groups call the same functions in the same order, and decide alike: an error of one group changes nothing here.
+    All groups call the same functions in the same order, and decide alike: an error of one group changes
+    nothing here.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """One step of one rank: its data, and its states.
 
-``start_quorum`` and each attempt of a replay create a :class:`Step`. The Manager keeps it until the next one begins:
-until then the training loop may query its outcome, and reduce other tensors, such as a loss for the log.
+``start_quorum`` and each attempt of a replay create a :class:`Step`. The Manager keeps it until the next one
+begins: until then the training loop may query its outcome, and reduce other tensors, such as a loss for the
+log.
 """
 
 from __future__ import annotations
@@ -87,12 +88,12 @@ TRANSITIONS: dict[tuple[StepState, Event], StepState] = {
     # This rank's vote: never yes after an error, or before a peer's state is loaded.
     **_each((StepState.TRAINING, StepState.HEALED), Event.YES, StepState.VOTED_YES),
     **_each((StepState.TRAINING, StepState.HEALED, StepState.FAILED), Event.NO, StepState.VOTED_NO),
-    # The group's decision. torchft's own manager server never commits a step that a rank voted against (edge.py checks
-    # this); the decision of another server is followed, as in upstream.
+    # The group's decision. torchft's own manager server never commits a step that a rank voted against
+    # (edge.py checks this); the decision of another server is followed, as in upstream.
     **_each(_VOTED, Event.COMMIT, StepState.COMMITTED),
     **_each(_VOTED, Event.LOSE, StepState.LOST),
-    # A second vote: an unanswered vote is repeated. After a decision the group votes on the next step, in the same
-    # quorum.
+    # A second vote: an unanswered vote is repeated. After a decision the group votes on the next step, in the
+    # same quorum.
     **_each((StepState.VOTED_YES, *_DECIDED), Event.YES, StepState.VOTED_YES),
     **_each((*_VOTED, *_DECIDED), Event.NO, StepState.VOTED_NO),
     # A second quorum request: an undecided step is dropped.
@@ -143,10 +144,11 @@ class Step:
         thread: the training thread.
         healing: whether this group contributes zeros, because it heals.
         error: the first error; None if there is none.
-        deferred: what the training thread has to do when it waits for the quorum, because the user's functions run on
-            no other thread; None: nothing.
+        deferred: what the training thread has to do when it waits for the quorum, because the user's
+            functions run on no other thread; None: nothing.
         sharing: the optimizers that step in it.
-        reads_state: whether the training thread waits for the answer when the step begins, and fills :attr:`served`.
+        reads_state: whether the training thread waits for the answer when the step begins, and fills
+            :attr:`served`.
     """
 
     deferred: Optional[Callable[[], None]] = None
@@ -178,7 +180,9 @@ class Step:
 
     @property
     def outcome(self) -> tuple[int, int, bool, Optional[Exception]]:
-        """How it ended: id of the quorum (-1: none), number of participants, whether it was committed, its error."""
+        """How it ended: id of the quorum (-1: none), number of participants, whether it was committed, its
+        error.
+        """
         quorum_id = -1 if self.plan is None else self.plan.quorum_id
         error = None if self.error is None else self.error.original_exception
         return quorum_id, self.participants, self.state is StepState.COMMITTED, error
@@ -245,9 +249,9 @@ class Step:
             self.collectives.abort()
 
     def abort(self) -> None:
-        """Ends the collectives of a step that has had an error, so that no peer waits for what this rank does not
-        reduce any more: at once, or as soon as it is connected, because an abort must not end the connecting. Does
-        nothing after this rank's vote, since the next step may keep the connection.
+        """Ends the collectives of a step that has had an error, so that no peer waits for what this rank does
+        not reduce any more: at once, or as soon as it is connected, because an abort must not end the
+        connecting. Does nothing after this rank's vote, since the next step may keep the connection.
         """
         with self._lock:
             self._aborts = self.state is StepState.FAILED
@@ -255,8 +259,8 @@ class Step:
             self.collectives.abort()
 
     def vote(self, least: int) -> bool:
-        """Returns this rank's vote. An error that comes later does not change it; if the vote is repeated, this rank
-        then votes no.
+        """Returns this rank's vote. An error that comes later does not change it; if the vote is repeated,
+        this rank then votes no.
 
         Args:
             least: minimum number of participants.
@@ -294,4 +298,8 @@ class Step:
         """The reason why the group did not commit the step."""
         if self.cause is not None:
             return str(self.cause)
-        return "another rank of the group voted against it" if self.refused_by_rank else "too few groups took part"
+        return (
+            "another rank of the group voted against it"
+            if self.refused_by_rank
+            else "too few groups took part"
+        )

@@ -1,4 +1,6 @@
-"""The work that :meth:`torchft.manager.Manager.allreduce` returns: its waits raise no error of a collective."""
+"""The work that :meth:`torchft.manager.Manager.allreduce` returns: its waits raise no error of a
+collective.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ S = TypeVar("S")
 
 
 class _Reported(Protocol):
-    """The object that began a work. A Manager and the collectives of a step have a ``_timeout``; for a stand-in without
-    one it is that of a Manager by default.
+    """The object that began a work. A Manager and the collectives of a step have a ``_timeout``; for a
+    stand-in without one it is that of a Manager by default.
     """
 
     def report_error(self, e: Exception) -> None: ...
@@ -41,9 +43,9 @@ class _ManagedFuture(torch.futures.Future[T]):
     """The future of a :class:`_ManagedWork`: a real ``torch.futures.Future``, so that a communication hook of
     DDP may return it.
 
-    It is completed with the work's value even if the collective failed; the Manager has the error. A wait for it, or
-    for a future of :meth:`then`, is a wait for the work: the process group's future may complete only in that wait, or
-    never.
+    It is completed with the work's value even if the collective failed; the Manager has the error. A wait for
+    it, or for a future of :meth:`then`, is a wait for the work: the process group's future may complete only
+    in that wait, or never.
     """
 
     def __init__(self, managed_work: weakref.ReferenceType[_ManagedWork]) -> None:
@@ -77,12 +79,13 @@ class _ManagedFuture(torch.futures.Future[T]):
 class _ManagedWork(dist._Work):
     """Wraps a collective: reports its failure to the Manager, and finishes its result exactly once.
 
-    Finishing a result, such as dividing a sum, is done by the first thread that waits, or, if the future was requested,
-    when the collective ends. So a caller that only waits does not pay for a callback on the backend's thread.
+    Finishing a result, such as dividing a sum, is done by the first thread that waits, or, if the future was
+    requested, when the collective ends. So a caller that only waits does not pay for a callback on the
+    backend's thread.
 
     Args:
-        manager: gets the error of a failed collective, and has the timeout; named as in upstream. A Manager passes the
-            collectives of its step.
+        manager: gets the error of a failed collective, and has the timeout; named as in upstream. A Manager
+            passes the collectives of its step.
         work: the process group's work.
         value: the future's value; after a failure, with its content at that time.
     """
@@ -96,7 +99,8 @@ class _ManagedWork(dist._Work):
         self._value = value
         self._on_success: Optional[Callable[[], object]] = None
         self._on_end: Optional[Callable[[], object]] = None
-        # Reentrant: a failure aborts the process group, which may complete this work's future in the same call.
+        # Reentrant: a failure aborts the process group, which may complete this work's future in the same
+        # call.
         self._lock = threading.RLock()
         self._succeeded: Optional[bool] = None  # None until it has ended
         self._mark: Optional[DeviceEvent] = (
@@ -123,14 +127,14 @@ class _ManagedWork(dist._Work):
         self._on_end = notice
 
     def belongs_to(self, flights: dict[int, Union[_ManagedWork, DeviceEvent]], number: int) -> None:
-        """Sets the table in which this collective is listed. Its entry is removed when the collective has succeeded, or
-        replaced by a mark when only the device has to finish. Call it before the first wait.
+        """Sets the table in which this collective is listed. Its entry is removed when the collective has
+        succeeded, or replaced by a mark when only the device has to finish. Call it before the first wait.
         """
         self._flights, self._number = flights, number
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Waits until the value is final, which the process group's work decides. On a device, makes the current stream
-        wait for it. Callbacks of a future that was requested have run then.
+        """Waits until the value is final, which the process group's work decides. On a device, makes the
+        current stream wait for it. Callbacks of a future that was requested have run then.
 
         Args:
             timeout: default: the Manager's, which on a device begins at the vote.
@@ -155,7 +159,9 @@ class _ManagedWork(dist._Work):
         return self._end(None)
 
     def _check_future(self) -> None:
-        """Raises the error of a future that has failed, although the wait for the work has not, as in a test double."""
+        """Raises the error of a future that has failed, although the wait for the work has not, as in a test
+        double.
+        """
         future = None
         with contextlib.suppress(Exception):  # it may have no future
             future = self._ending()
@@ -171,15 +177,17 @@ class _ManagedWork(dist._Work):
             return self._ended
 
     def over(self) -> bool:
-        """Whether the collective has ended, with or without an error. On a device: whether the device has finished
-        it.
+        """Whether the collective has ended, with or without an error. On a device: whether the device has
+        finished it.
         """
         if self._succeeded is None:
             return self._work.is_completed()
         return self._mark is None or self._mark.reached()
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until the collective writes nothing any more. Returns False if it may still write after the timeout."""
+        """Waits until the collective writes nothing any more. Returns False if it may still write after the
+        timeout.
+        """
         if self._kind.drains:
             return self._work.drain(timeout)  # type: ignore[attr-defined]
         if self._devices():
@@ -192,15 +200,16 @@ class _ManagedWork(dist._Work):
     def ended(self) -> bool:
         """Whether the backend has ended the collective, so that it occupies no thread.
 
-        After an abort, its waits may end earlier (:meth:`over`), and it may stop writing earlier (:meth:`drain`).
+        After an abort, its waits may end earlier (:meth:`over`), and it may stop writing earlier
+        (:meth:`drain`).
         """
         return bool(self._work.ended() if self._kind.drains else self._work.is_completed())  # type: ignore[attr-defined]
 
     def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
         """Makes the current accelerator stream wait for the value; on a CPU the host waits.
 
-        A work of another project may order streams only. If this work's future was requested, its completion then shows
-        when the value is final.
+        A work of another project may order streams only. If this work's future was requested, its completion
+        then shows when the value is final.
         """
         order = self._kind.order
         if self._future is not None and self._succeeded is None and order is not None and not self._devices():
@@ -250,8 +259,8 @@ class _ManagedWork(dist._Work):
         return future
 
     def _end(self, error: Optional[Exception]) -> bool:
-        """Finishes the value and the future, once. Later calls return the outcome of the first, and order their stream
-        behind it.
+        """Finishes the value and the future, once. Later calls return the outcome of the first, and order
+        their stream behind it.
         """
         with self._lock:
             succeeded = self._outcome(error)
@@ -283,7 +292,9 @@ class _ManagedWork(dist._Work):
             return self._succeeded
 
     def _finish(self) -> Optional[Exception]:
-        """Finishes the value. On a device this is queued behind the collective, and a mark is recorded behind it."""
+        """Finishes the value. On a device this is queued behind the collective, and a mark is recorded behind
+        it.
+        """
         try:
             if self._on_success is not None:
                 self._on_success()
@@ -298,7 +309,7 @@ class _ManagedWork(dist._Work):
 
 
 def managed(manager: _Reported, work: dist._Work, value: object) -> dist._Work:
-    """The work that an allreduce of a Manager returned. That of a stand-in becomes a managed work: it may be any work,
-    and then its waits need a deadline.
+    """The work that an allreduce of a Manager returned. That of a stand-in becomes a managed work: it may be
+    any work, and then its waits need a deadline.
     """
     return work if isinstance(work, (_ManagedWork, _DummyWork)) else _ManagedWork(manager, work, value)

@@ -7,8 +7,8 @@ from typing import Callable
 
 
 class Deadline:
-    """Ends a transfer after a time, or, if other groups wait for it as long as it makes progress, after such a time
-    without any data: a slow network then heals slowly.
+    """Ends a transfer after a time, or, if other groups wait for it as long as it makes progress, after such
+    a time without any data: a slow network then heals slowly.
 
     Args:
         timeout: in seconds
@@ -19,7 +19,9 @@ class Deadline:
         at: the deadline, in seconds of the clock
     """
 
-    def __init__(self, timeout: float, of_progress: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, timeout: float, of_progress: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._timeout = timeout
         self._of_progress = of_progress
         self._clock = clock

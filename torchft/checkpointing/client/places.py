@@ -9,7 +9,15 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set
 import torch
 
 from torchft.checkpointing.client.target import CPU, Homes, TargetState
-from torchft.checkpointing.codec.encoding import Encoded, Path, decode, dtype_name, is_dtensor, show_path, tensor_at
+from torchft.checkpointing.codec.encoding import (
+    Encoded,
+    Path,
+    decode,
+    dtype_name,
+    is_dtensor,
+    show_path,
+    tensor_at,
+)
 from torchft.checkpointing.codec.handshake import Structure
 from torchft.checkpointing.codec.layout import local_part, plain_node, same_memory, tensor_nodes
 from torchft.checkpointing.codec.memory import HostMemory, flat_storage, reserve_for_state
@@ -37,14 +45,20 @@ class Destination:
     """
 
     def __init__(
-        self, structure: Structure, target: Optional[TargetState], what: str, home: Callable[[str], torch.device]
+        self,
+        structure: Structure,
+        target: Optional[TargetState],
+        what: str,
+        home: Callable[[str], torch.device],
     ) -> None:
         self.sizes = structure.sizes
         self._tree = structure.tree
         self._what = what
         self._room: Optional[Reservation] = None
         own = target.own() if target is not None and target.writable else {}
-        self._places = Places(structure.tree, structure.sizes, own, what, target is not None and target.strict)
+        self._places = Places(
+            structure.tree, structure.sizes, own, what, target is not None and target.strict
+        )
         if target is not None:
             devices = _devices(structure)
             # without local tensors this chooses host memory for all
@@ -85,8 +99,8 @@ class Destination:
 class Places:
     """Compares the structure announced by a source with the local state, and finds memory for each region.
 
-    A local tensor under the same path is filled: directly by the transfer if it has a separate region with the same
-    memory layout, else by a copy afterwards. Other tensors are allocated.
+    A local tensor under the same path is filled: directly by the transfer if it has a separate region with
+    the same memory layout, else by a copy afterwards. Other tensors are allocated.
 
     Args:
         tree: the structure that the source announces
@@ -100,16 +114,22 @@ class Places:
         copied: regions of which parts are copied to local tensors
 
     Raises:
-        CheckpointError: with ``strict``, a tensor is announced with another shape or dtype than the local one, or a
-            local tensor is not announced; the message names the first such tensor
+        CheckpointError: with ``strict``, a tensor is announced with another shape or dtype than the local
+            one, or a local tensor is not announced; the message names the first such tensor
     """
 
-    def __init__(self, tree: Any, sizes: List[int], own: Mapping[Path, torch.Tensor], what: str, strict: bool) -> None:
+    def __init__(
+        self, tree: Any, sizes: List[int], own: Mapping[Path, torch.Tensor], what: str, strict: bool
+    ) -> None:
         self._what = what
         self.regions: Dict[int, torch.Tensor] = {}
         self.copied: Set[int] = set()
         announced = dict(tensor_nodes(tree, ())) if own else {}
-        differ = {path: how for path, tensor in own.items() if (how := _difference(tensor, path, announced.get(path)))}
+        differ = {
+            path: how
+            for path, tensor in own.items()
+            if (how := _difference(tensor, path, announced.get(path)))
+        }
         if strict and differ:
             raise CheckpointError(f"{what}: {next(iter(differ.values()))}")
         self._own = {path: tensor for path, tensor in own.items() if path not in differ}
@@ -135,7 +155,9 @@ class Places:
                 self.copied.remove(region)
 
     def decode(self, tree: Any, flats: List[torch.Tensor], trusted: bool = False) -> Any:
-        """Builds the state from the local tensors, which are filled, and regions of memory; see `encoding.decode`."""
+        """Builds the state from the local tensors, which are filled, and regions of memory; see
+        `encoding.decode`.
+        """
 
         def replace(path: Path, node: List[Any]) -> Optional[torch.Tensor]:
             tensor = self._own.get(path)
@@ -175,7 +197,9 @@ def device_like(what: str, device: str) -> torch.device:
     kind = device.partition(":")[0]
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if here is None or here.type != kind:
-        raise CheckpointError(f"{what}: the source has tensors on {device}, this process has no device of that kind")
+        raise CheckpointError(
+            f"{what}: the source has tensors on {device}, this process has no device of that kind"
+        )
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
@@ -196,7 +220,10 @@ def _devices(structure: Structure) -> Dict[Path, str]:
 def _difference(tensor: torch.Tensor, path: Path, node: Optional[List[Any]]) -> Optional[str]:
     """The reason why a local tensor cannot be filled with the announced one."""
     if node is None:
-        return f"it has no tensor {show_path(path)}, and the state of this group has; do all groups run the same model?"
+        return (
+            f"it has no tensor {show_path(path)}, and the state of this group has; "
+            "do all groups run the same model?"
+        )
     if (node[0] == "D") != is_dtensor(tensor):
         return f"{show_path(path)} is a DTensor on one side only"
     local = local_part(tensor)

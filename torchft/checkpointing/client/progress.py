@@ -23,7 +23,9 @@ _watchers = threading.local()
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Transfers that this thread begins in the block call ``watcher(received, total)``, in bytes, twice a second."""
+    """Transfers that this thread begins in the block call ``watcher(received, total)``, in bytes, twice a
+    second.
+    """
     before = getattr(_watchers, "watcher", None)
     _watchers.watcher = watcher
     try:

@@ -24,7 +24,8 @@ from torchft.checkpointing.transport import AdditionalSource, CheckpointError, I
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-Memory = Callable[[Any, int], torch.Tensor]  # given a part's value and bytes, returns host memory as a flat tensor
+# Given a part's value and bytes, returns host memory as a flat tensor.
+Memory = Callable[[Any, int], torch.Tensor]
 
 
 class Receiver:
@@ -87,7 +88,9 @@ class Receiver:
         return self._transfer.received if self._transfer else 0
 
     def _fetch(self, answer: Answer, progress: TransferProgress) -> Destination:
-        """Fills memory with the state. An interrupted transfer continues if the source still offers the same bytes."""
+        """Fills memory with the state. An interrupted transfer continues if the source still offers the same
+        bytes.
+        """
         ticket, structure = answer.handshake(self._request.what)
         if self._transfer is None or self._transfer.session != ticket.session:
             self.close()
@@ -118,7 +121,10 @@ def receive_part(request: Request, checked: bool, memory: Memory) -> StatePart:
             ticket, structure = answer.handshake(what)
             into = memory(structure.tree, sum(structure.sizes))
             if into.numel():
-                transfer, progress = Transfer(ticket, [into], into, checked, request), TransferProgress(what, logger)
+                transfer, progress = (
+                    Transfer(ticket, [into], into, checked, request),
+                    TransferProgress(what, logger),
+                )
                 with closing(progress), closing(transfer):
                     transfer.run(answer, ticket, progress)
             else:

@@ -61,7 +61,9 @@ class Busy(Interrupted):
 
 
 class Abandon:
-    """Aborts a transfer from another thread: a failed source may keep its connections open and send nothing."""
+    """Aborts a transfer from another thread: a failed source may keep its connections open and send
+    nothing.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,7 +100,8 @@ class Answer:
     sock: _DeadlineSocket
     body: Optional[io.BufferedReader] = None
     length: Optional[int] = None
-    control: Optional[io.BufferedIOBase] = None  # the open connection, if the source agreed to the native data plane
+    # The open connection, if the source agreed to the native data plane.
+    control: Optional[io.BufferedIOBase] = None
 
     def handshake(self, what: str) -> Tuple[Ticket, Structure]:
         """Reads the two frames of the handshake."""
@@ -110,7 +113,9 @@ class Answer:
         return host_port(str(self.sock.getpeername()[0]), ticket.port)
 
     def done(self, deadline: Deadline) -> None:
-        """Reports to the source that the transfer is complete. The end of the connection has the same effect."""
+        """Reports to the source that the transfer is complete. The end of the connection has the same
+        effect.
+        """
         self.sock.deadline = deadline.at
         try:
             self.sock.sendall(DONE)
@@ -213,7 +218,9 @@ def _connect(hosts: Sequence[str], port: int, deadline: float) -> socket.socket:
         left = max(0.001, deadline - time.monotonic())
         last = i + 1 == len(hosts)
         try:
-            return socket.create_connection((host, port), timeout=left if last else min(left, _NEXT_HOST_AFTER))
+            return socket.create_connection(
+                (host, port), timeout=left if last else min(left, _NEXT_HOST_AFTER)
+            )
         except OSError as error:
             if last:
                 raise

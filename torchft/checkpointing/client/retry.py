@@ -1,7 +1,7 @@
 """Decides when a target retries a request for a checkpoint, in either format. Pure.
 
-The native core reconnects its data connections by itself (go/heal/retry.go). If it cannot, the target asks the source
-here for a new ticket. A stream of the upstream format starts again from the beginning.
+The native core reconnects its data connections by itself (go/heal/retry.go). If it cannot, the target asks
+the source here for a new ticket. A stream of the upstream format starts again from the beginning.
 """
 
 from __future__ import annotations

@@ -32,7 +32,11 @@ class AdditionalSources:
     """
 
     def __init__(
-        self, transfer: Transfer, sizes: List[int], additional_sources: Sequence[AdditionalSource], request: Request
+        self,
+        transfer: Transfer,
+        sizes: List[int],
+        additional_sources: Sequence[AdditionalSource],
+        request: Request,
     ) -> None:
         self._transfer = transfer
         self._sizes = sizes
@@ -53,8 +57,8 @@ class AdditionalSources:
         self._over.set()
         for abandon in self._abandons:
             abandon.because(CheckpointError("the transfer has ended"))
-        # Threads without a connection end by themselves and do nothing more; they are not waited for, because the
-        # group that they ask may have failed.
+        # Threads without a connection end by themselves and do nothing more; they are not waited for, because
+        # the group that they ask may have failed.
         for thread, abandon in zip(self._threads, self._abandons):
             if abandon.reached:
                 thread.join(_SOURCE_END)
@@ -76,7 +80,9 @@ class AdditionalSources:
                 if self._over.is_set():
                     return
                 if structure.sizes != self._sizes:
-                    logger.info("%s: its state has another structure than the assigned source's", request.what)
+                    logger.info(
+                        "%s: its state has another structure than the assigned source's", request.what
+                    )
                     return
                 self._transfer.help(answer, ticket)
                 while (left := deadline.left) > 0 and not self._over.wait(left):

@@ -25,13 +25,15 @@ class TargetState:
 
     Args:
         read: returns the group's state, with the structure of the received one
-        writable: whether its tensors may be written during the transfer, because nothing reads them and they are not
-            needed if the transfer fails. Otherwise received tensors stay in host memory until `settle`.
-        waited_for: whether the other groups wait for this transfer as long as data arrives. Its timeout is then one
-            without any data, and not of the whole transfer.
-        has: returns a storage by its name, if the group has all that the source names: these are not received. The
-            KeyError that it raises for another name ends the transfer.
-        strict: whether a received state must have the same tensors, in shape and dtype; it is refused otherwise
+        writable: whether its tensors may be written during the transfer, because nothing reads them and they
+            are not needed if the transfer fails. Otherwise received tensors stay in host memory until
+            `settle`.
+        waited_for: whether the other groups wait for this transfer as long as data arrives. Its timeout is
+            then one without any data, and not of the whole transfer.
+        has: returns a storage by its name, if the group has all that the source names: these are not
+            received. The KeyError that it raises for another name ends the transfer.
+        strict: whether a received state must have the same tensors, in shape and dtype; it is refused
+            otherwise
     """
 
     def __init__(
@@ -51,19 +53,23 @@ class TargetState:
         self.devices: Dict[Path, str] = {}
 
     def own(self) -> Dict[Path, torch.Tensor]:
-        """The local tensors by path. Empty if the group's state cannot be read: the heal then uses new tensors."""
+        """The local tensors by path. Empty if the group's state cannot be read: the heal then uses new
+        tensors.
+        """
         try:
             return tensors_by_path(self._read())
         except Exception as error:
             if self.strict:
                 raise
-            logger.warning("this group's own state cannot be read, so the peer's is received in new memory: %r", error)
+            logger.warning(
+                "this group's own state cannot be read, so the peer's is received in new memory: %r", error
+            )
             return {}
 
     def settle(self, state: Any, timeout: float = math.inf) -> Any:
-        """Copies a received state from host memory to the devices: into local tensors with the same shape and dtype,
-        else into new ones. Call it on the training thread while nothing else reads the tensors. The devices have the
-        state when it returns.
+        """Copies a received state from host memory to the devices: into local tensors with the same shape and
+        dtype, else into new ones. Call it on the training thread while nothing else reads the tensors. The
+        devices have the state when it returns.
 
         Args:
             state: the received state
@@ -99,9 +105,9 @@ class TargetState:
 class Homes:
     """Chooses the device for a tensor that a group does not have yet.
 
-    Device indices of the source have no meaning here. For a tensor on device D of the source, the chosen device is the
-    one that holds most of this group's counterparts of the source's tensors on D. Only devices that the group's own
-    tensors use are chosen.
+    Device indices of the source have no meaning here. For a tensor on device D of the source, the chosen
+    device is the one that holds most of this group's counterparts of the source's tensors on D. Only devices
+    that the group's own tensors use are chosen.
 
     Args:
         own: the group's tensors
@@ -115,7 +121,9 @@ class Homes:
             self._counts.setdefault(devices[path], Counter())[own[path].device] += 1
 
     def of(self, device: str) -> torch.device:
-        """The local device for a tensor that the source has on this device; host memory if that is not known."""
+        """The local device for a tensor that the source has on this device; host memory if that is not
+        known.
+        """
         if device == "cpu":
             return CPU
         if device in self._counts:
@@ -138,7 +146,9 @@ class _Uploads(ExitStack):
             return
         uploads = self._by_device.get(target.device)
         if uploads is None:
-            uploads = self._by_device[target.device] = self.enter_context(Uploads(target.device, self._timeout))
+            uploads = self._by_device[target.device] = self.enter_context(
+                Uploads(target.device, self._timeout)
+            )
         uploads.copy(target, source)
 
 

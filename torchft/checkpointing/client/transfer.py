@@ -42,9 +42,13 @@ class Transfer:
         self.session = ticket.session
         self._request = request
         self._landing = Landing(regions, ticket.block_size, request.what)
-        pairs = [(ON_DEVICE if is_staged(region) else region.data_ptr(), region.numel()) for region in regions]
+        pairs = [
+            (ON_DEVICE if is_staged(region) else region.data_ptr(), region.numel()) for region in regions
+        ]
         kept = [keep, self._landing]
-        self._fetch = NativeFetch(pairs, kept, ticket.block_size, checked, stall=10.0, window=self._landing.window)
+        self._fetch = NativeFetch(
+            pairs, kept, ticket.block_size, checked, stall=10.0, window=self._landing.window
+        )
         self._landing.begin(self._fetch)
 
     def run(self, answer: Answer, ticket: Ticket, progress: TransferProgress) -> Status:

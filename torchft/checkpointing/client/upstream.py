@@ -1,4 +1,6 @@
-"""Receives a state in the upstream format: one stream, or several that each carry a part of the state's leaves."""
+"""Receives a state in the upstream format: one stream, or several that each carry a part of the state's
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ class _Streams:
         self._what = what
         self._progress = progress
         self._in_host_memory = in_host_memory
-        self._devices: Dict[int, str] = {}  # the source's devices of storages, by the address of their memory here
+        # The source's devices of storages, by the address of their memory here.
+        self._devices: Dict[int, str] = {}
 
     def read(self, request: Request, answer: Answer) -> Any:
         assert answer.body is not None
@@ -100,7 +103,9 @@ def _receive_chunks(request: Request, spec: object, n: int, streams: _Streams) -
     if not isinstance(spec, pytree.TreeSpec):
         raise CheckpointError(f"{what}: its metadata is a {type(spec)}")
     threads = min(n, _MAX_STREAMS)
-    with ThreadPoolExecutor(threads, "torchft-fetch", initializer=use_device, initargs=(current_device(),)) as pool:
+    with ThreadPoolExecutor(
+        threads, "torchft-fetch", initializer=use_device, initargs=(current_device(),)
+    ) as pool:
         chunks = list(pool.map(streams.fetch, [replace(request, key=str(i)) for i in range(n)]))
     total = spec.num_leaves
     for i, chunk in enumerate(chunks):
@@ -108,7 +113,8 @@ def _receive_chunks(request: Request, spec: object, n: int, streams: _Streams) -
         if not isinstance(chunk, list) or len(chunk) != expected:
             got = len(chunk) if isinstance(chunk, list) else type(chunk)
             raise CheckpointError(
-                f"{what}: chunk {i} of {n} holds {got} values instead of {expected}; num_chunks must be the same in "
+                f"{what}: chunk {i} of {n} holds {got} values instead of {expected}; num_chunks must be the "
+                "same in "
                 "every replica group"
             )
     return pytree.tree_unflatten([chunks[i % n][i // n] for i in range(total)], spec)

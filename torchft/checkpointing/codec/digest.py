@@ -1,19 +1,22 @@
-"""Digests of tensors, 64 bits each, computed on the tensor's device without copying it and without blocking the host.
+"""Digests of tensors, 64 bits each, computed on the tensor's device without copying it and without blocking
+the host.
 
-The bytes of a tensor are read as 32-bit words, in the order of memory. The digest of a chunk of 2**15 words is the sum
-of ``word[i] * weight[i]`` modulo 2**64. The digest of a tensor of several chunks is the sum of ``chunk[c] * weight[c]``
-over the chunks' digests. The weights are odd 64-bit numbers, pseudo-random and the same in every process.
+The bytes of a tensor are read as 32-bit words, in the order of memory. The digest of a chunk of 2**15 words
+is the sum of ``word[i] * weight[i]`` modulo 2**64. The digest of a tensor of several chunks is the sum of
+``chunk[c] * weight[c]`` over the chunks' digests. The weights are odd 64-bit numbers, pseudo-random and the
+same in every process.
 
 What it finds:
 
-- *Each change within one word*, in particular each single flipped bit. If the word changes by d with
-  0 < abs(d) < 2**32, the chunk's digest changes by ``d * weight`` modulo 2**64. That product is 0 only if d is 0,
-  because an odd number has an inverse modulo 2**64. For the same reason the change of one chunk changes the digest of
-  the tensor.
-- *Changes of several words*, except with a probability of at most 2**-32. The largest power of 2 that divides all their
-  differences is at most 2**31, so the weighted sum of the differences is 0 modulo 2**64 for at most one in 2**32 of the
-  possible weights.
-- No attack: it is easy to construct two tensors with the same digest. Digests are meant for faults of hardware.
+- *Each change within one word*, in particular each single flipped bit. If the word changes by d with 0 <
+  abs(d) < 2**32, the chunk's digest changes by ``d * weight`` modulo 2**64. That product is 0 only if d is 0,
+  because an odd number has an inverse modulo 2**64. For the same reason the change of one chunk changes the
+  digest of the tensor.
+- *Changes of several words*, except with a probability of at most 2**-32. The largest power of 2 that divides
+  all their differences is at most 2**31, so the weighted sum of the differences is 0 modulo 2**64 for at most
+  one in 2**32 of the possible weights.
+- No attack: it is easy to construct two tensors with the same digest. Digests are meant for faults of
+  hardware.
 
 Length, dtype, shape and strides do not enter the digest, so compare only tensors with the same layout.
 """
@@ -52,7 +55,8 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor, begin: int = 0, end: Optional[int] = None) -> torch.Tensor:
-    """The digest of a tensor, or of its bytes from ``begin`` to ``end``, as an int64 tensor without dimensions.
+    """The digest of a tensor, or of its bytes from ``begin`` to ``end``, as an int64 tensor without
+    dimensions.
 
     It is computed on the tensor's device, on the current stream; every device computes the same number.
 
@@ -99,7 +103,9 @@ def digest_all(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _words(memory: torch.Tensor) -> torch.Tensor:
-    """The 32-bit words of some bytes, the last word padded with zeros. Copies only if padded or not aligned."""
+    """The 32-bit words of some bytes, the last word padded with zeros. Copies only if padded or not
+    aligned.
+    """
     if rest := memory.numel() % _WORD:
         memory = torch.cat([memory, memory.new_zeros(_WORD - rest)])
     elif memory.storage_offset() % _WORD:
@@ -108,7 +114,9 @@ def _words(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _on_device(words: torch.Tensor) -> list[torch.Tensor]:
-    """The digests of all whole chunks as one tensor, computed by few kernels, and the digest of the remaining words."""
+    """The digests of all whole chunks as one tensor, computed by few kernels, and the digest of the remaining
+    words.
+    """
     weights = _weights(words.device)
     whole = words.numel() // _CHUNK * _CHUNK
     sums = []

@@ -1,16 +1,20 @@
-"""Encodes as JSON what turns a local tensor into a DTensor: mesh, placements, and the shape of the whole tensor.
+"""Encodes as JSON what turns a local tensor into a DTensor: mesh, placements, and the shape of the whole
+tensor.
 
-    ["spec", mesh, [placement, ...], [shape, strides, dtype] or null, [[tensor dim, [mesh dim, ...]], ...] or null]
+    ["spec", mesh, [placement, ...], [shape, strides, dtype] or null, [[tensor dim, [mesh dim, ...]], ...] or
+    null]
     mesh       [device type, nested ranks, [name, ...] or null, groups, [name, ...] or null]
     groups     names of the process groups by dimension, or null; in PyTorch 2.7 [tag, [rank, ...], name]
     placement  ["S", dim], ["SS", dim, split factor], ["R"], ["+", reduction]
 
-A submesh (``mesh["tp"]``) is described by its root mesh and the names of its dimensions (the last item of a mesh),
-because PyTorch counts it as equal only to a submesh of the same root. Process groups are found by their names, which
-are equal in all replica groups that run the same program. Neither encoding nor decoding communicates.
+A submesh (``mesh["tp"]``) is described by its root mesh and the names of its dimensions (the last item of a
+mesh), because PyTorch counts it as equal only to a submesh of the same root. Process groups are found by
+their names, which are equal in all replica groups that run the same program. Neither encoding nor decoding
+communicates.
 
-This module uses private names of PyTorch, which differ between releases. So the encoder decodes its result at once and
-compares: if the two differ, or a placement has another type, `encode` returns None and the caller falls back.
+This module uses private names of PyTorch, which differ between releases. So the encoder decodes its result at
+once and compares: if the two differ, or a placement has another type, `encode` returns None and the caller
+falls back.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ class SpecEncoder:
                 "spec",
                 self._meshes[id(spec.mesh)][1],
                 [_placement(p) for p in spec.placements],
-                None if meta is None else [list(meta.shape), list(meta.stride), str(meta.dtype).removeprefix("torch.")],
+                None
+                if meta is None
+                else [list(meta.shape), list(meta.stride), str(meta.dtype).removeprefix("torch.")],
                 None if order is None else [[entry.tensor_dim, list(entry.mesh_dims)] for entry in order],
             ]
             return node if self._decoder.decode(node) == spec else None
@@ -57,7 +63,9 @@ def _mesh(mesh: Any) -> List[Any]:
     names = root.mesh_dim_names
     groups = next((getattr(root, name) for name in _GROUPS if hasattr(root, name)), None)
     if groups is not None:
-        groups = [group if isinstance(group, str) else [group[0], [*iter(group[1])], group[2]] for group in groups]
+        groups = [
+            group if isinstance(group, str) else [group[0], [*iter(group[1])], group[2]] for group in groups
+        ]
     return [root.device_type, root.mesh.tolist(), None if names is None else list(names), groups, cut]
 
 
@@ -83,7 +91,9 @@ def _kinds() -> Dict[str, Tuple[type, Tuple[str, ...], type]]:
 
 
 def _placement(placement: Any) -> List[Any]:
-    tag, fields = next((tag, fields) for tag, (kind, fields, _) in _kinds().items() if kind is type(placement))
+    tag, fields = next(
+        (tag, fields) for tag, (kind, fields, _) in _kinds().items() if kind is type(placement)
+    )
     return [tag, *(getattr(placement, field) for field in fields)]
 
 
@@ -97,7 +107,8 @@ class SpecDecoder:
         """A `DTensorSpec`.
 
         Raises:
-            ValueError, TypeError, ...: the description is malformed, or torch.distributed is not initialized here.
+            ValueError, TypeError, ...: the description is malformed, or torch.distributed is not initialized
+                here.
         """
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 

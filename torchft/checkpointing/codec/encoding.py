@@ -1,8 +1,8 @@
 """The safe encoding of a state: its structure and plain values as JSON, its tensors as regions of memory.
 
-Plain scalars are JSON values. Everything else is a list whose first item is its kind, so that the reader looks up no
-names. Values of other types are sent as a pickle, which PyTorch's restricted unpickler reads with its own list of
-allowed types and the user's.
+Plain scalars are JSON values. Everything else is a list whose first item is its kind, so that the reader
+looks up no names. Values of other types are sent as a pickle, which PyTorch's restricted unpickler reads with
+its own list of allowed types and the user's.
 
 | item | value |
 |---|---|
@@ -49,7 +49,8 @@ class Encoded:
         state: the state
 
     Raises:
-        Unsendable: the state refers to itself, or contains an object that cannot be pickled or a tensor without data
+        Unsendable: the state refers to itself, or contains an object that cannot be pickled or a tensor
+            without data
     """
 
     def __init__(self, state: object) -> None:
@@ -97,7 +98,9 @@ class Encoded:
 
     def _encode_tensor(self, tensor: torch.Tensor, path: Path) -> Any:
         if tensor.is_meta:
-            raise Unsendable(f"{show_path(path)} is on the meta device: it has no data to send; materialize it first")
+            raise Unsendable(
+                f"{show_path(path)} is on the meta device: it has no data to send; materialize it first"
+            )
         flags = _REQUIRES_GRAD * tensor.requires_grad + _PARAMETER * isinstance(tensor, torch.nn.Parameter)
         if is_dtensor(tensor):
             local = self._encode_tensor(tensor._local_tensor.detach(), path)  # type: ignore[attr-defined]
@@ -128,10 +131,16 @@ class Encoded:
             pickled = pickle_object(value)
         except Exception as error:
             raise Unsendable(
-                f"{show_path(path)}, a {_type_name(type(value))}, cannot be sent: {type(error).__name__}: {error}; "
+                f"{show_path(path)}, a {_type_name(type(value))}, cannot be sent: {type(error).__name__}: "
+                f"{error}; "
                 "keep it out of the state dict"
             ) from error
-        return ["P", _text(pickled.prefix), [self._region(s) for s in pickled.storages], _type_name(type(value))]
+        return [
+            "P",
+            _text(pickled.prefix),
+            [self._region(s) for s in pickled.storages],
+            _type_name(type(value)),
+        ]
 
 
 _SEQUENCES: Dict[type, str] = {list: "l", tuple: "t", torch.Size: "s"}
@@ -165,7 +174,9 @@ def decode(
     except RecursionError:
         raise CheckpointError(f"{what} is nested too deeply") from None
     except Exception as error:
-        raise CheckpointError(f"{what}: its structure is malformed: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{what}: its structure is malformed: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Decoder:
@@ -198,7 +209,9 @@ class _Decoder:
     def _tensor(self, path: Path, node: List[Any]) -> torch.Tensor:
         _, region, _, _, _, _, flags = node
         tensor = self._replace(path, node)
-        return tensor if tensor is not None else with_flags(tensor_at(self._flats[_index(region)], node), flags)
+        return (
+            tensor if tensor is not None else with_flags(tensor_at(self._flats[_index(region)], node), flags)
+        )
 
     def _dtensor(self, path: Path, node: List[Any]) -> torch.Tensor:
         _, local, spec, flags = node
@@ -233,16 +246,21 @@ def tensor_at(flat: torch.Tensor, node: List[Any]) -> torch.Tensor:
     """The tensor that a `T` item describes, in the memory of its region."""
     _, _, dtype_name, offset, shape, strides, _ = node
     dtype = dtype_of(dtype_name)
-    if dtype_name.startswith("q"):  # qint8, quint4x2, ...: is_plain rejects these, because they also have a quantizer
+    # Qint8, quint4x2, ...: is_plain rejects these, because they also have a quantizer.
+    if dtype_name.startswith("q"):
         raise ValueError(f"a tensor of dtype {dtype_name!r} is more than its memory")
     numbers = [offset, *shape, *strides]
     if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"a tensor of shape {shape} with strides {strides} at {offset}")
     # Checked here, because set_ would enlarge a storage that is too small.
-    end = offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1 if 0 not in shape else 0
+    end = (
+        offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1 if 0 not in shape else 0
+    )
     if end * dtype.itemsize > flat.numel():
         raise ValueError(f"a tensor that ends at byte {end * dtype.itemsize} of {flat.numel()}")
-    return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, shape, strides)
+    return torch.empty(0, dtype=dtype, device=flat.device).set_(
+        flat.untyped_storage(), offset, shape, strides
+    )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -1,9 +1,11 @@
-"""The handshake by which two transports agree on the native data plane, within an HTTP request for a checkpoint.
+"""The handshake by which two transports agree on the native data plane, within an HTTP request for a
+checkpoint.
 
-The target's request has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends its stream. A
-source of torchft answers with status 101 and two frames of JSON: a ticket, with the port and the secret of the data
-connections, and the state's structure. The data is then sent on separate connections, while this one stays open: the
-target writes `done` on it when it has everything, and each side notices if the other ends.
+The target's request has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends its
+stream. A source of torchft answers with status 101 and two frames of JSON: a ticket, with the port and the
+secret of the data connections, and the state's structure. The data is then sent on separate connections,
+while this one stays open: the target writes `done` on it when it has everything, and each side notices if the
+other ends.
 
 A frame begins with magic bytes, its length and the CRC32 of its body, so that a damaged frame is detected.
 """
@@ -50,26 +52,31 @@ class Ticket:
     def parse(cls, raw: bytes, what: str) -> Ticket:
         fields = _json(raw, what)
         kinds = {"port": int, "secret": str, "session": str, "block_size": int}
-        if not isinstance(fields, dict) or any(type(fields.get(name)) is not kind for name, kind in kinds.items()):
+        if not isinstance(fields, dict) or any(
+            type(fields.get(name)) is not kind for name, kind in kinds.items()
+        ):
             raise CheckpointError(f"{what}: no ticket but {raw[:200]!r}")
         if not 0 < fields["port"] < 1 << 16:
             raise CheckpointError(f"{what}: port {fields['port']}")
         if not 0 < fields["block_size"] <= _MAX_BLOCK:
-            raise CheckpointError(f"{what}: blocks of {fields['block_size']} bytes, allowed are 1 to {_MAX_BLOCK}")
+            raise CheckpointError(
+                f"{what}: blocks of {fields['block_size']} bytes, allowed are 1 to {_MAX_BLOCK}"
+            )
         if not _SECRET.fullmatch(fields["secret"]):
             raise CheckpointError(f"{what}: the secret in its ticket is malformed")
         return cls(**{name: fields[name] for name in kinds})  # ignores fields of later versions
 
 
-# The name of a storage that source and target both have: number of a parameter, and key of its optimizer state.
+# The name of a storage that source and target both have: number of a parameter, and key of its optimizer
+# state.
 Name = Tuple[int, str]
 
 
 def pack_structure(
     sizes: List[int], structure: bytes, devices: Mapping[int, str] = {}, named: Mapping[int, Name] = {}
 ) -> bytes:
-    """Encodes the second frame: the sizes of the regions in bytes, the devices of the regions that are not on the CPU,
-    the names of those that are not sent, and the encoded structure.
+    """Encodes the second frame: the sizes of the regions in bytes, the devices of the regions that are not on
+    the CPU, the names of those that are not sent, and the encoded structure.
     """
     where = b',"devices":' + json.dumps(devices).encode() if devices else b""
     where += b',"named":' + json.dumps(named).encode() if named else b""
@@ -88,7 +95,11 @@ class Structure(NamedTuple):
 def parse_structure(raw: bytes, what: str) -> Structure:
     fields: Dict[str, Any] = _json(raw, what)
     sizes = fields.get("sizes") if isinstance(fields, dict) else None
-    if not isinstance(sizes, list) or "tree" not in fields or not all(type(n) is int and n >= 0 for n in sizes):
+    if (
+        not isinstance(sizes, list)
+        or "tree" not in fields
+        or not all(type(n) is int and n >= 0 for n in sizes)
+    ):
         raise CheckpointError(f"{what}: no structure")
     if sum(sizes) >= _MAX_STATE:
         raise CheckpointError(f"{what}: no memory for a state of {sum(sizes)} bytes")
@@ -141,4 +152,6 @@ def _json(raw: bytes, what: str) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what}: its structure cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{what}: its structure cannot be read: {type(error).__name__}: {error}"
+        ) from error

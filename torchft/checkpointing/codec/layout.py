@@ -47,7 +47,9 @@ def plain_node(node: List[Any]) -> List[Any]:
 
 
 def _show_key(key: Any) -> str:
-    """Formats a key as `decode` does in a path; a key that `decode` rejects gets a name that no tensor has."""
+    """Formats a key as `decode` does in a path; a key that `decode` rejects gets a name that no tensor
+    has.
+    """
     if not isinstance(key, list):
         return repr(key)
     try:

@@ -30,10 +30,12 @@ _REPORTING = 5  # the bit VIRTIO_BALLOON_F_REPORTING of the balloon's features (
 
 @lru_cache(maxsize=1)
 def huge_pages() -> Optional[int]:
-    """The advice to the kernel about huge pages: to use them, or not where they are slower; None where there are none.
+    """The advice to the kernel about huge pages: to use them, or not where they are slower; None where there
+    are none.
 
-    They are slower in a virtual machine whose host takes back free memory (virtio-balloon with the feature "free page
-    reporting"): it supplies a block of 2 MB again at 0.4 GB/s when it is used (docs/benchmarks.md).
+    They are slower in a virtual machine whose host takes back free memory (virtio-balloon with the feature
+    "free page reporting"): it supplies a block of 2 MB again at 0.4 GB/s when it is used
+    (docs/benchmarks.md).
     """
     for features in glob(_BALLOONS):
         with suppress(OSError):
@@ -45,9 +47,9 @@ def huge_pages() -> Optional[int]:
 class HostMemory:
     """Memory for received tensors: in huge pages, where they are faster.
 
-    The first use of memory in pages of 4 KB takes longer than copying the received bytes there; in pages of 2 MB
-    it mostly does not (`huge_pages`). Consecutive tensors share an area, since most are smaller than such a page. An
-    area is returned to the system with the last of its tensors.
+    The first use of memory in pages of 4 KB takes longer than copying the received bytes there; in pages of 2
+    MB it mostly does not (`huge_pages`). Consecutive tensors share an area, since most are smaller than such
+    a page. An area is returned to the system with the last of its tensors.
     """
 
     def __init__(self) -> None:
@@ -65,7 +67,8 @@ class HostMemory:
             self._prepared.setdefault(tensor.nbytes, []).append(tensor)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Allocates a flat tensor of zero bytes, with a separate storage. A page is filled when it is first used.
+        """Allocates a flat tensor of zero bytes, with a separate storage. A page is filled when it is first
+        used.
 
         Raises:
             RuntimeError, MemoryError: there is not enough memory
@@ -103,7 +106,11 @@ def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemor
         CheckpointError: there is not enough memory, or no such device
     """
     try:
-        return memory.take(nbytes) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return (
+            memory.take(nbytes)
+            if device.type == "cpu"
+            else torch.empty(nbytes, dtype=torch.uint8, device=device)
+        )
     # AssertionError: PyTorch was built without support for the device
     except (RuntimeError, MemoryError, AssertionError) as error:
         where = "" if device.type == "cpu" else f" on {device}: {error}"
@@ -140,8 +147,10 @@ def reserve_for_state(nbytes: int, what: str) -> Reservation:
         return reserve(nbytes)
     except NoRoom as error:
         raise CheckpointError(
-            f"{what}: {nbytes} bytes of it are on a device at the source, and this host has {error.free} free for them "
-            "that no other rank has reserved; with use_async_quorum=False they are received in place where another "
+            f"{what}: {nbytes} bytes of it are on a device at the source, and this host has {error.free} "
+            "free for them "
+            "that no other rank has reserved; with use_async_quorum=False they are received in place where "
+            "another "
             "group has them too"
         ) from None
 

@@ -1,8 +1,8 @@
 """The request for a state: `GET /checkpoint/{step}/{key}`, at the address that the source has announced.
 
-This address is the source's metadata. With one host it is `http://{host}:{port}/checkpoint/`, as in upstream. Further
-ones are a part of the path, `http://{host}:{port}/checkpoint/also={host},{host}/`: an upstream peer appends its request
-to that path and uses the first address; our server ignores that part.
+This address is the source's metadata. With one host it is `http://{host}:{port}/checkpoint/`, as in upstream.
+Further ones are a part of the path, `http://{host}:{port}/checkpoint/also={host},{host}/`: an upstream peer
+appends its request to that path and uses the first address; our server ignores that part.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Admission of large allocations of host memory, by host.
 
-Eight ranks of a host that look at the free memory at the same moment see the same bytes. So a rank reserves what it is
-about to allocate, under a lock of the host, and the reservations of others are no free memory. A reservation ends when
-its memory is in use, and so is not free any more, or is not needed.
+Eight ranks of a host that look at the free memory at the same moment see the same bytes. So a rank reserves
+what it is about to allocate, under a lock of the host, and the reservations of others are no free memory. A
+reservation ends when its memory is in use, and so is not free any more, or is not needed.
 
-A reservation is a file of its size; no bytes are written. Its process holds a POSIX lock on the file, which the kernel
-releases with the process and does not pass on to its children: a file that another process can lock is removed.
+A reservation is a file of its size; no bytes are written. Its process holds a POSIX lock on the file, which
+the kernel releases with the process and does not pass on to its children: a file that another process can
+lock is removed.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Reservation:
         nbytes: number of bytes
     """
 
-    # Of this process, including those that its parent had when it was forked. Closing a file of one's own would release
-    # the lock on it.
+    # Of this process, including those that its parent had when it was forked. Closing a file of one's own
+    # would release the lock on it.
     own: ClassVar[set[str]] = set()
 
     def __init__(self, path: Optional[Path] = None, nbytes: int = 0) -> None:
@@ -122,7 +123,9 @@ def _locked() -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise TimeoutError(f"{folder}/lock: timed out, not released within {_LOCK_SEC} s") from None
+                    raise TimeoutError(
+                        f"{folder}/lock: timed out, not released within {_LOCK_SEC} s"
+                    ) from None
                 time.sleep(_PAUSE_SEC)
         yield
     finally:

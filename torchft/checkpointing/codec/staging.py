@@ -1,5 +1,5 @@
-"""Moves device memory to or from the network, or other host memory, through two blocks of host memory: one is filled
-while the other is emptied.
+"""Moves device memory to or from the network, or other host memory, through two blocks of host memory: one is
+filled while the other is emptied.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 from torchft.utils import free_stream, poll
 
 BLOCK = 32 << 20  # bytes; holds several of the blocks that are sent over the network
-_KEPT = 4  # blocks per device type kept for the next reader: page-locked memory is slow to allocate, and scarce
+# Blocks per device type kept for the next reader: page-locked memory is slow to allocate, and scarce.
+_KEPT = 4
 
 Wait = Callable[[], None]
 
 
 class StreamCopies:
-    """Copies from and to one device on a separate stream, in the order in which they are queued, and behind the work
-    that was queued on the device before. For CUDA and backends with the same interface.
+    """Copies from and to one device on a separate stream, in the order in which they are queued, and behind
+    the work that was queued on the device before. For CUDA and backends with the same interface.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,7 +48,9 @@ class StreamCopies:
 def copies_for(kind: str) -> Optional[Type[StreamCopies]]:
     """Returns the class of copies for a device type, such as "cuda"; None for a type that is not tested."""
     # an accelerator that registers itself has CUDA's interface
-    registered = kind == torch._C._get_privateuse1_backend_name() and hasattr(getattr(torch, kind, None), "Stream")
+    registered = kind == torch._C._get_privateuse1_backend_name() and hasattr(
+        getattr(torch, kind, None), "Stream"
+    )
     return StreamCopies if registered or kind in ("cuda", "xpu") else None
 
 
@@ -103,8 +106,8 @@ class Staged:
             wait_for()
 
     def read(self, start: int) -> Generator[torch.Tensor, None, None]:
-        """Yields the bytes from an offset on, in blocks. A block is valid until the next one is requested. Ends early
-        after `close`.
+        """Yields the bytes from an offset on, in blocks. A block is valid until the next one is requested.
+        Ends early after `close`.
         """
         turn = 0
         with two_blocks(self._source.device.type, self._copies) as blocks:
@@ -138,11 +141,11 @@ class Staged:
 
 
 class Uploads:
-    """Copies host memory to a device, without a wait for each copy: while the device empties one page-locked block, the
-    host fills the other. A copy from other host memory waits on the host.
+    """Copies host memory to a device, without a wait for each copy: while the device empties one page-locked
+    block, the host fills the other. A copy from other host memory waits on the host.
 
-    The copies are queued on the current stream: they follow the work that was queued there, and precede later work. As
-    a context manager it waits at its end until the device has all data.
+    The copies are queued on the current stream: they follow the work that was queued there, and precede later
+    work. As a context manager it waits at its end until the device has all data.
 
     Args:
         device: the device; of a type with a class of copies
@@ -205,15 +208,18 @@ class Uploads:
 
     def _await(self, event: Any) -> None:
         if event is not None and not poll(event.query, self._timeout):
-            raise TimeoutError(f"timed out: {self._device} did not take a part of a state within {self._timeout:g} s")
+            raise TimeoutError(
+                f"timed out: {self._device} did not take a part of a state within {self._timeout:g} s"
+            )
 
 
 class Unloading:
-    """Copies received pieces from device memory to host memory: while one is received, the one before is copied.
+    """Copies received pieces from device memory to host memory: while one is received, the one before is
+    copied.
 
-    It has two pieces of device memory, and two of page-locked host memory, since a copy from a device to other host
-    memory waits on the host. After a failed transfer a copy may still be queued; PyTorch's allocator of page-locked
-    memory does not use that memory again before the copy's end.
+    It has two pieces of device memory, and two of page-locked host memory, since a copy from a device to
+    other host memory waits on the host. After a failed transfer a copy may still be queued; PyTorch's
+    allocator of page-locked memory does not use that memory again before the copy's end.
 
     Args:
         device: the device; of a type with a class of copies
@@ -226,13 +232,16 @@ class Unloading:
         self._stream = free_stream(device)
         self._stages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._blocks = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        # The piece in host memory for the data of each stage, and the event behind the copy; None: there is no copy.
+        # The piece in host memory for the data of each stage, and the event behind the copy; None: there is
+        # no copy.
         self._pieces: List[Optional[torch.Tensor]] = [None, None]
         self._events: List[Any] = [None, None]
         self._turn = 0
 
     def ready_for(self, piece: torch.Tensor, timeout: float) -> bool:
-        """Takes the next stage for a piece, after the end of the copy from it. False: not within `timeout` seconds."""
+        """Takes the next stage for a piece, after the end of the copy from it. False: not within `timeout`
+        seconds.
+        """
         self._turn = 1 - self._turn
         if not self._finish(self._turn, timeout):
             return False

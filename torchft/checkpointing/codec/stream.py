@@ -1,8 +1,9 @@
 """Writes and reads PyTorch's streaming format without extra copies of tensors.
 
-A stream is a pickled list of records (name, whether it is a storage, length), then the records' bytes: the pickled
-structure, the byte order, and each storage. PyTorch's own writer and reader of this format read a storage into a
-`bytes` and copy it twice, with the GIL held; here the bytes go between the socket and the storage's own memory.
+A stream is a pickled list of records (name, whether it is a storage, length), then the records' bytes: the
+pickled structure, the byte order, and each storage. PyTorch's own writer and reader of this format read a
+storage into a `bytes` and copy it twice, with the GIL held; here the bytes go between the socket and the
+storage's own memory.
 """
 
 from __future__ import annotations
@@ -82,15 +83,16 @@ class _Pickler(pickle.Pickler):
         self._keys: Dict[Tuple[int, torch.dtype], str] = {}
 
     def persistent_id(self, obj: object) -> Optional[Tuple[Any, ...]]:
-        if not isinstance(obj, _STORAGES):  # a cheap test, because it is called for every object that is pickled
+        # A cheap test, because it is called for every object that is pickled.
+        if not isinstance(obj, _STORAGES):
             return None
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype, numel = obj._untyped_storage, obj.dtype, obj._size()
             kind = getattr(torch, obj._pickle_storage_type())
         else:
             storage, dtype, numel, kind = obj, torch.uint8, obj.nbytes(), torch.UntypedStorage
-        # Tensors that share a storage share it after loading too. A storage used with two dtypes becomes two records,
-        # because the format has one dtype for each record.
+        # Tensors that share a storage share it after loading too. A storage used with two dtypes becomes two
+        # records, because the format has one dtype for each record.
         identity = (storage._cdata, dtype)
         key = self._keys.setdefault(identity, str(len(self._keys)))
         self.storages[identity] = storage
@@ -151,8 +153,8 @@ def read_object(
         storages: the storages in their order, if their content is not part of the stream
         trusted: whether this process wrote the stream itself, so that it may hold any type
         counter: counts the bytes that the stream announces, and those that have arrived
-        home: chooses the storage to receive into, given a storage and the name of its device at the source. Default:
-            the given storage
+        home: chooses the storage to receive into, given a storage and the name of its device at the source.
+            Default: the given storage
 
     Raises:
         CheckpointError: the stream is cut short or malformed, or contains a type that is not allowed
@@ -198,7 +200,10 @@ def _make_object(records: _Records, what: str, any_type: bool, home: Optional[Ho
         import torch.distributed.tensor  # noqa: F401  its import allows the parts of a DTensor
     try:
         return _load(
-            records, home or (lambda storage, _: storage), pickle if any_type else restricted, encoding="utf-8"
+            records,
+            home or (lambda storage, _: storage),
+            pickle if any_type else restricted,
+            encoding="utf-8",
         )
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
@@ -207,7 +212,9 @@ def _make_object(records: _Records, what: str, any_type: bool, home: Optional[Ho
 
 
 class _EntriesUnpickler(pickle.Unpickler):
-    """Reads the list of records. PyTorch's unpickler takes 0.1 ms for each record, and there may be thousands."""
+    """Reads the list of records. PyTorch's unpickler takes 0.1 ms for each record, and there may be
+    thousands.
+    """
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         super().__init__(file)
@@ -228,7 +235,9 @@ class _EntriesUnpickler(pickle.Unpickler):
 
 def _entry(fields: Dict[str, Any]) -> _Entry:
     key, is_storage, length = fields.get("key"), fields.get("is_storage"), fields.get("length")
-    if not (isinstance(key, str) and isinstance(is_storage, bool) and isinstance(length, int) and length >= 0):
+    if not (
+        isinstance(key, str) and isinstance(is_storage, bool) and isinstance(length, int) and length >= 0
+    ):
         raise ValueError("no list of (name, kind, length)")
     return _Entry(key, is_storage, length)
 
@@ -240,7 +249,9 @@ def _fill(
     while done < entry.length:
         n = file.readinto(memory[done : done + _READ_PIECE])
         if not n:
-            raise Interrupted(f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes")
+            raise Interrupted(
+                f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes"
+            )
         done += n
         if counter is not None:
             counter.count(n)

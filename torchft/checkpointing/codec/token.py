@@ -1,8 +1,8 @@
 """The job's token, which checkpoint servers require, since weights are secrets.
 
 These connections are not encrypted, so a proof derived from the token is sent, and not the token itself. An
-eavesdropper can use the proof to fetch weights, which it can see on the network anyway, but not to end a group or to
-join the job.
+eavesdropper can use the proof to fetch weights, which it can see on the network anyway, but not to end a
+group or to join the job.
 """
 
 from __future__ import annotations

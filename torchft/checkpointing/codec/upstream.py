@@ -6,18 +6,19 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
-# Names of the main part of the user's state. Upstream uses the first if its Manager's constructor got the functions of
-# the state, and the second if set_state_dict_fns did (measured: 0.2.0 and a nightly of 2026-10-26). This package always
-# uses the first.
+# Names of the main part of the user's state. Upstream uses the first if its Manager's constructor got the
+# functions of the state, and the second if set_state_dict_fns did (measured: 0.2.0 and a nightly of
+# 2026-10-26). This package always uses the first.
 MAIN_PARTS = ("default", "set_state_dict_fns")
 _AFTER = "after "  # prefix of the keys that hold the padding after a main part
 
 
 def with_main_parts(state: Any, num_chunks: int) -> Any:
-    """Returns the state of a Manager with its main part under all names, so that targets of any version find it.
+    """Returns the state of a Manager with its main part under all names, so that targets of any version find
+    it.
 
-    A stream contains each storage once, so the leaves of a part must be in the same chunks under all its names. Padding
-    achieves that. The target ignores the padding, like every name that it does not know.
+    A stream contains each storage once, so the leaves of a part must be in the same chunks under all its
+    names. Padding achieves that. The target ignores the padding, like every name that it does not know.
     """
     user = state.get("user") if isinstance(state, dict) else None
     if not isinstance(user, dict):

@@ -1,4 +1,6 @@
-"""Transfers of the native core (go/heal): memory registered with it, and the objects that keep that memory alive."""
+"""Transfers of the native core (go/heal): memory registered with it, and the objects that keep that memory
+alive.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ ON_DEVICE = -1  # stands for the address of memory on a device, which is copied 
 _US = 1_000_000
 _REVOKE_TIMEOUT = 10  # seconds within which a cut stream must end
 
-# Owners of memory that a transfer may still write to. They stay here until the transfer has ended: an interrupted wait
-# must not free memory that a stream is writing to.
+# Owners of memory that a transfer may still write to. They stay here until the transfer has ended: an
+# interrupted wait must not free memory that a stream is writing to.
 _registered: Dict[int, object] = {}
 
 
@@ -95,7 +97,9 @@ class NativeServer(_Handle):
             super().end()
 
     def offer(self, regions: Sequence[Tuple[int, int]], owner: object) -> NativeOffer:
-        """Offers memory: addresses (or ON_DEVICE) and lengths in bytes. The owner is kept until the offer has ended."""
+        """Offers memory: addresses (or ON_DEVICE) and lengths in bytes. The owner is kept until the offer has
+        ended.
+        """
         return NativeOffer(self, regions, owner)
 
 
@@ -115,11 +119,14 @@ class NativeOffer(_Handle):
         self._go.pyapi_HealCopied(self._handle, region, copy.data_ptr(), ready)
 
     def copy_failed(self, reason: str) -> None:
-        """Reports that copying from the device failed; requests that wait for the copy fail with this reason."""
+        """Reports that copying from the device failed; requests that wait for the copy fail with this
+        reason.
+        """
         self._go.pyapi_HealCopyFailed(self._handle, reason)
 
     def revoke(self, grace: float) -> None:
-        """Withdraws the memory that was not copied. Streams that still read it after `grace` seconds are closed.
+        """Withdraws the memory that was not copied. Streams that still read it after `grace` seconds are
+        closed.
 
         Raises:
             TimeoutError: the memory is still in use
@@ -205,7 +212,9 @@ class NativeFetch(_Handle):
         self._go.pyapi_HealAdd(self._handle, address, secret, role is Role.ASSIGNED)
 
     def stage(self, block: torch.Tensor) -> int:
-        """Provides memory for the next window; returns its number, or -1. The content of the memory is overwritten."""
+        """Provides memory for the next window; returns its number, or -1. The content of the memory is
+        overwritten.
+        """
         return self._go.pyapi_HealStage(self._handle, block.data_ptr(), block.numel())
 
     def wait(self, seconds: float) -> Status:

@@ -1,4 +1,6 @@
-"""Receives tensors for a device, window by window, through two blocks of host memory; see go/heal/windows.go."""
+"""Receives tensors for a device, window by window, through two blocks of host memory; see
+go/heal/windows.go.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Landing:
         self._under_way: List[Wait] = []
         self._until_closed = ExitStack()
         self._free: List[torch.Tensor] = []
-        # Created after the memory is allocated, so that the copies come after the work that used this memory before.
+        # Created after the memory is allocated, so that the copies come after the work that used this memory
+        # before.
         self._copies: Dict[torch.device, StreamCopies] = {}
         for device in {region.device for _, region in self._regions}:
             kind = copies_for(device.type)
@@ -43,7 +46,9 @@ class Landing:
             try:
                 self._free = self._until_closed.enter_context(two_blocks(device.type, copies, self._nbytes))
             except (RuntimeError, MemoryError) as error:
-                raise CheckpointError(f"{what}: no memory for blocks of {self._nbytes} bytes: {error}") from error
+                raise CheckpointError(
+                    f"{what}: no memory for blocks of {self._nbytes} bytes: {error}"
+                ) from error
 
     def begin(self, fetch: NativeFetch) -> None:
         """Opens the first windows."""
@@ -84,7 +89,9 @@ class Landing:
             del self._under_way[0]
 
     def close(self) -> None:
-        """Waits for the copies. Once the fetch has ended too, nothing writes to the device memory any more."""
+        """Waits for the copies. Once the fetch has ended too, nothing writes to the device memory any
+        more.
+        """
         self._wait()
         self._until_closed.close()
 

@@ -19,8 +19,8 @@ from torchft.checkpointing.codec.upstream import with_main_parts
 class Checkpoint:
     """A state dict whose structure and plain values are encoded; its tensors are still the caller's.
 
-    The streams for upstream peers are made when the first one is requested: for thousands of tensors that takes some
-    tenths of a second, which the training thread should not wait for.
+    The streams for upstream peers are made when the first one is requested: for thousands of tensors that
+    takes some tenths of a second, which the training thread should not wait for.
 
     Args:
         state_dict: the state
@@ -68,6 +68,8 @@ class Checkpoint:
             rest: whether the target has the storages that have names
         """
         storages, named = self.encoded.storages, self.named if rest else {}
-        devices = {i: str(storage.device) for i, storage in enumerate(storages) if storage.device.type != "cpu"}
+        devices = {
+            i: str(storage.device) for i, storage in enumerate(storages) if storage.device.type != "cpu"
+        }
         sizes = [0 if i in named else storage.nbytes() for i, storage in enumerate(storages)]
         return pack_structure(sizes, self.encoded.structure, devices, named)

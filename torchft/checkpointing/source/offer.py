@@ -23,8 +23,9 @@ from torchft.utils import DeviceThread, current_device, use_device
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Bytes sent by one call, without the GIL. Pieces of the caller's own memory are smaller: when the caller needs its
-# memory back, it waits until such a piece is sent. Device memory is sent in the blocks of codec/staging.py.
+# Bytes sent by one call, without the GIL. Pieces of the caller's own memory are smaller: when the caller
+# needs its memory back, it waits until such a piece is sent. Device memory is sent in the blocks of
+# codec/staging.py.
 _COPY_PIECE = 32 << 20
 _DIRECT_PIECE = 4 << 20
 # Bytes. Tensors of at most this size are copied at once, up to this total (5 ms).
@@ -69,15 +70,16 @@ def with_copies(state: object, kept: Container[int]) -> Tuple[Any, Set[torch.dev
 class Offer:
     """The state of one step for readers, until `close` returns the memory to its owner.
 
-    Small tensors are copied before the constructor returns, because a forward pass changes such tensors (the statistics
-    of a batch norm). Large ones change only when the optimizer steps, and are read from the owner's memory: a source
-    waits for its targets before that. The native core serves tensors on a device from a copy in host memory, and begins
-    to send it before it is complete. So the copy is started when the first target asks. If there is no memory for it,
-    the upstream format is used.
+    Small tensors are copied before the constructor returns, because a forward pass changes such tensors (the
+    statistics of a batch norm). Large ones change only when the optimizer steps, and are read from the
+    owner's memory: a source waits for its targets before that. The native core serves tensors on a device
+    from a copy in host memory, and begins to send it before it is complete. So the copy is started when the
+    first target asks. If there is no memory for it, the upstream format is used.
 
     Args:
         checkpoint: the state
-        room: the memory that is reserved for a copy of tensors on devices, until that is made; None: there is no copy
+        room: the memory that is reserved for a copy of tensors on devices, until that is made; None: there is
+            no copy
     """
 
     def __init__(self, checkpoint: Checkpoint, room: Optional[Reservation] = None) -> None:
@@ -101,7 +103,8 @@ class Offer:
         # pieces being sent, each with the function that cuts its reader off
         self._direct: Dict[object, Callable[[], None]] = {}
         self._failure = ""  # why the copy failed
-        self._closed = False  # whether the owner may change the memory, once the work that still uses it has ended
+        # Whether the owner may change the memory, once the work that still uses it has ended.
+        self._closed = False
         self._late = False  # whether `close` did not wait for a copy that was in progress
         self._copier: Optional[threading.Thread] = None
         room_left, small = _SMALL_TENSORS, []
@@ -175,8 +178,8 @@ class Offer:
         finally:
             with self._cond:
                 self._grants.remove(grant)
-                # Closes the target's data connections, also those of a target that has failed. Otherwise they would
-                # keep reading the offer.
+                # Closes the target's data connections, also those of a target that has failed. Otherwise they
+                # would keep reading the offer.
                 grant.end()
 
     def _may_stage(self, block: _Block) -> bool:
@@ -186,8 +189,11 @@ class Offer:
         """Starts the copy of tensors on a device, when a native target asks; on a thread of the server."""
         use_device(self._device)
         with self._cond:
-            away = [block for block in self._blocks.values() if block.staged is not None and block.mine is None]
-            away.sort(key=lambda block: block.region in self.checkpoint.named)  # these are not needed for the rest
+            away = [
+                block for block in self._blocks.values() if block.staged is not None and block.mine is None
+            ]
+            # These are not needed for the rest.
+            away.sort(key=lambda block: block.region in self.checkpoint.named)
             if away and self._copier is None and not self._closed:
                 self._copier = DeviceThread(target=self._stage, args=(away,), name="torchft-snapshot")
                 self._copier.start()
@@ -198,13 +204,16 @@ class Offer:
                 assert block.coming is not None
                 native.copied(block.region, block.coming, block.ready)
 
-    def read(self, stream: Pickled, cut_off: Callable[[], None], pacer: Pacer) -> Generator[memoryview, None, None]:
+    def read(
+        self, stream: Pickled, cut_off: Callable[[], None], pacer: Pacer
+    ) -> Generator[memoryview, None, None]:
         """Yields the bytes of a stream; each piece is valid until the next is requested.
 
         Args:
             stream: one of the checkpoint's streams
             cut_off: called to make the reader end soon, with an error
-            pacer: limits the rate of the pieces; its waits use none of the caller's memory, so they delay no `close`
+            pacer: limits the rate of the pieces; its waits use none of the caller's memory, so they delay no
+                `close`
 
         Raises:
             ConnectionAbortedError: the offer was closed, and the rest is not copied
@@ -221,7 +230,9 @@ class Offer:
                 # device memory is in use only while a piece is copied, not while it is sent
                 for piece in block.staged.read(start):
                     if self._late:
-                        raise ConnectionAbortedError("the source has resumed training, and its state is not read yet")
+                        raise ConnectionAbortedError(
+                            "the source has resumed training, and its state is not read yet"
+                        )
                     for part in piece.split(min(piece.numel(), pacer.piece)):
                         pacer.wait(part.numel())
                         yield tensor_memory(part)
@@ -281,7 +292,9 @@ class Offer:
                 for cut_off in self._direct.values():
                     cut_off()
                 if not self._cond.wait_for(lambda: not self._direct, _CUT_OFF_TIMEOUT):
-                    raise TimeoutError("timed out: a reader of the checkpoint did not end when its connection was cut")
+                    raise TimeoutError(
+                        "timed out: a reader of the checkpoint did not end when its connection was cut"
+                    )
         if late:
             raise TimeoutError(f"timed out: a copy of the state to send has not ended within {timeout:g} s")
 
@@ -313,8 +326,8 @@ class _Block:
         self.address = self._source.data_ptr() if self.on_host else ON_DEVICE
 
     def copy(self, memory: HostMemory, closed: Callable[[], bool]) -> Iterator[None]:
-        """Copies the storage in parts, and yields after each part. Ends early once the memory is returned to its
-        owner.
+        """Copies the storage in parts, and yields after each part. Ends early once the memory is returned to
+        its owner.
         """
         self.coming = mine = memory.take(self.nbytes)
         if self.staged is None:

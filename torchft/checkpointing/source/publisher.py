@@ -1,7 +1,8 @@
 """The offered checkpoint, its readers, and the requests that wait for the next one.
 
-A source may offer the state of a step in parts too. A part is copied when a target requests it, and sent from the copy,
-so that a slow target delays no step. The state as a whole is then offered once a target requests that.
+A source may offer the state of a step in parts too. A part is copied when a target requests it, and sent from
+the copy, so that a slow target delays no step. The state as a whole is then offered once a target requests
+that.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class NoParts(Exception):
 
 
 class Parts(Protocol):
-    """The state of a step, in parts. Its methods are called on any thread, one at a time, until the step is decided."""
+    """The state of a step, in parts. Its methods are called on any thread, one at a time, until the step is
+    decided.
+    """
 
     def part(self, key: str) -> StatePart:
         """A copy of a part.
@@ -85,7 +88,8 @@ class Publisher:
         self._reads_parts = False  # whether a request reads them, without the lock
         self._parts_step = -1  # the last step whose parts could be read, or were refused
         self._no_parts = ""  # why they were refused
-        self._decided: Optional[Tuple[int, int]] = None  # step and quorum of the attempt that was decided last
+        # Step and quorum of the attempt that was decided last.
+        self._decided: Optional[Tuple[int, int]] = None
         self._committed = False  # whether that attempt was committed
 
     def publish(
@@ -133,7 +137,9 @@ class Publisher:
 
     @contextmanager
     def _closing_parts(self) -> Iterator[None]:
-        """Waits for the end of a read in progress; no other one begins before the block, which holds the lock."""
+        """Waits for the end of a read in progress; no other one begins before the block, which holds the
+        lock.
+        """
         with self._cond:
             self._parts = None
             self._cond.wait_for(lambda: not self._reads_parts)
@@ -142,7 +148,9 @@ class Publisher:
 
     @contextmanager
     def _reading_parts(self) -> Iterator[None]:
-        """Releases the lock, which is held, while the parts are read: the state functions of users may be slow."""
+        """Releases the lock, which is held, while the parts are read: the state functions of users may be
+        slow.
+        """
         self._reads_parts = True
         self._cond.release()
         try:
@@ -183,7 +191,8 @@ class Publisher:
                 raise NoParts(str(error)) from error
 
     def decision(self, step: int, quorum_id: int, timeout: float) -> Optional[bool]:
-        """Whether the attempt of a quorum at a step was committed; None: this source does not know. Waits for it.
+        """Whether the attempt of a quorum at a step was committed; None: this source does not know. Waits for
+        it.
 
         Raises:
             Unavailable: it was not decided in time, or the source is closed
@@ -204,7 +213,8 @@ class Publisher:
             self._cond.notify_all()
 
     def allow(self, step: int) -> None:
-        """Offers the previous checkpoint again: its tensors with their present content, as the state of `step`.
+        """Offers the previous checkpoint again: its tensors with their present content, as the state of
+        `step`.
 
         Raises:
             RuntimeError: there is no checkpoint, or it was dropped
@@ -212,7 +222,9 @@ class Publisher:
         with self._cond:
             last = self._offer
             if last is None:
-                raise RuntimeError(f"allow_checkpoint({step}): there is no checkpoint; send_checkpoint comes first")
+                raise RuntimeError(
+                    f"allow_checkpoint({step}): there is no checkpoint; send_checkpoint comes first"
+                )
             if self._allowed:
                 self._step = step
                 return
@@ -237,9 +249,10 @@ class Publisher:
     def disallow(self, timeout: float) -> None:
         """Returns the tensors to the caller: after this call no reader uses them.
 
-        It waits at most `timeout` seconds until no reader is left or every receiver has the state, and only as long as
-        readers take data: a peer that hangs must not delay training on this replica group. An additional source does
-        not wait. Then the connections of readers that still use the tensors are closed.
+        It waits at most `timeout` seconds until no reader is left or every receiver has the state, and only
+        as long as readers take data: a peer that hangs must not delay training on this replica group. An
+        additional source does not wait. Then the connections of readers that still use the tensors are
+        closed.
 
         Raises:
             TimeoutError: the tensors are still in use; they must not be changed
@@ -330,7 +343,8 @@ class Publisher:
             raise Unavailable(f"the source cannot send its state of step {step}: {self._refused[1]}")
         if not in_time:
             raise Unavailable(
-                f"no checkpoint of step {step}: none was allowed for {timeout:g} s (last step offered: {self._step})"
+                f"no checkpoint of step {step}: none was allowed for {timeout:g} s (last step offered: "
+                f"{self._step})"
             )
         if self._step != step:
             raise WrongStep(f"invalid checkpoint requested: serving step {self._step} but got step={step}")

@@ -68,10 +68,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         request = parse(self.path)
         if request is None:
-            self._refuse(HTTPStatus.NOT_FOUND, f"no such path: {self.path[:200]}; known: {PREFIX}{{step}}/{{part}}")
+            self._refuse(
+                HTTPStatus.NOT_FOUND, f"no such path: {self.path[:200]}; known: {PREFIX}{{step}}/{{part}}"
+            )
             return
         if not accepts((self.headers.get("Authorization") or "").removeprefix("Bearer ")):
-            self._refuse(HTTPStatus.UNAUTHORIZED, "a request for a checkpoint must prove that it knows the job's token")
+            self._refuse(
+                HTTPStatus.UNAUTHORIZED, "a request for a checkpoint must prove that it knows the job's token"
+            )
             return
         # Only after the token was checked: requests without it must not use up `max_connections`.
         if not self.server.admit(self.connection):
@@ -122,20 +126,22 @@ class _Handler(BaseHTTPRequestHandler):
         stream = checkpoint.stream(key)
         if stream is None:
             self._refuse(
-                HTTPStatus.NOT_FOUND, f"no part {key[:50]!r} here: this source has num_chunks={checkpoint.num_chunks}"
+                HTTPStatus.NOT_FOUND,
+                f"no part {key[:50]!r} here: this source has num_chunks={checkpoint.num_chunks}",
             )
             return
         self._extend_deadline()
         self.send_response(HTTPStatus.OK)
         if native is not None:
-            # If the target has requested the native protocol, its request was garbled on the way. This header lets the
-            # target detect that and retry.
+            # If the target has requested the native protocol, its request was garbled on the way. This header
+            # lets the target detect that and retry.
             self.send_header("Upgrade", PROTOCOL)
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(stream.nbytes))
         self.end_headers()
-        # An error after this point closes the connection. The peer detects it, because the body is shorter than its
-        # Content-Length; on a connection that stays open, it would read the next answer as the rest of the body.
+        # An error after this point closes the connection. The peer detects it, because the body is shorter
+        # than its Content-Length; on a connection that stays open, it would read the next answer as the rest
+        # of the body.
         closes = self.close_connection  # True if the client asked for it, also by HTTP/1.0
         self.close_connection = True
         with closing(offer.read(stream, self.connection.abort, self.server.pacer)) as pieces:
@@ -146,11 +152,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.source.count_served(offer, key)
 
     def _hand_over(self, native: core.NativeOffer, grant: core.Grant, session: str, structure: bytes) -> bool:
-        """Lets the native core serve this target, and waits for the end of the transfer. Returns whether the target has
-        received everything.
+        """Lets the native core serve this target, and waits for the end of the transfer. Returns whether the
+        target has received everything.
         """
         self.close_connection = True  # after the upgrade it carries no further HTTP requests
-        # Otherwise the kernel holds back the frames until the peer acknowledges the headers, which can take 40 ms.
+        # Otherwise the kernel holds back the frames until the peer acknowledges the headers, which can take
+        # 40 ms.
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.send_response(HTTPStatus.SWITCHING_PROTOCOLS)
         self.send_header("Connection", "Upgrade")
@@ -161,15 +168,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self._receive_done(grant)
 
     def _receive_done(self, grant: core.Grant) -> bool:
-        """Whether the target reported that it has received everything. Otherwise its connection ended, or it received
-        no data for `wait_timeout`.
+        """Whether the target reported that it has received everything. Otherwise its connection ended, or it
+        received no data for `wait_timeout`.
         """
         received, served = b"", -1
         while len(received) < len(DONE):
             self._extend_deadline()
             try:
-                # Not through rfile, which cannot be read again after a timeout. It holds no byte of DONE: the target
-                # sends that only after it has received everything.
+                # Not through rfile, which cannot be read again after a timeout. It holds no byte of DONE: the
+                # target sends that only after it has received everything.
                 more = self.connection.recv_into(buffer := bytearray(len(DONE) - len(received)))
             except TimeoutError:
                 before, served = served, grant.served

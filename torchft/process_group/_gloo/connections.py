@@ -1,11 +1,12 @@
 """The TCP connections of one Gloo group, so that an abort can cut them.
 
-Gloo's own abort does not end operations in flight. Shutting the sockets down does: every operation in the group fails
-within milliseconds, here and at the peers. A socket belongs to the group if two conditions hold. It connects from or to
-an address at which a rank of the group listens (the ranks publish these addresses in the store). And it is in the event
-loop of this rank's listening socket, because other ranks of the same process connect to the same addresses. If this
-cannot be determined (another version of Gloo, connections made on first use, no /proc), nothing is cut; the operations
-then continue in the background, and only the waits for them end (`operations`).
+Gloo's own abort does not end operations in flight. Shutting the sockets down does: every operation in the
+group fails within milliseconds, here and at the peers. A socket belongs to the group if two conditions hold.
+It connects from or to an address at which a rank of the group listens (the ranks publish these addresses in
+the store). And it is in the event loop of this rank's listening socket, because other ranks of the same
+process connect to the same addresses. If this cannot be determined (another version of Gloo, connections made
+on first use, no /proc), nothing is cut; the operations then continue in the background, and only the waits
+for them end (`operations`).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class GlooConnections:
 
     Attributes:
         cut: whether `shutdown` was called.
-        severed: whether `shutdown` cut the connections to all peers on all interfaces, so that nothing arrives any
-            more.
+        severed: whether `shutdown` cut the connections to all peers on all interfaces, so that nothing
+            arrives any more.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -86,7 +87,9 @@ class GlooConnections:
         return len(self._connections)
 
     def alive(self) -> tuple[int, int]:
-        """The number of connections that Gloo still holds (it closes a failed one), and the initial number."""
+        """The number of connections that Gloo still holds (it closes a failed one), and the initial
+        number.
+        """
         connections = self._connections  # the attribute is replaced, its value never changed
         return sum(is_open(fd, connection.inode) for fd, connection in connections.items()), len(connections)
 
@@ -99,7 +102,8 @@ class GlooConnections:
             if found is None:
                 self._complete = self._complete and not is_open(descriptor, connection.inode)
                 continue
-            # On a duplicate descriptor, so that only the checked socket can be cut, even if Gloo closes its descriptor.
+            # On a duplicate descriptor, so that only the checked socket can be cut, even if Gloo closes its
+            # descriptor.
             with found[0] as duplicate:
                 if found[1] == connection:
                     with contextlib.suppress(OSError):  # the peer has closed it already
@@ -120,8 +124,8 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def _shutdown_all() -> None:
-    """Cuts all connections at the end of the process. Otherwise the destruction of a Gloo group would wait for its
-    operations, until their timeout.
+    """Cuts all connections at the end of the process. Otherwise the destruction of a Gloo group would wait
+    for its operations, until their timeout.
     """
     for connections in list(_all):
         connections.shutdown()
@@ -174,8 +178,8 @@ def _listening(published: bytes) -> Optional[bytes]:
     """Extracts the address from the bytes that a rank of Gloo publishes, as `_raw` formats it; None if it
     is not understood.
 
-    The bytes are: length and text of the host name, length and memory of a sockaddr_storage, and more. Most of the
-    sockaddr_storage is uninitialised memory, which may contain other addresses.
+    The bytes are: length and text of the host name, length and memory of a sockaddr_storage, and more. Most
+    of the sockaddr_storage is uninitialised memory, which may contain other addresses.
     """
     try:
         (length,) = struct.unpack_from("=Q", published)
@@ -188,7 +192,8 @@ def _listening(published: bytes) -> Optional[bytes]:
     if used is None or size < used or len(published) < start + size:
         return None
     address = published[start : start + used]
-    return address if family == socket.AF_INET else address[:4] + bytes(4) + address[8:]  # without the flow information
+    # Without the flow information.
+    return address if family == socket.AF_INET else address[:4] + bytes(4) + address[8:]
 
 
 def _raw(family: int, address: Any) -> tuple[bytes, ...]:

@@ -1,13 +1,15 @@
 """Stops Gloo's event loop from spinning on a connection that was cut while it still held unread data.
 
-Gloo reads from a connection only data that it has a buffer for. It has no buffer for data that arrives after its
-receive was aborted, or after its operation failed because of another peer. Gloo leaves that data in the socket, and so
-never reads the end of the connection behind it. Epoll reports both again and again, and the event loop spins for as
-long as the process group exists: until nothing refers to it any more, not even a traceback. (Seen with PyTorch 2.15)
+Gloo reads from a connection only data that it has a buffer for. It has no buffer for data that arrives after
+its receive was aborted, or after its operation failed because of another peer. Gloo leaves that data in the
+socket, and so never reads the end of the connection behind it. Epoll reports both again and again, and the
+event loop spins for as long as the process group exists: until nothing refers to it any more, not even a
+traceback. (Seen with PyTorch 2.15)
 
-Gloo may close a socket at any moment, and another socket may then get its number and be watched by the same epoll. To
-epoll a watched socket is its number together with its file. So a child process changes how a socket is watched: there
-the number keeps its file. If Gloo has closed the socket, the change fails, and the other socket is left alone.
+Gloo may close a socket at any moment, and another socket may then get its number and be watched by the same
+epoll. To epoll a watched socket is its number together with its file. So a child process changes how a socket
+is watched: there the number keeps its file. If Gloo has closed the socket, the change fails, and the other
+socket is left alone.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import threading
 import time
 from typing import Iterator, NamedTuple
 
-# How long Gloo gets to close cut connections itself, which usually takes milliseconds. Epoll is changed only after this
-# time: an operation on such a connection may need epoll's report of the cut before it can fail. It has failed by then.
+# How long Gloo gets to close cut connections itself, which usually takes milliseconds. Epoll is changed only
+# after this time: an operation on such a connection may need epoll's report of the cut before it can fail. It
+# has failed by then.
 _CLOSE_SEC = 0.5
 _LOOK_SEC = 0.02
 # Seconds within which the child process ends, and how often it is started if Gloo closes a socket just then.
@@ -44,8 +47,8 @@ class _Watched(NamedTuple):
 
 
 def quiet_later(sockets: dict[int, int]) -> None:
-    """Starts a thread that gives Gloo time to close the cut sockets. Then it makes epoll report only changes of those
-    that are still open.
+    """Starts a thread that gives Gloo time to close the cut sockets. Then it makes epoll report only changes
+    of those that are still open.
 
     Args:
         sockets: the inodes of the cut sockets, by descriptor.
@@ -122,8 +125,8 @@ def watched(epoll: int) -> list[_Watched]:
 
 
 def _report_changes(epoll: int, one: _Watched) -> None:
-    """Makes epoll report only changes of a socket. Epoll must continue to watch the socket (no EPOLL_CTL_DEL): if Gloo
-    later closes a socket that epoll does not watch, it ends the process.
+    """Makes epoll report only changes of a socket. Epoll must continue to watch the socket (no
+    EPOLL_CTL_DEL): if Gloo later closes a socket that epoll does not watch, it ends the process.
     """
     event = ctypes.create_string_buffer(_EVENT.pack(select.EPOLLET & 0xFFFFFFFF, one.data))
     # An error is ignored: if Gloo has closed the socket in the meantime, epoll does not report it any more.

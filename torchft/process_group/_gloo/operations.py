@@ -1,12 +1,13 @@
 """The operations in flight among one set of peers, and an end for all of them at once.
 
-Cutting Gloo's connections ends nearly all of its operations within a millisecond. There are exceptions: a receive from
-any source; and a send that Gloo takes off its list at the moment when the connection breaks (seen in one of a hundred
-failures of a peer), which sleeps until its timeout although all connections of its rank have ended. If the connections
-are not known, no operation ends. So each wait here is ended separately. After an abort, or when every connection is
-broken, Gloo has `_GRACE_SEC` to raise its own error; then the wait ends. A wait for a collective also ends when one
-connection has been broken for `_DAMAGED_SEC`. An operation that still runs then ends at its timeout, on a thread of the
-reaper. Until then it may write to its tensors, unless its threads sleep (`quiescence`).
+Cutting Gloo's connections ends nearly all of its operations within a millisecond. There are exceptions: a
+receive from any source; and a send that Gloo takes off its list at the moment when the connection breaks
+(seen in one of a hundred failures of a peer), which sleeps until its timeout although all connections of its
+rank have ended. If the connections are not known, no operation ends. So each wait here is ended separately.
+After an abort, or when every connection is broken, Gloo has `_GRACE_SEC` to raise its own error; then the
+wait ends. A wait for a collective also ends when one connection has been broken for `_DAMAGED_SEC`. An
+operation that still runs then ends at its timeout, on a thread of the reaper. Until then it may write to its
+tensors, unless its threads sleep (`quiescence`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _SLICE = timedelta(milliseconds=20)
 _SLICE_SEC = _SLICE.total_seconds()
 # The interval between two checks of the connections, which cost 1 µs each.
 _LOOK_SEC = 0.1
-# How long a collective may run on after a connection broke. If the peer had finished its part before it left, the
-# collective can still succeed. (In a ring only the neighbours of an aborting rank wait for its data.)
+# How long a collective may run on after a connection broke. If the peer had finished its part before it left,
+# the collective can still succeed. (In a ring only the neighbours of an aborting rank wait for its data.)
 _DAMAGED_SEC = 1.0
 # The interval at which an aborted operation is checked for its real end.
 _DRAIN_LOOK_SEC = 0.001
@@ -83,7 +84,8 @@ class Operations:
         """Returns the reason why no operation will end by itself any more; None if one still may.
 
         Args:
-            collective: whether the end of one peer suffices, as it does for all operations except send and recv.
+            collective: whether the end of one peer suffices, as it does for all operations except send and
+                recv.
         """
         now = time.monotonic()
         if self._ended is None:
@@ -124,8 +126,8 @@ class Operations:
         return _GuardedWork(self, work, name, args)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Calls a function that waits for peers, on a separate thread. Raises an error if the operations end before it
-        returns.
+        """Calls a function that waits for peers, on a separate thread. Raises an error if the operations end
+        before it returns.
         """
         done = threading.Event()
         values: list[T] = []
@@ -150,7 +152,9 @@ class Operations:
     def promise(
         self, real: Future[Any], devices: Optional[list[torch.device]], own: Callable[[Exception], Exception]
     ) -> Future[Any]:
-        """Returns a future that ends with `real`, whose error is passed through `own`, or when the operations end."""
+        """Returns a future that ends with `real`, whose error is passed through `own`, or when the operations
+        end.
+        """
         promise = _Promise(devices)
         with self._lock:
             self._promises.add(promise)
@@ -178,12 +182,16 @@ class Operations:
                 promises, self._promises = self._promises, set()
             if promises:
                 # Not on the watching thread, because completing a future runs callbacks of other code.
-                DeviceThread(target=lambda: [promise.fail(error) for promise in promises], name="torchft_abort").start()
+                DeviceThread(
+                    target=lambda: [promise.fail(error) for promise in promises], name="torchft_abort"
+                ).start()
         return bool(self._promises)
 
 
 class _Promise:
-    """A future with a result or an error. C++ code sees the error too, unlike one that was set by `set_exception`."""
+    """A future with a result or an error. C++ code sees the error too, unlike one that was set by
+    `set_exception`.
+    """
 
     def __init__(self, devices: Optional[list[torch.device]]) -> None:
         self._error: Optional[Exception] = None
@@ -212,9 +220,9 @@ class _GuardedWork(Work):
         self._work = work
         self._name = name
         self._point_to_point = name in POINT_TO_POINT
-        # Whether the operation writes only received data; known of an allreduce. Other collectives may copy data to
-        # their results before their first send. If one of these is queued behind a send that was not woken, it begins
-        # when that send times out, and so writes before it fails.
+        # Whether the operation writes only received data; known of an allreduce. Other collectives may copy
+        # data to their results before their first send. If one of these is queued behind a send that was not
+        # woken, it begins when that send times out, and so writes before it fails.
         self._in_place = name == "allreduce"
         self._args = args
         self._future: Optional[Future[Any]] = None
@@ -232,8 +240,8 @@ class _GuardedWork(Work):
         if timeout is not None and timeout <= timedelta(0):
             timeout = None
         if self._point_to_point:
-            # Such operations have no future, and an expired wait breaks the connection, so they are not waited
-            # for in slices.
+            # Such operations have no future, and an expired wait breaks the connection, so they are not
+            # waited for in slices.
             work = self._work
             return self._operations.call(work.wait if timeout is None else lambda: work.wait(timeout))
         deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
@@ -254,8 +262,8 @@ class _GuardedWork(Work):
                     raise
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until the operation does not write any more, also after `Operations.end`. It may still sleep on one of
-        Gloo's threads: see :meth:`ended`.
+        """Waits until the operation does not write any more, also after `Operations.end`. It may still sleep
+        on one of Gloo's threads: see :meth:`ended`.
 
         Returns:
             False if it may still write after the timeout.
@@ -271,7 +279,9 @@ class _GuardedWork(Work):
         return True
 
     def ended(self) -> bool:
-        """Whether Gloo has ended the operation, so that its thread is free; this may be long after `Operations.end`."""
+        """Whether Gloo has ended the operation, so that its thread is free; this may be long after
+        `Operations.end`.
+        """
         return self._work.is_completed()
 
     def _own(self, error: Exception) -> Exception:
@@ -279,7 +289,9 @@ class _GuardedWork(Work):
 
     def get_future(self) -> Future[Any]:
         if self._future is None:
-            kinds = sorted({str(t.device) for t in tensors_of(self._args) if t.device.type not in ("cpu", "meta")})
+            kinds = sorted(
+                {str(t.device) for t in tensors_of(self._args) if t.device.type not in ("cpu", "meta")}
+            )
             devices = [torch.device(kind) for kind in kinds] or None
             try:
                 real = self._work.get_future()

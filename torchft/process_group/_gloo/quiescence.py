@@ -1,11 +1,11 @@
 """Detects that an operation which has not ended does not write any more.
 
-A send that Gloo takes off its list at the moment when the connection breaks ends only at its timeout (`operations`).
-Its collective can be distinguished from a running one by its thread, which sleeps. A collective of Gloo writes only
-received data to its tensors, so nothing more is written once all connections are cut and every thread of Gloo in this
-process sleeps; a thread that wakes at its timeout ends its collective with an error. A thread that waits for a
-processor does not count as sleeping. (Seen with PyTorch 2.15. PyTorch 2.7 does not name its threads, so there nothing
-is known.)
+A send that Gloo takes off its list at the moment when the connection breaks ends only at its timeout
+(`operations`). Its collective can be distinguished from a running one by its thread, which sleeps. A
+collective of Gloo writes only received data to its tensors, so nothing more is written once all connections
+are cut and every thread of Gloo in this process sleeps; a thread that wakes at its timeout ends its
+collective with an error. A thread that waits for a processor does not count as sleeping. (Seen with PyTorch
+2.15. PyTorch 2.7 does not name its threads, so there nothing is known.)
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from typing import Optional
 
 _TASKS = "/proc/self/task"
-# The names of the threads of PyTorch and Gloo. A thread that runs operations waits without a timeout; an event loop
-# wakes every 10 ms.
+# The names of the threads of PyTorch and Gloo. A thread that runs operations waits without a timeout; an
+# event loop wakes every 10 ms.
 _RUNNER = "pt_gloo_runloop"
 _LOOP = "gloo_tcp_loop"
 # How long the threads have to sleep, and the pause between two checks.
@@ -51,15 +51,17 @@ class Quiescence:
 
 
 def _asleep() -> Optional[_Switches]:
-    """A value that differs between two calls if a thread that runs operations was awake in between. None if a thread is
-    awake, or if no thread is found: another version of PyTorch may use other names.
+    """A value that differs between two calls if a thread that runs operations was awake in between. None if a
+    thread is awake, or if no thread is found: another version of PyTorch may use other names.
     """
     switches: _Switches = {}
     with contextlib.suppress(FileNotFoundError):  # no /proc
         for task in os.listdir(_TASKS):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
                 with open(f"{_TASKS}/{task}/status") as file:
-                    status = {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+                    status = {
+                        name: value.strip() for name, _, value in (line.partition(":") for line in file)
+                    }
                 if status["Name"] in (_RUNNER, _LOOP) and not status["State"].startswith("S"):
                     return None
                 if status["Name"] == _RUNNER:

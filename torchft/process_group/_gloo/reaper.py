@@ -1,7 +1,7 @@
 """Destroys unused process groups on separate threads.
 
-Destroying a Gloo group joins its threads, which stay in an operation until its timeout if a peer is silent. The thread
-that creates the next group must not wait for that.
+Destroying a Gloo group joins its threads, which stay in an operation until its timeout if a peer is silent.
+The thread that creates the next group must not wait for that.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def reap(box: list[Any]) -> Handed:
 
 
 def _destroy(box: list[Any]) -> None:
-    # PyTorch 2.7 keeps the GIL while it destroys a ProcessGroup, whose backend joins threads that may need the GIL.
-    # PyTorch releases the GIL while it destroys a backend, so the backend is destroyed last.
+    # PyTorch 2.7 keeps the GIL while it destroys a ProcessGroup, whose backend joins threads that may need
+    # the GIL. PyTorch releases the GIL while it destroys a backend, so the backend is destroyed last.
     backends = _backends(box[0])
     box.clear()
     backends.clear()

@@ -15,9 +15,9 @@ When an operation is *done*, that is when its `wait` returns and its future has 
 - on a CPU it has finished, and the result is in the caller's tensor;
 - on a device the stream that waits, or on which the future's callback runs, sees the result.
 
-If a worker stalls, the trainer does not block longer than the operation's timeout: a worker that does not answer in
-time is killed, all waits for it fail, and streams that wait for it continue. A worker ends with its trainer, even if
-the trainer is killed.
+If a worker stalls, the trainer does not block longer than the operation's timeout: a worker that does not
+answer in time is killed, all waits for it fail, and streams that wait for it continue. A worker ends with its
+trainer, even if the trainer is killed.
 """
 
 from __future__ import annotations

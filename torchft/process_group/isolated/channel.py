@@ -1,7 +1,8 @@
 """The trainer's end of one worker: sends requests, and reads the answers on one thread, the reader.
 
-The reader ends operations, pings a worker whose operation is late, and notices the worker's end. It then waits until
-the process has ended, and releases what the two shared. Threads that wait for an operation sleep until it has ended.
+The reader ends operations, pings a worker whose operation is late, and notices the worker's end. It then
+waits until the process has ended, and releases what the two shared. Threads that wait for an operation sleep
+until it has ended.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from torchft.process_group.isolated.devices import Devices, MakeSharing
 from torchft.process_group.isolated.operation import WorkerFailed, _FutureMetadata, _OpMetadata, timed_out
 from torchft.utils import DeviceThread, poll, use_device
 
-# A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. A healthy
-# worker answers, since it reads its requests while its operations run.
+# A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. A
+# healthy worker answers, since it reads its requests while its operations run.
 _PING_EVERY_SEC = 2.0
 _UNRESPONSIVE_SEC = 5.0
 
@@ -41,8 +42,8 @@ _LAST_WORDS_SEC = 1.0
 # How long an abort waits for the end of the worker, which takes some ten milliseconds.
 _STOP_SEC = 0.08
 
-# A killed worker that has not ended after this time hangs in a driver; the memory that it shares then stays allocated
-# forever.
+# A killed worker that has not ended after this time hangs in a driver; the memory that it shares then stays
+# allocated forever.
 _REAP_SEC = 30.0
 
 _logger: logging.Logger = logging.getLogger(__name__)
@@ -72,9 +73,12 @@ class Channel:
         self._process: Optional[int] = None
         self.devices = Devices(
             sharings,
-            lambda device, note, descriptor: self._send(_UNRESPONSIVE_SEC, (protocol.NOTE, device, note), descriptor),
+            lambda device, note, descriptor: self._send(
+                _UNRESPONSIVE_SEC, (protocol.NOTE, device, note), descriptor
+            ),
         )
-        # Guards the attributes below. Reentrant: a garbage collection may call `close` on a thread that holds it.
+        # Guards the attributes below. Reentrant: a garbage collection may call `close` on a thread that holds
+        # it.
         self._lock = threading.RLock()
         # Held while a thread uses the socket, so that the reader does not close it in the meantime.
         self._send_lock = threading.RLock()
@@ -137,7 +141,9 @@ class Channel:
         self._send(_UNRESPONSIVE_SEC, (kind, *rest))
 
     def _send(self, timeout: float, request: tuple[Any, ...], descriptor: Optional[int] = None) -> None:
-        """Sends a request; waits up to `timeout` seconds if the worker stalls: a healthy worker always reads."""
+        """Sends a request; waits up to `timeout` seconds if the worker stalls: a healthy worker always
+        reads.
+        """
         if self._broken is None:
             try:
                 with self._send_lock:
@@ -251,7 +257,9 @@ class Channel:
             self._end(op)
 
     def _end(self, op: _OpMetadata) -> None:
-        """Ends an operation that the caller has removed from `_ops`; so it is called once for each operation."""
+        """Ends an operation that the caller has removed from `_ops`; so it is called once for each
+        operation.
+        """
         try:
             if op.marks:
                 self.devices.hold(op)
@@ -274,12 +282,12 @@ class Channel:
     # Devices
 
     def follow(self, op: _OpMetadata, seconds: Optional[float] = None, began: float = 0.0) -> None:
-        """Makes the current stream wait for an operation that has ended here, but perhaps not on the worker's device.
-        The host waits where a stream cannot (`Sharing.follow`).
+        """Makes the current stream wait for an operation that has ended here, but perhaps not on the worker's
+        device. The host waits where a stream cannot (`Sharing.follow`).
 
         Args:
-            seconds: timeout; None: the operation's. When it has passed the worker is ended, but not if the host waits
-                with a timeout of the caller.
+            seconds: timeout; None: the operation's. When it has passed the worker is ended, but not if the
+                host waits with a timeout of the caller.
             began: the begin of the caller's timeout for the host.
 
         Raises:
@@ -291,7 +299,9 @@ class Channel:
             seconds, began = op.timeout_sec, op.started
         if self._shared(self.devices.follow, op):
             if op.timer is None and not self._reached(op):
-                op.timer = _TIMEOUT_MANAGER.schedule(timedelta(seconds=seconds), partial(self._expire, op, seconds))
+                op.timer = _TIMEOUT_MANAGER.schedule(
+                    timedelta(seconds=seconds), partial(self._expire, op, seconds)
+                )
                 if self._reached(op):  # it may have been released before it had the timer
                     op.end_timer()
             if self._broken is not None:
@@ -309,8 +319,8 @@ class Channel:
         return self._shared(self.devices.reached, op)
 
     def _shared(self, uses: Callable[[_OpMetadata], bool], op: _OpMetadata) -> bool:
-        """Uses what the worker shares. If the worker has ended, that may be gone before its end is noticed, so an error
-        first waits for that, :data:`_LAST_WORDS_SEC` at most.
+        """Uses what the worker shares. If the worker has ended, that may be gone before its end is noticed,
+        so an error first waits for that, :data:`_LAST_WORDS_SEC` at most.
         """
         try:
             return uses(op)
@@ -320,7 +330,8 @@ class Channel:
             raise
 
     def _expire(self, op: _OpMetadata, seconds: float) -> None:
-        if not self.devices.reached(op):  # not _reached, which may wait: all deadlines of the process share this thread
+        # Not _reached, which may wait: all deadlines of the process share this thread.
+        if not self.devices.reached(op):
             self.close(timed_out(seconds))
 
     def reach(self, op: _OpMetadata, deadline: float) -> bool:
@@ -340,8 +351,8 @@ class Channel:
         return poll(ended, deadline - time.monotonic())
 
     def check(self, timeout: Optional[float] = None) -> None:
-        """Asks the worker's backend for its error. After the device has finished an operation, that includes the
-        operation's error.
+        """Asks the worker's backend for its error. After the device has finished an operation, that includes
+        the operation's error.
 
         Args:
             timeout: in seconds.
@@ -354,7 +365,9 @@ class Channel:
             return
         op = self.ask(protocol.CHECK, _UNRESPONSIVE_SEC)
         if not op.wait(timeout):
-            raise TimeoutError(f"{self._name}: timed out: the worker did not say in {timeout} s whether it has failed")
+            raise TimeoutError(
+                f"{self._name}: timed out: the worker did not say in {timeout} s whether it has failed"
+            )
         if op.error is not None:
             raise copied(op.error)
 
@@ -383,8 +396,8 @@ class Channel:
 
         Args:
             devices: the devices of its value.
-            stream: the current stream of the call; None if there are only CPU tensors. Another stream waits for the
-                worker, and the future is completed on that one, so that the caller's does not wait.
+            stream: the current stream of the call; None if there are only CPU tensors. Another stream waits
+                for the worker, and the future is completed on that one, so that the caller's does not wait.
         """
         with self._lock:
             if op.future is not None:
@@ -403,7 +416,9 @@ class Channel:
         return WorkerFailed(f"{self._name}: the worker process has ended")
 
     def _fails_soon(self) -> bool:
-        """Whether the reader finds within a moment that the worker cannot be used: its last message may say why."""
+        """Whether the reader finds within a moment that the worker cannot be used: its last message may say
+        why.
+        """
         return self._failed.wait(0.0 if threading.current_thread() is self._reader else _LAST_WORDS_SEC)
 
     def _error(self) -> Exception:
@@ -425,7 +440,8 @@ class Channel:
                 return
             self._broken = error
             ops, self._ops = self._ops, {}
-        with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
+        # Runs in reverse order, and each callback even if another one raises.
+        with contextlib.ExitStack() as rest:
             rest.callback(self._stop)
             rest.callback(self._hang_up)
             rest.callback(self.kill)
@@ -441,8 +457,8 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _stop(self) -> None:
-        # An abort returns only after the worker has ended, since until then the worker may write into shared memory.
-        # With a device that can take long, and the memory is kept until then.
+        # An abort returns only after the worker has ended, since until then the worker may write into shared
+        # memory. With a device that can take long, and the memory is kept until then.
         if not self.devices.any and threading.current_thread() is not self._reader:
             self._reader.join(_STOP_SEC)
 
@@ -472,7 +488,8 @@ class _Futures:
     def __init__(self, name: str, follow: Callable[[_OpMetadata], None]) -> None:
         self._name = name
         self._follow = follow
-        self._lock = threading.RLock()  # reentrant: a garbage collection may close a channel on a thread that holds it
+        # Reentrant: a garbage collection may close a channel on a thread that holds it.
+        self._lock = threading.RLock()
         self._ended: queue.SimpleQueue[Optional[_OpMetadata]] = queue.SimpleQueue()
         self._thread: Optional[threading.Thread] = None
         self._closed = False

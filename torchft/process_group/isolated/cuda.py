@@ -1,18 +1,21 @@
-"""CUDA: a worker uses the trainer's device memory directly, and CUDA events order the work that the two queue.
+"""CUDA: a worker uses the trainer's device memory directly, and CUDA events order the work that the two
+queue.
 
-**Memory.** A storage is shared once in the life of the process, even if several workers follow one another. It is
-identified by weak reference, never by address. PyTorch frees shared memory when a counter of its users reaches 0,
-which a killed worker would never decrement. So the trainer alone counts. When the user frees a storage, the trainer
-asks the worker to drop it; the worker confirms that with its next mark. Only then, or when the worker has ended, is
-the memory returned to PyTorch, because CUDA forbids to free memory that another process maps.
+**Memory.** A storage is shared once in the life of the process, even if several workers follow one another.
+It is identified by weak reference, never by address. PyTorch frees shared memory when a counter of its users
+reaches 0, which a killed worker would never decrement. So the trainer alone counts. When the user frees a
+storage, the trainer asks the worker to drop it; the worker confirms that with its next mark. Only then, or
+when the worker has ended, is the memory returned to PyTorch, because CUDA forbids to free memory that another
+process maps.
 
-**Order.** A mark of the trainer is an interprocess event, recorded on the current stream. An event is reused only after
-the device has passed it. So a worker that reads an old mark may wait for a later recording of the same event: longer
-than necessary, but safe. There is no deadlock, because the work before a mark never waits for that mark.
+**Order.** A mark of the trainer is an interprocess event, recorded on the current stream. An event is reused
+only after the device has passed it. So a worker that reads an old mark may wait for a later recording of the
+same event: longer than necessary, but safe. There is no deadlock, because the work before a mark never waits
+for that mark.
 
-A mark of the worker is a value in the trainer's memory (`values`), for which the trainer's stream waits. A stream that
-waits for an event of a killed process never continues (docs/gpu.md). Where the driver refuses such values, the worker's
-marks are events as well, and the trainer's host waits for them.
+A mark of the worker is a value in the trainer's memory (`values`), for which the trainer's stream waits. A
+stream that waits for an event of a killed process never continues (docs/gpu.md). Where the driver refuses
+such values, the worker's marks are events as well, and the trainer's host waits for them.
 
 XPU has such events, but PyTorch cannot share XPU memory: its tensors are refused with an error that says so.
 """
@@ -40,8 +43,8 @@ _DEVICE = "cuda"
 # Notes to the worker: the device to work on, perhaps with the file of a page of values; the exports to drop.
 _USE, _DROP = "use", "drop"
 
-# A mark. Event, number of its recordings, number of notes read from the other end, the event's handle; or slot, value,
-# number of notes, b"".
+# A mark. Event, number of its recordings, number of notes read from the other end, the event's handle; or
+# slot, value, number of notes, b"".
 _Mark = tuple[int, int, int, bytes]
 
 # The number of streams that a worker's operations use in turn; PyTorch's pool has as many.
@@ -55,7 +58,9 @@ _NO_COUNTER = b"/torchft-counts-itself"
 
 
 class _Export:
-    """A storage of this process that others may map; `holders` are the ends whose worker may have mapped it."""
+    """A storage of this process that others may map; `holders` are the ends whose worker may have mapped
+    it.
+    """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.id = next(_ids)
@@ -96,10 +101,11 @@ class _Export:
 
 
 class _Returns:
-    """A thread that returns freed memory to PyTorch after the device has finished all work queued at that time.
+    """A thread that returns freed memory to PyTorch after the device has finished all work queued at that
+    time.
 
-    PyTorch's allocator ignores `record_stream` of a shared storage: it would reuse the memory in the order of one
-    stream, while another stream, which the user has recorded, may still read it.
+    PyTorch's allocator ignores `record_stream` of a shared storage: it would reuse the memory in the order of
+    one stream, while another stream, which the user has recorded, may still read it.
     """
 
     def __init__(self) -> None:
@@ -108,7 +114,9 @@ class _Returns:
         self._started = False
 
     def start(self) -> None:
-        """Starts the thread. `put` does not: the garbage collector may call it where no thread can be started."""
+        """Starts the thread. `put` does not: the garbage collector may call it where no thread can be
+        started.
+        """
         if not self._started:
             self._started = True
             DeviceThread(target=self._run, name="torchft_shared_memory").start()
@@ -267,8 +275,8 @@ class _Registration:
     def __init__(self, tensor: torch.Tensor, ref: Any, all_: set[_Registration]) -> None:
         self._tensor: Optional[torch.Tensor] = tensor
         self.ref = ref
-        # The trainer's end refers to the registration too: if a worker was killed, its kernels may still run, so the
-        # memory must stay even if the caller drops the registration.
+        # The trainer's end refers to the registration too: if a worker was killed, its kernels may still run,
+        # so the memory must stay even if the caller drops the registration.
         self._all = all_
         all_.add(self)
 
@@ -281,7 +289,8 @@ class _Registration:
 
 
 class TrainerEnd:
-    """The trainer's end. Call `close` only when the worker has been reaped: until then its kernels may still write.
+    """The trainer's end. Call `close` only when the worker has been reaped: until then its kernels may still
+    write.
 
     Args:
         notify: sends a note to the worker's end.
@@ -411,8 +420,8 @@ class TrainerEnd:
 
 
 class WorkerEnd:
-    """The worker's end. Operations use the streams in turn, so an operation that waits for a silent peer does not delay
-    the next one.
+    """The worker's end. Operations use the streams in turn, so an operation that waits for a silent peer does
+    not delay the next one.
     """
 
     def __init__(self) -> None:
@@ -443,7 +452,9 @@ class WorkerEnd:
         return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
 
     def notified(self, note: tuple[Any, ...], descriptor: Optional[int]) -> None:
-        """Reads a note. Storages to drop are unmapped; the trainer names them after all their operations have ended."""
+        """Reads a note. Storages to drop are unmapped; the trainer names them after all their operations have
+        ended.
+        """
         kind, *numbers = note
         if kind == _USE:
             torch.cuda.set_device(numbers[0])
@@ -480,7 +491,9 @@ class WorkerEnd:
         return self._marks.mark(self._device, notes)
 
     def follow(self, mark: _Mark) -> None:
-        """Begins an operation: makes the next stream the current one, and makes it wait for the trainer's mark."""
+        """Begins an operation: makes the next stream the current one, and makes it wait for the trainer's
+        mark.
+        """
         if not self._streams:
             self._streams = [torch.cuda.Stream(self._device) for _ in range(_STREAMS)]
         stream = self._streams[self._turn]
@@ -510,7 +523,9 @@ def worker() -> Borrowing:
 
 
 def prepare(device: torch.device) -> None:
-    """Worker: makes a CUDA or XPU device the current one and creates its context, which takes device memory."""
+    """Worker: makes a CUDA or XPU device the current one and creates its context, which takes device
+    memory.
+    """
     module: Any = torch.get_device_module(device)
     module.set_device(device)
     torch.empty(1, device=device)
@@ -527,7 +542,9 @@ def _check(tensor: torch.Tensor) -> torch.device:
     if tensor.layout is not torch.strided:
         raise RuntimeError(f"tensor of layout {tensor.layout}: an isolated group takes dense tensors")
     if tensor.is_conj() or tensor.is_neg():
-        raise RuntimeError("tensor with a conjugation or negation pending: call resolve_conj() or resolve_neg() first")
+        raise RuntimeError(
+            "tensor with a conjugation or negation pending: call resolve_conj() or resolve_neg() first"
+        )
     return device
 
 

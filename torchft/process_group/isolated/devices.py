@@ -1,4 +1,6 @@
-"""The memory and events of each device type that a trainer shares with a worker, and the operations queued there."""
+"""The memory and events of each device type that a trainer shares with a worker, and the operations queued
+there.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any, Callable, Optional
 from torchft.process_group.isolated.operation import _OpMetadata
 from torchft.process_group.isolated.sharing import Sharing, is_plain
 
-# Makes the trainer's end for a device type, from the type's number and a function that sends notes to the worker.
+# Makes the trainer's end for a device type, from the type's number and a function that sends notes to the
+# worker.
 MakeSharing = Callable[[int, Callable[[Any, Optional[int]], None]], Sharing]
 
 
@@ -52,12 +55,14 @@ class Devices:
         """Marks behind the work queued so far on the devices of an operation, for the worker to wait for."""
         if not self._marking:
             return ()
-        marks = [(device, self._sharings[device].mark()) for device in {device for device, _ in op.registrations}]
+        marks = [
+            (device, self._sharings[device].mark()) for device in {device for device, _ in op.registrations}
+        ]
         return tuple([item for item in marks if item[1] is not None])
 
     def follow(self, op: _OpMetadata) -> bool:
-        """Makes the current stream wait for the operation on the worker's device; False if only the host can: see
-        `Sharing.follow`.
+        """Makes the current stream wait for the operation on the worker's device; False if only the host can:
+        see `Sharing.follow`.
         """
         followed = [self._sharings[device].follow(mark) for device, mark in op.marks]
         return all(followed)

@@ -1,4 +1,6 @@
-"""Calls of CUDA's driver that PyTorch does not have: streams that write a value to memory, or wait for one."""
+"""Calls of CUDA's driver that PyTorch does not have: streams that write a value to memory, or wait for
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torchft.process_group.isolated.values import Driver
 
 _REGISTER_FLAGS = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32_t)(*address - value) >= 0
-_WITH_BARRIER = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: all that the stream wrote before is visible to others first
+# CU_STREAM_WRITE_VALUE_DEFAULT: all that the stream wrote before is visible to others first.
+_WITH_BARRIER = 0
 
 _pointer, _integer = ctypes.c_void_p, ctypes.c_uint
 # CUDA 11.7 made the second versions of the stream's calls. The first ones are disabled by default.
@@ -60,7 +63,8 @@ class CudaDriver:
             raise RuntimeError(f"{name} failed with error {error} of CUDA's driver")
 
     def _use(self) -> None:
-        # CUDA's runtime makes the context current on a thread with the first call that needs it, the driver does not.
+        # CUDA's runtime makes the context current on a thread with the first call that needs it, the driver
+        # does not.
         self._call("cuCtxSetCurrent", self._context)
 
     def register(self, address: int, size: int) -> int:

@@ -70,12 +70,14 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         from torch.distributed import ProcessGroupNCCL as BaseProcessGroupNCCL
 
-        # After an error PyTorch aborts the communicator, and operations in flight end as if they had succeeded. So the
-        # trainer asks for errors when its events have passed, and the worker ends as soon as it has reported one.
-        # (PyTorch would end it without a report.) The variable in the trainer's environment is meant for the trainer's
-        # own groups, so it is overridden here.
+        # After an error PyTorch aborts the communicator, and operations in flight end as if they had
+        # succeeded. So the trainer asks for errors when its events have passed, and the worker ends as soon
+        # as it has reported one. (PyTorch would end it without a report.) The variable in the trainer's
+        # environment is meant for the trainer's own groups, so it is overridden here.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(cls._worker_timeout.total_seconds()))))
+        os.environ.setdefault(
+            "TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(cls._worker_timeout.total_seconds())))
+        )
         opts = BaseProcessGroupNCCL.Options()
         opts.config.blocking = 0
         opts._timeout = cls._worker_timeout
@@ -119,7 +121,9 @@ class ProcessGroupBabyXCCL(ProcessGroupBaby):
 def _on_device(
     kind: str, backend_class: Any, name: str, store: Store, rank: int, world_size: int, opts: Any
 ) -> BaseProcessGroup:
-    """A group with one backend on the current device, which connects at once and not in the first operation."""
+    """A group with one backend on the current device, which connects at once and not in the first
+    operation.
+    """
     backend_type = getattr(BaseProcessGroup.BackendType, name)
     pg = BaseProcessGroup(store, rank, world_size)
     pg._set_default_backend(backend_type)

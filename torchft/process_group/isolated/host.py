@@ -1,8 +1,9 @@
 """Sharing of CPU memory.
 
-A caller's storage cannot be moved: other views of it, for example in NumPy, must see the results. So a tensor is copied
-into memory that both processes map, and back. That memory is kept and reused, because its pages are allocated and
-mapped by the worker already. A tensor in shared memory of PyTorch (`share_memory_()`) is registered without a copy.
+A caller's storage cannot be moved: other views of it, for example in NumPy, must see the results. So a tensor
+is copied into memory that both processes map, and back. That memory is kept and reused, because its pages are
+allocated and mapped by the worker already. A tensor in shared memory of PyTorch (`share_memory_()`) is
+registered without a copy.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class _Staged:
         size: size of the copy in bytes, which begins with the tensor's first element.
     """
 
-    def __init__(self, ref: Any, tensor: torch.Tensor, size: int, write: bool, slot: _Slot, free: list[_Slot]) -> None:
+    def __init__(
+        self, ref: Any, tensor: torch.Tensor, size: int, write: bool, slot: _Slot, free: list[_Slot]
+    ) -> None:
         self.ref = ref
         self._tensor = tensor
         self._size = size
@@ -103,7 +106,9 @@ class _Staged:
 class _Converted(_Staged):
     """A registration of a copy whose layout differs from the tensor's memory."""
 
-    def __init__(self, ref: Any, tensor: torch.Tensor, read: bool, write: bool, slot: _Slot, free: list[_Slot]) -> None:
+    def __init__(
+        self, ref: Any, tensor: torch.Tensor, read: bool, write: bool, slot: _Slot, free: list[_Slot]
+    ) -> None:
         super().__init__(ref, tensor, tensor.nbytes, write, slot, free)
         self._view = slot.memory[: self._size].view(tensor.dtype).view(tensor.shape)
         if read:
@@ -130,7 +135,9 @@ class _Shared:
 
 
 class _Host:
-    """The base class of both ends. Host memory has no queued work: an operation has finished when it returns."""
+    """The base class of both ends. Host memory has no queued work: an operation has finished when it
+    returns.
+    """
 
     # See `sharing.is_plain`.
     plain = True
@@ -145,8 +152,8 @@ class _Trainer(_Host):
         self._lock = threading.Lock()
         self._regions = itertools.count()
         self._free: dict[int, list[_Slot]] = {}
-        # Storages that are in shared memory already. A weak reference keeps the address in the key from being reused
-        # for another storage.
+        # Storages that are in shared memory already. A weak reference keeps the address in the key from being
+        # reused for another storage.
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._sweep_at = _SWEEP_AT
 
@@ -158,7 +165,9 @@ class _Trainer(_Host):
         if size >= _ASK_ABOVE and contiguous:
             region = self._share(tensor)
             if region is not None:
-                return _Shared(_ref(region, int(tensor.storage_offset()) * tensor.element_size(), tensor, True))
+                return _Shared(
+                    _ref(region, int(tensor.storage_offset()) * tensor.element_size(), tensor, True)
+                )
         slot, free = self._take(size)
         ref = _ref(slot.region, slot.offset, tensor, contiguous)
         try:
@@ -166,8 +175,9 @@ class _Trainer(_Host):
                 if not contiguous:
                     tensor, read = tensor.detach().as_strided((_span(tensor),), (1,)), True
                 return _Converted(ref, tensor, read, write, slot, free)
-            # A tensor that is not contiguous is copied with the gaps between its elements, also if the operation only
-            # writes: `fetch` copies the gaps back. So Gloo gets the layout of the caller's memory.
+            # A tensor that is not contiguous is copied with the gaps between its elements, also if the
+            # operation only writes: `fetch` copies the gaps back. So Gloo gets the layout of the caller's
+            # memory.
             if read or not contiguous:
                 copy(slot.address, tensor.data_ptr(), size)
         except BaseException:

@@ -49,15 +49,16 @@ _GRACE_SEC = 1.0
 class ProcessGroupBaby(ProcessGroup):
     """A group whose operations run in a worker, a process that can be killed without harm to this one.
 
-    A subclass overrides `_create_pg`, which creates the group in the worker. The worker imports the module of the
-    subclass, so it must not be defined in `__main__`.
+    A subclass overrides `_create_pg`, which creates the group in the worker. The worker imports the module of
+    the subclass, so it must not be defined in `__main__`.
 
     Args:
-        timeout: default timeout of operations, and timeout of connecting to new peers; in seconds, if a number.
-        standby: whether the next worker is started in advance, so that reconfiguring does not wait for it. It costs
-            some 50 MB. None: TORCHFT_ISOLATED_STANDBY ("1" or "0"), by default yes.
-        standby_context: whether that worker also creates the device's context in advance, which costs device memory.
-            None: TORCHFT_ISOLATED_STANDBY_CONTEXT, by default no.
+        timeout: default timeout of operations, and timeout of connecting to new peers; in seconds, if a
+            number.
+        standby: whether the next worker is started in advance, so that reconfiguring does not wait for it. It
+            costs some 50 MB. None: TORCHFT_ISOLATED_STANDBY ("1" or "0"), by default yes.
+        standby_context: whether that worker also creates the device's context in advance, which costs device
+            memory. None: TORCHFT_ISOLATED_STANDBY_CONTEXT, by default no.
     """
 
     _reduces_each_dtype = True
@@ -106,7 +107,9 @@ class ProcessGroupBaby(ProcessGroup):
         self._checker: Optional[Checker] = None
         self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
         # The launcher must not refer to this group, because that would keep the group alive.
-        self._workers = Workers(_maker(type(self), self._context), switch(STANDBY_ENV, default=True, given=standby))
+        self._workers = Workers(
+            _maker(type(self), self._context), switch(STANDBY_ENV, default=True, given=standby)
+        )
         prepare()
         weakref.finalize(self, hand_off, self._workers.close, "torchft_workers")  # workers end under a lock
         self._workers.prepare()
@@ -125,7 +128,9 @@ class ProcessGroupBaby(ProcessGroup):
         global_ranks: Optional[list[int]] = None,
     ) -> None:
         if not 0 <= rank < world_size:
-            raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
+            raise ValueError(
+                f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}"
+            )
         self._end(RuntimeError(f"{self._name} was given new peers"))
         self._aborted = self._shut_down = None
         timeout = min(self._timeout, self._reconfigure_timeout or self._timeout).total_seconds()
@@ -147,11 +152,15 @@ class ProcessGroupBaby(ProcessGroup):
             began = time.monotonic()
             try:
                 worker.ask(
-                    protocol.CONFIGURE, timeout + _GRACE_SEC, "connect with its peers", settings, meanwhile=prepare
+                    protocol.CONFIGURE,
+                    timeout + _GRACE_SEC,
+                    "connect with its peers",
+                    settings,
+                    meanwhile=prepare,
                 )
             except Exception as e:
-                # The worker's own deadline for connecting precedes this one. When it passes, the worker reports an
-                # error of the store or the backend.
+                # The worker's own deadline for connecting precedes this one. When it passes, the worker
+                # reports an error of the store or the backend.
                 if self._aborted is not None or time.monotonic() - began < timeout:
                     raise
                 raise WorkerTimedOut(
@@ -178,8 +187,8 @@ class ProcessGroupBaby(ProcessGroup):
     def get_reconfigure_handle(self) -> str:
         """The handle by which peers find this group.
 
-        The first call waits for the standby worker: peers that receive the handle will wait for this group, and should
-        not have to wait for the start of an interpreter.
+        The first call waits for the standby worker: peers that receive the handle will wait for this group,
+        and should not have to wait for the start of an interpreter.
 
         Raises:
             Exception: the reason why there is no worker.
@@ -326,7 +335,9 @@ class ProcessGroupBaby(ProcessGroup):
         opts: Optional[AllgatherOptions] = None,
     ) -> Work:
         # PyTorch 2.7's dist.all_gather passes no options.
-        return self._start("allgather", output_tensors, input_tensor, AllgatherOptions() if opts is None else opts)
+        return self._start(
+            "allgather", output_tensors, input_tensor, AllgatherOptions() if opts is None else opts
+        )
 
     def allgather_into_tensor_coalesced(
         self,
@@ -336,7 +347,9 @@ class ProcessGroupBaby(ProcessGroup):
     ) -> Work:
         return self._start("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
 
-    def allreduce(self, tensors: List[torch.Tensor], opts: Union[dist.AllreduceOptions, dist.ReduceOp]) -> Work:
+    def allreduce(
+        self, tensors: List[torch.Tensor], opts: Union[dist.AllreduceOptions, dist.ReduceOp]
+    ) -> Work:
         return self._start("allreduce", tensors, _reduction(opts, AllreduceOptions))
 
     def allreduce_coalesced(
@@ -354,7 +367,9 @@ class ProcessGroupBaby(ProcessGroup):
         input_split_sizes: List[int],
         opts: AllToAllOptions,
     ) -> Work:
-        return self._start("alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts)
+        return self._start(
+            "alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts
+        )
 
     def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
         return self._start("barrier", BarrierOptions() if opts is None else opts)
@@ -362,7 +377,9 @@ class ProcessGroupBaby(ProcessGroup):
     def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
         # The root's tensors are only read, those of the others only written, so each is copied in one
         # direction at most.
-        return self._start("broadcast", tensor_list, opts, access="r" if opts.rootRank == self.getRank() else "w")
+        return self._start(
+            "broadcast", tensor_list, opts, access="r" if opts.rootRank == self.getRank() else "w"
+        )
 
     def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
         return self._start("recv", tensors, src_rank, tag, _given_ms())
@@ -427,7 +444,8 @@ def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], WorkerP
     def make() -> WorkerProcess:
         if group.__module__ == "__main__":
             raise ValueError(
-                f"{group.__qualname__} is defined in __main__, which a worker does not import: put it into a module"
+                f"{group.__qualname__} is defined in __main__, which a worker does not import: put it into "
+                "a module"
             )
         settings = {
             "group": f"{group.__module__}:{group.__qualname__}",

@@ -1,8 +1,9 @@
 """The messages between an isolated group, its worker, and the process that forks workers.
 
-A message is one record: a tuple of numbers, texts, bytes and tuples, encoded by `marshal`. Both ends run the same
-interpreter, and unlike with pickle, decoding runs no code. A SOCK_SEQPACKET socket keeps the messages apart and
-carries file descriptors. A record never contains tensors: a tensor is the ref of a registration (see `sharing`).
+A message is one record: a tuple of numbers, texts, bytes and tuples, encoded by `marshal`. Both ends run the
+same interpreter, and unlike with pickle, decoding runs no code. A SOCK_SEQPACKET socket keeps the messages
+apart and carries file descriptors. A record never contains tensors: a tensor is the ref of a registration
+(see `sharing`).
 
     request  (RUN, operation, marks, call)       marks: (device, mark) of each device; call: see `encode_call`
              (CONFIGURE, operation, settings)    the arguments of `configure`, and the environment
@@ -10,10 +11,10 @@ carries file descriptors. A record never contains tensors: a tensor is the ref o
              (NOTE, device, note)                perhaps with a file descriptor: see `sharing.Notify`
              (SET_TIMEOUT, seconds)
              (PING,)
-    answer   (operation, marks, error)           error: None, or the name of the exception's class, and its text
+    answer   (operation, marks, error)           error: None, or the exception's class and text
 
-Answers without an operation have the number 0: with an error, the worker ends; else it answers a ping. The worker's
-first message carries a descriptor of its process.
+Answers without an operation have the number 0: with an error, the worker ends; else it answers a ping. The
+worker's first message carries a descriptor of its process.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from torch.distributed import distributed_c10d as c10d
 
 RUN, CONFIGURE, CHECK, NOTE, SET_TIMEOUT, PING = "run", "configure", "check", "note", "set timeout", "ping"
 
-# The methods of PyTorch's group that a worker may call, with their arguments: "r" is read by the operation, "w"
-# written. The last integer of send and recv is their timeout in milliseconds, 0 for the group's.
+# The methods of PyTorch's group that a worker may call, with their arguments: "r" is read by the operation,
+# "w" written. The last integer of send and recv is their timeout in milliseconds, 0 for the group's.
 _OUT, _IN, _OUT_LISTS, _IN_LISTS = ("tensors", "w"), ("tensors", "r"), ("lists", "w"), ("lists", "r")
 _BOTH, _OUT_ONE, _IN_ONE = ("tensors", "rw"), ("tensor", "w"), ("tensor", "r")
 OPERATIONS: dict[str, tuple[Any, ...]] = {
@@ -76,7 +77,9 @@ _ANCILLARY = socket.CMSG_SPACE(2 * 4)  # two descriptors
 _LONGEST_TEXT = 10_000
 
 
-def send(to: socket.socket, record: Any, descriptors: Sequence[int] = (), timeout: Optional[float] = None) -> None:
+def send(
+    to: socket.socket, record: Any, descriptors: Sequence[int] = (), timeout: Optional[float] = None
+) -> None:
     """Sends a record. Waits only if the other end does not read, `timeout` seconds at most.
 
     Raises:
@@ -109,7 +112,9 @@ def _send(to: socket.socket, data: bytes, descriptors: Sequence[int], timeout: O
             poll = select.poll()
             poll.register(to, select.POLLOUT)
             if not poll.poll(1000 * max(0.0, deadline - now)):
-                raise TimeoutError(f"a message to process timed out: it was not read within {timeout} s") from None
+                raise TimeoutError(
+                    f"a message to process timed out: it was not read within {timeout} s"
+                ) from None
 
 
 def receive(source: socket.socket) -> tuple[Any, list[int]]:
@@ -122,7 +127,9 @@ def receive(source: socket.socket) -> tuple[Any, list[int]]:
         try:
             data, ancillary, _, _ = source.recvmsg(_LONG, _ANCILLARY, _RECEIVE_FLAGS)
             break
-        except ConnectionResetError:  # reported once if the other end has left messages unread; its own may follow
+        except (
+            ConnectionResetError
+        ):  # reported once if the other end has left messages unread; its own may follow
             pass
     descriptors = list(_descriptors(ancillary)) if ancillary else []
     if not data:
@@ -145,7 +152,9 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> Iterable[int]:
 # Operations
 
 
-def encode_call(name: str, arguments: Sequence[Any], register: Callable[[torch.Tensor, str], Any]) -> tuple[Any, ...]:
+def encode_call(
+    name: str, arguments: Sequence[Any], register: Callable[[torch.Tensor, str], Any]
+) -> tuple[Any, ...]:
     """An operation as a record: its name, then its arguments as `OPERATIONS` defines them.
 
     Args:
@@ -284,8 +293,8 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def encode_error(error: BaseException) -> tuple[str, str]:
-    # The text begins with the error and ends with its place in the code; the end is truncated. Characters that cannot
-    # be encoded are replaced.
+    # The text begins with the error and ends with its place in the code; the end is truncated. Characters
+    # that cannot be encoded are replaced.
     text = str(error)[:_LONGEST_TEXT].encode(errors="replace").decode()
     return type(error).__name__, text
 

@@ -1,12 +1,12 @@
 """The fork server: a process that has imported PyTorch once, and forks a worker in milliseconds.
 
-It runs one thread, holds no device and no connection, and never imports the trainer's `__main__`. It ends with its
-trainer, even if that is killed, and its workers end with it. Each message of the trainer, the settings of a worker with
-the worker's end of its channel, is a request for a worker. The kernel reaps the workers; the trainer watches and kills
-them by the descriptors of their processes, which they send.
+It runs one thread, holds no device and no connection, and never imports the trainer's `__main__`. It ends
+with its trainer, even if that is killed, and its workers end with it. Each message of the trainer, the
+settings of a worker with the worker's end of its channel, is a request for a worker. The kernel reaps the
+workers; the trainer watches and kills them by the descriptors of their processes, which they send.
 
-`multiprocessing.forkserver` imports the trainer's `__main__` in each child, and does not end when the trainer is killed
-while a forked child of it lives, nor do its children.
+`multiprocessing.forkserver` imports the trainer's `__main__` in each child, and does not end when the trainer
+is killed while a forked child of it lives, nor do its children.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(control: int, trainer: int) -> None:
-    """Serves until the trainer, the process with id `trainer`, has ended or closes its end. Does not return."""
-    # Ctrl-C and SIGTERM reach the whole process group. Only the trainer acts on them; this process ends with it.
+    """Serves until the trainer, the process with id `trainer`, has ended or closes its end. Does not
+    return.
+    """
+    # Ctrl-C and SIGTERM reach the whole process group. Only the trainer acts on them; this process ends with
+    # it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     error = None
@@ -47,20 +50,24 @@ def main(control: int, trainer: int) -> None:
 
 
 class _Server:
-    def __init__(self, control: socket.socket, trainer: int, worker: Any, error: tuple[str, str] | None) -> None:
+    def __init__(
+        self, control: socket.socket, trainer: int, worker: Any, error: tuple[str, str] | None
+    ) -> None:
         self._control = control
         self._trainer = trainer
         self._worker = worker
         self._error = error
         self._prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
-        # Garbage collections in workers skip the present objects: touching them would copy memory that workers share.
+        # Garbage collections in workers skip the present objects: touching them would copy memory that
+        # workers share.
         gc.collect()
         gc.freeze()
 
     def serve(self) -> None:
         from torchft.process_group.isolated import protocol
 
-        # The end of the socket alone is not enough: a child of the trainer may have inherited the trainer's end.
+        # The end of the socket alone is not enough: a child of the trainer may have inherited the trainer's
+        # end.
         ended = os.pidfd_open(self._trainer)
         poll = select.poll()
         poll.register(self._control, select.POLLIN)

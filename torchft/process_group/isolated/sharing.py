@@ -1,8 +1,8 @@
 """The interface to a device type: sharing its memory between processes, and ordering the work queued on it.
 
-A trainer and its worker are two processes. The worker must see the trainer's tensors, and neither may touch them before
-the other's device has finished with them: both is the task of a `Sharing`, the trainer's end, and a `Borrowing`, the
-worker's. Each device type has a module with these functions:
+A trainer and its worker are two processes. The worker must see the trainer's tensors, and neither may touch
+them before the other's device has finished with them: both is the task of a `Sharing`, the trainer's end, and
+a `Borrowing`, the worker's. Each device type has a module with these functions:
 
     def trainer(notify: Notify) -> Sharing: ...   # the trainer's end, one for each worker
     def worker() -> Borrowing: ...            # the worker's end
@@ -17,10 +17,10 @@ worker's. Each device type has a module with these functions:
     trainer   a waiting thread: fetch() of every registration, follow(mark) on its own current stream, or if
               that is False a poll of reached(mark); release() of every registration as soon as reached(mark)
 
-If the operation fails, fetch is left out. If the worker fails, only free_streams() and close() follow, after the worker
-has been reaped: a device may write for a process until that process has ended. Until then, registrations that were not
-released keep their memory, even if nothing refers to them; otherwise a later user of the memory could see it
-overwritten.
+If the operation fails, fetch is left out. If the worker fails, only free_streams() and close() follow, after
+the worker has been reaped: a device may write for a process until that process has ended. Until then,
+registrations that were not released keep their memory, even if nothing refers to them; otherwise a later user
+of the memory could see it overwritten.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from typing import Any, Callable, Optional, Protocol
 
 import torch
 
-# Sends a note from the trainer's end of this device type to the worker's end, in order with the operations, optionally
-# with a file descriptor, which the caller still has to close. The worker's end gets the note by `notified`.
+# Sends a note from the trainer's end of this device type to the worker's end, in order with the operations,
+# optionally with a file descriptor, which the caller still has to close. The worker's end gets the note by
+# `notified`.
 Notify = Callable[[Any, Optional[int]], None]
 
 
 class Registration(Protocol):
     """A tensor of the trainer that the worker may use."""
 
-    # The argument of the worker's `borrow`, a record (see `protocol`): small and complete, as each operation has it.
+    # The argument of the worker's `borrow`, a record (see `protocol`): small and complete, as each operation
+    # has it.
     ref: Any
 
     def fetch(self) -> None:
@@ -50,7 +52,8 @@ class Registration(Protocol):
 class End(Protocol):
     """The common part of both ends: the order of the work that the two processes queue for one device type.
 
-    A mark is a small record; None where there is nothing to wait for: then neither `follow` nor `reached` is called.
+    A mark is a small record; None where there is nothing to wait for: then neither `follow` nor `reached` is
+    called.
     """
 
     def mark(self) -> Any:
@@ -72,8 +75,9 @@ class Sharing(End, Protocol):
         ...
 
     def follow(self, mark: Any) -> bool:
-        """Makes the current stream wait for the worker's mark, until `free_streams` at the latest; the host continues.
-        False if this device's streams cannot do that: a stream must not wait for an event of a process that is killed.
+        """Makes the current stream wait for the worker's mark, until `free_streams` at the latest; the host
+        continues. False if this device's streams cannot do that: a stream must not wait for an event of a
+        process that is killed.
         """
         ...
 
@@ -85,7 +89,9 @@ class Sharing(End, Protocol):
         """Lets streams continue that wait for the worker, which has ended, or should have."""
 
     def close(self) -> None:
-        """Releases everything, also streams. To be called only after the worker has been reaped; safe to call twice."""
+        """Releases everything, also streams. To be called only after the worker has been reaped; safe to call
+        twice.
+        """
 
 
 class Borrowing(End, Protocol):
@@ -103,8 +109,9 @@ class Borrowing(End, Protocol):
 
 
 def is_plain(end: End) -> bool:
-    """Whether both ends share plain memory: there are no marks, and `borrow` gives the same for the same ref until
-    the next note. Then operations are done when they have finished, and are decoded once."""
+    """Whether both ends share plain memory: there are no marks, and `borrow` gives the same for the same ref
+    until the next note. Then operations are done when they have finished, and are decoded once.
+    """
     return getattr(end, "plain", False)
 
 

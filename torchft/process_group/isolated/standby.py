@@ -1,6 +1,6 @@
 """The trainer's side of the fork server: one server per trainer process, and standby workers.
 
-Server         the server process: started with the first group, shared by all groups, ended some seconds after the
+Server         the server process: started with the first group, shared by all, ended some seconds after the
                last one
 WorkerProcess  a worker process: its channel, and how it is ended
 Workers        the workers of one group: hands out the standby worker, and starts the next one
@@ -34,7 +34,8 @@ _START_SEC = 60.0
 # How many workers in a row may end before they answer.
 _ATTEMPTS = 5
 
-# How long the server outlives the last group, since another group often follows. An idle server costs only memory.
+# How long the server outlives the last group, since another group often follows. An idle server costs only
+# memory.
 _LINGER = timedelta(seconds=10)
 
 # How long a server may take to end, usually a few milliseconds, before it is killed.
@@ -60,9 +61,12 @@ class Server:
         try:
             os.close(os.pidfd_open(os.getpid()))
         except (AttributeError, OSError) as e:
-            raise RuntimeError("isolated groups need Linux 5.3 or newer, and a Python that was built for it") from e
+            raise RuntimeError(
+                "isolated groups need Linux 5.3 or newer, and a Python that was built for it"
+            ) from e
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # The server ends when this socket is closed. PR_SET_PDEATHSIG would end it with the thread that started it.
+        # The server ends when this socket is closed. PR_SET_PDEATHSIG would end it with the thread that
+        # started it.
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
@@ -231,7 +235,9 @@ class WorkerProcess:
         op = self.channel.ask(kind, timeout, *rest)
         meanwhile()
         if not op.wait(timeout):
-            raise WorkerTimedOut(f"{self._name}: the worker timed out after {timeout:g} seconds: it did not {what}")
+            raise WorkerTimedOut(
+                f"{self._name}: the worker timed out after {timeout:g} seconds: it did not {what}"
+            )
         if op.error is not None:
             raise copied(op.error)
 
@@ -240,7 +246,9 @@ class WorkerProcess:
         servers.retire(self._server)
 
     def end(self, error: Exception) -> None:
-        """Kills the worker. Threads that wait for it get `error`. Does not wait for the end of the process."""
+        """Kills the worker. Threads that wait for it get `error`. Does not wait for the end of the
+        process.
+        """
         self.channel.close(error)
 
 
@@ -309,8 +317,8 @@ class Workers:
 def started(get: Callable[[], WorkerProcess]) -> WorkerProcess:
     """A worker that has answered. One that ends before it answers is replaced.
 
-    Standby workers end with their server, and the trainer does not notice that at once. Only an answer shows that a
-    worker is alive.
+    Standby workers end with their server, and the trainer does not notice that at once. Only an answer shows
+    that a worker is alive.
 
     Args:
         get: returns a worker; each call after the end of the previous worker returns a new one.

@@ -1,11 +1,13 @@
 """Values in host memory by which a stream of the trainer follows the worker's device.
 
-A mark of the worker names a slot of a page and a value. The worker's stream writes the value into the slot when it has
-done the work before the mark, and the trainer's stream waits for it. The page belongs to the trainer. When the worker
-has ended, the trainer writes the values that its streams still wait for, so they need nothing of a killed process.
+A mark of the worker names a slot of a page and a value. The worker's stream writes the value into the slot
+when it has done the work before the mark, and the trainer's stream waits for it. The page belongs to the
+trainer. When the worker has ended, the trainer writes the values that its streams still wait for, so they
+need nothing of a killed process.
 
-The values of a slot only increase, in cyclic order. The next worker that gets the page continues from the values that
-it finds there: a stream may come to a wait for an earlier worker only then, and must not stop at it.
+The values of a slot only increase, in cyclic order. The next worker that gets the page continues from the
+values that it finds there: a stream may come to a wait for an earlier worker only then, and must not stop at
+it.
 """
 
 from __future__ import annotations
@@ -38,12 +40,15 @@ class Driver(Protocol):
 
 
 def reached(now: int, value: int) -> bool:
-    """Whether a slot that contains `now` has reached `value`, in cyclic order, as the driver compares them."""
+    """Whether a slot that contains `now` has reached `value`, in cyclic order, as the driver compares
+    them.
+    """
     return (now - value) % _CYCLE < _CYCLE // 2
 
 
 class Page:
-    """Slots in memory that two processes map, and that the devices of both read and write. It is never unmapped.
+    """Slots in memory that two processes map, and that the devices of both read and write. It is never
+    unmapped.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -96,8 +101,8 @@ class Awaited:
                 return
             last = self._last.get(slot, value)
             self._last[slot] = value if reached(value, last) else last
-        # Without the lock: the driver blocks while the stream's queue is full, and `release` makes room. A wait that is
-        # queued after `release` finds its value.
+        # Without the lock: the driver blocks while the stream's queue is full, and `release` makes room. A
+        # wait that is queued after `release` finds its value.
         self._page.wait(stream, slot, value)
 
     def release(self) -> None:

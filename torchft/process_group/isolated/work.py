@@ -35,8 +35,9 @@ class _BabyWork(Work):
         """Waits until the operation is done, as the package's docstring defines it.
 
         Raises:
-            RuntimeError: `timeout` has passed; the operation continues. If only a stream waits, the timeout begins with
-                this call, and the worker is ended when it has passed: `errored` of the group says so.
+            RuntimeError: `timeout` has passed; the operation continues. If only a stream waits, the timeout
+                begins with this call, and the worker is ended when it has passed: `errored` of the group says
+                so.
             Exception: the error of the operation.
         """
         op = self._op

@@ -1,7 +1,7 @@
 """The worker: runs the operations of one group in a process that may be killed at any moment.
 
-One thread reads requests and starts operations. The thread on which an operation ends, Gloo's own, sends the answer, so
-that no other thread has to wake up. The worker gets the name of its group's class, and imports it.
+One thread reads requests and starts operations. The thread on which an operation ends, Gloo's own, sends the
+answer, so that no other thread has to wake up. The worker gets the name of its group's class, and imports it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _REMEMBERED = 512
 # Operations that every backend has, with the same arguments as a process group.
 _OF_BACKENDS = ("allgather", "allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter")
 
-# Name, function, arguments, whether all tensors are plain memory of the host, and the timeout if it is not the group's.
+# Name, function, arguments, whether all tensors are plain memory of the host, and the timeout if it is not
+# the group's.
 _Call = tuple[str, Callable[..., Work], list[Any], bool, timedelta | None]
 
 
@@ -48,8 +49,9 @@ def main(channel: socket.socket, settings: dict[str, Any]) -> None:
 
     Args:
         channel: this end of the channel.
-        settings: `group` is the class as "module:name", `path` is sys.path, `pytorch` the trainer's version, `sharing`
-            the module for each device, `prepare` the index of the device whose context is to be made at once, or None.
+        settings: `group` is the class as "module:name", `path` is sys.path, `pytorch` the trainer's version,
+            `sharing` the module for each device, `prepare` the index of the device whose context is to be
+            made at once, or None.
     """
     worker = Worker(channel)
     process = os.pidfd_open(os.getpid())
@@ -93,14 +95,22 @@ class Worker:
             os._exit(0)
 
     def load(
-        self, group: str, path: list[str], pytorch: str, sharing: dict[str, str], prepare: int | None, **_: Any
+        self,
+        group: str,
+        path: list[str],
+        pytorch: str,
+        sharing: dict[str, str],
+        prepare: int | None,
+        **_: Any,
     ) -> None:
         import sys
 
-        # Two versions have different options and handles of memory, so the result could be wrong without an error.
+        # Two versions have different options and handles of memory, so the result could be wrong without an
+        # error.
         if pytorch != torch.__version__:
             raise RuntimeError(
-                f"the worker has imported PyTorch {torch.__version__} from {torch.__path__[0]}, and the trainer has "
+                f"the worker has imported PyTorch {torch.__version__} from {torch.__path__[0]}, and the "
+                "trainer has "
                 f"PyTorch {pytorch}: the trainer's sys.path must name the folder of its own PyTorch first"
             )
         sys.path[:] = path
@@ -195,10 +205,11 @@ class Worker:
                 DeviceThread(self._watch, "torchft_peers", (operations,)).start()
 
     def _watch(self, operations: Operations) -> None:
-        """Reports a fatal error when operations in flight cannot end any more, because the connection with a peer
-        broke.
+        """Reports a fatal error when operations in flight cannot end any more, because the connection with a
+        peer broke.
 
-        The trainer then kills this process, so that no operation writes to tensors that were returned to the user.
+        The trainer then kills this process, so that no operation writes to tensors that were returned to the
+        user.
         """
         while True:
             time.sleep(_LOOK_SEC)
@@ -208,7 +219,9 @@ class Worker:
                 return
 
     def _watch_backend(self, pg: BaseProcessGroup) -> None:
-        """Reports an error of the backend and ends this process, since the device may never reach the next event."""
+        """Reports an error of the backend and ends this process, since the device may never reach the next
+        event.
+        """
         while (error := native_error(pg)) is None:
             time.sleep(_LOOK_SEC)
         self.answer(0, error=error)
@@ -264,14 +277,17 @@ class Worker:
         if name in ("send", "recv") and (milliseconds := arguments.pop()):
             timeout = timedelta(milliseconds=milliseconds)
         call = name, self._function(name, arguments, plain), arguments, plain, timeout
-        if plain and timeout is None:  # a timeout differs from call to call, so such an operation is not cached
+        # A timeout differs from call to call, so such an operation is not cached.
+        if plain and timeout is None:
             if len(self._calls) >= _REMEMBERED:
                 self._calls.clear()
             self._calls[record] = call
         return call
 
     def _function(self, name: str, arguments: list[Any], plain: bool) -> Callable[..., Work]:
-        """The function for an operation: the CPU backend's own for tensors of the host, which saves the dispatcher."""
+        """The function for an operation: the CPU backend's own for tensors of the host, which saves the
+        dispatcher.
+        """
         if plain and type(self._pg) is BaseProcessGroup and name in _OF_BACKENDS and arguments[0]:
             return getattr(self._pg._get_backend(torch.device("cpu")), name)
         return getattr(self._pg, name)

@@ -36,7 +36,9 @@ def test_data_moves_a_deadline_of_progress_only(of_progress: bool, left: float, 
 
 
 @pytest.fixture(params=["native", "upstream format", "upstream format in chunks"])
-def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HTTPTransport[Any]]]:
+def ends(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[HTTPTransport[Any]]]:
     """A source that sends 2 MB in a second, and a target."""
     if request.param != "native":
         monkeypatch.setattr(core, "native", lambda: None)
@@ -53,7 +55,9 @@ def receive(target: HTTPTransport[Any], metadata: str, waited_for: bool, own: An
 
 
 def test_a_heal_that_receives_data_is_not_ended(ends: list[HTTPTransport[Any]]) -> None:
-    """It takes three times its timeout. If the other groups do not wait for it, the timeout is that of the whole."""
+    """It takes three times its timeout. If the other groups do not wait for it, the timeout is that of the
+    whole.
+    """
     source, target = ends
     state = {f"w{i}": torch.ones(MB) for i in range(2)}  # 8 MB
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -68,7 +72,9 @@ def test_a_heal_that_receives_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) 
     source.send_checkpoint([1], 1, {"w": torch.ones(4 * MB)}, TIMEOUT)
     wire = Wire(source, [], [Fault("delay", MB, True, seconds=60.0) for _ in range(8)])
     try:
-        with pytest.raises(CheckpointTimeout, match=r"step 1 .*: timed out because nothing arrived for 0\.7 seconds"):
+        with pytest.raises(
+            CheckpointTimeout, match=r"step 1 .*: timed out because nothing arrived for 0\.7 seconds"
+        ):
             receive(target, wire.metadata, True, {})
     finally:
         wire.close()

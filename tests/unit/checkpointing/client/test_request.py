@@ -25,7 +25,10 @@ OK = b"HTTP/1.1 200 OK\r\n"
     [
         (OK + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY[:-5], "cut short"),
         (OK + b"\r\n" + BODY[:-5], "cut short"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY[:-5], "cut short|IncompleteRead"),
+        (
+            OK + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY[:-5],
+            "cut short|IncompleteRead",
+        ),
         (OK + b"Content-Length: %d\r\n\r\n" % (len(BODY) - 5) + BODY, "announces|cut short"),
         (OK + b"Content-Length: %d\r\n\r\n" % (len(BODY) + 1) + BODY + b"x", "goes on after its last record"),
         (OK + b"Content-Length: 5\r\n\r\nhello", "cannot be read"),

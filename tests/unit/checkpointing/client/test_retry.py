@@ -18,13 +18,19 @@ from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, 
     ("deadline", "attempts", "pauses"),
     [
         (10.0, [False, False, False, False], [PAUSE, 2 * PAUSE, 4 * PAUSE, None]),
-        (10.0, [False, False, True, False, False, False], [PAUSE, 2 * PAUSE, PAUSE, 2 * PAUSE, 4 * PAUSE, None]),
+        (
+            10.0,
+            [False, False, True, False, False, False],
+            [PAUSE, 2 * PAUSE, PAUSE, 2 * PAUSE, 4 * PAUSE, None],
+        ),
         (10.0, [True] * 9, [PAUSE] * 9),
         (PAUSE, [True], [None]),  # the deadline passes during the pause
         (2 * PAUSE, [False, False], [PAUSE, None]),
     ],
 )
-def test_pauses_between_attempts(deadline: float, attempts: Sequence[bool], pauses: list[Optional[float]]) -> None:
+def test_pauses_between_attempts(
+    deadline: float, attempts: Sequence[bool], pauses: list[Optional[float]]
+) -> None:
     of_one = Attempts()
     assert [of_one.failed(progress, left=deadline) for progress in attempts] == pauses
 

@@ -47,7 +47,9 @@ def test_each_bit_of_the_last_and_the_first_word_of_each_chunk_counts() -> None:
 
 
 def test_pairs_of_flipped_bits_change_the_digest() -> None:
-    """Pairs of sign bits are the critical case: in 64-bit words, any two flips of the highest bit cancel each other."""
+    """Pairs of sign bits are the critical case: in 64-bit words, any two flips of the highest bit cancel each
+    other.
+    """
     tensor = torch.randn(1000)
     before = digest(tensor).item()
     choose = random.Random(0)

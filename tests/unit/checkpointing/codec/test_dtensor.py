@@ -83,8 +83,8 @@ def test_over_a_process_group(mesh: Any, in_place: bool) -> None:
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    """Makes this process rank 1 of a process group whose collectives do nothing, which suffices to make DTensors of any
-    mesh.
+    """Makes this process rank 1 of a process group whose collectives do nothing, which suffices to make
+    DTensors of any mesh.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -105,7 +105,9 @@ def placed(name: str) -> Any:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("T", "P"))
     return {
         "sharded": lambda: DTensor.from_local(local, flat, [Shard(1)]),
-        "uneven": lambda: DTensor.from_local(local, flat, [Shard(0)], shape=torch.Size([7, 3]), stride=(3, 1)),
+        "uneven": lambda: DTensor.from_local(
+            local, flat, [Shard(0)], shape=torch.Size([7, 3]), stride=(3, 1)
+        ),
         "sharded twice": lambda: DTensor.from_local(local, square, [Shard(0), Shard(0)]),
         "strided": lambda: DTensor.from_local(local, square, [_StridedShard(0, split_factor=2), Shard(0)]),
         "replicated": lambda: DTensor.from_local(local, square, [Replicate(), Shard(1)]),

@@ -1,4 +1,6 @@
-"""The safe encoding: states are received unchanged, and no data from a peer runs code or reads beyond its memory."""
+"""The safe encoding: states are received unchanged, and no data from a peer runs code or reads beyond its
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from torchft.checkpointing.transport import CheckpointError
 
 def through(state: Any) -> Any:
     encoded = Encoded(state)
-    return decode(json.loads(encoded.structure), [storage_bytes(s).clone() for s in encoded.storages], "the state")
+    return decode(
+        json.loads(encoded.structure), [storage_bytes(s).clone() for s in encoded.storages], "the state"
+    )
 
 
 def test_a_training_state() -> None:
@@ -30,9 +34,29 @@ def test_a_training_state() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, True, 0, -(2**63), 2**64, 2**14000, 0.1, -0.0, math.inf, "", "größe\x00\ud800", b"", b"\xff" * 5),
+        *(
+            None,
+            True,
+            0,
+            -(2**63),
+            2**64,
+            2**14000,
+            0.1,
+            -0.0,
+            math.inf,
+            "",
+            "größe\x00\ud800",
+            b"",
+            b"\xff" * 5,
+        ),
         *((), [], {}, {1: {None: ()}}, {(1, "a"): 1, True: 2, 0.5: 3, b"k": 4}, 3 - 2j, torch.Size([2, 0])),
-        *(torch.float8_e4m3fn, torch.device("cuda:1"), collections.OrderedDict([((1,), [1])]), {1, 2}, slice(1, 2)),
+        *(
+            torch.float8_e4m3fn,
+            torch.device("cuda:1"),
+            collections.OrderedDict([((1,), [1])]),
+            {1, 2},
+            slice(1, 2),
+        ),
     ],
 )
 def test_values(value: Any) -> None:
@@ -54,7 +78,14 @@ def test_nan_and_signed_zero() -> None:
 @pytest.mark.parametrize(
     "array",
     [
-        *(np.arange(5000.0), np.float32(3), np.array(["a", "bc"]), np.zeros((0, 3)), np.array(5), np.bool_(True)),
+        *(
+            np.arange(5000.0),
+            np.float32(3),
+            np.array(["a", "bc"]),
+            np.zeros((0, 3)),
+            np.array(5),
+            np.bool_(True),
+        ),
         *(np.arange(6).reshape(2, 3).T, np.array(["2020-01-01"], "datetime64[D]"), np.array([1], ">i4")),
     ],
 )
@@ -100,7 +131,9 @@ class Mine:
 
 
 def test_a_registered_type() -> None:
-    with pytest.raises(CheckpointError, match=r"\['x'\], a .*Mine, contains .*Mine, .*add_safe_globals\(\[.*Mine\]\)"):
+    with pytest.raises(
+        CheckpointError, match=r"\['x'\], a .*Mine, contains .*Mine, .*add_safe_globals\(\[.*Mine\]\)"
+    ):
         through({"x": Mine()})
     with torch.serialization.safe_globals([Mine]):
         assert through({"x": Mine()}) == {"x": Mine()}
@@ -120,15 +153,39 @@ def test_code_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def tensor(**changes: Any) -> list[Any]:
-    fields = {"region": 0, "dtype": "float32", "offset": 0, "shape": [2], "strides": [1], "flags": 0, **changes}
+    fields = {
+        "region": 0,
+        "dtype": "float32",
+        "offset": 0,
+        "shape": [2],
+        "strides": [1],
+        "flags": 0,
+        **changes,
+    }
     return ["T", *fields.values()]
 
 
 @pytest.mark.parametrize(
     "tree",
     [
-        *({"a": 1}, [], ["?"], ["i", "x"], ["b", "*"], ["dtype", "Tensor"], ["dtype", "float33"], ["device", "moon"]),
-        *(["d", 1], ["d", ["l"], 1], ["s", "a"], ["n", "O", [1], "AAAAAAAAAAA="], ["n", "f4", [2], "AAAA"], ["c"]),
+        *(
+            {"a": 1},
+            [],
+            ["?"],
+            ["i", "x"],
+            ["b", "*"],
+            ["dtype", "Tensor"],
+            ["dtype", "float33"],
+            ["device", "moon"],
+        ),
+        *(
+            ["d", 1],
+            ["d", ["l"], 1],
+            ["s", "a"],
+            ["n", "O", [1], "AAAAAAAAAAA="],
+            ["n", "f4", [2], "AAAA"],
+            ["c"],
+        ),
         *(
             ["__init__", 1],
             ["decode", 1],

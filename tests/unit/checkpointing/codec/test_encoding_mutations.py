@@ -1,7 +1,7 @@
 """The safe encoding with mutated bytes: the result is always a state or a CheckpointError.
 
-The tests mutate real structures at random: they change bytes of the JSON text, and replace, copy and drop its values.
-A failure shows the seed.
+The tests mutate real structures at random: they change bytes of the JSON text, and replace, copy and drop its
+values. A failure shows the seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ STATE = {
     "view": torch.arange(10)[2:8:2],
     "ordered": collections.OrderedDict(a=1, b=[None, True, 1.5, "text"]),
     "plain": (1 << 70, 1j, b"bytes", torch.Size([2, 3]), torch.float16, torch.device("cpu")),
-    "numpy": {"array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(2.5), "large": np.zeros(2000)},
+    "numpy": {
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "scalar": np.float32(2.5),
+        "large": np.zeros(2000),
+    },
     "pickled": {1, 2, 3},
 }
 # Values that may occur at any place of JSON data.

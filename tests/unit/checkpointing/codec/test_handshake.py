@@ -19,7 +19,24 @@ TIMEOUT = timedelta(seconds=20)
 AGREES = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: torchft-heal/1\r\n\r\n"
 FIELDS: dict[str, Any] = {"port": 1, "secret": "0a" * 16, "session": "s", "block_size": 4096}
 STATE = pack_structure([8], b'["T",0,"float32",0,[2],[1],0]')
-STRANGE = [None, True, -1, 0, 1 << 31, 1 << 62, 1 << 90, 1e308, "", "zz", "0a" * 17, "\ud800", [], {}, [-1], [1 << 63]]
+STRANGE = [
+    None,
+    True,
+    -1,
+    0,
+    1 << 31,
+    1 << 62,
+    1 << 90,
+    1e308,
+    "",
+    "zz",
+    "0a" * 17,
+    "\ud800",
+    [],
+    {},
+    [-1],
+    [1 << 63],
+]
 
 
 def ticket(**changes: Any) -> bytes:
@@ -49,7 +66,10 @@ def ticket(**changes: Any) -> bytes:
         (ticket() + pack_structure([-1], b"1"), "no structure"),
         (ticket() + frame(b'{"sizes":[NaN],"tree":1}'), "no structure"),
         (ticket() + pack_structure([1 << 62], b"1"), "no memory for a tensor of 4611686018427387904 bytes"),
-        (ticket() + pack_structure([1 << 62] * 2, b"1"), "no memory for a state of 9223372036854775808 bytes"),
+        (
+            ticket() + pack_structure([1 << 62] * 2, b"1"),
+            "no memory for a state of 9223372036854775808 bytes",
+        ),
         (ticket() + pack_structure([1 << 90], b"1"), "no memory for a state of"),
     ],
 )
@@ -57,7 +77,10 @@ def ticket(**changes: Any) -> bytes:
 def test_a_forged_handshake_is_an_error_that_names_the_source(frames: bytes, error: str) -> None:
     target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
     try:
-        with server_that_sends(AGREES + frames) as metadata, pytest.raises(CheckpointError, match=error) as raised:
+        with (
+            server_that_sends(AGREES + frames) as metadata,
+            pytest.raises(CheckpointError, match=error) as raised,
+        ):
             target.recv_checkpoint(0, metadata, 7, TIMEOUT)
         assert metadata in str(raised.value) and "step 7" in str(raised.value)
         assert not core._registered
@@ -78,7 +101,9 @@ def test_changed_fields() -> None:
         except CheckpointError:
             continue
         understood += 1
-        assert 0 < got.port < 1 << 16 and 0 < got.block_size <= 1 << 30 and len(bytes.fromhex(got.secret)) == 16, seed
+        assert (
+            0 < got.port < 1 << 16 and 0 < got.block_size <= 1 << 30 and len(bytes.fromhex(got.secret)) == 16
+        ), seed
     assert 0 < understood < 2000
 
 
@@ -95,7 +120,9 @@ def test_changed_sizes(sizes: Any) -> None:
 @pytest.mark.parametrize("devices", STRANGE)
 def test_changed_devices(devices: Any) -> None:
     def parse(devices: Any) -> Any:
-        return parse_structure(json.dumps({"sizes": [5], "tree": 1, "devices": devices}).encode(), "the state").devices
+        return parse_structure(
+            json.dumps({"sizes": [5], "tree": 1, "devices": devices}).encode(), "the state"
+        ).devices
 
     assert parse({"0": "cuda:1"}) == {0: "cuda:1"}
     for strange in (devices, {"0": devices}, {str(devices): "cuda:0"}):

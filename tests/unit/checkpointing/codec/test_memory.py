@@ -25,9 +25,17 @@ def write(folder: Path, **files: str) -> None:
     [
         ({}, {}, 8 * GB),
         ({"memory__max": "max\n", "memory__current": "1\n"}, {}, 8 * GB),
-        ({"memory__max": str(4 * GB), "memory__current": str(3 * GB), "memory__stat": "anon 5\n"}, {}, 1 * GB),
         (
-            {"memory__max": str(4 * GB), "memory__current": str(3 * GB), "memory__stat": f"inactive_file {2 * GB}\n"},
+            {"memory__max": str(4 * GB), "memory__current": str(3 * GB), "memory__stat": "anon 5\n"},
+            {},
+            1 * GB,
+        ),
+        (
+            {
+                "memory__max": str(4 * GB),
+                "memory__current": str(3 * GB),
+                "memory__stat": f"inactive_file {2 * GB}\n",
+            },
             {},
             3 * GB,
         ),
@@ -36,7 +44,11 @@ def write(folder: Path, **files: str) -> None:
         ({"memory__max": "junk", "memory__current": "0", "memory__stat": ""}, {}, 8 * GB),
         (
             {},
-            {"memory__limit_in_bytes": str(2 * GB), "memory__usage_in_bytes": str(GB), "memory__stat": "cache 1\n"},
+            {
+                "memory__limit_in_bytes": str(2 * GB),
+                "memory__usage_in_bytes": str(GB),
+                "memory__stat": "cache 1\n",
+            },
             1 * GB,
         ),
     ],
@@ -70,7 +82,9 @@ def test_taken_memory_is_zero(monkeypatch: pytest.MonkeyPatch, advice: int | Non
         assert not taker.take(size).any()
 
 
-@pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="here are no huge pages")
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="here are no huge pages"
+)
 @pytest.mark.parametrize("sizes", [[65 << 20], [1 << 20] * 70, [1000, (5 << 20) + 1, 200_001] * 12])
 def test_received_tensors_are_in_huge_pages(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
     """This holds for large tensors and for consecutive ones smaller than a page of 2 MB."""

@@ -15,7 +15,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed._serialization import _Entry
 
-from tests.unit.checkpointing.checkpoint_states import Evil, assert_same, odd_tensors, plain_values, training_state
+from tests.unit.checkpointing.checkpoint_states import (
+    Evil,
+    assert_same,
+    odd_tensors,
+    plain_values,
+    training_state,
+)
 from torchft.checkpointing._serialization import _streaming_load, _streaming_save, allow_checkpoint_types
 from torchft.checkpointing.codec.stream import (
     _make_object,
@@ -97,9 +103,13 @@ def test_tree_spec(tree: Any) -> None:
     assert got == tree and type(got) is type(tree)
 
 
-@pytest.mark.skipif(not hasattr(pytree.TreeSpec, "__setstate__"), reason="this PyTorch has another state of a TreeSpec")
+@pytest.mark.skipif(
+    not hasattr(pytree.TreeSpec, "__setstate__"), reason="this PyTorch has another state of a TreeSpec"
+)
 def test_a_spec_that_pytorch_2_11_has_pickled() -> None:
-    """PyTorch 2.11 pickles leaves as objects of a class; later versions pickle calls of a function instead."""
+    """PyTorch 2.11 pickles leaves as objects of a class; later versions pickle calls of a function
+    instead.
+    """
     pickled = (
         b"\x80\x02ctorch.utils._pytree\nTreeSpec\n)\x81](c__builtin__\nlist\nN]ctorch.utils._pytree\nLeafSpec\n)\x81]"
         b"(NN]K\x01K\x01K\x00ebaK\x02K\x01K\x01eb."
@@ -161,7 +171,9 @@ def test_a_malicious_pickle_runs_no_code(where: str, tmp_path: Any) -> None:
     assert proof.exists()
 
 
-@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "builtins.getattr", "subprocess.Popen", "sys.exit"])
+@pytest.mark.parametrize(
+    "name", ["os.system", "builtins.eval", "builtins.getattr", "subprocess.Popen", "sys.exit"]
+)
 def test_functions_are_refused_by_name(name: str) -> None:
     module, function = name.rsplit(".", 1)
     structure = f"\x80\x02c{module}\n{function}\nX\x01\x00\x00\x001\x85R.".encode()

@@ -54,7 +54,9 @@ def test_in_chunks_too(num_chunks: int) -> None:
     assert sum(len(chunk) for chunk in chunks) < 20_000 + 3000 * num_chunks
     leaves = [read(chunk) for chunk in chunks]
     spec = read(stream(checkpoint, METADATA))
-    got = pytree.tree_unflatten([leaves[i % num_chunks][i // num_chunks] for i in range(spec.num_leaves)], spec)
+    got = pytree.tree_unflatten(
+        [leaves[i % num_chunks][i // num_chunks] for i in range(spec.num_leaves)], spec
+    )
     for name in MAIN_PARTS:
         assert all(torch.equal(got["user"][name][layer], tensor) for layer, tensor in weights().items())
     assert got["torchft"] == {"step": 3, "batches_committed": 6} and got["user"]["data"] == 1

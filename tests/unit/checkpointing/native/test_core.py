@@ -124,7 +124,10 @@ def test_tensors_that_are_not_here_are_allocated(make: Any) -> None:
 @pytest.mark.parametrize(
     ("own", "error"),
     [
-        ({"a": torch.zeros(3), "b": torch.zeros(2)}, r"\['a'\] is float32 \[2\] there and float32 \[3\] in this group"),
+        (
+            {"a": torch.zeros(3), "b": torch.zeros(2)},
+            r"\['a'\] is float32 \[2\] there and float32 \[3\] in this group",
+        ),
         ({"a": torch.zeros(2).int(), "b": torch.zeros(2)}, r"\['a'\] is float32 \[2\] there and int32 \[2\]"),
         (
             {"a": torch.zeros(2), "c": [torch.zeros(2)]},
@@ -195,8 +198,8 @@ def test_serving_in_the_background(make: Any, background: bool) -> None:
         return idle
 
     seen: list[int] = []
-    # The thread of a background stream (SCHED_IDLE) ends with the stream. Go's first thread cannot end: if a stream of
-    # another test ran on it, it now sleeps with this policy.
+    # The thread of a background stream (SCHED_IDLE) ends with the stream. Go's first thread cannot end: if a
+    # stream of another test ran on it, it now sleeps with this policy.
     before = idle_threads()
     source = make(background=background, bandwidth_limit=100 * MB)
     state = {"large": torch.ones(10 * MB), "rest": training_state()}
@@ -221,7 +224,9 @@ def test_the_first_address_that_answers_is_taken(make: Any) -> None:
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
     with pytest.raises(CheckpointError, match=r"host\.invalid"):
-        make().recv_checkpoint(0, source.metadata().replace("also=%3A%3A1,localhost", "also=gone.invalid"), 1, TIMEOUT)
+        make().recv_checkpoint(
+            0, source.metadata().replace("also=%3A%3A1,localhost", "also=gone.invalid"), 1, TIMEOUT
+        )
 
 
 def test_an_upstream_peer_uses_the_first_address(make: Any) -> None:
@@ -241,7 +246,8 @@ def test_a_token_is_required(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
     source = make()
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
-    for token in ("", "guess", "sécret", "secret"):  # the proof is derived from the token, and is not the token itself
+    # The proof is derived from the token, and is not the token itself.
+    for token in ("", "guess", "sécret", "secret"):
         request = f"GET /checkpoint/1/full HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
         with socket.create_connection(("localhost", source._server.server_port), timeout=10) as sock:
             sock.sendall(request.encode())
@@ -303,7 +309,9 @@ def test_several_groups_serve(make: Any, at_once: None, monkeypatch: pytest.Monk
 
 
 def test_an_additional_source_takes_its_memory_back_at_once(make: Any, at_once: None) -> None:
-    """The additional source trains on while the target reads. The target gets the rest from the assigned source."""
+    """The additional source trains on while the target reads. The target gets the rest from the assigned
+    source.
+    """
     state = {"w": torch.randn(4 * MB)}
     assigned, additional = (make(bandwidth_limit=10 * MB) for _ in range(2))
     assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
@@ -311,7 +319,12 @@ def test_an_additional_source_takes_its_memory_back_at_once(make: Any, at_once: 
     additional.help_checkpoint(1, {"w": weights})
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(
-            make().recv_checkpoint, 0, assigned.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata]
+            make().recv_checkpoint,
+            0,
+            assigned.metadata(),
+            1,
+            TIMEOUT,
+            additional_sources=[additional.metadata],
         )
         wait_until(lambda: additional._source._readers > 0)
         time.sleep(0.2)
@@ -327,7 +340,9 @@ def test_an_additional_source_that_cannot_be_reached_is_not_waited_for(make: Any
     source.send_checkpoint([1], 1, {"w": torch.ones(5)}, TIMEOUT)
     over = threading.Event()
     try:
-        got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, additional_sources=[lambda: str(over.wait(30))])
+        got = make().recv_checkpoint(
+            0, source.metadata(), 1, TIMEOUT, additional_sources=[lambda: str(over.wait(30))]
+        )
         assert_same(got, {"w": torch.ones(5)})
         assert not over.is_set()
     finally:
@@ -356,7 +371,9 @@ def test_an_additional_source_that_differs_sends_only_equal_blocks(make: Any, at
     source, other = make(bandwidth_limit=30 * MB), make()
     state = {f"w{i}": torch.randn(MB) for i in range(3)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    other.send_checkpoint([1], 1, {**{k: v.clone() for k, v in state.items()}, "w1": torch.randn(MB)}, TIMEOUT)
+    other.send_checkpoint(
+        [1], 1, {**{k: v.clone() for k, v in state.items()}, "w1": torch.randn(MB)}, TIMEOUT
+    )
     got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, additional_sources=[other.metadata])
     assert_same(got, state)
 
@@ -430,8 +447,8 @@ def test_the_source_continues_to_train(make: Any) -> None:
 
 
 class Served:
-    """A grant that has served the next one of the given numbers of bytes at each call, and then one more each time.
-    `then` runs at the last given one.
+    """A grant that has served the next one of the given numbers of bytes at each call, and then one more each
+    time. `then` runs at the last given one.
     """
 
     def __init__(self, counts: list[int], then: Callable[[], object] = lambda: None) -> None:
@@ -495,7 +512,8 @@ def test_no_memory_and_threads_are_left(make: Any) -> None:
     for transport in (source, target):
         transport.shutdown()
     gc.collect()
-    wait_until(lambda: go.pyapi_Handles() <= before)  # objects that other tests dropped may end in the meantime
+    # Objects that other tests dropped may end in the meantime.
+    wait_until(lambda: go.pyapi_Handles() <= before)
     assert not core._registered
 
 
@@ -515,7 +533,9 @@ def test_no_memory_at_the_target(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
     )  # the source still works
 
 
-def test_ctrl_c_ends_a_transfer_before_its_memory_is_freed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_transfer_before_its_memory_is_freed(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make(bandwidth_limit=4 * MB)
     source.send_checkpoint([1], 1, {"w": torch.ones(4 * MB)}, TIMEOUT)
 
@@ -544,7 +564,9 @@ def test_a_stranger_at_the_data_port(make: Any) -> None:
     assert source._native.start()
     port = source._native.port
     strangers = [socket.create_connection(("localhost", port), timeout=10) for _ in range(5)]
-    for sock, data in zip(strangers, (b"", b"\x00" * 1000, b"tftheal1" + b"x" * 16, b"GET / HTTP/1.1\r\n\r\n", b"tft")):
+    for sock, data in zip(
+        strangers, (b"", b"\x00" * 1000, b"tftheal1" + b"x" * 16, b"GET / HTTP/1.1\r\n\r\n", b"tft")
+    ):
         sock.sendall(data)
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), {"w": torch.ones(MB)})
     start = time.monotonic()
@@ -578,4 +600,6 @@ def test_the_end_is_logged(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = make()
     source.send_checkpoint([1], 1, {"w": torch.ones(MB)}, TIMEOUT)
     make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    assert re.search(r"checkpoint of step 1 .*: 0.004 GB in [\d.]+ s, [\d.]+ GB/s, digest [0-9a-f]{32}", caplog.text)
+    assert re.search(
+        r"checkpoint of step 1 .*: 0.004 GB in [\d.]+ s, [\d.]+ GB/s, digest [0-9a-f]{32}", caplog.text
+    )

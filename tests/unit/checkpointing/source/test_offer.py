@@ -26,7 +26,9 @@ def test_small_tensors_are_copied_but_for_those_that_are_kept() -> None:
     first, part = copied["buffers"]
     assert first.tolist() == [0, 1, 2, 3, 4, 5] and part.tolist() == [2, 3]
     assert type(copied["of"]) is torch.nn.Parameter and copied["of"].requires_grad
-    assert {tensor.untyped_storage().data_ptr() for tensor in (first, part, copied["of"])} == {first.data_ptr()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in (first, part, copied["of"])} == {
+        first.data_ptr()
+    }
 
 
 def test_no_more_is_copied_than_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,9 @@ def test_the_limit_applies_to_all_threads_together(monkeypatch: pytest.MonkeyPat
 
 
 def test_bytes_are_sent_at_once_after_a_pause_that_was_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target processes one part before it requests the next: at the limit both take no longer than the slower one."""
+    """A target processes one part before it requests the next: at the limit both take no longer than the
+    slower one.
+    """
     clock, sleep = MagicMock(side_effect=[100.0, 100.4, 200.0]), MagicMock()
     monkeypatch.setattr("torchft.checkpointing.source.pacer.time", MagicMock(monotonic=clock, sleep=sleep))
     pacer = Pacer(10)

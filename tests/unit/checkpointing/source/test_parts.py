@@ -37,7 +37,9 @@ class Number:
             )  # more than a connection buffers
         if key not in ("part.some", "part.none"):
             raise ValueError(f"there is no {key}")
-        return StatePart({"of": key}, torch.full((SIZE if key == "part.some" else 0,), self.state, dtype=torch.uint8))
+        return StatePart(
+            {"of": key}, torch.full((SIZE if key == "part.some" else 0,), self.state, dtype=torch.uint8)
+        )
 
 
 @pytest.fixture
@@ -52,7 +54,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set when a request waits at the source."""
     began, wait_for = threading.Event(), threading.Condition.wait_for
 
-    def noted(self: threading.Condition, predicate: Callable[[], Any], timeout: Optional[float] = None) -> Any:
+    def noted(
+        self: threading.Condition, predicate: Callable[[], Any], timeout: Optional[float] = None
+    ) -> Any:
         if timeout == TIMEOUT.total_seconds() and not predicate():
             began.set()
         return wait_for(self, predicate, timeout)
@@ -75,10 +79,14 @@ def ask(
     return target.recv_part(source.metadata(), step, key, timeout, memory, abandon or Abandon())
 
 
-def test_a_part_is_of_its_step(source: HTTPTransport[Any], target: HTTPTransport[Any], waits: threading.Event) -> None:
+def test_a_part_is_of_its_step(
+    source: HTTPTransport[Any], target: HTTPTransport[Any], waits: threading.Event
+) -> None:
     source.offer_parts(7, Number(7))
     part = ask(target, source, 7)
-    assert part.value == {"of": "part.some"} and torch.equal(part.memory, torch.full((SIZE,), 7, dtype=torch.uint8))
+    assert part.value == {"of": "part.some"} and torch.equal(
+        part.memory, torch.full((SIZE,), 7, dtype=torch.uint8)
+    )
     assert ask(target, source, 7, "part.none").memory.numel() == 0
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(ask, target, source, 8)
@@ -91,7 +99,9 @@ def test_a_part_is_of_its_step(source: HTTPTransport[Any], target: HTTPTransport
 
 
 @pytest.mark.parametrize("ends", ["decision", "disallow"])
-def test_between_two_steps_nothing_is_read(source: HTTPTransport[Any], target: HTTPTransport[Any], ends: str) -> None:
+def test_between_two_steps_nothing_is_read(
+    source: HTTPTransport[Any], target: HTTPTransport[Any], ends: str
+) -> None:
     source.offer_parts(7, Number(7))
     source.note_decision(7, 1, True) if ends == "decision" else source.disallow_checkpoint()
     with pytest.raises(Refused, match="no part of step 7"):
@@ -129,7 +139,9 @@ def test_no_part_is_read_once_the_step_is_decided() -> None:
     assert read == ["first"]
 
 
-@pytest.mark.parametrize(("attempt", "known"), [((7, 3), True), ((7, 2), None), ((6, 3), None), ((8, 1), False)])
+@pytest.mark.parametrize(
+    ("attempt", "known"), [((7, 3), True), ((7, 2), None), ((6, 3), None), ((8, 1), False)]
+)
 def test_a_decision_is_returned_once_it_is_known(
     source: HTTPTransport[Any],
     target: HTTPTransport[Any],
@@ -148,7 +160,9 @@ def test_a_decision_is_returned_once_it_is_known(
 
 
 @pytest.mark.parametrize("key", ["part.", "part.other", "decision.x"])
-def test_invalid_requests_are_refused(source: HTTPTransport[Any], target: HTTPTransport[Any], key: str) -> None:
+def test_invalid_requests_are_refused(
+    source: HTTPTransport[Any], target: HTTPTransport[Any], key: str
+) -> None:
     source.offer_parts(7, Number(7))
     with pytest.raises(Refused) as refused:
         ask(target, source, 7, key)
@@ -162,7 +176,9 @@ def test_a_source_that_gives_no_parts_says_why_at_once(target: HTTPTransport[Any
         if prepared:
             source.prepare_parts(dict)
             source.refuse_parts(7, "its optimizer is Muon")
-        with pytest.raises(Refused, match="its optimizer is Muon" if prepared else "its state at once only") as refused:
+        with pytest.raises(
+            Refused, match="its optimizer is Muon" if prepared else "its state at once only"
+        ) as refused:
             ask(target, source, 7)
         assert refused.value.status == 404
     finally:
@@ -211,7 +227,9 @@ def test_a_request_ends_at_its_timeout_and_by_an_abort(
             answer.result(20)
 
 
-def test_an_error_of_the_target_ends_the_transfer(source: HTTPTransport[Any], target: HTTPTransport[Any]) -> None:
+def test_an_error_of_the_target_ends_the_transfer(
+    source: HTTPTransport[Any], target: HTTPTransport[Any]
+) -> None:
     def memory(value: Any, nbytes: int) -> torch.Tensor:
         raise ValueError("its parameters differ")
 

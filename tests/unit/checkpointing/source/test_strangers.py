@@ -1,5 +1,5 @@
-"""A checkpoint server's limits: connections without a valid request do not count as peers, and peers wait for a busy
-server.
+"""A checkpoint server's limits: connections without a valid request do not count as peers, and peers wait for
+a busy server.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def strangers(port: int, data: bytes) -> Iterator[None]:
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "upstream"])
 @pytest.mark.parametrize("data", [b"", b"GET /checkpoint/1/full HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n\r\n"])
-def test_strangers_do_not_delay_a_heal(data: bytes, native: bool, monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+def test_strangers_do_not_delay_a_heal(
+    data: bytes, native: bool, monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
     if not native:
         monkeypatch.setattr(core, "native", lambda: None)
     source = make()

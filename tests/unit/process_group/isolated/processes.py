@@ -79,8 +79,8 @@ def ready_worker() -> int:
 
 
 def stop(pid: int) -> None:
-    """Waits until the process is stopped: before that a server may still fork a worker, and a worker may still
-    answer.
+    """Waits until the process is stopped: before that a server may still fork a worker, and a worker may
+    still answer.
     """
     os.kill(pid, signal.SIGSTOP)
     stat = Path(f"/proc/{pid}/stat")

@@ -1,4 +1,6 @@
-"""The trainer's end of a worker when the worker fails at different moments. The test acts as the worker's end."""
+"""The trainer's end of a worker when the worker fails at different moments. The test acts as the worker's
+end.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def end_worker(channel: Channel) -> None:
 
 
 def test_a_future_whose_operation_ends_while_the_worker_fails(channel: Channel) -> None:
-    """The answer was read just before the failure. The thread for futures ends because it has nothing left to do."""
+    """The answer was read just before the failure. The thread for futures ends because it has nothing left to
+    do.
+    """
     op = channel.ask(protocol.CHECK, 60.0)
     future = channel.get_future(op, [], None)
     read = channel._ops.pop(op.op_id)

@@ -1,4 +1,5 @@
-"""CUDA's implementation of sharing, without CUDA: its counters, references and notes, with PyTorch's calls replaced.
+"""CUDA's implementation of sharing, without CUDA: its counters, references and notes, with PyTorch's calls
+replaced.
 
 tests/gpu/test_sharing.py tests it on a device.
 """
@@ -132,7 +133,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(cuda, "_DEVICE", "cpu")
     monkeypatch.setattr(storage, "_share_cuda_", lambda storage: fake.share(storage), raising=False)
     monkeypatch.setattr(storage, "_new_shared_cuda", lambda *args: fake.import_(*args), raising=False)
-    monkeypatch.setattr(storage, "_release_ipc_counter_cuda", lambda *args: fake.released.append(args), raising=False)
+    monkeypatch.setattr(
+        storage, "_release_ipc_counter_cuda", lambda *args: fake.released.append(args), raising=False
+    )
     for name, value in {
         "Event": Events,
         "Stream": new_stream,
@@ -191,7 +194,11 @@ def test_the_worker_sees_the_tensor_itself(fake: Cuda, make: Any) -> None:
     trainer, worker, _ = ends()
     tensor = make()
     borrowed = worker.borrow(trainer.register(tensor, True, True).ref)
-    assert borrowed.shape == tensor.shape and borrowed.dtype == tensor.dtype and borrowed.stride() == tensor.stride()
+    assert (
+        borrowed.shape == tensor.shape
+        and borrowed.dtype == tensor.dtype
+        and borrowed.stride() == tensor.stride()
+    )
     assert borrowed.data_ptr() == tensor.data_ptr()
     assert not borrowed.requires_grad
 
@@ -307,8 +314,12 @@ def test_memory_waits_for_all_workers_that_use_it(fake: Cuda) -> None:
     assert fake.released == [(b"counters", 0)]
 
 
-def test_memory_is_returned_when_all_streams_are_done_with_it(fake: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator ignores a shared storage, so `record_stream` does not protect memory that a stream still reads."""
+def test_memory_is_returned_when_all_streams_are_done_with_it(
+    fake: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator ignores a shared storage, so `record_stream` does not protect memory that a stream still
+    reads.
+    """
     monkeypatch.setattr(cuda, "_returns", cuda._Returns())
     trainer, _, _ = ends()
     fake.finished.clear()
@@ -369,7 +380,9 @@ def test_a_worker_that_has_failed_may_be_noticed_while_exporting(fake: Cuda) -> 
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), RuntimeError, "resolve_conj"),
     ],
 )
-def test_what_cannot_be_registered_is_refused(fake: Cuda, tensor: Any, error: type[Exception], message: str) -> None:
+def test_what_cannot_be_registered_is_refused(
+    fake: Cuda, tensor: Any, error: type[Exception], message: str
+) -> None:
     trainer, _, _ = ends()
     with pytest.raises(error, match=message):
         trainer.register(tensor(), True, True)
@@ -445,7 +458,9 @@ def test_a_stream_waits_for_a_value_that_the_worker_writes(fake: Cuda) -> None:
     device = fake.driver = Driver()
     trainer, worker, _ = ends()
     trainer.register(torch.ones(2), True, True)
-    assert device.waits == [("default", 0)] * 2 and [write[2] for write in device.writes] == [0, 0], "both ends asked"
+    assert device.waits == [("default", 0)] * 2 and [write[2] for write in device.writes] == [0, 0], (
+        "both ends asked"
+    )
     worker.follow(trainer.mark())
     mark = worker.mark()
     assert device.writes[-1][::2] == ("stream 1", 1) and not trainer.reached(mark)

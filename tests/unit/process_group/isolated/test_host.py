@@ -116,7 +116,9 @@ def test_a_tensor_that_requires_grad(alone: ProcessGroup) -> None:
     ],
     ids=["meta", "sparse"],
 )
-def test_what_cannot_be_registered_is_refused_by_name(alone: ProcessGroup, tensor: torch.Tensor, message: str) -> None:
+def test_what_cannot_be_registered_is_refused_by_name(
+    alone: ProcessGroup, tensor: torch.Tensor, message: str
+) -> None:
     with pytest.raises(RuntimeError, match=message):
         alone.allreduce([tensor], ReduceOp.SUM)
     assert alone.errored() is None

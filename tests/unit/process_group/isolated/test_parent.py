@@ -46,7 +46,9 @@ def test_futures_are_completed_with_their_own_tensors(alone: ProcessGroup) -> No
         future.add_done_callback(callback)
     for _ in tensors:
         assert done.acquire(timeout=TIMEOUT.total_seconds())
-    assert all(seen[i][0] is tensor or seen[i][0].data_ptr() == tensor.data_ptr() for i, tensor in enumerate(tensors))
+    assert all(
+        seen[i][0] is tensor or seen[i][0].data_ptr() == tensor.data_ptr() for i, tensor in enumerate(tensors)
+    )
 
 
 def test_two_threads_wait_and_a_third_for_a_future(pair: list[ProcessGroup]) -> None:
@@ -55,7 +57,11 @@ def test_two_threads_wait_and_a_third_for_a_future(pair: list[ProcessGroup]) -> 
     tensors = [torch.zeros(2) for _ in range(3)]
     works = [isolated.recv([tensor], 0, tag) for tag, tensor in enumerate(tensors)]
     future = works[2].get_future()
-    waits: Sequence[Callable[[], Any]] = [lambda: works[0].wait(), lambda: works[1].wait(), lambda: future.wait()]
+    waits: Sequence[Callable[[], Any]] = [
+        lambda: works[0].wait(),
+        lambda: works[1].wait(),
+        lambda: future.wait(),
+    ]
 
     def send() -> None:
         for tag in (2, 1, 0):
@@ -137,7 +143,9 @@ def test_the_base_class_has_no_backend() -> None:
         ProcessGroupBaby._create_pg(None, 0, 1)  # type: ignore[arg-type]
 
 
-def test_an_abort_after_the_worker_has_connected_is_not_lost(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_after_the_worker_has_connected_is_not_lost(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group = ProcessGroupBabyGloo(timeout=TIMEOUT)
 
     def aborted() -> bool:

@@ -72,7 +72,8 @@ def test_calls_arrive_unchanged(name: str) -> None:
     simple: dict[Any, Any] = {"integer": -7, "integers": [1 << 40, -1]}
     kinds = protocol.OPERATIONS[name]
     given = [
-        examples[kind[0]] if type(kind) is tuple else simple[kind] if type(kind) is str else kind() for kind in kinds
+        examples[kind[0]] if type(kind) is tuple else simple[kind] if type(kind) is str else kind()
+        for kind in kinds
     ]
     made = protocol.encode_call(name, given, lambda tensor, access: (len(access), tensor))
     assert hash(made) == hash(marshal.loads(marshal.dumps(made))), "the worker finds it again by its hash"

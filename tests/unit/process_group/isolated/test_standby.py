@@ -94,7 +94,11 @@ def test_all_processes_end_with_a_killed_trainer(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
     with Job() as job:
         trainer = job.python("trainer", tmp_path / "trainer.py", path=ours_path())
-        job.wait(lambda: trainer.of("refused") and trainer.of("trains"), START_TIMEOUT_S, "it trains, and has a child")
+        job.wait(
+            lambda: trainer.of("refused") and trainer.of("trains"),
+            START_TIMEOUT_S,
+            "it trains, and has a child",
+        )
         assert "a forked process cannot use its parent's group" in trainer.of("refused")[0]["why"]
         pid = trainer.of("trains")[0]["server"]
         wait_until(lambda: len(children(pid)) == 2, "a worker and a standby")
@@ -147,7 +151,9 @@ def test_a_server_that_ended_is_replaced(store: TCPStore) -> None:
     group.shutdown()
 
 
-def test_a_standby_whose_end_is_not_noticed_yet_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_whose_end_is_not_noticed_yet_is_replaced(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A standby may end just before it is checked, for example together with its server."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
@@ -158,8 +164,9 @@ def test_a_standby_whose_end_is_not_noticed_yet_is_replaced(store: TCPStore, mon
     group.shutdown()
 
 
-# Slow, because the next server imports PyTorch. In `make test`, test_a_server_that_ended_is_replaced starts the next
-# server, and test_a_standby_whose_end_is_not_noticed_yet_is_replaced repeats a request whose worker has ended.
+# Slow, because the next server imports PyTorch. In `make test`, test_a_server_that_ended_is_replaced starts
+# the next server, and test_a_standby_whose_end_is_not_noticed_yet_is_replaced repeats a request whose worker
+# has ended.
 @pytest.mark.slow
 @pytest.mark.parametrize("standby_too", [False, True])
 def test_a_server_that_ends_during_a_request_is_replaced(
@@ -211,7 +218,9 @@ def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
 
 
 @pytest.mark.parametrize("standby_too", STANDBY_TOO)
-def test_a_stalled_server_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
+def test_a_stalled_server_is_replaced(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool
+) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)
     old = server()
     stop(old)
@@ -353,7 +362,9 @@ def test_the_end_of_a_worker_is_noticed_while_nothing_reads_its_answers(store: T
     group.shutdown()
 
 
-def test_streams_are_freed_from_a_worker_that_does_not_end(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_freed_from_a_worker_that_does_not_end(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A killed process may hang in a driver."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1)

@@ -43,6 +43,14 @@ def workers() -> set[int]:
 STANDBY_TOO = [pytest.param(False, marks=pytest.mark.slow), True]
 
 
+def ended(pid: int) -> bool:
+    """Whether a process has ended; its parent may not have asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -32,15 +32,15 @@ criterion = nn.CrossEntropyLoss()
 
 def main(args: argparse.Namespace) -> nn.Module:
     end_with_parent()
-    env, device = os.environ, pick_device(args.device)
-    group, rank = env.get("REPLICA_GROUP_ID", "0"), int(env["RANK"])
+    group, rank = os.environ.get("REPLICA_GROUP_ID", "0"), int(os.environ["RANK"])
+    device = pick_device(args.device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)  # every rank of every group starts from the same weights
     images = load_images()
     net = small_cnn(images.tensors[0].shape[1]).to(device)
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
-    init_process_group_of_this_group(device)
     kind = "NCCL" if device.type == "cuda" else "Gloo"
+    init_process_group_of_this_group(kind.lower())
     pg = getattr(process_group, f"ProcessGroup{'Baby' * args.isolated}{kind}")()
     manager = Manager(
         pg,
@@ -82,12 +82,10 @@ def main(args: argparse.Namespace) -> nn.Module:
             for grad in [p.grad for p in net.parameters() if p.grad is not None]:
                 dist.all_reduce(grad)
         optimizer.step()  # only if all ranks of this group succeeded; else the same batch is repeated
-        number = manager.current_step()
-        reports = rank == 0 and step.committed  # else the weights may be half a heal's
+        # If the step was not committed, the weights may be half a heal's.
+        number, reports = manager.current_step(), rank == 0 and step.committed
         if reports and number % 50 == 0:
-            print(
-                f"group {group} step {number} loss {loss.item():.4f} groups {step.participants}", flush=True
-            )
+            print(f"group {group} step {number} loss {loss:.4f} groups {step.participants}", flush=True)
         if checkpoint and reports and number % args.checkpoint_every == 0:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save({name: part.state_dict() for name, part in parts.items()}, f"{checkpoint}.partial")
@@ -107,10 +105,9 @@ def main(args: argparse.Namespace) -> nn.Module:
 def load_images(held_out: bool = False) -> TensorDataset:
     """1797 digits of 8x8 pixels, from a file of scikit-learn. Every fifth is held out."""
     file = str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
-    table = torch.from_numpy(np.loadtxt(file, delimiter=","))
+    table = torch.from_numpy(np.loadtxt(file, delimiter=",")).to(torch.get_default_dtype())
     table = table[(torch.arange(len(table)) % 5 == 0) == held_out]
-    pixels = table[:, :64].view(-1, 1, 8, 8).to(torch.get_default_dtype()) / 8 - 1
-    return TensorDataset(pixels, table[:, 64].long())
+    return TensorDataset(table[:, :64].view(-1, 1, 8, 8) / 8 - 1, table[:, 64].long())
 
 
 def small_cnn(channels: int) -> nn.Sequential:
@@ -120,11 +117,10 @@ def small_cnn(channels: int) -> nn.Sequential:
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(64 * 4 * 4, 10))
 
 
-def init_process_group_of_this_group(device: torch.device) -> None:
+def init_process_group_of_this_group(backend: str) -> None:
     """With --max_restarts torchrun keeps its store and what failed ranks put in: each start has a prefix."""
     store, rank, ranks = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 
 
@@ -133,8 +129,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cpu")
     rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if rank >= devices > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise SystemExit(f"LOCAL_RANK={rank} has no device: CUDA_VISIBLE_DEVICES={visible} shows {devices}")
+        visible = f"{devices} are visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')})"
+        raise SystemExit(f"LOCAL_RANK={rank} has no device: {visible}")
     torch.cuda.set_device(rank if devices > 1 else 0)  # the only one may differ from rank to rank
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -145,8 +141,7 @@ def end_with_parent(_worker: int = 0) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=2000, help="steps after which the job ends, at the end of the epoch")
     add("--batch-size", type=int, default=64, help="images of a step, for all groups together")

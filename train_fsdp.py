@@ -66,7 +66,7 @@ def main() -> None:
     )
     batches = Batches(StatefulDataLoader(train_set, args.batch_size, sampler=sampler), sampler)
 
-    init_process_group_of_this_group(device)
+    init_process_group_of_this_group("nccl" if device.type == "cuda" else "gloo")
     pg = replica_process_group(device, isolated=False)
     manager = Manager(
         pg,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import threading
 import time
 import types
@@ -44,6 +45,7 @@ def get_stream_context(
 
 # So many streams that one of them is free: a process has one training thread and few communicators.
 _STREAMS = 4
+_turns = itertools.count()
 
 
 @functools.cache
@@ -59,7 +61,10 @@ def free_stream(device: torch.device, trains: Optional[torch.Stream] = None) -> 
         trains: the stream of the training thread, which is not returned; None: the current one.
     """
     trains = torch.accelerator.current_stream(device) if trains is None else trains
-    streams = [stream for stream in _own_streams(device) if stream != trains]
+    own, first = _own_streams(device), next(_turns)
+    # In turn: a stream without work yet may have been returned just before.
+    streams = [own[(first + i) % _STREAMS] for i in range(_STREAMS)]
+    streams = [stream for stream in streams if stream != trains]
     return next((stream for stream in streams if stream.query()), streams[0])
 
 

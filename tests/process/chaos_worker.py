@@ -283,7 +283,10 @@ def holders() -> dict[str, int]:
     """Counts what may keep a port open: threads, such as those of a group of Gloo, and errors with their
     frames.
     """
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            names.append(path.read_text().strip())
     errors = [
         type(o).__name__ for o in gc.get_objects() if issubclass(type(o), BaseException) and o.__traceback__
     ]

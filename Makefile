@@ -18,8 +18,8 @@ endif
 SOAK ?= 1h
 # How long `make test-all` may take, as 30m or 2h.
 TIME ?= 2h
-# How many parts of `make test` run at once: three more than there are cores, since each mostly waits.
-LANES ?= 5
+# How many parts of `make test` run at once: two more than there are cores, since each waits for half of its time.
+LANES ?= 4
 # Where `make wheel` puts the wheel.
 DIST ?= dist
 # What `make gpu-figures` runs: see its --help; empty: all.

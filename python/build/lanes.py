@@ -312,7 +312,7 @@ def report(results: Sequence[Result], again: Sequence[str], folder: Path, out: T
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lanes", type=int, default=5, help="parts that run at once (default: %(default)s)")
+    parser.add_argument("--lanes", type=int, default=4, help="parts that run at once (default: %(default)s)")
     lanes = parser.parse_args().lanes
     if lanes < 1:
         parser.error(f"--lanes {lanes}: allowed is 1 or more")

@@ -113,7 +113,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         bind_and_activate: bool = True,
     ) -> None:
         self._connections: set[_DeadlineSocket] = set()
-        # Those not admitted, with their addresses, oldest first.
+        # Connections that are not admitted yet, with their addresses, oldest first.
         self._pending: dict[_DeadlineSocket, str] = {}
         self._admitted: set[_DeadlineSocket] = set()  # those admitted
         self._full = False  # whether a connection was refused since the last one was admitted

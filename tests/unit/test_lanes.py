@@ -117,6 +117,13 @@ def test_a_part_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -
     wait_for_end(int(lines[0]))
 
 
+def run_of_pytest(test: Path, **env: str) -> Part:
+    """A run of pytest with this project's tests/conftest.py."""
+    options = ["-p", "no:cacheprovider", f"--rootdir={ROOT}", "-p", "tests.conftest"]
+    command = [sys.executable, "-m", "pytest", *options, str(test)]
+    return Part("a", command, env={"PYTHONPATH": str(ROOT), **env})
+
+
 def hangs_at_its_end(tmp_path: Path, exit_s: str) -> Part:
     """A run of pytest whose process does not end after its tests: tests/conftest.py ends it after `exit_s`
     seconds.
@@ -126,17 +133,7 @@ def hangs_at_its_end(tmp_path: Path, exit_s: str) -> Part:
         "import atexit, time\n\ndef test_passes():\n    atexit.register(hangs)\n\n"
         "def hangs():\n    print('waits', flush=True)\n    time.sleep(600)\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        f"--rootdir={ROOT}",
-        "-p",
-        "tests.conftest",
-    ]
-    return Part("a", [*command, str(test)], env={"PYTHONPATH": str(ROOT), "EXIT_S": exit_s})
+    return run_of_pytest(test, EXIT_S=exit_s)
 
 
 def test_a_run_of_pytest_that_does_not_end_fails_with_its_stacks(tmp_path: Path) -> None:
@@ -157,18 +154,7 @@ def test_a_test_that_hangs_in_native_code_is_ended_with_its_stacks(tmp_path: Pat
         "    for _ in range(2):  # the second waits for the first\n"
         "        ctypes.PyDLL(None).pthread_mutex_lock(mutex)\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        f"--rootdir={ROOT}",
-        "-p",
-        "tests.conftest",
-    ]
-    part = Part("a", [*command, str(test)], env={"PYTHONPATH": str(ROOT), "HANGS_S": "1"})
-    (result,) = run([part], 1, tmp_path, lambda line: None, time_s=60)
+    (result,) = run([run_of_pytest(test, HANGS_S="1")], 1, tmp_path, lambda line: None, time_s=60)
     assert (result.status, result.ended) == (1, False)
     assert "in test_hangs" in (tmp_path / "a.log").read_text()
 

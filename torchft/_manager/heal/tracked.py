@@ -131,15 +131,16 @@ class Parameters:
             ):
                 raise Unsupported(f"parameter {number} shares its memory with another tensor")
             seen.add(storage.data_ptr())
-        for optimizer in self.given:
-            others = (
-                []
-                if optimizer in self.optimizers
-                else [p for g in optimizer.param_groups for p in g["params"]]
-            )
-            dense = [one for one in map(local_part, others) if one.layout == torch.strided]
-            if any(one.untyped_storage().data_ptr() in seen for one in dense):
+        for optimizer, parameter in self._others():
+            local = local_part(parameter)
+            if local.layout == torch.strided and local.untyped_storage().data_ptr() in seen:
                 raise Unsupported(f"{type(optimizer).__name__} steps a parameter of another optimizer")
+
+    def _others(self) -> Iterator[tuple[Optimizer, torch.Tensor]]:
+        """Yields the parameters of the optimizers that cannot step them in parts."""
+        for optimizer in self.given:
+            if optimizer not in self.optimizers:
+                yield from ((optimizer, one) for group in optimizer.param_groups for one in group["params"])
 
     def prepare(self) -> None:
         """Does what takes long only once and is part of a target's first steps, for which all groups wait:
@@ -161,11 +162,11 @@ class Parameters:
 
     def rest_nbytes(self) -> int:
         """The bytes of the other parameters, and of the optimizer state that they have now."""
-        tensors: list[object] = []
-        for optimizer in self.given:
-            if optimizer not in self.optimizers:
-                tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                tensors += [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [
+            one
+            for optimizer, parameter in self._others()
+            for one in (parameter, *optimizer.state.get(parameter, {}).values())
+        ]
         return sum(local_part(one).nbytes for one in tensors if isinstance(one, torch.Tensor))
 
     def _rehearsed(self) -> Iterator[tuple[Optimizer, torch.Tensor, list[torch.dtype]]]:

@@ -58,11 +58,15 @@ def committed(child: Child) -> list[Event]:
     return [e for e in child.of("step") if e["committed"]]
 
 
-def check(got: dict[str, torch.Tensor], participants: list[list[int]], shards: int) -> None:
+def check(
+    got: dict[str, torch.Tensor], participants: list[list[int]], shards: int, bf16: object = False
+) -> None:
     """Checks that the weights equal those of one process that trains on all the data."""
-    for name, value in reference(0, participants, shards).items():
+    # A weight near the middle of two bfloat16 numbers may be rounded to the other one.
+    rtol, atol = (1e-2, 1e-2) if bf16 else (1e-4, 1e-5)
+    for name, value in reference(0, participants, shards, bool(bf16)).items():
         torch.testing.assert_close(
-            got[name], torch.tensor(value), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            got[name], torch.tensor(value), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -179,7 +183,8 @@ def join_along(shards: int, fails: bool = False, **options: object) -> None:
         assert here < total >= PART * PARTS, "the first step ends before all parts are here"
         # Empty if the rank had everything, and another rank lacked the rest of the state.
         assert all(error == "" or "elements of the state are here" in error for error in errors), errors
-    check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps], shards)
+    groups = [[0, 1] if e["participants"] == 2 else [0] for e in steps]
+    check(got, groups, shards, options.get("bf16", False))
 
 
 def kill_and_heal(shards: int, failures: int = 1, **options: object) -> None:
@@ -215,4 +220,5 @@ def kill_and_heal(shards: int, failures: int = 1, **options: object) -> None:
     assert [e["step"] for e in steps[0]] == list(range(last)), "a step was lost or taken twice"
     assert [e["participants"] for e in steps[0]] == [e["participants"] for e in steps[-1]]
     assert len(lost) >= failures, "no failure was noticed"
-    check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps[0]], shards)
+    groups = [[0, 1] if e["participants"] == 2 else [0] for e in steps[0]]
+    check(got, groups, shards, options.get("bf16", False))

@@ -25,8 +25,14 @@ def batch(step: int, group: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.randn(4, WIDTH, generator=generator), torch.randn(4, 5, generator=generator)
 
 
-def reference(seed: int, participants: list[list[int]], shards: int) -> dict[str, list[float]]:
-    """Returns the weights after training with the given groups in each step."""
+def reference(
+    seed: int, participants: list[list[int]], shards: int, bf16: bool = False
+) -> dict[str, list[float]]:
+    """Returns the weights after training with the given groups in each step.
+
+    With ``bf16`` each pass computes in bfloat16, and weights, gradients and Adam are float32.
+    """
+    dtype = torch.bfloat16 if bf16 else torch.float32
     torch.manual_seed(seed)
     model = Model()
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -35,6 +41,8 @@ def reference(seed: int, participants: list[list[int]], shards: int) -> dict[str
         for group in groups:
             for rank in range(shards):
                 x, y = batch(step, group, rank)
-                (nn.functional.mse_loss(model(x), y) / (len(groups) * shards)).backward()
+                cast = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+                output = torch.func.functional_call(model, cast, (x.to(dtype),))
+                (nn.functional.mse_loss(output, y.to(dtype)) / (len(groups) * shards)).backward()
         adam.step()
     return {name: p.flatten().tolist() for name, p in model.named_parameters()}

@@ -23,7 +23,7 @@ from events import Commands, emit
 from hsdp_model import Model, batch
 from torch import nn
 from torch.distributed import TCPStore
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchft import Manager, Optimizer, process_group
@@ -43,6 +43,7 @@ parser.add_argument(
     "--kind", default="ProcessGroupGloo", help="class of the process group between the replica groups"
 )
 parser.add_argument("--wrap", choices=["fsdp", "ddp"], default="fsdp")
+parser.add_argument("--bf16", type=int, default=0, help="1: compute in bfloat16, reduce in float32")
 parser.add_argument(
     "--compare",
     type=int,
@@ -146,9 +147,12 @@ else:
         replicate_dim=0,
         manager=manager,
     )
+    policy = MixedPrecisionPolicy()
+    if args.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 adam = torch.optim.Adam(model.parameters(), lr=1e-2)
 manager.set_state_dict_fns(
     lambda s: (model.load_state_dict(s["model"]), adam.load_state_dict(s["optim"])),
@@ -173,7 +177,8 @@ while last_step is None or manager.current_step() < last_step:
     optimizer.zero_grad()
     time.sleep(0.02)  # time for a joining group to heal
     x, y = (t.to(args.device) for t in batch(step, args.group, rank))
-    loss = nn.functional.mse_loss(forward(x), y)
+    output = forward(x)
+    loss = nn.functional.mse_loss(output, y.to(output.dtype))
     if commits == args.fail_after:
         # Not before the quorum: the other group must expect this one in its collectives.
         manager.wait_quorum()

@@ -42,6 +42,12 @@ def test_a_group_takes_over_its_shards_in_parts(fails: bool) -> None:
     join_along(SHARDS, fails)
 
 
+# The slow one heals the same shards at once, as test_a_group_is_killed_and_comes_back does.
+@pytest.mark.parametrize("in_passing", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_group_with_mixed_precision_takes_over_its_float32_shards(in_passing: bool) -> None:
+    (join_along if in_passing else kill_and_heal)(SHARDS, bf16=1)
+
+
 @pytest.mark.slow  # 15 s; tests/integration/test_divergence.py flips bits of whole parameters
 def test_a_flipped_bit_in_a_shard_is_found_by_its_rank_and_healed() -> None:
     flip_and_heal(SHARDS, flip=4)

@@ -440,8 +440,12 @@ def test_waits_end_when_the_worker_ends(refused, stuck):
     assert isinstance(stuck.errored(), RuntimeError)
 
 
-def test_a_future_ends_with_the_worker(refused, stuck):
+@pytest.mark.parametrize("asked", ["at once", "when the worker has answered"])
+def test_a_future_ends_with_the_worker(refused, stuck, asked: str):
+    """The host waits for the worker's device, on a thread of its own: `get_future` returns at once."""
     work = double(stuck, full(3))
+    if asked != "at once":
+        queued(work)
     future = work.get_future()
     queued(work)
     kill(stuck)

@@ -404,10 +404,13 @@ class Channel:
                 return op.future.future
             own = None if stream is None else _own_stream(stream.device)
             op.future = metadata = _FutureMetadata(torch.futures.Future(devices=devices), own)
-            if not op.done:
+            ended = op.done
+            if not ended or op.marks:
                 self._futures.begin()
-                return metadata.future
-        self._futures.complete(op)
+        if ended and op.marks:  # on the thread: where streams cannot wait for the device, the host does
+            self._futures.put(op)
+        elif ended:
+            self._futures.complete(op)
         return metadata.future
 
     # The end

@@ -283,6 +283,8 @@ class Manager(Stateful, Stepping):
         self._optimizer_that_votes: Optional[torch.optim.Optimizer] = None  # the one that votes
         self._commit_hooks: List[CommitHook] = []
         self._has_left = False
+        # The latest result that this rank has followed, if the same result needs nothing more.
+        self._quiet: Optional[QuorumResult] = None
         self._logger = _ManagerLogger(
             self._rank_state, self._replica_id, self._group_rank, self._server.report
         )
@@ -615,6 +617,12 @@ class Manager(Stateful, Stepping):
     @ranged("_async_quorum")
     def _follow(self, step: Step, result: QuorumResult) -> None:
         """Follows a quorum, on any thread. Every wait in it has a deadline, so every wait for it ends."""
+        if result is self._quiet and step.plan is not None:
+            step.follow(step.plan)
+            step.peers = self._connection.members or step.plan.replica_ids
+            step.connected()
+            return
+        self._quiet = None
         self._background.enter_thread()
         plan = self._planner.plan(result, step.request.allow_heal)
         step.follow(plan)
@@ -645,6 +653,8 @@ class Manager(Stateful, Stepping):
             self._transfer(step, plan)
         else:
             step.deferred = partial(self._transfer, step, plan)
+        if plan.quiet and self._connection.settled:
+            self._quiet = result
 
     def _transfer(self, step: Step, plan: Plan) -> None:
         """Serves this group's state, or fetches a peer's. On the training thread, or after it has read the
@@ -695,9 +705,8 @@ class Manager(Stateful, Stepping):
 
     def _discard_unloaded_heal(self) -> None:
         """Returns to the step of this group's own weights, so that it heals again."""
-        before = self._recovery.discard()
-        if before is not None:
-            self._position = before
+        if self._recovery.before is not None or self._recovery.pending is not None:
+            self._position = self._recovery.discard() or self._position
 
     # Collectives
 

@@ -156,6 +156,11 @@ class Connection:
         ).encode()
 
     @property
+    def settled(self) -> bool:
+        """Whether the connection in use is that of all groups of the latest quorum."""
+        return not (self.unmade or self.apart or self._unconnected) and self._next is None
+
+    @property
     def needs_new_quorum(self) -> bool:
         """Whether a quorum with another id is needed, since the next connection could not be made."""
         return self._next is not None and self._next.attempt is None

@@ -71,6 +71,7 @@ class Recovery:
     Attributes:
         in_background: the argument of that name.
         pending: the state that was fetched and is not loaded yet.
+        before: the position of the group's own weights, while a heal has begun and nothing was loaded.
         phases: the seconds of each phase of the current or last heal.
         along: heals in passing, None if that is off.
     """
@@ -107,7 +108,7 @@ class Recovery:
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
         self.along: Optional[Along] = None
-        self._before: Optional[Position] = None
+        self.before: Optional[Position] = None
         self._hyperparameters: hyperparameters.Groups = []  # at the begin of the step
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, during the transfer
         self._target = TargetState(self._own, writable=False)  # of the current heal
@@ -161,7 +162,7 @@ class Recovery:
                 loaded.
             asked: the time.monotonic() of the quorum request whose result names this group as a target.
         """
-        self._before = before
+        self.before = before
         self._agreement.begin(plan.quorum_id, plan.max_step)
         self._hyperparameters = hyperparameters.read(self._optimizers)
         self.phases = Phases(quorum=time.monotonic() - asked)
@@ -310,7 +311,7 @@ class Recovery:
         """Whether this group's own weights are not needed any more: another group has the state of the source
         too, or this group has trained no step.
         """
-        new = self._before is not None and self._before.step == 0 and plan.max_step > 0
+        new = self.before is not None and self.before.step == 0 and plan.max_step > 0
         return new or plan.num_up_to_date > 1
 
     def _own(self) -> dict[str, Any]:
@@ -419,7 +420,7 @@ class Recovery:
             RuntimeError: another rank of this group has not received its state, and groups heal at once.
             Exception: the user's function failed; the weights are then of no step.
         """
-        state, before = self.pending, self._before
+        state, before = self.pending, self.before
         if state is None:
             self.refuse()
             return False
@@ -441,7 +442,7 @@ class Recovery:
                 self.along.stop()  # the weights that were compared may have been changed
             self._logger.exception(f"the state of a peer could not be loaded: {e}")
             raise
-        self._before = None
+        self.before = None
         self._inconsistent = False
         if self.along is not None:
             self.along.healed()
@@ -477,7 +478,7 @@ class Recovery:
             the position of the group's own weights, to report it in the next quorum; None if there was no
             heal.
         """
-        before, self._before, self.pending = self._before, None, None
+        before, self.before, self.pending = self.before, None, None
         if before is not None:
             self.refuse()
         return before

@@ -41,7 +41,7 @@ class Plan:
     committed_quorum_id: int
     # None: this group contributes zeros (it is a spare, or behind the others)
     participating_rank: Optional[int]
-    participants: int
+    participants: int  # an average is divided by it
     num_up_to_date: int  # groups at max_step
     up_to_date: bool  # at max_step, before any heal
     # Whether this quorum replays a step that failed, here or in another group at max_step: see replay.py
@@ -55,19 +55,22 @@ class Plan:
     in_background: bool = True
     leads: bool = False  # whether this group is the first of those at max_step
 
-    @property
+    @cached_property
     def heal(self) -> bool:
         return self.source is not None
 
-    @property
+    @cached_property
     def serves(self) -> bool:
         """Whether this group is a source, or an additional one."""
         return bool(self.recover_dst or self.help_dst)
 
-    @property
-    def divisor(self) -> int:
-        """The divisor of an average, the same in all groups of a quorum."""
-        return self.participants
+    @cached_property
+    def quiet(self) -> bool:
+        """Whether no group heals in this quorum: once a rank has followed it, later steps have nothing to
+        follow.
+        """
+        all_up_to_date = self.num_up_to_date == self.replica_world_size
+        return all_up_to_date and not (self.heal or self.serves or self.awaits_heals)
 
     @cached_property
     def averages(self) -> bool:

@@ -208,7 +208,7 @@ class Step:
     def _take(self, plan: Optional[Plan]) -> None:
         self.plan = plan
         self.participating_rank = plan.participating_rank if plan is not None else None
-        self.participants = plan.divisor if plan is not None else 0
+        self.participants = plan.participants if plan is not None else 0
         self.peers: Sequence[str] = plan.replica_ids if plan is not None else ()
 
     def loaded(self) -> None:

@@ -37,6 +37,18 @@ class Extras:
     def computes(self) -> None:
         """Reports a forward pass whose gradients this step, or the next one, may reduce."""
 
+    def reduces_gradients(self) -> Callable[[], bool]:
+        """Reports that a backward pass reduces gradients.
+
+        Returns:
+            Tells whether this step of the Manager is still the last one, and is not committed: an optimizer
+            must not apply the gradients then.
+
+        Raises:
+            RuntimeError: no step has begun since the last one was decided on.
+        """
+        return never
+
     def register_check(self, check: Callable[[], None]) -> None:
         """Registers what raises an error if gradients of this step were not reduced; the step is then not
         committed.
@@ -95,6 +107,11 @@ class Extras:
         """Adds ``number`` to a counter of the manager server: ``Counters`` in go/manager/counted.go lists
         them.
         """
+
+
+def never() -> bool:
+    """Returns False."""
+    return False
 
 
 def extras_of(manager: Any) -> Extras:

@@ -15,8 +15,9 @@ from torch.autograd import Variable
 from torch.nn import parallel
 
 from torchft._copies import Copyable, Missing
-from torchft._extras import extras_of
+from torchft._extras import extras_of, never
 from torchft._manager.step.work import managed
+from torchft._unvoted import watch
 from torchft.process_group import ProcessGroupDummy
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
             of a layer.
     """
 
+    _awaits_commit = staticmethod(never)
     _of_this_process = ("_manager", "_extras")
     _remedy = "wrap its attribute `module` anew"
 
@@ -124,10 +126,12 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
             return method(bucket)
 
         self.register_comm_hook(None, hook)
+        watch(self)
         # In its first pass, PyTorch calls the hook after the pass.
         self._reduces_in_pass = not self.static_graph
 
     def _reduce(self, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+        self._awaits_commit = self._extras.reduces_gradients()
         if not self.gradient_as_bucket_view:
             self._extras.refuse_replay(
                 "gradients are copies of what is reduced (gradient_as_bucket_view=False)"
@@ -180,7 +184,7 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
 
     def _parts(self) -> Dict[str, Any]:
         """The attributes that PyTorch's class pickles."""
-        new = ("process_group", "reducer", "logger", "_comm_hooks")
+        new = ("process_group", "reducer", "logger", "_comm_hooks", "_awaits_commit")
         return {name: value for name, value in self.__dict__.items() if name not in new}
 
     def _assemble(self, parts: Dict[str, Any]) -> None:
@@ -236,6 +240,7 @@ class PureDistributedDataParallel(Copyable, nn.Module):
         module: the model.
     """
 
+    _awaits_commit = staticmethod(never)
     _of_this_process = ("_manager_ref",)
     _remedy = "wrap its attribute `module` anew"
 
@@ -252,12 +257,15 @@ class PureDistributedDataParallel(Copyable, nn.Module):
         self._register_hooks()
 
     def _register_hooks(self) -> None:
+        watch(self)
         for param in self.module.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._reduce)
 
     def _parts(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_works": None}
+        parts = {**self.__dict__, "_works": None}
+        parts.pop("_awaits_commit", None)
+        return parts
 
     def _assemble(self, parts: Dict[str, Any]) -> None:
         super().__setstate__(parts)
@@ -285,6 +293,7 @@ class PureDistributedDataParallel(Copyable, nn.Module):
             return
         if self._works is None:
             self._works = []
+            self._awaits_commit = extras_of(self._manager).reduces_gradients()
             Variable._execution_engine.queue_callback(self._wait)
         self._works.append(managed(self._manager, self._manager.allreduce(param.grad), param.grad))
 

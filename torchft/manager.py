@@ -14,6 +14,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -75,6 +76,7 @@ from torchft._manager.step.failures import FailureCallback, Failures
 from torchft._manager.step.inputs import Inputs
 from torchft._manager.step.replayer import Replayer
 from torchft._manager.step.step import Step, StepRequest, StepState
+from torchft._manager.step.uncommitted import NO_VOTE, Uncommitted
 from torchft._manager.step.work import _ManagedFuture, _ManagedWork, _SimpleFuture
 from torchft._manager.stepping import Stepping
 from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, QuorumResult
@@ -279,6 +281,7 @@ class Manager(Stateful, Stepping):
         """Makes the parts that a step needs, the logger first. The group is known by now."""
         settings = self._settings
         self._commit_failures = 0
+        self._uncommitted = Uncommitted()
         self._shared_decision = False  # the latest decision for an OptimizerWrapper
         self._optimizer_that_votes: Optional[torch.optim.Optimizer] = None  # the one that votes
         self._commit_hooks: List[CommitHook] = []
@@ -534,6 +537,8 @@ class Manager(Stateful, Stepping):
                 self._current.collectives.abort()
             self._current.dropped()
             self._trace.ended(self._step, *self._current.outcome)
+            if inputs is None:
+                self._lost(self._current.why_lost() if self._current.cause is not None else NO_VOTE)
         self._discard_unloaded_heal()
         aborted = self._current.collectives.aborted
         connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
@@ -985,6 +990,7 @@ class Manager(Stateful, Stepping):
             self._batches_committed += participants
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
+            self._uncommitted.committed()
         elif isinstance(self._current.cause, StillHealing) or (
             self._along is not None and self._current.healing and self._current.refused_by_rank
         ):
@@ -993,6 +999,7 @@ class Manager(Stateful, Stepping):
         else:
             self._commit_failures = failures + 1
             self._logger.warn(f"step {step} is lost: {why}")
+            self._lost(why)
         self._incidents.step_ended(committed)
         self._trace.ended(step, *self._current.outcome)
         if self._current.undecided and not self._replayer.is_ahead:
@@ -1010,6 +1017,12 @@ class Manager(Stateful, Stepping):
                 f"max_retries={self._max_retries}; the last one: {why}"
             )
         return committed
+
+    def _lost(self, why: str) -> None:
+        """A step that this group has computed is not committed."""
+        said = self._uncommitted.lost(why, time.monotonic())
+        if said is not None:
+            self._logger.warn(said)
 
     def _try_step(self, timeout: timedelta) -> bool:
         """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the

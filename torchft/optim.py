@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from torch.optim import Optimizer
 
 from torchft._extras import extras_of
+from torchft._unvoted import makes_state
 from torchft._wrapped_optimizer import WrappedOptimizer
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class OptimizerWrapper(WrappedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: starts the quorum, then clears the gradients."""
-        if not _makes_state():
+        if not makes_state(sys._getframe(1)):
             self._extras.begin(self.optim)
         self.optim.zero_grad(set_to_none)
 
@@ -68,16 +69,6 @@ class OptimizerWrapper(WrappedOptimizer):
                 "the groups "
                 "agree on a step before it is applied, and a closure would compute it again"
             )
-        if _makes_state() or self._extras.end(self.optim):
+        if makes_state(sys._getframe(1)) or self._extras.end(self.optim):
             return self.optim.step(**kwargs)
         return None
-
-
-def _makes_state() -> bool:
-    """Whether the calling method was called by a function of PyTorch's state_dict module, directly or through
-    a learning rate scheduler, which replaces an optimizer's `step`.
-    """
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch.optim."):
-        frame = frame.f_back
-    return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"

@@ -4,12 +4,15 @@ methods.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from torchft._extras import Extras
+from torchft._manager.stepping import not_begun
 
 if TYPE_CHECKING:
     from torchft._manager.checks.layout import Layout
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.rank import RankState
     from torchft._manager.step.errors import Errors
+    from torchft._manager.step.inputs import Inputs
     from torchft._manager.step.replayer import Replayer
 
 
@@ -61,6 +65,12 @@ class OwnExtras(Extras):
     def computes(self) -> None:
         self._rank_state.computed = True
 
+    def reduces_gradients(self) -> Callable[[], bool]:
+        step = self._errors.step
+        if not step.undecided:
+            raise RuntimeError(not_begun("backward"))
+        return partial(_awaits_commit, weakref.ref(self._errors), step.inputs)
+
     def register_check(self, check: Callable[[], None]) -> None:
         self._data.register_check(check)
 
@@ -100,3 +110,11 @@ class OwnExtras(Extras):
 
     def counted(self, name: str, number: int = 1) -> None:
         self._logger.counted(name, number)
+
+
+def _awaits_commit(errors: weakref.ref[Errors], inputs: Inputs) -> bool:
+    """Whether the Manager's step is the one with these inputs, and is not committed. Models keep this, and
+    must not keep the Manager.
+    """
+    known = errors()
+    return known is not None and known.step.inputs is inputs and not known.step.committed

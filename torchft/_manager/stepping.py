@@ -67,11 +67,7 @@ class Stepping:
         """The round of the step. Refuses a call before the first step."""
         self._maker.check()
         if self._round is None:
-            raise RuntimeError(
-                f"{call}: no step has begun, start_quorum must be called before it; the zero_grad of an "
-                "optimizer in "
-                "torchft.optim.OptimizerWrapper calls it, that of the optimizer inside does not"
-            )
+            raise RuntimeError(not_begun(call))
         return self._round
 
     def errored(self) -> Optional[ExceptionWithTraceback]:
@@ -113,3 +109,11 @@ class Stepping:
         """Whether this group was asked to leave and has ended its last step."""
         step = self._current
         return not step.undecided and step.plan is not None and step.plan.draining
+
+
+def not_begun(call: str) -> str:
+    """The error of a call that belongs to a step, where none has begun."""
+    return (
+        f"{call}: no step has begun, start_quorum must be called before it; the zero_grad of an optimizer in "
+        "torchft.optim.OptimizerWrapper calls it, that of the optimizer inside does not"
+    )

@@ -349,7 +349,7 @@ def test_an_optimizer_that_is_not_wrapped_is_an_error_of_backward(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp = wrap(fixture.manager(), model, **(settings if wrap is DistributedDataParallel else {}))
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"allreduce: no step has begun, .*OptimizerWrapper"):
+    with pytest.raises(RuntimeError, match=r"backward: no step has begun, .*OptimizerWrapper"):
         ddp(torch.ones(1, 2)).sum().backward()
 
 

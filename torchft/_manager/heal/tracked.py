@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torchft._manager.heal.beside import Beside
+from torchft._unvoted import before_step
 from torchft.checkpointing.codec.digest import digest, memory_of
 from torchft.checkpointing.codec.encoding import dtype_name, dtype_of, is_dtensor
 from torchft.checkpointing.codec.layout import local_part
@@ -61,7 +62,8 @@ def why_whole(optimizer: Optimizer) -> Optional[str]:
         known = ", ".join(one.__name__ for one in ELEMENTWISE)
         return f"the optimizer is {kind.__name__}: known to step each element by itself are {known}"
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    before_all = any(hook is not before_step for hook in _global_optimizer_pre_hooks.values())
+    if own or before_all or _global_optimizer_post_hooks:
         return f"{kind.__name__} has hooks of its steps, which may change anything"
     return None
 

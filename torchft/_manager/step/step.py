@@ -185,7 +185,7 @@ class Step:
         """
         quorum_id = -1 if self.plan is None else self.plan.quorum_id
         error = None if self.error is None else self.error.original_exception
-        return quorum_id, self.participants, self.state is StepState.COMMITTED, error
+        return quorum_id, self.participants, self.committed, error
 
     @property
     def served(self) -> Future[dict[str, Any]]:
@@ -283,6 +283,11 @@ class Step:
     def undecided(self) -> bool:
         """Whether the step has begun and the group has not decided on it."""
         return self.state in _RUNNING or self.state in _VOTED
+
+    @property
+    def committed(self) -> bool:
+        """Whether the group has decided to commit it."""
+        return self.state is StepState.COMMITTED
 
     @property
     def refused_by_rank(self) -> bool:

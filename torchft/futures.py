@@ -136,14 +136,9 @@ class _TimeoutManager:
         self._thread: Optional[threading.Thread] = None
         self._watchdog_sec = _DEFAULT_WATCHDOG_TIMEOUT_SEC
 
-    def schedule(self, timeout: timedelta, callback: Callable[[], None], on_device: bool = True) -> _Timer:
-        """Runs callback once on the timer thread after `timeout`, unless cancelled.
-
-        Args:
-            on_device: whether the callback may use this thread's device.
-        """
-        device = current_device() if on_device else None
-        timer = _Timer(time.monotonic() + timeout.total_seconds(), callback, device, self.pending)
+    def schedule(self, timeout: timedelta, callback: Callable[[], None]) -> _Timer:
+        """Runs callback once on the timer thread after `timeout`, unless cancelled."""
+        timer = _Timer(time.monotonic() + timeout.total_seconds(), callback, current_device(), self.pending)
         # After it was added: the thread resets the time before it looks, so that one of both sees the timer.
         if timer.due < self._looks_at:
             with self._cond:

@@ -53,8 +53,8 @@ def kill(group: Any) -> None:
     """Sends SIGKILL to the worker, as the kernel does when memory runs out, and waits until it has ended."""
     before = set(_children())
     worker = group._worker
-    worker.channel.kill()
-    wait_until(lambda: worker.channel.broken is not None)
+    worker.kill()
+    wait_until(lambda: worker.broken is not None)
     wait_until(lambda: not before <= set(_children()) or not _children(), 30)
 
 
@@ -129,7 +129,7 @@ def test_a_kill_in_the_middle_is_an_error_and_leaves_the_device_usable(group: An
     busy(BUSY_S)
     work = group.allreduce([tensor], ReduceOp.SUM)
     worker = group._worker
-    worker.channel.kill()
+    worker.kill()
     began = time.monotonic()
     with suppress(RuntimeError):  # if the end is known already
         work.wait()

@@ -21,7 +21,6 @@ from torchft import futures
 from torchft.collectives import allreduce_quantized
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group import ProcessGroup
-from torchft.process_group.isolated import standby
 from torchft.utils import DeviceEvent, DeviceThread
 
 load()
@@ -207,22 +206,4 @@ def test_isolated_groups_and_their_workers(late: Any) -> None:
         groups.close()  # type: ignore[attr-defined]
 
     on_thread(run, 3)
-    assert set(late.contexts()) == {3}, late.contexts().get(0)
-
-
-def test_the_server_of_workers_ends_on_no_device(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last group may end on any thread, also on one that has no device yet."""
-    monkeypatch.setattr(standby, "_LINGER", timedelta(0))
-
-    def expire() -> None:
-        torch.empty(3, device="late")
-        passed = threading.Event()
-        futures._TIMEOUT_MANAGER.schedule(timedelta(0), passed.set)
-        assert passed.wait(60)
-
-    on_thread(expire, 3)  # the thread of the timers is on device 3 then
-    servers = standby._Servers()
-    servers.acquire()
-    on_thread(servers.release)
-    wait_until(lambda: servers._server is None)
     assert set(late.contexts()) == {3}, late.contexts().get(0)

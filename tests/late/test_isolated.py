@@ -124,7 +124,7 @@ def test_operations_leave_the_current_device_as_it_is(late):
 def test_operations_after_the_workers_end_keep_nothing(late):
     """The first operation of a worker takes a page of values."""
     for group in started(ProcessGroupBabyLate):
-        group._connected().channel.close(RuntimeError("the worker has ended"))
+        group._connected().close(RuntimeError("the worker has ended"))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="the worker has ended"):
                 double(group, full(1))
@@ -291,7 +291,7 @@ def test_the_next_worker_continues_in_the_same_page(late):
         torch.accelerator.synchronize()
         pages = len(values._kept)
         for _ in range(3):
-            end = group._worker.channel.devices._sharings[protocol.DEVICES.index("late")]
+            end = group._worker.devices._sharings[protocol.DEVICES.index("late")]
             kill(group)
             until(partial(lambda end: end._page is None, end))
             configure(group)
@@ -333,7 +333,7 @@ def stuck(late, hanging: ProcessGroupBabyLate) -> ProcessGroupBabyLate:
 
 def kill(group: ProcessGroupBabyLate) -> None:
     """As the kernel does when memory runs out."""
-    group._worker.channel.kill()
+    group._worker.kill()
 
 
 @pytest.mark.parametrize("how", ["wait", "future"])

@@ -1,8 +1,8 @@
 """The trainer's end of one worker: sends requests, and reads the answers on one thread, the reader.
 
-The reader ends operations, pings a worker whose operation is late, and notices the worker's end. It then
-waits until the process has ended, and releases what the two shared. Threads that wait for an operation sleep
-until it has ended.
+The reader alone ends operations. It pings a worker whose operation is late, and notices the worker's end.
+Then it fails what is in flight, waits until the process has ended, and releases what the two shared. Threads
+that wait for an operation sleep until it has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from torchft.futures import _TIMEOUT_MANAGER
 from torchft.process_group._errors import copied
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.devices import Devices, MakeSharing
-from torchft.process_group.isolated.operation import WorkerFailed, _FutureMetadata, _OpMetadata, timed_out
+from torchft.process_group.isolated.operation import (
+    WorkerFailed,
+    WorkerTimedOut,
+    _FutureMetadata,
+    _OpMetadata,
+    timed_out,
+)
 from torchft.utils import DeviceThread, poll, use_device
 
 # A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. A
@@ -59,9 +65,11 @@ class Channel:
     Attributes:
         theirs: the worker's end of the socket; the trainer closes it when the worker has its copy.
         devices: the memory and events that trainer and worker share.
+        server: the fork server that was asked for the worker.
         asks: whether the worker's backend may fail after the worker has answered that an operation is queued.
     """
 
+    server: Any = None
     asks = False
 
     def __init__(self, name: str, sharings: MakeSharing) -> None:
@@ -83,13 +91,15 @@ class Channel:
         # Held while a thread uses the socket, so that the reader does not close it in the meantime.
         self._send_lock = threading.RLock()
         self._ids = itertools.count(1)
+        # Operations in flight. Only the reader removes one, and ends it.
         self._ops: dict[int, _OpMetadata] = {}
         self._broken: Optional[Exception] = None
-        self._failed = threading.Event()  # set with `_broken`
         self._look_at = 0.0
         self._pinged_at: Optional[float] = None  # of a ping without an answer so far
         self._device: Optional[int] = None  # the reader releases memory and events of this device
-        self._futures = _Futures(name, self.follow)
+        # Operations that have ended and have a future; None at the end.
+        self._to_complete: queue.SimpleQueue[Optional[_OpMetadata]] = queue.SimpleQueue()
+        self._completer: Optional[threading.Thread] = None
         self._reader = threading.Thread(target=self._read, name="torchft_isolated_reader", daemon=True)
         self._reader.start()
         _channels.add(self)
@@ -114,12 +124,33 @@ class Channel:
         op.release()
         raise self._error()
 
-    def ask(self, kind: str, timeout: float, *rest: Any) -> _OpMetadata:
-        """Sends a request that has an answer, but no tensors.
+    def ask(
+        self, kind: str, timeout: float, what: str, *rest: Any, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Sends a request without tensors and waits for its answer.
+
+        Args:
+            timeout: in seconds.
+            what: the requested action, for the error.
+            rest: the rest of the request.
+            meanwhile: called after the request was sent.
 
         Raises:
-            Exception: why the worker cannot be used.
+            WorkerFailed: the worker ended before it answered.
+            WorkerTimedOut: the worker did not answer in time.
+            Exception: the worker's own error, or why the worker cannot be used.
         """
+        op = self.request(kind, timeout, *rest)
+        meanwhile()
+        if not op.wait(timeout):
+            raise WorkerTimedOut(
+                f"{self._name}: the worker timed out after {timeout:g} seconds: it did not {what}"
+            )
+        if op.error is not None:
+            raise copied(op.error)
+
+    def request(self, kind: str, timeout: float, *rest: Any) -> _OpMetadata:
+        """Sends a request without tensors; the operation ends with its answer."""
         op = _OpMetadata(timeout)
         self._number(op)
         self._send(timeout, (kind, op.op_id, *rest))
@@ -155,13 +186,12 @@ class Channel:
                     )
                 return
             except TimeoutError:
-                error: Exception = RuntimeError(
-                    f"{self._name}: timed out: the worker does not take any more operations"
+                self.close(
+                    RuntimeError(f"{self._name}: timed out: the worker does not take any more operations")
                 )
             except OSError:
                 self._fails_soon()
-                error = self._worker_failed()
-            self.close(error)
+                self.close(self._worker_failed())
         raise self._error()
 
     # The reader
@@ -176,6 +206,14 @@ class Channel:
                 self.close(self._worker_failed())
             except Exception as e:
                 self.close(RuntimeError(f"{self._name}: the answers of the worker could not be read: {e!r}"))
+        self.devices.abandon()
+        with self._lock:
+            ops, self._ops = self._ops, {}
+        for op in ops.values():
+            # Not released: the worker may still use the memory.
+            op.error, op.registrations = self._error(), []
+            self._end(op)
+        self._to_complete.put(None)
         try:
             ended = self._has_ended()
             use_device(self._device)
@@ -196,25 +234,37 @@ class Channel:
             (self._process,) = descriptors
         return answer
 
-    def _has_ended(self) -> bool:
-        """Waits for the end of a worker that was killed; False if it does not end."""
-        self._hang_up()
-        with contextlib.suppress(EOFError, OSError):  # its first message may not have been read
-            while self._process is None and self._ready.poll(0):
-                self._receive()
-        if self._process is None:  # it has not begun: it ends when it finds the socket closed
-            return True
-        self.kill()
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
-        return bool(poll.poll(1000 * _REAP_SEC))
+    def _handle(self, number: int, marks: Any, error: Any) -> None:
+        if number == 0:
+            self._pinged_at = None
+            if error is not None:
+                self.close(protocol.decode_error(error))
+            return
+        op = self._ops.pop(number)
+        try:
+            if error is not None:
+                op.error = protocol.decode_error(error)
+            else:
+                op.marks = marks
+                for _, registration in op.registrations:
+                    registration.fetch()
+        except Exception as e:
+            op.error = e
+        self._end(op)
 
-    def kill(self) -> None:
-        """Kills the worker's process. The reader notices that."""
+    def _end(self, op: _OpMetadata) -> None:
+        try:
+            if op.marks:
+                self.devices.hold(op)
+            else:
+                op.release()
+        except Exception as e:
+            op.error = op.error or e
         with self._lock:
-            if self._process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            op.end()
+            has_future = op.future is not None
+        if has_future:
+            self._to_complete.put(op)
 
     def _look_after(self) -> None:
         """Pings the worker while an operation is late, and ends a worker that does not answer."""
@@ -233,51 +283,17 @@ class Channel:
         elif now >= self._pinged_at + _UNRESPONSIVE_SEC:
             self.close(RuntimeError(f"{self._name}: the worker does not respond; it is ended"))
 
-    def _handle(self, number: int, marks: Any, error: Any) -> None:
-        if number == 0:
-            self._pinged_at = None
-            if error is not None:
-                self.close(protocol.decode_error(error))
-            return
-        # Either the reader here or `close` removes an operation, and the one that removes it ends it.
-        with self._lock:
-            op = self._ops.pop(number, None)
-        if op is None:
-            return
-        try:
-            if error is not None:
-                op.error = protocol.decode_error(error)
-                return
-            op.marks = marks
-            for _, registration in op.registrations:
-                registration.fetch()
-        except Exception as e:
-            op.error = e
-        finally:
-            self._end(op)
-
-    def _end(self, op: _OpMetadata) -> None:
-        """Ends an operation that the caller has removed from `_ops`; so it is called once for each
-        operation.
-        """
-        try:
-            if op.marks:
-                self.devices.hold(op)
-            else:
-                op.release()
-        except Exception as e:
-            op.error = op.error or e
-        finally:
-            with self._lock:
-                op.end()
-                has_future = op.future is not None
-            if has_future:
-                self._futures.put(op)
-
-    def _fail(self, op: _OpMetadata) -> None:
-        op.error = self._error()
-        op.registrations = []
-        self._end(op)
+    def _has_ended(self) -> bool:
+        """Waits for the end of a worker that was killed; False if it does not end."""
+        with contextlib.suppress(EOFError, OSError):  # its first message may not have been read
+            while self._process is None and self._ready.poll(0):
+                self._receive()
+        if self._process is None:  # it has not begun: it ends when it finds the socket closed
+            return True
+        self.kill()
+        process = select.poll()
+        process.register(self._process, select.POLLIN)
+        return bool(process.poll(1000 * _REAP_SEC))
 
     # Devices
 
@@ -304,16 +320,16 @@ class Channel:
                 )
                 if self._reached(op):  # it may have been released before it had the timer
                     op.end_timer()
-            if self._broken is not None:
-                raise self._error()
-            return
-        if not self.reach(op, began + seconds):
+        elif poll(lambda: self._reached(op) or self._broken is not None, began + seconds - time.monotonic()):
+            # On a device, an operation that has failed ends as if it had succeeded, so the backend is asked.
+            self.check(op.timeout_sec)
+        else:
             error = timed_out(seconds)
             if own:
                 self.close(error)
             raise error
-        # On a device, an operation that has failed ends as if it had succeeded, so the backend is asked.
-        self.check()
+        if self._broken is not None:
+            raise self._error()
 
     def _reached(self, op: _OpMetadata) -> bool:
         return self._shared(self.devices.reached, op)
@@ -334,23 +350,7 @@ class Channel:
         if not self.devices.reached(op):
             self.close(timed_out(seconds))
 
-    def reach(self, op: _OpMetadata, deadline: float) -> bool:
-        """Waits until the worker's device has finished an operation; False at the deadline.
-
-        Raises:
-            Exception: why the worker cannot be used.
-        """
-
-        def ended() -> bool:
-            if self._reached(op):
-                return True
-            if self._broken is not None:
-                raise self._error()
-            return False
-
-        return poll(ended, deadline - time.monotonic())
-
-    def check(self, timeout: Optional[float] = None) -> None:
+    def check(self, timeout: float) -> None:
         """Asks the worker's backend for its error. After the device has finished an operation, that includes
         the operation's error.
 
@@ -358,24 +358,14 @@ class Channel:
             timeout: in seconds.
 
         Raises:
-            Exception: the backend's error, or the reason why the worker cannot be used.
-            TimeoutError: the worker did not answer in time.
+            Exception: the backend's error, or why the worker cannot be used.
         """
-        if not self.asks:
-            return
-        op = self.ask(protocol.CHECK, _UNRESPONSIVE_SEC)
-        if not op.wait(timeout):
-            raise TimeoutError(
-                f"{self._name}: timed out: the worker did not say in {timeout} s whether it has failed"
-            )
-        if op.error is not None:
-            raise copied(op.error)
+        if self.asks:
+            self.ask(protocol.CHECK, timeout, "say whether it has failed")
 
     def is_over(self, op: _OpMetadata) -> bool:
         """Whether an operation has ended, also on the device; does not wait."""
-        if not op.done:
-            return False
-        return op.error is not None or self._broken is not None or self.devices.reached(op)
+        return op.done and (op.error is not None or self._broken is not None or self.devices.reached(op))
 
     def drain(self, timeout: float) -> bool:
         """Waits until the worker's device has finished all queued work; False after `timeout` seconds."""
@@ -392,7 +382,8 @@ class Channel:
     def get_future(
         self, op: _OpMetadata, devices: list[Any], stream: Optional[torch.Stream]
     ) -> torch.futures.Future[object]:
-        """The future of an operation.
+        """The future of an operation. A thread completes it, because its callbacks may wait for other
+        operations.
 
         Args:
             devices: the devices of its value.
@@ -405,24 +396,76 @@ class Channel:
             own = None if stream is None else _own_stream(stream.device)
             op.future = metadata = _FutureMetadata(torch.futures.Future(devices=devices), own)
             ended = op.done
-            if not ended or op.marks:
-                self._futures.begin()
-        if ended and op.marks:  # on the thread: where streams cannot wait for the device, the host does
-            self._futures.put(op)
+            if not ended and self._completer is None:
+                self._completer = DeviceThread(self._complete_all, "torchft_isolated_futures")
+                self._completer.start()
+        if ended and op.marks:  # where streams cannot wait for the device the host does, but not the caller
+            DeviceThread(self._complete, "torchft_isolated_futures", (op,)).start()
         elif ended:
-            self._futures.complete(op)
+            self._complete(op)
         return metadata.future
+
+    def _complete_all(self) -> None:
+        while (op := self._to_complete.get()) is not None:
+            self._complete(op)
+            del op  # it would keep the operation's tensors alive until the next one ends
+
+    def _complete(self, op: _OpMetadata) -> None:
+        """Completes the future of an operation that has ended."""
+        metadata = op.future
+        assert metadata is not None
+        error = op.error
+        try:
+            with metadata.set_stream():
+                if error is None and op.marks:
+                    try:
+                        self.follow(op)
+                    except Exception as e:
+                        error = e
+                if error is None:
+                    metadata.future.set_result(op.result)
+                else:
+                    # pyrefly: ignore [bad-argument-type]  # typed as a result
+                    metadata.future.set_exception(error)
+        except Exception:
+            # A callback that raises fails the future that it made, not this one.
+            _logger.exception("%s: could not complete a future", self._name)
 
     # The end
 
-    def _worker_failed(self) -> Exception:
-        return WorkerFailed(f"{self._name}: the worker process has ended")
+    def close(self, error: Exception) -> None:
+        """Kills the worker; the reader fails everything in flight. The first error counts."""
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = error
+        self._hang_up()
+        self.kill()
+        # An abort returns only after the worker has ended, since until then the worker may write into shared
+        # memory. With a device that can take long, and the memory is kept until then.
+        if not self.devices.any and threading.current_thread() is not self._reader:
+            self._reader.join(_STOP_SEC)
+
+    def _hang_up(self) -> None:
+        """Wakes the reader. Further sends fail, and a worker that has only begun ends."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        """Kills the worker's process. The reader notices that."""
+        with self._lock:
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def _fails_soon(self) -> bool:
         """Whether the reader finds within a moment that the worker cannot be used: its last message may say
         why.
         """
-        return self._failed.wait(0.0 if threading.current_thread() is self._reader else _LAST_WORDS_SEC)
+        return poll(lambda: self._broken is not None, _LAST_WORDS_SEC)
+
+    def _worker_failed(self) -> Exception:
+        return WorkerFailed(f"{self._name}: the worker process has ended")
 
     def _error(self) -> Exception:
         assert self._broken is not None
@@ -436,113 +479,15 @@ class Channel:
     def __len__(self) -> int:
         return len(self._ops)
 
-    def close(self, error: Exception) -> None:
-        """Fails everything in flight. The first error counts."""
-        with self._lock:
-            if self._broken is not None:
-                return
-            self._broken = error
-            ops, self._ops = self._ops, {}
-        # Runs in reverse order, and each callback even if another one raises.
-        with contextlib.ExitStack() as rest:
-            rest.callback(self._stop)
-            rest.callback(self._hang_up)
-            rest.callback(self.kill)
-            rest.callback(self._futures.close)
-            for op in reversed(ops.values()):
-                rest.callback(self._fail, op)
-            rest.callback(self.devices.abandon)
-            rest.callback(self._failed.set)
-
-    def _hang_up(self) -> None:
-        """Further sends fail, and a worker that has only begun ends."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _stop(self) -> None:
-        # An abort returns only after the worker has ended, since until then the worker may write into shared
-        # memory. With a device that can take long, and the memory is kept until then.
-        if not self.devices.any and threading.current_thread() is not self._reader:
-            self._reader.join(_STOP_SEC)
-
     def _forget(self) -> None:
         """In a forked child: the operations and the worker belong to the parent."""
         if self._broken is None:
             self._broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
             # Without the lock, which may be held for ever; the child has no other thread.
-            for op in self._ops.values():
+            ops, self._ops = self._ops, {}
+            for op in ops.values():
                 op.error = self._error()
                 op.end()
-        # If the child kept the descriptors open, the worker would not see the end of the trainer.
-        for descriptor in (self._socket.detach(), self.theirs.detach(), self._process):
-            if descriptor is not None and descriptor >= 0:
-                os.close(descriptor)
-        self._process = None
-
-
-class _Futures:
-    """Completes futures on a thread of its own, because their callbacks may wait for other operations.
-
-    Args:
-        name: name of the group.
-        follow: makes the current stream, or the host, wait for an operation that has ended; raises its error.
-    """
-
-    def __init__(self, name: str, follow: Callable[[_OpMetadata], None]) -> None:
-        self._name = name
-        self._follow = follow
-        # Reentrant: a garbage collection may close a channel on a thread that holds it.
-        self._lock = threading.RLock()
-        self._ended: queue.SimpleQueue[Optional[_OpMetadata]] = queue.SimpleQueue()
-        self._thread: Optional[threading.Thread] = None
-        self._closed = False
-
-    def begin(self) -> None:
-        """Starts the thread, with the first future."""
-        with self._lock:
-            if self._thread is None and not self._closed:
-                self._thread = DeviceThread(target=self._run, name="torchft_isolated_futures")
-                self._thread.start()
-
-    def put(self, op: _OpMetadata) -> None:
-        """Completes the future of an operation that has ended: after `close` on this thread."""
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._ended.put(op)
-        if closed:
-            self.complete(op)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._ended.put(None)
-
-    def _run(self) -> None:
-        while (op := self._ended.get()) is not None:
-            self.complete(op)
-            del op  # it would keep the operation's tensors alive until the next one ends
-
-    def complete(self, op: _OpMetadata) -> None:
-        """Completes the future of an operation that has ended."""
-        metadata = op.future
-        assert metadata is not None
-        error = op.error
-        try:
-            with metadata.set_stream():
-                if error is None and op.marks:
-                    try:
-                        self._follow(op)
-                    except Exception as e:
-                        error = e
-                if error is None:
-                    metadata.future.set_result(op.result)
-                else:
-                    # pyrefly: ignore [bad-argument-type]  # typed as a result
-                    metadata.future.set_exception(error)
-        except Exception:
-            # A callback that raises fails the future that it made, not this one.
-            _logger.exception("%s: could not complete a future", self._name)
 
 
 @cache

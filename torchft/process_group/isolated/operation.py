@@ -21,6 +21,10 @@ class WorkerFailed(RuntimeError):
     """The worker's process ended without sending an error."""
 
 
+class WorkerTimedOut(TimeoutError, RuntimeError):
+    """The worker did not answer in time."""
+
+
 @dataclass
 class _FutureMetadata:
     """The future of an operation, and the stream on which it is completed."""

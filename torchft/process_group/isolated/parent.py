@@ -34,9 +34,9 @@ from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
-from torchft.process_group.isolated.operation import _OpMetadata, operation
+from torchft.process_group.isolated.operation import WorkerTimedOut, _OpMetadata, operation
 from torchft.process_group.isolated.sharing import Notify, Sharing
-from torchft.process_group.isolated.standby import WorkerProcess, Workers, WorkerTimedOut, started
+from torchft.process_group.isolated.standby import Workers, start_worker, started
 from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
 
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
@@ -98,7 +98,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._timeout = _as_timeout(timeout)
         self._reconfigure_timeout: Optional[timedelta] = None
         self._context = switch(STANDBY_CONTEXT_ENV, given=standby_context)
-        self._worker: Optional[WorkerProcess] = None
+        self._worker: Optional[Channel] = None
         self._peers: Optional[tuple[int, int]] = None
         # Whether there was a worker before.
         self._warm = False
@@ -146,7 +146,7 @@ class ProcessGroupBaby(ProcessGroup):
         }
         try:
             worker = started(self._take)
-            worker.channel.asks = self._queues
+            worker.asks = self._queues
             # The next worker is forked while this one connects.
             prepare = self._workers.prepare
             began = time.monotonic()
@@ -179,7 +179,7 @@ class ProcessGroupBaby(ProcessGroup):
             self._end(error)
             raise copied(error)
 
-    def _take(self) -> WorkerProcess:
+    def _take(self) -> Channel:
         # Set before the worker has answered, so that an abort also ends a worker that is still connecting.
         self._worker = worker = self._workers.take()
         return worker
@@ -225,14 +225,14 @@ class ProcessGroupBaby(ProcessGroup):
     def num_active_work(self) -> int:
         """The number of operations that have not ended."""
         worker = self._worker
-        return 0 if worker is None or worker.channel.broken is not None else len(worker.channel)
+        return 0 if worker is None or worker.broken is not None else len(worker)
 
     def set_timeout(self, timeout: timedelta) -> None:
         check_positive("timeout", timeout)
         self._timeout = timeout
         worker = self._worker
-        if worker is not None and worker.channel.broken is None:
-            worker.channel.notify(protocol.SET_TIMEOUT, timeout.total_seconds())
+        if worker is not None and worker.broken is None:
+            worker.notify(protocol.SET_TIMEOUT, timeout.total_seconds())
 
     def _peers_now(self) -> object:
         return self._worker or self
@@ -244,15 +244,14 @@ class ProcessGroupBaby(ProcessGroup):
         worker = self._worker
         if worker is None:
             return self._aborted
-        channel = worker.channel
-        if channel.broken is None and not channel.drain(self._timeout.total_seconds()):
+        if worker.broken is None and not worker.drain(self._timeout.total_seconds()):
             return RuntimeError(f"{self._name}: timed out: the device is not done within {self._timeout}")
-        if self._aborted is None and channel.broken is None:
+        if self._aborted is None and worker.broken is None:
             try:
-                channel.check(self._timeout.total_seconds())
+                worker.check(self._timeout.total_seconds())
             except Exception as e:
                 return e
-        return self._aborted or channel.broken
+        return self._aborted or worker.broken
 
     def share_buffer(self, tensor: torch.Tensor) -> bool:
         module = self._sharing.get(tensor.device.type)
@@ -302,7 +301,7 @@ class ProcessGroupBaby(ProcessGroup):
             arguments: the arguments of PyTorch's method of that name.
             access: which tensors the operation reads and writes, if that differs from `protocol.OPERATIONS`.
         """
-        channel = self._connected().channel
+        channel = self._connected()
         checker = self._checker  # read once: an abort on another thread clears it
         if checker is not None:
             checker.check(name, arguments, arguments[-1])
@@ -316,7 +315,7 @@ class ProcessGroupBaby(ProcessGroup):
         finally:
             del self._starting[op.op_id]
 
-    def _connected(self) -> WorkerProcess:
+    def _connected(self) -> Channel:
         """The worker that is connected with peers.
 
         Raises:
@@ -434,14 +433,14 @@ def _reduction(opts: Any, kind: type) -> Any:
     return made
 
 
-def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], WorkerProcess]:
+def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Channel]:
     """Returns a launcher of workers for groups of a class."""
     sharing = group._sharing
 
     def make_sharing(device: int, notify: Notify) -> Sharing:
         return importlib.import_module(sharing[protocol.DEVICES[device]]).trainer(notify)
 
-    def make() -> WorkerProcess:
+    def make() -> Channel:
         if group.__module__ == "__main__":
             raise ValueError(
                 f"{group.__qualname__} is defined in __main__, which a worker does not import: put it into "
@@ -454,7 +453,7 @@ def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], WorkerP
             "sharing": sharing,
             "prepare": _current_device() if context else None,
         }
-        return WorkerProcess(settings, group._name, make_sharing)
+        return start_worker(settings, group._name, make_sharing)
 
     return make
 

@@ -32,7 +32,7 @@ def children(pid: int) -> dict[int, str]:
 def server() -> int:
     running = standby.servers._server
     assert running is not None
-    return running.pid
+    return running.process.pid
 
 
 def workers() -> set[int]:
@@ -68,14 +68,14 @@ def processes() -> str:
             lines.append(f"worker {pid}, {age:.1f} s old, threads {threads}")
     for group in gc.get_objects():
         if isinstance(group, standby.Workers):
-            lines.append(f"{group._used=} {group._next=} {group._given=}")
+            lines.append(f"{group._next=} {group._given=}")
     return "\n".join(lines)
 
 
 def standing_by(group: ProcessGroupBaby) -> bool:
     """Whether the group's next worker has started, and the trainer has its descriptor."""
     worker = group._workers._next
-    return worker is not None and worker.channel._process is not None
+    return worker is not None and worker._process is not None
 
 
 def ready_worker() -> int:

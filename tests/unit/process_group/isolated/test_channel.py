@@ -36,33 +36,17 @@ def end_worker(channel: Channel) -> None:
     channel.theirs.close()
 
 
-def test_a_future_whose_operation_ends_while_the_worker_fails(channel: Channel) -> None:
-    """The answer was read just before the failure. The thread for futures ends because it has nothing left to
-    do.
-    """
-    op = channel.ask(protocol.CHECK, 60.0)
-    future = channel.get_future(op, [], None)
-    read = channel._ops.pop(op.op_id)
-    channel.close(RuntimeError("aborted"))
-    thread = channel._futures._thread
-    assert thread is not None
-    wait_until(lambda: not thread.is_alive())
-    channel._end(read)
-    assert future_wait(future, AGES) == []
-    end_worker(channel)
-
-
 def test_nothing_is_left_of_a_channel_that_has_ended(channel: Channel) -> None:
-    channel.get_future(channel.ask(protocol.CHECK, 60.0), [], None)
+    channel.get_future(channel.request(protocol.CHECK, 60.0), [], None)
     end_worker(channel)
     channel._reader.join(AGES.total_seconds())
-    threads = (channel._reader, channel._futures._thread)
+    threads = (channel._reader, channel._completer)
     wait_until(lambda: not any(thread is not None and thread.is_alive() for thread in threads))
     assert channel._socket.fileno() == -1 and isinstance(channel.broken, WorkerFailed)
 
 
 def test_a_callback_may_wait_for_another_operation(channel: Channel) -> None:
-    first, second = (channel.ask(protocol.CHECK, 60.0) for _ in range(2))
+    first, second = (channel.request(protocol.CHECK, 60.0) for _ in range(2))
     future = channel.get_future(first, [], None).then(lambda _: second.wait(AGES.total_seconds()))
     protocol.send(channel.theirs, (first.op_id, (), None))
     assert first.wait(AGES.total_seconds()) and not second.done
@@ -72,7 +56,7 @@ def test_a_callback_may_wait_for_another_operation(channel: Channel) -> None:
 
 
 def test_a_future_ends_with_the_channel(channel: Channel) -> None:
-    futures = [channel.get_future(channel.ask(protocol.CHECK, 60.0), [], None) for _ in range(3)]
+    futures = [channel.get_future(channel.request(protocol.CHECK, 60.0), [], None) for _ in range(3)]
     channel.close(RuntimeError("aborted"))
     for future in futures:
         with pytest.raises(RuntimeError, match="aborted"):
@@ -82,7 +66,7 @@ def test_a_future_ends_with_the_channel(channel: Channel) -> None:
 
 def test_a_drain_does_not_end_while_another_thread_looks_at_the_queued_operations(channel: Channel) -> None:
     """`errored` of one thread and an operation of another may do so at the same time."""
-    op = channel.ask(protocol.CHECK, 60.0)
+    op = channel.request(protocol.CHECK, 60.0)
     op.marks = ((1, b"mark"),)
     channel.devices.hold(op)
     drained: list[bool] = []
@@ -114,7 +98,7 @@ class NeverReached:
 
 def test_the_wait_for_the_device_ends_with_the_worker(channel: Channel) -> None:
     channel.devices._sharings[1] = NeverReached()  # type: ignore[assignment]
-    op = channel.ask(protocol.CHECK, 60.0)
+    op = channel.request(protocol.CHECK, 60.0)
     channel._handle(op.op_id, ((1, b"mark"),), None)
     assert not channel.drain(0.0)
     end_worker(channel)
@@ -141,7 +125,7 @@ class Streams:
 def queued(channel: Channel, streams: Streams, timeout_sec: float = 60.0) -> _OpMetadata:
     """An operation that the worker has queued on its device."""
     channel.devices._sharings[1] = streams  # type: ignore[assignment]
-    op = channel.ask(protocol.CHECK, timeout_sec)
+    op = channel.request(protocol.CHECK, timeout_sec)
     channel._handle(op.op_id, ((1, b"mark"),), None)
     return op
 
@@ -188,7 +172,7 @@ def test_the_last_words_of_a_worker_that_has_ended_are_read(channel: Channel) ->
 
 
 def test_an_operation_in_flight_ends_in_a_forked_child(channel: Channel) -> None:
-    op = channel.ask(protocol.CHECK, 60.0)
+    op = channel.request(protocol.CHECK, 60.0)
     channel._forget()  # a fork calls this in the child
     assert op.wait(0.0)
     assert "a forked process cannot use its parent's group" in str(op.error)
@@ -196,7 +180,7 @@ def test_an_operation_in_flight_ends_in_a_forked_child(channel: Channel) -> None
 
 
 class Broken:
-    """A registration that cannot be released."""
+    """A registration that cannot be released, or a timer."""
 
     ref = b""
 
@@ -209,9 +193,11 @@ class Broken:
     def release(self) -> None:
         raise self._release
 
+    cancel = release
+
 
 def test_an_operation_ends_when_its_memory_cannot_be_released(channel: Channel) -> None:
-    op = channel.ask(protocol.CHECK, 60.0)
+    op = channel.request(protocol.CHECK, 60.0)
     op.registrations = [(0, Broken(release=OSError("no device")))]
     channel._handle(op.op_id, (), None)
     assert op.wait(0.0)
@@ -219,21 +205,9 @@ def test_an_operation_ends_when_its_memory_cannot_be_released(channel: Channel) 
     end_worker(channel)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no thread"), KeyboardInterrupt()])
-def test_all_operations_end_with_the_channel_even_if_one_raises(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    first, second = (channel.ask(protocol.CHECK, 60.0) for _ in range(2))
-    end = channel._end
-
-    def fail(op: _OpMetadata) -> None:
-        end(op)
-        if op is first:
-            raise error
-
-    monkeypatch.setattr(channel, "_end", fail)
-    with pytest.raises(type(error)):
-        channel.close(RuntimeError("aborted"))
-    assert first.wait(0.0) and second.wait(0.0)
-    assert "aborted" in str(second.error)
+def test_all_operations_end_with_the_channel_even_if_the_device_fails(channel: Channel) -> None:
+    ops = [channel.request(protocol.CHECK, 60.0) for _ in range(2)]
+    ops[0].timer = Broken(release=OSError("no device"))
+    channel.close(RuntimeError("aborted"))
+    assert all(op.wait(AGES.total_seconds()) and "aborted" in str(op.error) for op in ops)
     end_worker(channel)

@@ -55,7 +55,7 @@ def test_shared_memory_is_registered_as_it_is(pair: list[ProcessGroup]) -> None:
         assert whole.data_ptr() == where
 
     on_ranks(2, call)
-    sharing: Any = pair[1]._worker.channel.devices.sharing(0)  # type: ignore[attr-defined]
+    sharing: Any = pair[1]._worker.devices.sharing(0)  # type: ignore[attr-defined]
     assert not sharing._free and len(sharing._storages) == 1
 
 

@@ -82,9 +82,9 @@ def test_shared_memory_is_released_only_after_the_worker_has_ended(
     alone.allreduce([torch.ones(4)], ReduceOp.SUM).wait()
     assert alone._worker is not None
     closed = threading.Event()
-    monkeypatch.setattr(alone._worker.channel.devices, "close", closed.set)
-    monkeypatch.setattr(alone._worker.channel, "_hang_up", lambda: None)
-    monkeypatch.setattr(alone._worker.channel, "kill", lambda: None)
+    monkeypatch.setattr(alone._worker.devices, "close", closed.set)
+    monkeypatch.setattr(alone._worker, "_hang_up", lambda: None)
+    monkeypatch.setattr(alone._worker, "kill", lambda: None)
     pid = worker()
     alone.abort()
     assert not closed.is_set() and pid in workers()

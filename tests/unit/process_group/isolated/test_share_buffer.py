@@ -40,7 +40,7 @@ def staged(group: ProcessGroupBabyGloo) -> int:
     """Returns the bytes of memory into which tensors are copied."""
     worker = group._worker
     assert worker is not None
-    sharing: Any = worker.channel.devices.sharing(0)
+    sharing: Any = worker.devices.sharing(0)
     return sum(size * len(slots) for size, slots in sharing._free.items())
 
 

@@ -84,7 +84,7 @@ if os.fork() == 0:  # a data loader's process, say, that outlives the trainer
         os.write(1, b'{"event": "refused", "why": "%s"}\n' % str(e).encode())  # in one piece
     time.sleep(20)
     os._exit(0)
-os.write(1, b'{"event": "trains", "server": %d}\n' % standby.servers._server.pid)
+os.write(1, b'{"event": "trains", "server": %d}\n' % standby.servers._server.process.pid)
 time.sleep(60)
 """
 
@@ -181,14 +181,14 @@ def test_a_server_that_ends_during_a_request_is_replaced(
     for pid in workers():
         stop(pid)
     asked = threading.Event()
-    ask = channel_module.Channel.ask
+    request = channel_module.Channel.request
 
     def notify(channel: Any, *args: Any) -> Any:
-        op = ask(channel, *args)
+        op = request(channel, *args)
         asked.set()
         return op
 
-    monkeypatch.setattr(channel_module.Channel, "ask", notify)
+    monkeypatch.setattr(channel_module.Channel, "request", notify)
 
     def kill() -> None:
         assert asked.wait(20)
@@ -208,11 +208,11 @@ def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
     """A killed process counts as alive until the kernel has ended it."""
     group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
     old = standby.servers.get()
-    os.kill(old.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, old.pid, os.WEXITED | os.WNOWAIT)
-    monkeypatch.setattr(old, "alive", lambda: True)
+    os.kill(old.process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, old.process.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(old.process, "poll", lambda: None)
     group.configure(meeting(store), "replica", 0, 1)
-    assert server() != old.pid
+    assert server() != old.process.pid
     group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     group.shutdown()
 
@@ -281,12 +281,11 @@ def test_a_group_that_is_collected_while_its_thread_holds_the_locks(store: TCPSt
     """The garbage collector may run on any thread, where it ends groups without references."""
     group: Any = ProcessGroupBabyGloo(TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1)
-    channel, shared = group._worker.channel, standby.servers._server
-    assert shared is not None
+    channel = group._worker
     group.itself = group
 
     def collect() -> None:
-        with standby.servers._lock, shared._lock, channel._send_lock, channel._lock:
+        with standby.servers._lock, channel._send_lock, channel._lock:
             gc.collect()
 
     thread = threading.Thread(target=collect, daemon=True)
@@ -356,8 +355,8 @@ def test_the_end_of_a_worker_is_noticed_while_nothing_reads_its_answers(store: T
     group.configure(meeting(store), "replica", 0, 1)
     worker = group._worker
     assert worker is not None
-    worker.channel.kill()
-    wait_until(lambda: worker.channel.broken is not None, "the end is noticed")
+    worker.kill()
+    wait_until(lambda: worker.broken is not None, "the end is noticed")
     assert "the worker process has ended" in str(group.errored())
     group.shutdown()
 
@@ -371,9 +370,9 @@ def test_streams_are_freed_from_a_worker_that_does_not_end(
     worker = group._worker
     assert worker is not None
     done: list[str] = []
-    monkeypatch.setattr(worker.channel, "_has_ended", lambda: False)
-    monkeypatch.setattr(worker.channel.devices, "free_streams", lambda: done.append("streams"))
-    monkeypatch.setattr(worker.channel.devices, "close", lambda: done.append("memory"))
+    monkeypatch.setattr(worker, "_has_ended", lambda: False)
+    monkeypatch.setattr(worker.devices, "free_streams", lambda: done.append("streams"))
+    monkeypatch.setattr(worker.devices, "close", lambda: done.append("memory"))
     group.abort()
     wait_until(lambda: bool(done), "the streams are freed")
     assert done == ["streams"], "the worker may still write to the memory"
@@ -413,13 +412,3 @@ def test_operations_after_a_shutdown_say_that_the_handle_is_closed(store: TCPSto
     group.configure(meeting(store), "replica", 0, 1)
     group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     group.shutdown()
-
-
-def test_the_end_of_the_process_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At exit the server ends first, and then its users. A thread that starts so late may not finish."""
-    servers = standby._Servers()
-    monkeypatch.setattr(standby, "_TIMEOUT_MANAGER", None)
-    servers.acquire()
-    servers.close()
-    servers.release()
-    assert servers._server is None and servers._end is None

@@ -16,6 +16,7 @@ __version__ = "0.3.0"
 if TYPE_CHECKING:
     from torchft.data import DistributedSampler as DistributedSampler
     from torchft.ddp import DistributedDataParallel as DistributedDataParallel
+    from torchft.job import Job as Job
     from torchft.manager import Manager as Manager
     from torchft.optim import OptimizerWrapper
     from torchft.process_group import ProcessGroupBabyNCCL as ProcessGroupBabyNCCL
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "DistributedDataParallel": "ddp.DistributedDataParallel",
     "DistributedSampler": "data.DistributedSampler",
+    "Job": "job.Job",
     "Manager": "manager.Manager",
     "Optimizer": "optim.OptimizerWrapper",
     "ProcessGroupBabyNCCL": "process_group.ProcessGroupBabyNCCL",

@@ -163,6 +163,11 @@ class ElasticDataLoader:
         return self._position
 
     @property
+    def data_world_size(self) -> int:
+        """The number of different data ranks in a group."""
+        return self._data_world_size
+
+    @property
     def stamp(self) -> Stamp:
         """The settings and the position, which peers compare."""
         return self._plan.stamp(self._position)

@@ -1,0 +1,295 @@
+"""A loop of `torchft.Job`: the weights of one process, whatever fails, and a named error for a mistake."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torchft
+from tests.integration.cluster import Cluster, Gate, Rank, results
+from torchft.data.position import DataPlan, DataPosition
+from torchft.job import JobStep
+
+SAMPLES = 41  # a multiple of neither batch nor unit
+SETTINGS: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, seed=3, epochs=2)
+STEPS = 8
+
+_MODEL = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True).tanh())
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    net = copy.deepcopy(_MODEL)
+    adam = torch.optim.Adam(net.parameters(), lr=0.05)
+    return net, adam, torch.optim.lr_scheduler.StepLR(adam, 2, 0.5)
+
+
+def one_process(clip: Optional[float] = None) -> tuple[torch.Tensor, list[float]]:
+    """Trains on whole batches with PyTorch only; returns the weights, and the loss of each step."""
+    plan, data, (net, adam, schedule) = DataPlan(SAMPLES, **SETTINGS), dataset(), parts()
+    position, losses = DataPosition(), []
+    while position != plan.end:
+        indices = [index for unit in plan.share(position, 0, 1).units for index in unit.indices]
+        adam.zero_grad()
+        loss = nn.functional.mse_loss(net(data.tensors[0][indices]), data.tensors[1][indices])
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        adam.step()
+        schedule.step()
+        losses.append(loss.item())
+        position = plan.advance(position)
+    return flat(net), losses
+
+
+@dataclass
+class Loop:
+    """A user's script, as a thread of each group."""
+
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments of the Manager
+    job: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=dict)
+    clip: Optional[float] = None
+    start_with: int = 1
+    # Called in a step before its batches, by (group, committed steps); True ends the loop as a crash.
+    events: dict[tuple[int, int], Callable[[Rank], bool]] = field(default_factory=dict)
+    body: Optional[Callable[[JobStep, nn.Module], None]] = None  # in place of the batches and commit
+    losses: dict[int, set[float]] = field(default_factory=dict)
+
+    def __call__(self, rank: Rank) -> Optional[torch.Tensor]:
+        job = torchft.Job(manager=rank.start_manager(**self.settings), device="cpu", **self.job)
+        net, adam, schedule = parts()
+        model, _, _ = job.prepare(net, adam, schedule)
+        data = job.loader(dataset(), **{**SETTINGS, **self.loader})
+        rank.cluster.wait_for_healthy(self.start_with)
+        for step in data:
+            event = self.events.pop((rank.group, job.step), None)
+            if event is not None and event(rank):
+                return None
+            if self.body is not None:
+                self.body(step, model)
+                continue
+            for x, y in step:
+                step.backward(nn.functional.mse_loss(model(x), y))
+            if self.clip is not None:
+                assert step.clip(self.clip).numel() == 1
+            number = job.step
+            if step.commit():
+                self.losses.setdefault(number, set()).add(step.loss)
+        return flat(net)
+
+
+def test_groups_end_with_the_weights_and_the_losses_of_one_process() -> None:
+    loop = Loop(clip=0.5, start_with=2)
+    with Cluster(min_replicas=2) as cluster:
+        ended = results(*(cluster.start(loop, group) for group in range(2)))
+
+    weights, losses = one_process(clip=0.5)
+    for each in ended:
+        torch.testing.assert_close(each, weights, rtol=1e-9, atol=1e-12)
+    assert [max(loop.losses[step]) for step in range(STEPS)] == pytest.approx(losses, rel=1e-9)
+    assert all(len(same) == 1 for same in loop.losses.values()), "all groups know the same mean"
+
+
+@pytest.mark.parametrize("heal", ["at_once", "in_passing"])
+def test_a_group_that_fails_and_returns_changes_no_weight(heal: str) -> None:
+    returned = Gate()
+
+    def crash(rank: Rank) -> bool:
+        rank.crash()
+        returned.open()
+        return True
+
+    def wait(rank: Rank) -> bool:
+        rank.cluster.wait_for_waiters(1) if rank.group == 0 and len(rank.cluster.ranks) > 2 else None
+        return False
+
+    loop = Loop(settings={"heal": heal}, start_with=2, events={(1, 2): crash, (0, 5): wait})
+    with Cluster(min_replicas=1) as cluster:
+        groups = [cluster.start(loop, group) for group in range(2)]
+        cluster.wait(returned)
+        loop.start_with = 1
+        again = cluster.start(loop, 1)
+        ended = results(groups[0], again)
+
+    weights, losses = one_process()
+    for each in ended:
+        torch.testing.assert_close(each, weights, rtol=1e-9, atol=1e-12)
+    assert [max(loop.losses[step]) for step in range(STEPS)] == pytest.approx(losses, rel=1e-9)
+
+
+def test_with_reproducible_sums_weights_and_losses_have_the_same_bits_with_one_group_and_two() -> None:
+    ends = []
+    for number in (1, 2):
+        loop = Loop(settings={"reproducible_reduction": True}, start_with=number)
+        with Cluster(min_replicas=number) as cluster:
+            ended = results(*(cluster.start(loop, group) for group in range(number)))
+        ends += [(flat.tolist(), loop.losses) for flat in ended if flat is not None]
+    assert len(ends) == 3
+    assert ends[0] == ends[1] == ends[2]
+    assert [max(ends[0][1][step]) for step in range(STEPS)] == pytest.approx(one_process()[1], rel=1e-5)
+
+
+def test_a_job_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    def crash(rank: Rank) -> bool:
+        rank.crash()
+        return True
+
+    def run(loop: Loop) -> Optional[torch.Tensor]:
+        with Cluster() as cluster:
+            return results(cluster.start(loop, 0))[0]
+
+    checkpoints = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    assert run(Loop(job=checkpoints, events={(0, 5): crash})) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
+
+    resumed = Loop(job=checkpoints)
+    ended = run(resumed)
+    assert ended is not None
+    torch.testing.assert_close(ended, one_process()[0], rtol=1e-9, atol=1e-12)
+    assert sorted(resumed.losses) == [5, 6, 7]
+
+    (tmp_path / f"step-{STEPS}" / ".metadata").write_bytes(b"torn")
+    with pytest.raises(ValueError, match=rf"(?s)step-{STEPS} cannot be loaded.*remove its folder"):
+        run(Loop(job=checkpoints))
+
+
+def body(name: str) -> Callable[[JobStep, nn.Module], None]:
+    """A mistake of a script, by name."""
+
+    def run(step: JobStep, model: nn.Module) -> None:
+        if name == "never ended":
+            return
+        if name == "backward outside":
+            step.backward(torch.ones(1, requires_grad=True))
+        for x, y in step:
+            if name == "no backward":
+                continue
+            if name == "None":
+                step.backward(None)  # type: ignore[arg-type]
+            loss = nn.functional.mse_loss(model(x), y)
+            if name == "not a scalar":
+                step.backward(loss.repeat(2))
+            if name == "raises":
+                raise KeyError("label")
+            step.backward(loss)
+            if name == "early loss" and len(step) > 1:
+                step.loss  # noqa: B018
+        step.commit()
+        if name == "twice":
+            step.commit()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "text"),
+    [
+        ("never ended", RuntimeError, r"step 1 has begun and was not ended: call step.commit\(\)"),
+        ("backward outside", RuntimeError, "belongs into `for batch in step`"),
+        ("no backward", RuntimeError, r"a batch had no backward pass: call step.backward\(loss\)"),
+        ("None", TypeError, "loss is None: it has to be a tensor of one element"),
+        ("not a scalar", TypeError, r"loss is a tensor of shape \(2,\)"),
+        ("raises", KeyError, "label"),
+        ("early loss", RuntimeError, "step.loss is known after the last batch"),
+        ("twice", RuntimeError, "called twice"),
+    ],
+)
+def test_a_mistake_of_the_loop_is_named(mistake: str, error: type[Exception], text: str) -> None:
+    with Cluster() as cluster:
+        (loop,) = cluster.start(Loop(body=body(mistake)), 0)
+        with pytest.raises(error, match=text):
+            loop.result(timeout=60)
+
+
+def mistakes(job: torchft.Job, name: str) -> None:
+    """A mistake before the loop, by name."""
+    net, adam, schedule = parts()
+    batches: dict[str, Any] = dict(global_batch_size=4, micro_batch_size=2)
+    if name == "no model":
+        job.prepare(adam)
+    elif name == "not in an optimizer":
+        job.prepare(net, torch.optim.SGD(net[0].parameters(), 0.1))
+    elif name == "not in a model":
+        other = nn.Linear(1, 1)
+        job.prepare(net, torch.optim.SGD([*net.parameters(), *other.parameters()], 0.1))
+    elif name == "no state":
+        job.prepare(net, adam, object())
+    elif name == "name taken":
+        job.state("model", schedule)
+    elif name == "two scalers":
+        job.prepare(torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu"))
+    else:
+        job.prepare(net, adam)
+        job.loader(dataset(), **batches)
+        if name == "late":
+            job.prepare(schedule)
+    job.loader(dataset(), **batches)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "text"),
+    [
+        ("no model", ValueError, "no model or no optimizer"),
+        (
+            "not in an optimizer",
+            ValueError,
+            r"parameter 2.weight of Sequential is in no optimizer.*job.state",
+        ),
+        ("not in a model", ValueError, r"Adam|SGD has a parameter of shape \(1, 1\) that is in no model"),
+        ("no state", TypeError, "object.* has no state_dict"),
+        ("name taken", ValueError, "name='model' is taken"),
+        ("two scalers", ValueError, "a GradScaler was given already"),
+        ("two loops", ValueError, "a loop already"),
+        ("late", ValueError, r"prepare\(\) comes before loader\(\)"),
+    ],
+)
+def test_a_mistake_before_the_loop_is_named(mistake: str, error: type[Exception], text: str) -> None:
+    def loop(rank: Rank) -> None:
+        mistakes(torchft.Job(manager=rank.start_manager(), device="cpu"), mistake)
+
+    with Cluster() as cluster:
+        (ended,) = cluster.start(loop, 0)
+        with pytest.raises(error, match=text):
+            ended.result(timeout=60)
+
+
+def test_a_scaler_that_finds_infinities_gets_the_batch_again() -> None:
+    def loop(rank: Rank) -> tuple[list[bool], float, float]:
+        job = torchft.Job(manager=rank.start_manager(), device="cpu")
+        net = nn.Linear(4, 1).double()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=10**6)
+        model, _, _ = job.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), scaler)
+        committed, infinite = [], True
+        for step in job.loader(dataset(), **{**SETTINGS, "epochs": 1}):
+            for x, y in step:
+                loss = nn.functional.mse_loss(model(x), y)
+                step.backward(loss * float("inf") if infinite else loss)
+            norm = step.clip(1e9)
+            assert bool(norm.isfinite()) is not infinite
+            infinite = False
+            committed.append(step.commit())
+        return committed, scaler.get_scale(), float(flat(net).abs().max())
+
+    with Cluster() as cluster:
+        ((committed, scale, largest),) = results(cluster.start(loop, 0))
+    assert committed == [False, True, True, True, True]
+    assert scale == 2.0**39
+    assert largest < 10

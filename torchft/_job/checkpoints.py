@@ -1,0 +1,97 @@
+"""Checkpoints of a job: folders in the format of torch.distributed.checkpoint, each complete if it exists."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+KEPT = 3  # the newest ones; the others are deleted
+_NAME = re.compile(r"step-(\d+)")
+
+
+class Checkpoints:
+    """The checkpoints of a job, which all groups may write to one folder, or each to its own.
+
+    Args:
+        folder: where they are; None: nowhere.
+        every: committed steps between two.
+        group: the name of this group.
+    """
+
+    def __init__(self, folder: Optional[str | os.PathLike[str]], every: int, group: str) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"checkpoint_every={every!r}: allowed are whole numbers of steps from 1")
+        self._folder = None if folder is None else Path(folder)
+        self._every = every
+        self._group = group
+
+    def due(self, step: int) -> bool:
+        """Whether the state after this step is to be saved."""
+        return self._folder is not None and step % self._every == 0
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Writes the state after a step. All ranks of the group call it."""
+        assert self._folder is not None
+        complete = self._folder / f"step-{step}"
+        partial = self._folder / f".step-{step}.{self._group}"
+        with _alone():
+            dcp.save(state, checkpoint_id=partial, no_dist=not _several())
+        if not _several() or dist.get_rank() == 0:
+            if complete.exists():  # another group's, of the same step
+                shutil.rmtree(partial)
+            else:
+                partial.rename(complete)
+            for _, old in self._steps()[:-KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def resume(self, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
+        """Loads the newest checkpoint, if there is one.
+
+        Args:
+            state: returns the state with the tensors to read into.
+            load: loads what was read.
+
+        Raises:
+            ValueError: the checkpoint is torn, or of another job.
+        """
+        if not self._steps():
+            return
+        newest = self._steps()[-1][1]
+        read = state()
+        try:
+            with _alone():
+                dcp.load(read, checkpoint_id=newest, no_dist=not _several())
+            load(read)
+        except (Exception, CheckpointException) as e:
+            raise ValueError(
+                f"the checkpoint {newest} cannot be loaded: {e}; remove its folder to resume from the one "
+                "before"
+            ) from e
+
+    def _steps(self) -> list[tuple[int, Path]]:
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        found = [(_NAME.fullmatch(each.name), each) for each in self._folder.iterdir()]
+        return sorted((int(name[1]), each) for name, each in found if name)
+
+
+def _several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Hides the warning of torch.distributed.checkpoint that a group of one rank has no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -1,0 +1,77 @@
+"""Values of a step: batches on a device, and the mean of the losses."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+_ONE = 2.0**32  # of a loss in a sum of integers
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Moves the tensors of a batch, in tuples, lists and mappings, to a device."""
+    if hasattr(value, "to"):  # a tensor, or a batch of a tokenizer
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value.to(device)
+    if isinstance(value, dict):
+        return type(value)((name, on_device(each, device)) for name, each in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(on_device(each, device) for each in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_device(each, device) for each in value)
+    return value
+
+
+class MeanLoss:
+    """The mean of a step's losses: the sum of the weighted losses of all groups. It is reduced while the
+    gradients of the last batch are computed.
+
+    With ``reproducible_reduction`` it is a sum of integers, with a fraction of 32 bits, like all sums of a
+    step.
+
+    Args:
+        manager: the Manager of this rank.
+        ranks: ranks of this group, each of which has weighted its losses for a mean over them.
+    """
+
+    def __init__(self, manager: Manager, ranks: int) -> None:
+        self._manager = manager
+        self._ranks = ranks
+        self._exact = manager._settings.reproducible_reduction
+        self._sum: Optional[torch.Tensor] = None
+        self._work: Optional[dist.Work] = None
+
+    def add(self, weighted: torch.Tensor) -> None:
+        """Adds the weighted loss of a batch, of one element."""
+        own = weighted.detach().double().reshape(1) / self._ranks
+        if self._exact:
+            bad = (~own.isfinite()).to(torch.int64)
+            own = torch.cat([(own.nan_to_num(0, 0, 0) * _ONE).round().to(torch.int64), bad])
+        self._sum = own if self._sum is None else self._sum + own
+
+    def reduce(self) -> None:
+        """Begins to sum over all ranks. Nothing is added later."""
+        assert self._sum is not None
+        if self._ranks > 1:
+            dist.all_reduce(self._sum)
+        self._work = self._manager.allreduce(self._sum, reduce_op=dist.ReduceOp.SUM)
+
+    def value(self) -> float:
+        """Waits for the sum; NaN if it failed.
+
+        Raises:
+            RuntimeError: it has not begun.
+        """
+        if self._work is None or self._sum is None:
+            raise RuntimeError("step.loss is known after the last batch of the step")
+        if not self._work.wait():
+            return math.nan
+        total = self._sum.tolist()
+        if not self._exact:
+            return float(total[0])
+        return math.nan if total[1] else total[0] / _ONE

@@ -1,0 +1,485 @@
+"""A training job as one object: it makes the parts of torchft from the environment, and keeps the rules of a
+loop.
+
+    job = torchft.Job()
+    model, optimizer = job.prepare(net, adam)
+    for step in job.loader(dataset, global_batch_size=512, micro_batch_size=32):
+        for batch in step:
+            step.backward(criterion(model(batch[0]), batch[1]))
+        step.commit()
+
+It decides nothing by itself: each line here can be written with the published names, as in
+docs/training_loops.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchft._job.checkpoints import Checkpoints
+from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
+from torchft._job.values import MeanLoss, on_device
+from torchft.data.loader import ElasticDataLoader
+from torchft.ddp import DistributedDataParallel
+from torchft.manager import Manager
+from torchft.optim import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from torchft.data._step import LoaderStep, Unit
+
+_STATE_KEY = "torchft.job"  # of this rank's objects in the state of a heal
+_OWN_KEYS = ("model", "optimizer", "manager", "data")
+
+
+class Job:
+    """One rank of a training job: its process group, Manager, state and signals, made from the environment.
+
+    torchrun and ``torchft run`` set the environment; ``python script.py`` is a group of one rank. It needs
+    TORCHFT_LIGHTHOUSE. REPLICA_GROUP_ID names the group; default: the index of a task of Kubernetes or Slurm,
+    or 0. SIGTERM makes the group leave after the step that comes next.
+
+    Args:
+        device: "cpu", "cuda", or "auto": a GPU of this rank if there is one.
+        isolated: run operations between groups in another process, which can be killed.
+        reproducible: weights have the same bits however many groups there are, and whatever fails
+            (``Manager(reproducible_reduction=True)``); costs 8 bytes for each element of a parameter.
+        checkpoint_dir: the folder to resume from and to save to, in the format of
+            torch.distributed.checkpoint; None: no checkpoints.
+        checkpoint_every: committed steps between two checkpoints, at least 1.
+        manager: a Manager to use in place of the one that is made; ``isolated`` and ``reproducible`` are its
+            settings then.
+        settings: further arguments of :class:`Manager`: ``timeout``, ``heal``, ``compare_commits``, …
+
+    Attributes:
+        device: the device of this rank.
+        manager: the Manager, for all that this class does not do.
+
+    Raises:
+        ValueError: a setting is missing or out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str = "auto",
+        isolated: bool = False,
+        reproducible: bool = False,
+        checkpoint_dir: Optional[str | PathLike[str]] = None,
+        checkpoint_every: int = 100,
+        manager: Optional[Manager] = None,
+        **settings: Any,
+    ) -> None:
+        if manager is not None and (settings or isolated or reproducible):
+            raise ValueError(
+                f"manager was given: {[*settings, 'isolated', 'reproducible']} are its own settings"
+            )
+        self._checkpoints = Checkpoints(checkpoint_dir, checkpoint_every, group_name())
+        self.device = pick_device(device)
+        self._owns = manager is None
+        if manager is None:
+            end_with_torchrun()
+            manager = connect(self.device, isolated, reproducible_reduction=reproducible, **settings)
+        self.manager = manager
+        self._ranks = manager._settings.group_world_size
+        self._models: list[nn.Module] = []  # as they were given
+        self._wrapped: list[nn.Module] = []  # as the loop uses them
+        self._optimizers: list[Optimizer] = []
+        self._steppers: list[OptimizerWrapper] = []
+        self._schedulers: list[LRScheduler] = []
+        self._scaler: Optional[GradScaler] = None
+        self._others: dict[str, Any] = {}
+        self._loader: Optional[ElasticDataLoader] = None
+        self._mesh: Optional[DeviceMesh] = None
+        manager.register_state_dict_fn(_STATE_KEY, self._load_state, self._state)
+        atexit.register(_close, weakref.ref(self))
+
+    # Before the loop
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of this group, a DeviceMesh of one dimension "shard", for ``fully_shard``."""
+        if self._mesh is None:
+            self._mesh = group_mesh(self.device)
+        return self._mesh
+
+    def prepare(self, *objects: Any) -> Any:
+        """Takes what the loop trains, and returns it as the loop is to use it: one object, or a tuple.
+
+        A model comes back in a :class:`DistributedDataParallel`, or, if ``fully_shard`` has sharded it, as it
+        is. An optimizer comes back in an :class:`OptimizerWrapper`. Schedulers step after each commit, a
+        GradScaler scales in :meth:`JobStep.backward`; any other object goes through :meth:`state`.
+
+        Raises:
+            TypeError: an object has no ``state_dict`` and ``load_state_dict``.
+            ValueError: the object does not fit those given before.
+        """
+        if self._loader is not None:
+            raise ValueError("prepare() comes before loader(): the first step may have begun")
+        made = tuple(self._prepare(each) for each in objects)
+        return made[0] if len(made) == 1 else made
+
+    def _prepare(self, given: Any) -> Any:
+        if isinstance(given, nn.Module):
+            return self._prepare_model(given)
+        if isinstance(given, Optimizer):
+            self._optimizers.append(given)
+            self._steppers.append(OptimizerWrapper(self.manager, given))
+            return self._steppers[-1]
+        if isinstance(given, GradScaler):
+            if self._scaler is not None:
+                raise ValueError("a GradScaler was given already: one scales all losses of a step")
+            self._scaler = given
+        if isinstance(given, LRScheduler):
+            self._schedulers.append(given)
+        self.state(f"{type(given).__name__}.{len(self._others)}", given)
+        return given
+
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_all_reduce_hook(self._average)
+        self._models.append(model)
+        self._wrapped.append(model if sharded else DistributedDataParallel(self.manager, model))
+        return self._wrapped[-1]
+
+    def _average(self, gradient: torch.Tensor) -> None:
+        self.manager.allreduce(gradient).wait()
+
+    def state(self, name: str, given: Any) -> Any:
+        """Adds an object to the state of a heal and of checkpoints, and returns it.
+
+        Args:
+            name: of the object; the same in all groups.
+            given: an object with ``state_dict()`` and ``load_state_dict(state)``, equal in all groups.
+        """
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(given, method, None)):
+                raise TypeError(
+                    f"{name}: a {type(given).__name__} has no {method}, so a group could not heal it"
+                )
+        if name in self._others or name in _OWN_KEYS:
+            raise ValueError(f"name={name!r} is taken: allowed is any name but {[*_OWN_KEYS, *self._others]}")
+        self._others[name] = given
+        return given
+
+    def loader(
+        self, dataset: Any, *, global_batch_size: int, micro_batch_size: int, **options: Any
+    ) -> JobLoader:
+        """Makes the loop over the steps of the job. It resumes from the newest checkpoint, and ends in all
+        groups at once, or when this group is drained.
+
+        Args:
+            dataset: as in :class:`ElasticDataLoader`, like the other arguments. Random numbers depend on the
+                unit alone (``reproducible_rng``), unless the caller says otherwise.
+        """
+        if self._loader is not None:
+            raise ValueError("this job has a loop already: one serves all epochs (epochs=...)")
+        self._check()
+        options.setdefault("reproducible_rng", True)
+        self._loader = ElasticDataLoader(
+            self.manager,
+            dataset,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            **options,
+        )
+        self._begin_alike()
+        self._checkpoints.resume(self._checkpoint, self._resume)
+        return JobLoader(self, self._loader)
+
+    def _check(self) -> None:
+        """Raises a ValueError unless the optimizers step exactly the models' parameters."""
+        if not self._optimizers or not self._models:
+            raise ValueError(
+                "prepare() was given no model or no optimizer: the groups have nothing to average"
+            )
+        stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and id(parameter) not in stepped:
+                    raise ValueError(
+                        f"parameter {name} of {type(model).__name__} is in no optimizer of prepare(): its "
+                        "gradient "
+                        "would be averaged and never used. Give its optimizer to prepare(), or set "
+                        "requires_grad=False; what follows the weights, such as an average of them, goes to "
+                        "job.state(name, object)"
+                    )
+        known = {id(p) for model in self._models for p in model.parameters()}
+        for each in self._optimizers:
+            for group in each.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad and id(parameter) not in known:
+                        raise ValueError(
+                            f"{type(each).__name__} has a parameter of shape {tuple(parameter.shape)} that "
+                            "is in no "
+                            "model of prepare(): no group would get the others' gradients of it"
+                        )
+        if (
+            self._scaler is not None
+            and self._ranks > 1
+            and any(isinstance(m, FSDPModule) for m in self._models)
+        ):
+            raise ValueError(
+                "a GradScaler and a sharded model: each rank sees the infinities of its own shard only; use "
+                "bfloat16, which needs no scaler"
+            )
+
+    # State
+
+    @property
+    def _root(self) -> nn.Module:
+        return self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self._root),
+            # Not get_optimizer_state_dict: it gives a new optimizer a state by a step, which Adam counts.
+            "optimizer": [optimizer.state_dict() for optimizer in self._optimizers],
+            **{name: each.state_dict() for name, each in self._others.items()},
+        }
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self._root, state["model"])
+        for optimizer, of in zip(self._optimizers, state["optimizer"]):
+            optimizer.load_state_dict(of)
+        self._load_others(state)
+
+    def _load_others(self, state: dict[str, Any]) -> None:
+        for name, each in self._others.items():
+            each.load_state_dict(state[name])
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """Returns the state of a checkpoint, with the names of parameters, so that other numbers of ranks can
+        read it.
+        """
+        assert self._loader is not None
+        model, optimizer = get_state_dict(self._root, self._optimizers)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "manager": self.manager.state_dict(),
+            "data": self._loader.state_dict(),
+            **{name: each.state_dict() for name, each in self._others.items()},
+        }
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        assert self._loader is not None
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self._root, self._optimizers, model_state_dict=model, optim_state_dict=optimizer)
+        self._load_others(state)
+        self.manager.load_state_dict(state["manager"])
+        self._loader.load_state_dict(state["data"])
+
+    # The loop
+
+    @property
+    def step(self) -> int:
+        """The number of committed steps."""
+        return self.manager.current_step()
+
+    def _committed(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.step()
+        if self._checkpoints.due(self.step) and self.manager.participating_rank() == 0:
+            self._checkpoints.save(self.step, self._checkpoint())
+
+    def _replicated(self) -> Iterator[torch.Tensor]:
+        """Yields the parameters that the ranks of this group hold alike, while they read different data."""
+        loader = self._loader
+        assert loader is not None
+        if loader.data_world_size > 1:
+            for model in self._wrapped:
+                if isinstance(model, DistributedDataParallel):
+                    yield from model.parameters()
+
+    def _begin_alike(self) -> None:
+        """Each rank heals from its counterpart in another group, so the ranks of a group must begin alike."""
+        for parameter in self._replicated():
+            dist.broadcast(parameter.detach(), 0)
+
+    def _reduce_in_group(self) -> None:
+        """Averages gradients over the ranks of this group, unless the model or the loader does that."""
+        if not self.manager._settings.reproducible_reduction:
+            for parameter in self._replicated():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= self._ranks
+
+    def shutdown(self) -> None:
+        """Leaves the job. The loop calls it at its end, and the process at its own."""
+        if self._ranks > 1 and dist.is_initialized():
+            dist.barrier()  # rank 0 ends the manager server, from which the others need their last quorum
+        self.manager.shutdown(finished=not self.manager.draining())
+
+
+def _close(ref: weakref.ref[Job]) -> None:
+    """Ends what is left when the process exits."""
+    job = ref()
+    if job is None or not job._owns:
+        return
+    job.manager.shutdown(wait=False)
+    job.manager._pg.shutdown()  # type: ignore[attr-defined]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class JobLoader(Iterator["JobStep"]):
+    """The steps of a job, each a batch of all groups together. A step that is not committed comes again."""
+
+    def __init__(self, job: Job, loader: ElasticDataLoader) -> None:
+        self._job = job
+        self._loader = loader
+        self._last: Optional[JobStep] = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> JobStep:
+        job = self._job
+        if self._last is not None and not self._last.ended:
+            error = RuntimeError(
+                f"step {job.step + 1} has begun and was not ended: call step.commit() once, after its batches"
+            )
+            job.manager.report_error(error)  # the other groups must not wait for this one
+            raise error
+        try:
+            step = next(self._loader)
+        except StopIteration:
+            job.shutdown()
+            raise
+        for optimizer in job._steppers:
+            optimizer.zero_grad()
+        self._last = JobStep(job, step)
+        return self._last
+
+
+class JobStep:
+    """One step of all groups: iterate over its batches, then call :meth:`commit`."""
+
+    def __init__(self, job: Job, step: LoaderStep) -> None:
+        self._job = job
+        self._step = step
+        self._unit: Optional[Unit] = None
+        self._backward = False  # whether the unit had its backward pass
+        self._mean = MeanLoss(job.manager, job._ranks)
+        self.ended = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this step's batch, from 0."""
+        return self._step.position.epoch
+
+    @property
+    def participants(self) -> int:
+        """The number of groups whose batches count."""
+        return self._step.participants
+
+    def __len__(self) -> int:
+        """The number of batches of this rank."""
+        return len(self._step)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the batches of this rank, on its device. Each belongs into one call of :meth:`backward`."""
+        job = self._job
+        for unit in self._step:
+            if self._unit is not None and self._unit.last:  # all batches come again (`reproducible`)
+                self._mean = MeanLoss(job.manager, job._ranks)
+            with unit.accumulate(*job._wrapped):
+                self._unit, self._backward = unit, False
+                yield on_device(unit.data, job.device)
+                if not self._backward:
+                    raise RuntimeError(
+                        "a batch had no backward pass: call step.backward(loss) for each batch of a step; a "
+                        "batch "
+                        "that must not count has a loss multiplied by 0"
+                    )
+        self._unit = None
+        job._reduce_in_group()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Runs the backward pass of a batch. The gradients of the last batch's pass are reduced meanwhile.
+
+        Args:
+            loss: the mean over the samples of the batch, a tensor of one element.
+        """
+        unit, job = self._unit, self._job
+        if unit is None:
+            raise RuntimeError("step.backward() belongs into `for batch in step`, once for each batch")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise TypeError(f"loss is {what}: it has to be a tensor of one element that needs gradients")
+        weighted = loss * unit.weight
+        self._mean.add(weighted)
+        if unit.last and not self._backward:
+            self._mean.reduce()
+        self._backward = True
+        (weighted if job._scaler is None else job._scaler.scale(weighted)).backward()
+
+    @property
+    def loss(self) -> float:
+        """The mean of the losses over the samples of all groups' batches; NaN if a group failed in this step.
+
+        Raises:
+            RuntimeError: this rank has not run all backward passes of the step.
+        """
+        return self._mean.value()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scales the gradients so that their norm is at most ``max_norm``. Call it between the batches and
+        :meth:`commit`.
+
+        Returns:
+            The norm of all gradients before, a tensor of one element.
+        """
+        job = self._job
+        if job._scaler is not None:
+            for optimizer in job._steppers:
+                job._scaler.unscale_(optimizer)
+        return nn.utils.clip_grad_norm_([p for model in job._models for p in model.parameters()], max_norm)
+
+    def commit(self) -> bool:
+        """Ends the step: if all ranks of this group have the sum of all gradients, optimizers and schedulers
+        step.
+
+        Returns:
+            Whether the step counts. If not, its batch comes again.
+
+        Raises:
+            RuntimeError: it was called before in this step.
+        """
+        if self.ended:
+            raise RuntimeError("step.commit() was called twice: a step ends once")
+        self.ended = True
+        job = self._job
+        for optimizer in job._steppers:
+            if job._scaler is None:
+                optimizer.step()
+            else:
+                job._scaler.step(optimizer)  # not if there are infinities: then the batch comes again
+        if job._scaler is not None:
+            job._scaler.update()
+        if not self._step.committed:
+            return False
+        job._committed()
+        return True

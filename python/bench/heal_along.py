@@ -48,6 +48,7 @@ def main() -> None:
         "--device", default="cpu", help="where the models of both groups are; default: %(default)s"
     )
     parser.add_argument("--group", choices=("gloo", "nccl"), default="gloo", help="default: %(default)s")
+    parser.add_argument("--fsdp", action="store_true", help="groups of two ranks, sharded by FSDP2 (HSDP)")
     parser.add_argument("--busy", action="store_true", help="compute where the model is, in place of a pause")
     args = parser.parse_args()
     for name in ("rounds", "mb"):
@@ -64,7 +65,8 @@ def main() -> None:
     rows: dict[str, list[Row]] = {case.name: [] for case in cases}
     for number in range(args.rounds):
         for case in rotated(cases, number):
-            join = measure(case, args.mb, args.rate, args.compute_ms, args.busy, args.device, args.group)
+            how = args.mb, args.rate, args.compute_ms, args.busy, args.device, args.group, args.fsdp
+            join = measure(case, *how)
             rows[case.name].append(join.row())
             print(f"round {number + 1}/{args.rounds}, {case.name}: {rows[case.name][-1]}", flush=True)
     print(table(rows))
@@ -156,26 +158,31 @@ def measure(
     busy: bool = False,
     device: str = "cpu",
     group: str = "gloo",
+    fsdp: bool = False,
 ) -> Join:
     """One group trains, and another one joins; arguments as of the command."""
     side = Side(case.name, case.path or ours_path())
     with Job() as job:
         _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000)
-        both = start_groups(job, side, 2, 1).children
-        survivor, newcomer = Workers(job, both[:1]), Workers(job, both[1:])
+        ranks = 2 if fsdp else 1
+        both = start_groups(job, side, 2, ranks).children
+        survivor, newcomer = Workers(job, both[:ranks]), Workers(job, both[ranks:])
         how: dict[str, Any] = {"lighthouse": address, "along": case.along, "rate": rate}
         how |= {"compute_ms": compute_ms, "busy": busy, "kind": group}
         for number, workers in enumerate((survivor, newcomer)):
-            workers.do(START_TIMEOUT_S, do="adam", mb=mb, trained=number == 0, fused=True, device=device)
+            model: dict[str, Any] = {"mb": mb, "fused": True, "device": device, "sharded": fsdp}
+            workers.do(START_TIMEOUT_S, do="adam", trained=number == 0, **model)
         child = survivor.children[0]
-        child.send(do="train_along", settle=0, **how)
+        for rank in survivor.children:
+            rank.send(do="train_along", settle=0, **how)
         job.wait(lambda: child.of("training"), COMMAND_TIMEOUT_S, "the survivor trains")
         time.sleep(ALONE_S)
         theirs = newcomer.do(COMMAND_TIMEOUT_S, do="train_along", settle=SETTLE, **how)[0]
-        child.send(do="stop")
+        for rank in survivor.children:
+            rank.send(do="stop")
         newcomer.do(COMMAND_TIMEOUT_S, do="leave")
         job.wait(lambda: child.of("train_along"), COMMAND_TIMEOUT_S, "the survivor stops")
-        return Join(child.of("train_along")[-1], theirs, mb / 3)
+        return Join(child.of("train_along")[-1], theirs, mb / 3 / ranks)
 
 
 def table(rows: dict[str, list[Row]]) -> str:

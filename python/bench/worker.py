@@ -68,6 +68,10 @@ def _products(factor: torch.Tensor, ms: float) -> int:
     return round(100 * ms / 1000 / (time.monotonic() - begin))
 
 
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 class Worker:
     def __init__(self) -> None:
         self.commands = Commands()
@@ -76,6 +80,7 @@ class Worker:
         self.tensor = torch.ones(10_000)
         self.state: list[torch.Tensor] = []
         self.loaded_at = 0.0
+        self.told = False  # whether the parent has sent stop
 
     def serve(self) -> None:
         emit("imported")
@@ -94,14 +99,24 @@ class Worker:
         first = torch.randn(250_000)
         self.state = [first + i for i in range(mb)]
 
-    def do_adam(self, mb: int, trained: bool, fused: bool = False, device: str = "cpu") -> dict[str, Any]:
-        """Make the state of a model with Adam, `mb` MB in all. Without `trained`, Adam has no state yet."""
+    def do_adam(
+        self, mb: int, trained: bool, fused: bool = False, device: str = "cpu", sharded: bool = False
+    ) -> dict[str, Any]:
+        """Make the state of a model with Adam, `mb` MB in all, if `sharded` by FSDP2 over the group's ranks.
+        Without `trained`, Adam has no state yet.
+        """
         from torchft import Manager, ProcessGroupGloo  # noqa: F401  as in a script, imported before the model is made
 
         torch.manual_seed(GROUP)
         width = 2048 if mb >= 500 else 512
         layers = [nn.Linear(width, width) for _ in range(mb * 1_000_000 // (3 * 4 * width * width))]
         self.model = nn.Sequential(*layers).to(device)
+        if sharded:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            dist.init_process_group("gloo", store=self._store(), rank=RANK, world_size=WORLD_SIZE)
+            fully_shard(self.model, mesh=init_device_mesh(device, (WORLD_SIZE,)))
         self.optimizer = adam = optim.Adam(self.model.parameters(), lr=1e-3, fused=fused)
         if trained:
             for parameter in self.model.parameters():
@@ -130,10 +145,7 @@ class Worker:
         }
         if "nccl" in kind:
             self.tensor = self.tensor.cuda()
-        # The group's store, for all of its incarnations; under torchrun, the agent hosts it.
-        if RANK == 0 and self.group_store is None:
-            port = int(os.environ["MASTER_PORT"])
-            self.group_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        self._store()
         self.manager = Manager(
             pg=groups[kind](timeout=TIMEOUT),
             load_state_dict=self._load,
@@ -146,6 +158,13 @@ class Worker:
             connect_timeout=TIMEOUT,
             **settings,
         )
+
+    def _store(self) -> dist.TCPStore:
+        """Return the group's store, which rank 0 hosts for all its incarnations, as torchrun's agent does."""
+        if self.group_store is None:
+            port = int(os.environ["MASTER_PORT"])
+            self.group_store = dist.TCPStore("localhost", port, is_master=RANK == 0, wait_for_workers=False)
+        return self.group_store
 
     def do_peers(self) -> None:
         """Make a plain Gloo group with the same rank of the other replica group."""
@@ -395,7 +414,7 @@ class Worker:
         steps: list[tuple[float, float, float]] = []
         joined, together = 0.0, 0
         emit("training")
-        while together < settle if settle else self.commands.poll() is None:
+        while together < settle if settle else not self._told_to_stop():
             begin, taken = time.monotonic(), _taken()
             optimizer.zero_grad()
             for parameter, gradient in zip(parameters, kept[len(steps) % 2], strict=True):
@@ -405,7 +424,7 @@ class Worker:
                     torch.mm(factor.T, factor)
             elif compute_ms:
                 time.sleep(compute_ms / 1000)  # as a GPU computes
-            for work in [self.manager.allreduce(parameter.grad) for parameter in parameters]:
+            for work in [self.manager.allreduce(_local(parameter.grad)) for parameter in parameters]:
                 work.wait()
             optimizer.step()
             steps.append((begin, time.monotonic(), _taken() - taken))
@@ -415,6 +434,15 @@ class Worker:
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
         peak = torch.cuda.max_memory_allocated() / 1e6 if on_device else host
         return {"steps": steps, "joined": joined, "peak_mb": peak - before}
+
+    def _told_to_stop(self) -> bool:
+        """Whether the parent has sent stop; all ranks of a sharded group stop at the same step."""
+        stop = self.told = self.told or self.commands.poll() is not None
+        if not dist.is_initialized():
+            return stop
+        told = torch.tensor([int(stop)])
+        dist.all_reduce(told, dist.ReduceOp.MIN)
+        return bool(told.item())
 
     # restart.py
 

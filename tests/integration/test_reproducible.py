@@ -350,7 +350,9 @@ def also_as_floats(manager: Manager, unit: Any, net: nn.Module) -> None:
         manager.allreduce(torch.ones(1))
 
 
-class Sharded(nn.Linear):
+class OldSharded(nn.Linear):
+    """FSDP2 of PyTorch 2.8 and older."""
+
     def set_requires_gradient_sync(self, value: bool) -> None: ...
 
 
@@ -368,9 +370,9 @@ FIRST = DataPlan(SAMPLES, **SETTINGS).share(DataPosition(), 0, 1).units[0].indic
         (under(), ValueError, "accumulate.. got no model: pass the models"),
         (others, ValueError, "accumulate.. got other models; each unit"),
         (
-            under(Sharded(1, 1)),
+            under(OldSharded(1, 1)),
             ValueError,
-            "takes plain models and DistributedDataParallel; a model of FSDP2",
+            "has no set_custom_reduce_scatter, without which gradients cannot be added as integers",
         ),
         (also_as_floats, ValueError, "a sum of torch.float32 has other bits with other groups"),
     ],

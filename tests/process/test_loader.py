@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from loader_job import Elastic, Part
+from torch.distributed.fsdp import FSDPModule
 
 # 501 steps in three epochs; the last batch of each is smaller.
 MANY = 1999
@@ -37,6 +38,16 @@ def test_four_groups_and_five_kills_end_with_the_bits_of_one_process(tmp_path: P
 @has_hsdp
 def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
     job = Elastic(tmp_path, [Part(2, 1), Part(2)], samples=35, kind="fsdp", ranks=2, seed=3)
+    job.run()
+    assert job.killed == 1
+
+
+@has_hsdp
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="refused in this PyTorch")
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_shards_of_a_killed_group_end_with_the_bits_of_one_process(tmp_path: Path, ranks: int) -> None:
+    parts = [Part(1), Part(2, 1), Part(2)]
+    job = Elastic(tmp_path, parts, samples=71, kind="fsdp", ranks=ranks, reproducible=True, seed=3)
     job.run()
     assert job.killed == 1
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Optional
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 import torch.distributed as dist
 
+from torchft.data._sharded_sum import ShardedGradients
 from torchft.data.exact_sum import FINEST, ExactSum, ScalesDiffer
 from torchft.data.position import SamplesDiffer
 
@@ -61,6 +61,7 @@ class ReproducibleSum:
         self._group = group
         self._total: Optional[ExactSum] = None  # None until the models are known
         self._models: tuple[Any, ...] = ()
+        self._sharded: Optional[ShardedGradients] = None
         # Scales that were loaded before the models were known.
         self._saved: Optional[Mapping[str, Any]] = None
         self._new: Optional[Mapping[str, Any]] = None  # the scales of a new sum
@@ -112,11 +113,14 @@ class ReproducibleSum:
         if self._added == 0:
             self._outcome = None
             total.begin()
+        assert self._sharded is not None
+        self._sharded.begin_unit(total, counted)
         with contextlib.ExitStack() as stack:
             for model in models:
                 if hasattr(model, "no_sync"):
                     stack.enter_context(model.no_sync())
             yield
+        self._sharded.end_unit()
         total.add(counted)
         self._added += 1
         if last:
@@ -167,15 +171,9 @@ class ReproducibleSum:
             inner = model.module if hasattr(model, "no_sync") and hasattr(model, "module") else model
             prefix = f"{number}." if len(models) > 1 else ""
             parameters += [(prefix + name, parameter) for name, parameter in inner.named_parameters()]
-            if hasattr(model, "set_requires_gradient_sync") or any(map(_is_dtensor, inner.parameters())):
-                raise ValueError(
-                    "reproducible_reduction=True takes plain models and DistributedDataParallel; a model of "
-                    "FSDP2, or "
-                    "of DTensors, adds its gradients in floating point within the group. Choose "
-                    "reproducible_reduction=False for it: weights then equal those of one process except "
-                    "for rounding"
-                )
-        total = ExactSum(parameters, self._max_units)
+        ranks = 1 if self._group is None else self._group.size()
+        self._sharded = ShardedGradients(models, ranks)
+        total = ExactSum(parameters, self._max_units, ranks)
         self._new = total.state_dict()
         if self._saved is not None:
             total.load_state_dict(self._saved)
@@ -183,7 +181,7 @@ class ReproducibleSum:
 
     def _reduce(self, total: ExactSum) -> PassOutcome:
         if self._group is not None:
-            self._add_in_group(total.buffers, dist.ReduceOp.SUM)
+            self._add_in_group(total.in_group, dist.ReduceOp.SUM)
         if not self._manager._sum_integers(total.buffers):
             return PassOutcome.FAILED
         try:
@@ -225,12 +223,6 @@ class ReproducibleSum:
         except Exception as e:
             self._manager._report_own_error(e)  # other groups must not wait for this one
             raise
-
-
-def _is_dtensor(parameter: torch.Tensor) -> bool:
-    # Not imported here, because that takes a second: if the module is not loaded, there are no DTensors.
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(parameter, tensors.DTensor)
 
 
 def group_of_ranks(

@@ -74,9 +74,8 @@ class Unit:
         Args:
             models: the models used in the passes: wrapped by DistributedDataParallel (of torchft or PyTorch),
                 made FSDP2 modules by ``fully_shard``, or plain ones, which reduce nothing by themselves. With
-                ``reproducible_reduction``, all models whose gradients the optimizer reads, plain or
-                DistributedDataParallel: after the last unit their gradients are those of the batch, and
-                nothing else has to be reduced.
+                ``reproducible_reduction``, all models whose gradients the optimizer reads: after the last
+                unit their gradients are those of the batch, and nothing else has to be reduced.
 
         Raises:
             StepEnded: the step of this unit has ended.

@@ -4,7 +4,7 @@ parts.
 A float sum depends on the order of its terms; a sum of integers does not. :class:`ExactSum` turns the
 gradients of each unit into integers with a scale per tensor, adds them up in int64 buffers, and turns the sum
 over all units of all ranks and groups back into gradients. It uses no process groups: the caller reduces
-:attr:`ExactSum.buffers`.
+:attr:`ExactSum.in_group` and :attr:`ExactSum.buffers`.
 
 One attempt at a step::
 
@@ -12,8 +12,10 @@ One attempt at a step::
     for unit in units:                      # of this rank
         loss.backward()
         total.add(counted=unit.weight != 0)
+    for buffer in total.in_group:
+        ...                                 # SUM over the ranks of the group
     for buffer in total.buffers:
-        ...                                 # SUM over the ranks of the group, then over the groups
+        ...                                 # SUM over the groups
     if not total.read(units_of_the_batch):  # equal on all ranks
         ...                                 # repeat from begin(): the next attempt has scales that fit
     optimizer.step()
@@ -67,7 +69,7 @@ depend on the unit and not on the rank, no buffers that units change (BatchNorm)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -106,19 +108,23 @@ class ExactSum:
     """The sum of the gradients of one model over the units of a batch. The module's docstring has its
     guarantees.
 
-    It takes eight bytes for each element of a parameter. Not thread-safe.
+    It takes eight bytes for each element of a parameter, or of this rank's shard. Not thread-safe.
 
     Args:
         parameters: ``model.named_parameters()``; those that require a gradient are summed. The saved state
             contains their names, which must be equal in all groups.
         max_units: number of units of the largest batch, over all ranks and groups.
+        ranks: number of ranks among which each parameter that is a DTensor is sharded in one dimension.
+            :meth:`add_sharded` gets its gradients.
 
     Raises:
         ValueError: ``max_units`` is out of range, or no parameter requires a gradient.
         TypeError: a parameter has a type other than float16, bfloat16, float32 and float64.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], max_units: int) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, torch.nn.Parameter]], max_units: int, ranks: int = 1
+    ) -> None:
         if not isinstance(max_units, int) or isinstance(max_units, bool) or not 1 <= max_units <= _MOST_UNITS:
             raise ValueError(f"max_units is {max_units!r}: allowed are whole numbers from 1 to 2**20")
         self._max_units = max_units
@@ -134,11 +140,19 @@ class ExactSum:
         bits = 63 - max_units.bit_length()
         largest = max(_exponent(torch.finfo(parameter.dtype).max) for _, parameter in summed)
         self._num_scales = _asked(largest) + 1
-        devices = dict.fromkeys(parameter.device for _, parameter in summed)  # in order
-        self._parts = [
-            _Part([each for each in summed if each[1].device == device], bits, self._num_scales)
-            for device in devices
+        of_part: dict[tuple[bool, torch.device], list[tuple[str, torch.nn.Parameter]]] = {}
+        for name, parameter in summed:
+            key = hasattr(parameter, "placements"), parameter.device
+            of_part.setdefault(key, []).append((name, parameter))
+        self._sharded = [
+            _ShardedPart(named, bits, self._num_scales, ranks)
+            for (sharded, _), named in of_part.items()
+            if sharded
         ]
+        self._whole = [
+            _Part(named, bits, self._num_scales) for (sharded, _), named in of_part.items() if not sharded
+        ]
+        self._parts: list[_Part] = [*self._whole, *self._sharded]
         self._committed = dict.fromkeys(self._names, 0)
         self._attempt = dict(self._committed)
         self._next: Optional[dict[str, int]] = None
@@ -147,8 +161,17 @@ class ExactSum:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """One flat int64 tensor for each device that has parameters; to be reduced in place, with SUM."""
+        """Flat int64 tensors, at most two for each device; to be reduced over the groups in place, with
+        SUM.
+        """
         return [part.buffer for part in self._parts]
+
+    @property
+    def in_group(self) -> list[torch.Tensor]:
+        """The parts of :attr:`buffers` that are first to be reduced over the ranks of the group: all but the
+        values of shards.
+        """
+        return [*(part.buffer for part in self._whole), *(part.head for part in self._sharded)]
 
     def begin(self) -> None:
         """Starts an attempt: clears the sum and the gradients of all parameters.
@@ -177,6 +200,7 @@ class ExactSum:
         Raises:
             RuntimeError: there was no ``begin()`` since the last ``read()``.
             TypeError: a gradient is sparse.
+            ValueError: a sharded parameter has a gradient that ``add_sharded()`` did not get.
         """
         if not self._adding:
             raise RuntimeError("add() after read(): begin() comes first")
@@ -184,6 +208,33 @@ class ExactSum:
             if counted:
                 part.add()
             part.clear()
+
+    def add_sharded(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        gradients: torch.Tensor,
+        scatter: Callable[[torch.Tensor], torch.Tensor],
+        counted: bool = True,
+    ) -> None:
+        """Adds the gradients of one unit for parameters that are sharded over the ranks of the group, before
+        the ``add()`` of the unit. All ranks call it alike, each with a unit of its own.
+
+        Args:
+            parameters: on one device, which have not got a gradient in this unit.
+            gradients: of shape (ranks, elements): row r has the complete gradients' elements that belong to
+                rank r, those of each parameter padded with zeros to the largest shard.
+            scatter: returns this rank's row of an int64 tensor of that shape, summed over the ranks.
+            counted: as for ``add()``.
+
+        Raises:
+            RuntimeError: a parameter got a gradient in this unit before, or is no sharded one of this sum.
+            ValueError: ``gradients`` has another number of elements than the parameters.
+        """
+        for part in self._sharded:
+            if part.has(parameters[0]):
+                part.take(parameters, gradients, scatter, counted)
+                return
+        raise RuntimeError("add_sharded() got a parameter that is not in the sum")
 
     def read(self, units: Optional[int] = None) -> bool:
         """Turns the reduced buffers into gradients.
@@ -316,8 +367,9 @@ class _Part:
         self._bits = bits
         device = self._parameters[0].device
         shape = len(named), _ASKED + num_scales
-        sizes = [1, shape[0] * shape[1], *(parameter.numel() for parameter in self._parameters)]
+        sizes = [1, shape[0] * shape[1], *map(self._num_values, self._parameters)]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self.head = self.buffer[: sizes[0] + sizes[1]]
         self._units, counts, *self._values = self.buffer.split(sizes)
         self._counts = counts.view(shape)
         self._missing = torch.tensor(-1.0, dtype=torch.float64, device=device)
@@ -344,20 +396,33 @@ class _Part:
         for name, gradient in zip(self._names, gradients):
             if gradient is not None and gradient.layout != torch.strided:
                 raise TypeError(f"the gradient of {name} is of {gradient.layout}: allowed are dense ones")
+        self._count([self._peak(gradient) for gradient in gradients])
+        for place, (gradient, values) in enumerate(zip(gradients, self._values)):
+            if gradient is not None:
+                flat = gradient.reshape(-1)
+                for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
+                    sums += self._scaled(piece, place).to(torch.int64)
+
+    def _num_values(self, parameter: torch.nn.Parameter) -> int:
+        return parameter.numel()
+
+    def _count(self, peaks_of_tensors: list[torch.Tensor]) -> None:
+        """Counts a unit with these largest magnitudes; see ``_peak``."""
         self._units += 1
         self._counts[:, :_NOT_FINITE] += self._scales_on_device
-        peaks = torch.stack([self._peak(gradient) for gradient in gradients])
+        peaks = torch.stack(peaks_of_tensors)
         # Not by a scatter, which some devices refuse under torch.use_deterministic_algorithms.
         columns = _columns(peaks, len(self._numbers))[:, None]
         self._counts += (self._numbers == columns) & (peaks != self._missing)[:, None]
-        for gradient, values, scale in zip(gradients, self._values, self._scales):
-            if gradient is not None:
-                factor = 2.0 ** (self._bits - FINEST - _GRID * scale)
-                flat = gradient.reshape(-1)
-                for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
-                    # A value that does not fit or is not finite becomes an arbitrary number. That is safe,
-                    # because the counts show it and the sum is not used.
-                    sums += piece.to(torch.float64, copy=True).mul_(factor).round_().to(torch.int64)
+
+    def _scaled(self, piece: torch.Tensor, place: int) -> torch.Tensor:
+        """The gradients as whole numbers in float64, by the scale of the parameter at this place.
+
+        A value that does not fit or is not finite becomes an arbitrary integer. That is safe, because the
+        counts show it and the sum is not used.
+        """
+        factor = 2.0 ** (self._bits - FINEST - _GRID * self._scales[place])
+        return piece.to(torch.float64, copy=True).mul_(factor).round_()
 
     def _peak(self, gradient: Optional[torch.Tensor]) -> torch.Tensor:
         """The largest magnitude, NaN if there is a NaN; -1 without a gradient."""
@@ -370,7 +435,7 @@ class _Part:
 
     def find(self, units: Optional[int]) -> _Found:
         """Reads the counts. Only this call waits for the device."""
-        head = self.buffer[: 1 + self._counts.numel()].cpu()
+        head = self.head.cpu()
         if units is not None and head[0] != units:
             raise SamplesDiffer(
                 f"{int(head[0])} units were reduced, {units} belong to the batch; the step must not be "
@@ -385,19 +450,92 @@ class _Part:
             if not exists:
                 parameter.grad = None
                 continue
-            gradient = torch.empty_like(parameter, requires_grad=False)
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            gradient = self._local(parameter.grad)
             if not finite:
-                parameter.grad = gradient.fill_(float("nan"))
+                gradient.fill_(float("nan"))
                 continue
             factor = 2.0 ** (FINEST + _GRID * found.used[name] - self._bits)
             # Elements are in the order of the shape. The order in memory differs only if the parameter is
             # transposed.
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(gradient.numel())
             for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
-                piece.copy_(sums.to(torch.float64).mul_(factor))
-            parameter.grad = (
-                gradient if gradient.is_contiguous() else gradient.copy_(flat.view(gradient.shape))
+                piece.copy_(sums[: piece.numel()].to(torch.float64).mul_(factor))
+            if not gradient.is_contiguous():
+                gradient.copy_(flat.view(gradient.shape))
+
+    def _local(self, gradient: Any) -> torch.Tensor:
+        """The elements that this rank has of a gradient."""
+        return gradient
+
+
+class _ShardedPart(_Part):
+    """The parameters of one device that are sharded over ranks. Their values are those of this rank's shards,
+    each padded to the largest one; their counts those of this rank's units, which compute complete gradients.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], bits: int, num_scales: int, ranks: int
+    ) -> None:
+        self._ranks = ranks
+        super().__init__(named, bits, num_scales)
+        # By identity: tensors compare by their elements.
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._peaks: list[Optional[torch.Tensor]] = [None] * len(named)  # of the unit
+
+    def has(self, parameter: torch.nn.Parameter) -> bool:
+        return id(parameter) in self._places
+
+    def clear(self) -> None:
+        super().clear()
+        self._peaks = [None] * len(self._parameters)
+
+    @torch.no_grad()
+    def take(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        gradients: torch.Tensor,
+        scatter: Callable[[torch.Tensor], torch.Tensor],
+        counted: bool,
+    ) -> None:
+        places = [self._places.get(id(parameter), -1) for parameter in parameters]
+        if -1 in places or any(self._peaks[place] is not None for place in places):
+            raise RuntimeError(
+                "a sharded parameter got a second gradient in one unit, or is not in the sum: allowed is one "
+                "backward pass a unit"
             )
+        sizes = [self._values[place].numel() for place in places]
+        if gradients.shape != (self._ranks, sum(sizes)):
+            raise ValueError(
+                f"gradients are of shape {tuple(gradients.shape)}, parameters of {self._ranks, sum(sizes)}"
+            )
+        integers = torch.zeros_like(gradients, dtype=torch.int64)
+        for place, gradient, into in zip(places, gradients.split(sizes, 1), integers.split(sizes, 1)):
+            self._peaks[place] = self._peak(gradient).to(self.buffer.device)
+            if counted:
+                columns = max(1, self._piece // self._ranks)
+                for piece, whole in zip(gradient.split(columns, 1), into.split(columns, 1)):
+                    whole.copy_(self._scaled(piece, place))
+        sums = scatter(integers).to(self.buffer.device)
+        for place, of_shard in zip(places, sums.split(sizes)):
+            self._values[place] += of_shard
+
+    @torch.no_grad()
+    def add(self) -> None:
+        for name, parameter, peak in zip(self._names, self._parameters, self._peaks):
+            if peak is None and parameter.grad is not None:
+                raise ValueError(
+                    f"parameter {name} is a DTensor that FSDP2 does not reduce: its gradient has no exact sum"
+                )
+        self._count([self._missing if peak is None else peak for peak in self._peaks])
+
+    def _num_values(self, parameter: Any) -> int:
+        (dim,) = [placement.dim for placement in parameter.placements if placement.is_shard()]
+        size = parameter.shape[dim]
+        return parameter.numel() // max(1, size) * -(-size // self._ranks)
+
+    def _local(self, gradient: Any) -> torch.Tensor:
+        return gradient.to_local()
 
 
 def _exponent(number: float) -> int:

@@ -327,9 +327,8 @@ class Data:
         """Raises a ValueError if these tensors cannot be averaged."""
         if self._reproducible:
             raise ValueError(
-                f"{what}: reproducible_reduction=True is for DistributedDataParallel and plain models, "
-                "whose groups "
-                "reduce in each step; choose reproducible_reduction=False"
+                f"{what}: reproducible_reduction=True is for groups that reduce in each step; choose "
+                "reproducible_reduction=False"
             )
         if self.adds_gradients:
             raise ValueError(

@@ -58,6 +58,7 @@ class Elastic:
     kind: str = "ddp"
     ranks: int = 1  # ranks in each group
     reproducible: bool = False
+    bf16: bool = False  # whether FSDP2 computes in bfloat16, and reduces in float32
     seed: int = 0
     places: tuple[str, ...] = PLACES
     killed: int = 0  # number of groups that were killed by an order, in all parts
@@ -122,6 +123,7 @@ class Elastic:
                 "lighthouse": self.lighthouse,
                 "kind": self.kind,
                 "reproducible": int(self.reproducible),
+                "bf16": int(self.bf16),
                 "samples": self.samples,
                 # Each group begins with different weights, so that a missing heal changes the result. If
                 # groups have several ranks, those started before the first kill begin with equal weights: at
@@ -195,7 +197,7 @@ class Elastic:
     def _check(self) -> None:
         ended = [torch.load(path) for path in sorted(self.folder.glob("*.weights"))]
         assert len(ended) == len(self.ended)
-        expected = one_process(self.samples, self.reproducible)
+        expected = one_process(self.samples, self.reproducible, self.bf16)
         for end in ended:
             assert end["history"] == ended[0]["history"]
             for name, value in expected.items():

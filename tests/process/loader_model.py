@@ -33,13 +33,27 @@ def make_optimizer(model: nn.Module) -> torch.optim.SGD:
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(model(x), y)
+    output = model(x)
+    return nn.functional.mse_loss(output, y.to(output.dtype))
 
 
-def one_process(samples: int, reproducible: bool) -> dict[str, torch.Tensor]:
+class InBfloat16(nn.Module):
+    """Computes with a model's parameters in bfloat16, as MixedPrecisionPolicy does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cast = {name: parameter.bfloat16() for name, parameter in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, cast, (x.bfloat16(),))
+
+
+def one_process(samples: int, reproducible: bool, bf16: bool = False) -> dict[str, torch.Tensor]:
     """Returns the weights after training on whole batches, or with exact sums over their units."""
     steps, data, model = plan(samples), dataset(samples), make_model(0)
     sgd = make_optimizer(model)
+    forward = InBfloat16(model) if bf16 else model
     total = ExactSum(model.named_parameters(), steps.num_units(DataPosition()))
     position = DataPosition()
     while position != steps.end:
@@ -49,13 +63,13 @@ def one_process(samples: int, reproducible: bool) -> dict[str, torch.Tensor]:
             while not complete:
                 total.begin()
                 for unit in units:
-                    (loss_of(model, *data[list(unit.indices)]) * unit.weight).backward()
+                    (loss_of(forward, *data[list(unit.indices)]) * unit.weight).backward()
                     total.add()
                 complete = total.read(len(units))
             total.commit()
         else:
             sgd.zero_grad()
-            loss_of(model, *data[[index for unit in units for index in unit.indices]]).backward()
+            loss_of(forward, *data[[index for unit in units for index in unit.indices]]).backward()
         sgd.step()
         position = steps.advance(position)
     return {name: p.detach() for name, p in model.named_parameters()}

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from events import Commands, emit
 from loader_model import SETTINGS, dataset, loss_of, make_model, make_optimizer
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
@@ -38,6 +38,7 @@ parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--lighthouse", required=True)
 parser.add_argument("--kind", choices=["ddp", "fsdp", "fsdp-sum"], required=True)
 parser.add_argument("--reproducible", type=int, required=True)
+parser.add_argument("--bf16", type=int, required=True, help="1: compute in bfloat16, reduce in float32")
 parser.add_argument("--samples", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="seed of the first weights")
 parser.add_argument("--log", required=True, help="file for the samples of each step")
@@ -135,8 +136,11 @@ if sharded:
         replicate_dim=0,
         manager=manager,
     )
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    policy = MixedPrecisionPolicy()
+    if args.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model[0], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     if reduction == "sum":
         for part in (model[0], model):
             part.set_gradient_divide_factor(1.0)

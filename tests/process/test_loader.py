@@ -44,10 +44,20 @@ def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
 
 @has_hsdp
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="refused in this PyTorch")
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_shards_of_a_killed_group_end_with_the_bits_of_one_process(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "bf16"),
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_of_a_killed_group_end_with_the_bits_of_one_process(
+    tmp_path: Path, ranks: int, bf16: bool
+) -> None:
     parts = [Part(1), Part(2, 1), Part(2)]
-    job = Elastic(tmp_path, parts, samples=71, kind="fsdp", ranks=ranks, reproducible=True, seed=3)
+    more = {"reproducible": True, "bf16": bf16}
+    job = Elastic(tmp_path, parts, samples=71, kind="fsdp", ranks=ranks, seed=3, **more)
     job.run()
     assert job.killed == 1
 

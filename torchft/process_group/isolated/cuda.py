@@ -288,7 +288,7 @@ class _Registration:
         self._all.discard(self)
 
 
-class TrainerEnd:
+class TrainerEnd(Sharing):
     """The trainer's end. Call `close` only when the worker has been reaped: until then its kernels may still
     write.
 
@@ -419,7 +419,7 @@ class TrainerEnd:
         self._marks.clear()
 
 
-class WorkerEnd:
+class WorkerEnd(Borrowing):
     """The worker's end. Operations use the streams in turn, so an operation that waits for a silent peer does
     not delay the next one.
     """

@@ -8,7 +8,7 @@ import threading
 from typing import Any, Callable, Optional
 
 from torchft.process_group.isolated.operation import _OpMetadata
-from torchft.process_group.isolated.sharing import Sharing, is_plain
+from torchft.process_group.isolated.sharing import Sharing
 
 # Makes the trainer's end for a device type, from the type's number and a function that sends notes to the
 # worker.
@@ -29,8 +29,6 @@ class Devices:
         # Reentrant: the garbage collector may close a channel on a thread that holds it.
         self._lock = threading.RLock()
         self._sharings: dict[int, Sharing] = {}
-        # Whether an end has marks; ends of host memory have none.
-        self._marking = False
         # Operations whose registrations are released when the worker's device has reached the mark.
         self._queued: list[_OpMetadata] = []
 
@@ -46,15 +44,12 @@ class Devices:
                         self._notify(device, note, descriptor)
 
                     sharing = self._sharings[device] = self._make(device, notify)
-                    self._marking = self._marking or not is_plain(sharing)
         return sharing
 
     # Order
 
     def marks(self, op: _OpMetadata) -> tuple[tuple[int, Any], ...]:
         """Marks behind the work queued so far on the devices of an operation, for the worker to wait for."""
-        if not self._marking:
-            return ()
         marks = [
             (device, self._sharings[device].mark()) for device in {device for device, _ in op.registrations}
         ]

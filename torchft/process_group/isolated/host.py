@@ -134,19 +134,9 @@ class _Shared:
         pass
 
 
-class _Host:
-    """The base class of both ends. Host memory has no queued work: an operation has finished when it
-    returns.
-    """
+class _Trainer(Sharing):
+    """Host memory has no queued work: an operation has finished when the worker answers."""
 
-    # See `sharing.is_plain`.
-    plain = True
-
-    def mark(self) -> None:
-        return None
-
-
-class _Trainer(_Host):
     def __init__(self, notify: Notify) -> None:
         self._notify = notify
         self._lock = threading.Lock()
@@ -240,22 +230,13 @@ class _Trainer(_Host):
                 self._notify((_UNMAP, region, 0), None)
         self._sweep_at = max(_SWEEP_AT, 2 * len(self._storages))
 
-    def follow(self, mark: Any) -> bool:
-        return True
-
-    def reached(self, mark: Any) -> bool:
-        return True
-
-    def free_streams(self) -> None:
-        pass
-
     def close(self) -> None:
         with self._lock:
             self._free = {}
             self._storages = {}
 
 
-class _Worker(_Host):
+class _Worker(Borrowing):
     def __init__(self) -> None:
         self._regions: dict[int, torch.Tensor] = {}
 
@@ -269,9 +250,6 @@ class _Worker(_Host):
             self._regions[region] = _map(descriptor, size)
         finally:
             os.close(descriptor)
-
-    def follow(self, mark: Any) -> None:
-        pass
 
     def borrow(self, ref: Any) -> torch.Tensor:
         region, offset, dtype, shape, stride = ref

@@ -53,8 +53,8 @@ class _OpMetadata:
         # Device and registration of every tensor.
         self.registrations: list[tuple[int, Registration]] = []
         # The operation's record, see `protocol.encode_call`.
-        self.call: tuple[Any, ...] = ()
-        # Value of the operation's future: the caller's tensors.
+        self.call = b""
+        # Value of the operation's future, the same as with Gloo: its outputs, one after another.
         self.result: list[torch.Tensor] = []
         # The current stream at the call; None if there are only CPU tensors.
         self.stream: Optional[torch.Stream] = None
@@ -126,15 +126,17 @@ def operation(
     own = getattr(arguments[-1], "timeout", timedelta(0))
     op = _OpMetadata((own if own > timedelta(0) else given_timeout() or timeout).total_seconds())
 
-    def register(tensor: torch.Tensor, usual: str) -> tuple[int, Any]:
+    given = access
+
+    def register(tensor: torch.Tensor, access: str) -> tuple[int, Any]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{tensor!r} is no tensor")
         kind = tensor.device.type
         if kind not in protocol.DEVICES:
             raise RuntimeError(f"a tensor on {tensor.device} is not supported")
         device = protocol.DEVICES.index(kind)
-        access_of = access or usual
-        registration = sharing(device).register(tensor, "r" in access_of, "w" in access_of)
+        access = given or access
+        registration = sharing(device).register(tensor, "r" in access, "w" in access)
         op.registrations.append((device, registration))
         return device, registration.ref
 
@@ -152,17 +154,10 @@ def operation(
         op.release()
         raise
     if op.registrations:
-        op.result = _flat(arguments[0])
+        protocol.each(protocol.OPERATIONS[name][0], op.result.append, arguments[0])
     if on_device:
         op.stream = torch.accelerator.current_stream()
     return op
-
-
-def _flat(outputs: Any) -> list[torch.Tensor]:
-    """The value of an operation's future, the same as with Gloo: its outputs, one after another."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    return [tensor for item in outputs for tensor in (item if isinstance(item, (list, tuple)) else (item,))]
 
 
 def timed_out(seconds: Optional[float]) -> Exception:

@@ -36,32 +36,31 @@ from torch.distributed import distributed_c10d as c10d
 
 RUN, CONFIGURE, CHECK, NOTE, SET_TIMEOUT, PING = "run", "configure", "check", "note", "set timeout", "ping"
 
-# The methods of PyTorch's group that a worker may call, with their arguments: "r" is read by the operation,
-# "w" written. The last integer of send and recv is their timeout in milliseconds, 0 for the group's.
-_OUT, _IN, _OUT_LISTS, _IN_LISTS = ("tensors", "w"), ("tensors", "r"), ("lists", "w"), ("lists", "r")
-_BOTH, _OUT_ONE, _IN_ONE = ("tensors", "rw"), ("tensor", "w"), ("tensor", "r")
+# The methods of PyTorch's group that a worker may call, with their arguments: tensors that are read ("r") or
+# written ("w"), and integers ("i"), alone or in lists; options. The last integer of send and recv is their
+# timeout in milliseconds, 0 for the group's.
 OPERATIONS: dict[str, tuple[Any, ...]] = {
-    "allgather": (_OUT_LISTS, _IN, c10d.AllgatherOptions),
-    "allgather_into_tensor_coalesced": (_OUT, _IN, c10d.AllgatherOptions),
-    "allreduce": (_BOTH, c10d.AllreduceOptions),
-    "allreduce_coalesced": (_BOTH, c10d.AllreduceCoalescedOptions),
-    "alltoall_base": (_OUT_ONE, _IN_ONE, "integers", "integers", c10d.AllToAllOptions),
+    "allgather": ("[[w]]", "[r]", c10d.AllgatherOptions),
+    "allgather_into_tensor_coalesced": ("[w]", "[r]", c10d.AllgatherOptions),
+    "allreduce": ("[rw]", c10d.AllreduceOptions),
+    "allreduce_coalesced": ("[rw]", c10d.AllreduceCoalescedOptions),
+    "alltoall_base": ("w", "r", "[i]", "[i]", c10d.AllToAllOptions),
     "barrier": (c10d.BarrierOptions,),
-    "broadcast": (_BOTH, c10d.BroadcastOptions),
+    "broadcast": ("[rw]", c10d.BroadcastOptions),
     # A message may be shorter than the tensor, whose remaining elements must stay unchanged.
-    "recv": (_BOTH, "integer", "integer", "integer"),
-    "reduce_scatter": (_OUT, _IN_LISTS, c10d.ReduceScatterOptions),
-    "reduce_scatter_tensor_coalesced": (_OUT, _IN, c10d.ReduceScatterOptions),
-    "send": (_IN, "integer", "integer", "integer"),
-    "reduce": (_BOTH, c10d.ReduceOptions),
-    "gather": (_OUT_LISTS, _IN, c10d.GatherOptions),
-    "scatter": (_OUT, _IN_LISTS, c10d.ScatterOptions),
-    "alltoall": (_OUT, _IN, c10d.AllToAllOptions),
-    "allgather_coalesced": (_OUT_LISTS, _IN, c10d.AllgatherOptions),
-    "_allgather_base": (_OUT_ONE, _IN_ONE, c10d.AllgatherOptions),
-    "all_gather_single": (_OUT_ONE, _IN_ONE, c10d.AllgatherOptions),
-    "_reduce_scatter_base": (_OUT_ONE, _IN_ONE, c10d.ReduceScatterOptions),
-    "reduce_scatter_single": (_OUT_ONE, _IN_ONE, c10d.ReduceScatterOptions),
+    "recv": ("[rw]", "i", "i", "i"),
+    "reduce_scatter": ("[w]", "[[r]]", c10d.ReduceScatterOptions),
+    "reduce_scatter_tensor_coalesced": ("[w]", "[r]", c10d.ReduceScatterOptions),
+    "send": ("[r]", "i", "i", "i"),
+    "reduce": ("[rw]", c10d.ReduceOptions),
+    "gather": ("[[w]]", "[r]", c10d.GatherOptions),
+    "scatter": ("[w]", "[[r]]", c10d.ScatterOptions),
+    "alltoall": ("[w]", "[r]", c10d.AllToAllOptions),
+    "allgather_coalesced": ("[[w]]", "[r]", c10d.AllgatherOptions),
+    "_allgather_base": ("w", "r", c10d.AllgatherOptions),
+    "all_gather_single": ("w", "r", c10d.AllgatherOptions),
+    "_reduce_scatter_base": ("w", "r", c10d.ReduceScatterOptions),
+    "reduce_scatter_single": ("w", "r", c10d.ReduceScatterOptions),
 }
 
 # The devices whose tensors can be registered, as numbers in a record. Tests add their own.
@@ -152,53 +151,44 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> Iterable[int]:
 # Operations
 
 
-def encode_call(
-    name: str, arguments: Sequence[Any], register: Callable[[torch.Tensor, str], Any]
-) -> tuple[Any, ...]:
-    """An operation as a record: its name, then its arguments as `OPERATIONS` defines them.
+def encode_call(name: str, arguments: Sequence[Any], register: Callable[[Any, str], Any]) -> bytes:
+    """An operation as a record of its own: its name, then its arguments as `OPERATIONS` defines them.
 
     Args:
         register: turns a tensor and its access, such as "rw", into a record.
     """
-    return name, *(_encoded(kind, argument, register) for kind, argument in zip(OPERATIONS[name], arguments))
+    record: list[Any] = [name]
+    for kind, argument in zip(OPERATIONS[name], arguments):
+        if isinstance(kind, type):
+            record.append(encode_options(kind() if argument is None else argument))
+        elif "i" in kind:
+            record.append(each(kind, operator.index, argument))
+        else:
+            access = kind.strip("[]")
+            record.append(each(kind, lambda tensor, access=access: register(tensor, access), argument))
+    return marshal.dumps(record)
 
 
-def _encoded(kind: Any, argument: Any, register: Callable[[torch.Tensor, str], Any]) -> Any:
-    if type(kind) is not tuple:
-        if kind == "integer":
-            return operator.index(argument)
-        if kind == "integers":
-            return tuple(map(operator.index, argument))
-        return encode_options(kind() if argument is None else argument)
-    form, access = kind
-    if form == "tensor":
-        return register(argument, access)
-    if form == "tensors":
-        return tuple([register(tensor, access) for tensor in argument])
-    return tuple([tuple([register(tensor, access) for tensor in tensors]) for tensors in argument])
-
-
-def decode_call(record: tuple[Any, ...], borrow: Callable[[Any], torch.Tensor]) -> tuple[str, list[Any]]:
+def decode_call(record: bytes, borrow: Callable[[Any], torch.Tensor]) -> tuple[str, list[Any]]:
     """The name and the arguments of an operation.
 
     Args:
         borrow: turns what `register` returned into a tensor.
     """
-    name, *arguments = record
-    return name, [_decoded(kind, argument, borrow) for kind, argument in zip(OPERATIONS[name], arguments)]
+    name, *arguments = marshal.loads(record)
+    for at, kind in enumerate(OPERATIONS[name]):
+        if isinstance(kind, type):
+            arguments[at] = decode_options(arguments[at])
+        elif "i" not in kind:
+            arguments[at] = each(kind, borrow, arguments[at])
+    return name, arguments
 
 
-def _decoded(kind: Any, argument: Any, borrow: Callable[[Any], torch.Tensor]) -> Any:
-    if type(kind) is not tuple:
-        if kind == "integer":
-            return argument
-        return list(argument) if kind == "integers" else decode_options(argument)
-    form, _ = kind
-    if form == "tensor":
-        return borrow(argument)
-    if form == "tensors":
-        return [borrow(item) for item in argument]
-    return [[borrow(item) for item in items] for items in argument]
+def each(kind: str, function: Callable[[Any], Any], argument: Any) -> Any:
+    """Applies a function to each item of an argument of some kind."""
+    if kind[0] == "[":
+        return [each(kind[1:], function, item) for item in argument]
+    return function(argument)
 
 
 # Options. The fields of a class depend on the version of PyTorch, which is the same at both ends.

@@ -49,20 +49,13 @@ class Registration(Protocol):
         """Trainer: called when the worker no longer uses the tensor."""
 
 
-class End(Protocol):
-    """The common part of both ends: the order of the work that the two processes queue for one device type.
+class Sharing:
+    """The trainer's end. It is used by several threads. A subclass for a device without queued work only
+    overrides `register` and `close`.
 
     A mark is a small record; None where there is nothing to wait for: then neither `follow` nor `reached` is
     called.
     """
-
-    def mark(self) -> Any:
-        """Returns a mark behind the work queued on the current stream so far, for the other end."""
-        ...
-
-
-class Sharing(End, Protocol):
-    """The trainer's end. It is used by several threads."""
 
     def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
         """Makes the tensor visible to the worker.
@@ -72,18 +65,22 @@ class Sharing(End, Protocol):
             read: whether the worker reads it.
             write: whether the worker writes it.
         """
-        ...
+        raise NotImplementedError
+
+    def mark(self) -> Any:
+        """Returns a mark behind the work queued on the current stream so far, for the worker's end."""
+        return None
 
     def follow(self, mark: Any) -> bool:
         """Makes the current stream wait for the worker's mark, until `free_streams` at the latest; the host
         continues. False if this device's streams cannot do that: a stream must not wait for an event of a
         process that is killed.
         """
-        ...
+        return True
 
     def reached(self, mark: Any) -> bool:
         """Whether the device has passed the worker's mark."""
-        ...
+        return True
 
     def free_streams(self) -> None:
         """Lets streams continue that wait for the worker, which has ended, or should have."""
@@ -94,25 +91,22 @@ class Sharing(End, Protocol):
         """
 
 
-class Borrowing(End, Protocol):
+class Borrowing:
     """The worker's end. It is used by the threads that start and end operations, and ends with the worker."""
-
-    def follow(self, mark: Any) -> None:
-        """Begins an operation, whose stream waits for the trainer's mark."""
 
     def borrow(self, ref: Any) -> torch.Tensor:
         """Returns the tensor of a registration, given its ref. A storage is imported once and kept."""
-        ...
+        raise NotImplementedError
 
     def notified(self, note: Any, descriptor: Optional[int]) -> None:
         """Takes up a note of the trainer's end, and closes the descriptor that came with it."""
 
+    def follow(self, mark: Any) -> None:
+        """Begins an operation, whose stream waits for the trainer's mark."""
 
-def is_plain(end: End) -> bool:
-    """Whether both ends share plain memory: there are no marks, and `borrow` gives the same for the same ref
-    until the next note. Then operations are done when they have finished, and are decoded once.
-    """
-    return getattr(end, "plain", False)
+    def mark(self) -> Any:
+        """Returns a mark behind the work queued on the current stream so far, for the trainer's end."""
+        return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -6,7 +6,6 @@ answer, so that no other thread has to wake up. The worker gets the name of its 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import queue
@@ -14,12 +13,11 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, Callable, Sequence
 
 import torch
-from torch.distributed import Work
 
 from torchft.process_group._errors import POINT_TO_POINT, explained
 from torchft.process_group._gloo.connections import GlooConnections
@@ -27,21 +25,11 @@ from torchft.process_group._gloo.operations import _LOOK_SEC, Operations
 from torchft.process_group._gloo.scheduling import calm_loops
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.sharing import Borrowing, is_plain
+from torchft.process_group.isolated.sharing import Borrowing
 from torchft.process_group.native import native_error
 from torchft.process_group.reconfigure import meeting_store
 from torchft.process_group.wrapper import _set_timeout
 from torchft.utils import DeviceThread
-
-# The size of the cache of decoded operations. A training step has fewer different ones.
-_REMEMBERED = 512
-
-# Operations that every backend has, with the same arguments as a process group.
-_OF_BACKENDS = ("allgather", "allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter")
-
-# Name, function, arguments, whether all tensors are plain memory of the host, and the timeout if it is not
-# the group's.
-_Call = tuple[str, Callable[..., Work], list[Any], bool, timedelta | None]
 
 
 def main(channel: socket.socket, settings: dict[str, Any]) -> None:
@@ -73,8 +61,8 @@ class Worker:
         self._modules: dict[str, str] = {}
         self._index = 0
         self._sharings: dict[int, Borrowing] = {}
-        # Decoded operations, by their records.
-        self._calls: dict[tuple[Any, ...], _Call] = {}
+        # A training step has fewer different operations. Notes may change what the records mean.
+        self._decoded = lru_cache(512)(self._decode)
         self._waiters = _Waiters()
         # The names of operations without an answer so far.
         self._in_flight: dict[int, str] = {}
@@ -156,7 +144,7 @@ class Worker:
                     self.answer(rest[0], error=e)
             elif kind == protocol.NOTE:
                 device, note = rest
-                self._calls.clear()
+                self._decoded.cache_clear()
                 self._sharing(device).notified(note, descriptors[0] if descriptors else None)
             elif kind == protocol.PING:
                 self.answer(0)
@@ -229,18 +217,21 @@ class Worker:
 
     # Operations
 
-    def _run(self, operation: int, marks: tuple[tuple[int, Any], ...], record: tuple[Any, ...]) -> None:
-        call = self._calls.get(record)
-        if call is None:
-            call = self._decode(record)
-        name, function, arguments, plain, _ = call
+    def _decode(self, record: bytes) -> tuple[str, list[Any], timedelta]:
+        """The name, the arguments, and the timeout of an operation; 0 for the group's."""
+        name, arguments = protocol.decode_call(record, lambda item: self._sharing(item[0]).borrow(item[1]))
+        return name, arguments, timedelta(milliseconds=arguments.pop() if name in POINT_TO_POINT else 0)
+
+    def _run(self, operation: int, marks: tuple[tuple[int, Any], ...], record: bytes) -> None:
+        name, arguments, timeout = self._decoded(record)
+        devices = [device for device, _ in marks]
         for device, mark in marks:
             self._sharing(device).follow(mark)
+        explain = partial(explained, self._group._name, name, tuple(arguments))
         try:
-            work = function(*arguments)
+            work = getattr(self._pg, name)(*arguments)
         except RuntimeError as e:
-            raise self._explained(call, e) from e
-        devices = [device for device, _ in marks]
+            raise explain(e) from e
         if self._group._queues:
             if work is not None:  # None if NCCL queued it on the current stream itself (`asyncOp=False`)
                 # The current stream waits, not this thread.
@@ -249,77 +240,36 @@ class Worker:
             return
         self._in_flight[operation] = name
         try:
-            # The works of Gloo's send and recv have no future.
-            future = work.get_future() if plain else None
+            # The works of Gloo's send and recv have no future. That of tensors on a device has a callback
+            # on a thread without a device.
+            future = None if devices else work.get_future()
         except RuntimeError:
             future = None
         if future is None:
-            self._waiters.run(lambda: self._end(operation, call, partial(self._wait, work, call), devices))
+            wait = partial(work.wait, timeout) if timeout else work.wait
+            self._waiters.run(lambda: self._end(operation, wait, explain, devices))
         else:
-            future.add_done_callback(lambda done: self._end(operation, call, done.value, ()))
+            future.add_done_callback(lambda done: self._end(operation, done.value, explain, devices))
 
-    def _explained(self, call: _Call, error: Exception) -> Exception:
-        return explained(self._group._name, call[0], tuple(call[2]), error)
-
-    def _decode(self, record: tuple[Any, ...]) -> _Call:
-        plain = True
-
-        def borrow(item: tuple[int, Any]) -> torch.Tensor:
-            nonlocal plain
-            device, ref = item
-            sharing = self._sharing(device)
-            plain = plain and is_plain(sharing)
-            return sharing.borrow(ref)
-
-        name, arguments = protocol.decode_call(record, borrow)
-        plain = plain and not self._group._queues
-        timeout = None
-        if name in ("send", "recv") and (milliseconds := arguments.pop()):
-            timeout = timedelta(milliseconds=milliseconds)
-        call = name, self._function(name, arguments, plain), arguments, plain, timeout
-        # A timeout differs from call to call, so such an operation is not cached.
-        if plain and timeout is None:
-            if len(self._calls) >= _REMEMBERED:
-                self._calls.clear()
-            self._calls[record] = call
-        return call
-
-    def _function(self, name: str, arguments: list[Any], plain: bool) -> Callable[..., Work]:
-        """The function for an operation: the CPU backend's own for tensors of the host, which saves the
-        dispatcher.
-        """
-        if plain and type(self._pg) is BaseProcessGroup and name in _OF_BACKENDS and arguments[0]:
-            return getattr(self._pg._get_backend(torch.device("cpu")), name)
-        return getattr(self._pg, name)
-
-    @staticmethod
-    def _wait(work: Work, call: _Call) -> None:
-        timeout = call[4]
-        work.wait() if timeout is None else work.wait(timeout)
-
-    def _end(self, operation: int, call: _Call, wait: Callable[[], object], devices: Sequence[int]) -> None:
+    def _end(
+        self,
+        operation: int,
+        wait: Callable[[], object],
+        explain: Callable[[Exception], Exception],
+        devices: list[int],
+    ) -> None:
         """Answers when an operation has ended; `wait` raises its error."""
-        _keep_thread_state()
         try:
             wait()
             marks = self._marks(devices)
         except Exception as e:
-            self.answer(operation, error=self._explained(call, e))
+            self.answer(operation, error=explain(e))
         else:
             self.answer(operation, marks)
         del self._in_flight[operation]
 
-    def _marks(self, devices: Sequence[int]) -> tuple[tuple[int, Any], ...]:
+    def _marks(self, devices: list[int]) -> tuple[tuple[int, Any], ...]:
         return tuple([(device, self._sharings[device].mark()) for device in devices])
-
-
-_kept = threading.local()
-
-
-def _keep_thread_state() -> None:
-    """Keeps Python's state of a thread of C++, which would be made and freed with each call of Python."""
-    if not hasattr(_kept, "state"):
-        _kept.state = ctypes.pythonapi.PyGILState_Ensure()
 
 
 class _Waiters:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 import os
 import pickle
 import socket
@@ -68,16 +67,15 @@ def test_invalid_options_are_named() -> None:
 @pytest.mark.parametrize("name", protocol.OPERATIONS)
 def test_calls_arrive_unchanged(name: str) -> None:
     """Each operation, with an argument of each kind that it has."""
-    examples = {"tensor": "a", "tensors": ["a", "b"], "lists": [["a"], [], ["b", "c"]]}
-    simple: dict[Any, Any] = {"integer": -7, "integers": [1 << 40, -1]}
+    examples: dict[str, Any] = {"": "a", "[": ["a", "b"], "[[": [["a"], [], ["b", "c"]]}
+    integers: dict[str, Any] = {"i": -7, "[i]": [1 << 40, -1]}
     kinds = protocol.OPERATIONS[name]
     given = [
-        examples[kind[0]] if type(kind) is tuple else simple[kind] if type(kind) is str else kind()
+        kind() if isinstance(kind, type) else integers.get(kind, examples["[" * kind.count("[")])
         for kind in kinds
     ]
     made = protocol.encode_call(name, given, lambda tensor, access: (len(access), tensor))
-    assert hash(made) == hash(marshal.loads(marshal.dumps(made))), "the worker finds it again by its hash"
-    back, arguments = protocol.decode_call(marshal.loads(marshal.dumps(made)), lambda item: item[1])
+    back, arguments = protocol.decode_call(made, lambda item: item[1])
     assert back == name
     for kind, argument, expected in zip(kinds, arguments, given):
         assert (fields(argument) == fields(expected)) if isinstance(kind, type) else argument == expected

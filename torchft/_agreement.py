@@ -31,6 +31,8 @@ HEALS = _PREFIX + "heals"
 IN_PASSING = _PREFIX + "in_passing"
 # The connections of this rank (handover.py); they change from step to step.
 CONNECTIONS = _PREFIX + "connections"
+# The units of a batch whose gradients this group keeps (data/kept.py).
+KEEPS = _PREFIX + "keeps"
 LOADER = _PREFIX + "loader"  # the kind of data loader that weights this group's gradients (layout.py)
 # Digest of the tensors that this rank reduces, and of its data (layout.py, go/quorum/fit.go).
 LAYOUT = "layout"

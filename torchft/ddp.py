@@ -132,7 +132,7 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
 
     def _reduce(self, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
         self._awaits_commit = self._extras.reduces_gradients()
-        if not self.gradient_as_bucket_view:
+        if not self.gradient_as_bucket_view and not self._extras.adds_gradients:
             self._extras.refuse_replay(
                 "gradients are copies of what is reduced (gradient_as_bucket_view=False)"
             )

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft._agreement import COMPARES, CONNECTIONS, IN_PASSING
+from torchft._agreement import COMPARES, CONNECTIONS, IN_PASSING, KEEPS
 from torchft._forked import Maker
 from torchft._handoff import hand_off, prepare
 from torchft._manager.checks.calls import Calls
@@ -69,6 +69,7 @@ from torchft._manager.settings import (
     resolve,
 )
 from torchft._manager.signals import Signals, leave_on_from_env
+from torchft._manager.step.again import Again
 from torchft._manager.step.background import Background
 from torchft._manager.step.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.step.errors import Errors, ExceptionWithTraceback
@@ -297,6 +298,7 @@ class Manager(Stateful, Stepping):
         self._errors = Errors(self._replica_id, self._incidents, self._server, self._logger)
         self._backlog = Backlog(self._peers.at_once, self._logger)
         self._replayer = Replayer(settings.replay_failed_step, self._errors, self._logger)
+        self._again = Again(False, self._logger)  # until there is a loader
         chosen = not settings.compares_by_default
         self._replicas = Replicas(
             settings.compare_commits if chosen or self._peers.ours else 0,
@@ -528,6 +530,7 @@ class Manager(Stateful, Stepping):
             self._round.wait()  # its error is raised by `wait_quorum`, not here
             # if this round cannot begin, nothing must be reduced among the peers of the previous one
             self._round = None
+        keeps = self._again.announces(self._current, self._step, self._committed_quorum_id)
         # before the request: once this group is in a quorum, the other groups would wait as well
         self._backlog.make_room(request.timeout)
         if self._current.undecided:
@@ -569,6 +572,7 @@ class Manager(Stateful, Stepping):
                     (COMPARES, self._replicas.announces(averages=local_sgd)),
                     (CONNECTIONS, connections),
                     (IN_PASSING, self._along.announces if self._along is not None else ""),
+                    (KEEPS, keeps),
                 ],
             ),
             # The server refuses a number that differs from rank 0's.
@@ -772,6 +776,8 @@ class Manager(Stateful, Stepping):
         kept = None
         try:
             self.wait_quorum()
+            if self._data.holds_units(self._current):
+                self._again.keep(self._current, tensor, reduce_op, should_quantize)
             local_steps = self._layout.lines is not None
             kept = self._replayer.keep(self._current, tensor, reduce_op, should_quantize, local_steps)
             work = self._reduce(tensor, reduce_op, should_quantize)
@@ -830,6 +836,14 @@ class Manager(Stateful, Stepping):
 
     def _attach_loader(self, loader: Loader) -> None:
         self._data.attach(loader, begun=self._round is not None)
+        # A replay lacks the units of a failed group, so the step comes again.
+        replays, self._replayer.enabled = self._replayer.enabled, False
+        self._again.enabled = (
+            replays
+            and self._data.adds_gradients
+            and not self._settings.reproducible_reduction
+            and not self._planner.has_spares
+        )
         if self._settings.heal is None and self._data.adds_gradients:
             self._heal_by(HealMode.AUTO)
 
@@ -967,11 +981,14 @@ class Manager(Stateful, Stepping):
         """
         timeout = given("timeout", timeout, self._timeout)
         committed = self._try_step(timeout)
-        step, failures, why = self._step, self._commit_failures, ""
+        step, failures, why, kept = self._step, self._commit_failures, "", None
         if not committed:
             why = self._current.why_lost()
             self._give_way()
             heals = self._replicas.gives_way(self._current)
+            if self._data.adds_gradients:
+                vote = partial(self._server.vote, step, timeout=timeout)
+                kept = self._again.retain(self._current, step, self._data.check_reduced, vote)
             committed = self._replayer.replay(
                 self._current,
                 vote=lambda yes: self._server.vote(self._step, yes, timeout),
@@ -991,6 +1008,7 @@ class Manager(Stateful, Stepping):
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
             self._uncommitted.committed()
+            self._again.forget()
         elif isinstance(self._current.cause, StillHealing) or (
             self._along is not None and self._current.healing and self._current.refused_by_rank
         ):
@@ -998,7 +1016,8 @@ class Manager(Stateful, Stepping):
             self._commit_failures = 0
         else:
             self._commit_failures = failures + 1
-            self._logger.warn(f"step {step} is lost: {why}")
+            how = "is lost" if kept is None else f"comes again without the {kept} units of this group"
+            self._logger.warn(f"step {step} {how}: {why}")
             self._lost(why)
         self._incidents.step_ended(committed)
         self._trace.ended(step, *self._current.outcome)
@@ -1047,7 +1066,7 @@ class Manager(Stateful, Stepping):
             self._data.verify(step)
         except Exception as e:
             self._logger.exception(f"the step is not committed: {e}")
-            self._errors.lose(e)
+            self._errors.recurring(e, f"it failed a check: {e}")
         self._replicas.check(step, self._step)
         if step.participants < self._min_replica_size:
             self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")

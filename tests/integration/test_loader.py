@@ -87,6 +87,9 @@ class Training:
     lives: Counter[int] = field(default_factory=Counter)
     # The weight of each sample in the step that a group committed, by (group, step)
     committed: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
+    kept: dict[int, Counter[int]] = field(default_factory=dict)  # by group
+    # the number of units that count in each attempt, by (group, step)
+    units: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     # Groups whose weights were of no step after one that they lost.
     unusable: list[int] = field(default_factory=list)
@@ -118,7 +121,11 @@ class Training:
             if what == "crashed":
                 return None
             optimizer.zero_grad()
-            seen: Counter[int] = Counter()
+            # the samples in this group's gradients, those among them that it kept of earlier attempts
+            seen = Counter(self.kept[rank.group]) if step.again else Counter()
+            self.units.setdefault((rank.group, number), []).append(
+                sum(unit.weight > 0 for unit in step._share.units)
+            )
             for place, unit in enumerate(step):
                 instead = self.leaves_out.get((rank.group, number, place))
                 if instead == "break":
@@ -141,6 +148,7 @@ class Training:
                 manager.report_error(RuntimeError("planned"))
             before = manager.current_step()
             participating = manager.is_participating()
+            self.kept[rank.group] = seen
             optimizer.step()
             assert step.committed is (manager.current_step() > before)
             usable = _OF_NO_STEP not in loader.state_dict()  # a job may resume from a checkpoint of now

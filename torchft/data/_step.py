@@ -117,13 +117,17 @@ class LoaderStep:
     Attributes:
         position: position of the step: epoch, and batch of that epoch.
         participants: groups whose gradients count.
+        again: number of earlier attempts at this step, of which this group keeps the gradients; its units are
+            then those of failed groups only, or one with weight 0.
         committed: whether the step was committed; None before ``optimizer.step()``, and with LocalSGD and
             DiLoCo. If it is False, the weights may be those of a heal that has not ended: do not save them.
     """
 
     committed: Optional[bool] = None
 
-    def __init__(self, loader: ElasticDataLoader, share: RankShare, membership: Membership) -> None:
+    def __init__(
+        self, loader: ElasticDataLoader, share: RankShare, membership: Membership, again: int = 0
+    ) -> None:
         self._loader = loader
         self._share = share
         self._membership = membership
@@ -132,6 +136,7 @@ class LoaderStep:
         self._added: set[int] = set()  # indices of the accumulated units
         self.position = share.position
         self.participants = membership.participants
+        self.again = again
 
     def __len__(self) -> int:
         return len(self._share.units)
@@ -197,9 +202,9 @@ class LoaderStep:
 
     @property
     def samples(self) -> int:
-        """The number of this rank's samples in accumulated units that count."""
+        """The number of this rank's samples in accumulated units that count, and in kept gradients."""
         units = (self._share.units[place] for place in self._added)
-        return sum(len(unit.indices) for unit in units if unit.weight)
+        return self._share.kept + sum(len(unit.indices) for unit in units if unit.weight)
 
     @property
     def planned_samples(self) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from torchft._manager.checks.loader import LocalSteps
+    from torchft._manager.quorum.plan import Plan
     from torchft.manager import Manager
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -59,11 +61,10 @@ class ElasticDataLoader:
     loader, with equal settings. The gradients of a step are the sum over groups, which is not divided,
     because each loss is multiplied by ``unit.weight``.
 
-    Make it before the first step. With ``replay_failed_step`` it is refused: a replay lacks samples. With
-    LocalSGD and
-    DiLoCo a step of the loader is one of the inner optimizer, which is never repeated, and samples may be
-    lost:
-    :attr:`lost` counts them.
+    Make it before the first step. With ``replay_failed_step`` groups keep the gradients of a step that a peer
+    has failed in, and the repeated step has only the units of which no group keeps any: docs/replay.md. With
+    LocalSGD and DiLoCo a step of the loader is one of the inner optimizer, which is never repeated, and
+    samples may be lost: :attr:`lost` counts them.
 
     Args:
         manager: the Manager of this rank.
@@ -236,24 +237,34 @@ class ElasticDataLoader:
             self._account.load(state_dict["samples"])
         if self._exact is not None:
             self._exact.load_state_dict(state_dict.get("scales"))
+        self._manager._again.forget()
         self._position = position
 
     def __len__(self) -> int:
         """The number of steps of the whole job."""
         return self._plan.batches_per_epoch * self._plan.epochs
 
-    def share(self, rank: Optional[int], participants: int) -> RankShare:
+    def share(
+        self,
+        rank: Optional[int],
+        participants: int,
+        kept: Collection[int] = (),
+        own: Collection[int] = (),
+    ) -> RankShare:
         """The units of this rank at its position; at the end of the job, those of the first step, with weight
         0.
 
         Args:
             rank: rank of this group among the participants, None if it is not one.
             participants: groups whose gradients count.
+            kept, own: the units that participants keep, and this group: see :meth:`DataPlan.share`.
         """
         position = self._position
         if rank is None and self.at_end:
             position = DataPosition()  # any position is valid, because the weight is 0
-        return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
+        return self._plan.share(
+            position, rank, participants, self._data_rank, self._data_world_size, kept, own
+        )
 
     def check_samples(self, counted: int, participants: int) -> None:
         """Raises SamplesDiffer unless a step at this position has ``counted`` samples for this data rank."""
@@ -358,10 +369,31 @@ class ElasticDataLoader:
         if self._exact is not None:
             self._exact.begin_step()
         membership = Membership(plan.participating_rank, plan.participants)
-        share = self.share(*membership)
+        again = manager._again
+        kept = self._kept(plan)
+        share = self.share(*membership, kept, again.units)
+        if membership.rank is not None:
+            parts = self._plan.parts(share.position, *membership, self._data_world_size, kept)
+            again.computes(share.position, itertools.chain(*parts))
         self._expect(membership, share)
-        self._step = LoaderStep(self, share, membership)
+        self._step = LoaderStep(self, share, membership, again.attempts)
         return self._step
+
+    def _kept(self, plan: Plan) -> frozenset[int]:
+        """The units whose gradients the groups of a quorum keep from an earlier attempt at this step."""
+        manager = self._manager
+        try:
+            kept = manager._again.begin(manager._current, plan, self._position)
+        except Exception as e:
+            manager._report_own_error(e)
+            return frozenset()
+        if kept:
+            missing = self._plan.num_units(self._position) - len(kept)
+            manager._logger.info(
+                f"batch {self._position.batch} of epoch {self._position.epoch} comes again: "
+                f"{plan.participants} groups compute the {missing} units of the failed group again"
+            )
+        return kept
 
     def _check_ranks_alike(self, before: DataPosition) -> None:
         """Raises PositionDiffers if ranks of this group may have got different positions.

@@ -15,7 +15,7 @@ position after the last batch of the last epoch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Optional
@@ -74,14 +74,16 @@ class RankShare:
     Attributes:
         position: position of the step.
         units: the units, at least one. All ranks of a group have the same number.
-        samples: number of this rank's samples that count.
+        samples: number of this rank's samples that count, those that its group keeps among them.
         expected: number of samples in a reduction over all participants, among ranks with this ``data_rank``.
+        kept: number of those of ``samples`` whose gradients this rank keeps, so that no unit has them.
     """
 
     position: DataPosition
     units: tuple[PlannedUnit, ...]
     samples: int
     expected: int
+    kept: int = 0
 
     def check(self, counted: int) -> None:
         """Raises SamplesDiffer unless a reduction contains the expected number of samples.
@@ -257,13 +259,15 @@ class DataPlan:
         num_participants: int,
         data_rank: int = 0,
         data_world_size: int = 1,
+        kept: Collection[int] = (),
+        own: Collection[int] = (),
     ) -> RankShare:
         """Computes the part of a rank at a position.
 
         The units are divided among the data ranks first. So data rank r of the groups reduces the same units
         in every quorum, and can check its own reduction (:meth:`RankShare.check`). The part of a data rank is
-        then divided among the participants. All parts are contiguous, and their sizes differ by at most one
-        unit.
+        then divided among the participants, without the units whose gradients one of them keeps from an
+        earlier attempt at this step. All parts are contiguous, and their sizes differ by at most one unit.
 
         The ranks of a group run collectives with each other in each unit, so all get as many units as the
         rank with the most. A group that does not participate has one unit per rank. The added units have
@@ -278,34 +282,57 @@ class DataPlan:
             data_rank: number of this rank among the ranks of its group that read different data. With tensor
                 or pipeline parallelism, all ranks that work on the same samples pass the same number.
             data_world_size: number of data ranks in a group; equal in all groups.
+            kept: numbers of the units that participants keep; equal in all groups.
+            own: those of them that this group keeps.
 
         Raises:
             ValueError: a rank or size is out of range.
             PositionDiffers: the plan has no such batch: it is at its end.
         """
-        _check("num_participants", num_participants, 1)
         _check("data_world_size", data_world_size, 1)
         _check("data_rank", data_rank, 0, data_world_size - 1)
-        if participating_rank is not None:
-            _check("participating_rank", participating_rank, 0, num_participants - 1)
-        units = range(self.num_units(position))
-        slices = [_part(units, rank, data_world_size) for rank in range(data_world_size)]
-        own, rounds = range(0), 1
-        if participating_rank is not None:
-            parts = [_part(each, participating_rank, num_participants) for each in slices]
-            own, rounds = parts[data_rank], max(1, *(len(part) for part in parts))
+        parts = self.parts(position, participating_rank, num_participants, data_world_size, kept)
+        part, rounds = parts[data_rank], max(1, *(len(part) for part in parts))
+        of_rank = self._of_rank(position, data_rank, data_world_size)
         size = self.batch_size(position)
-        weighted = [(unit, self._samples(position, unit, unit + 1) / size) for unit in own]
-        weighted += [(0, 0.0)] * (rounds - len(own))
+        weighted = [(unit, self._samples(position, unit, unit + 1) / size) for unit in part]
+        weighted += [(0, 0.0)] * (rounds - len(part))
+        in_sums = sum(self._samples(position, unit, unit + 1) for unit in own if unit in of_rank)
         return RankShare(
             position,
             tuple(
                 PlannedUnit(self.indices(position, unit), weight, last=number == rounds, number=unit)
                 for number, (unit, weight) in enumerate(weighted, start=1)
             ),
-            samples=self._samples(position, own.start, own.stop),
-            expected=self._samples(position, slices[data_rank].start, slices[data_rank].stop),
+            samples=in_sums + sum(self._samples(position, unit, unit + 1) for unit in part),
+            expected=self._samples(position, of_rank.start, of_rank.stop),
+            kept=in_sums,
         )
+
+    def _of_rank(self, position: DataPosition, data_rank: int, data_world_size: int) -> range:
+        """The units of a data rank, in all groups together."""
+        units = self.num_units(position)
+        return range(units * data_rank // data_world_size, units * (data_rank + 1) // data_world_size)
+
+    def parts(
+        self,
+        position: DataPosition,
+        participating_rank: Optional[int],
+        num_participants: int,
+        data_world_size: int = 1,
+        kept: Collection[int] = (),
+    ) -> list[Sequence[int]]:
+        """Computes the units of each data rank of a group that count: see :meth:`share`."""
+        _check("num_participants", num_participants, 1)
+        slices: list[Sequence[int]] = [
+            self._of_rank(position, rank, data_world_size) for rank in range(data_world_size)
+        ]
+        if participating_rank is None:
+            return [each[:0] for each in slices]
+        _check("participating_rank", participating_rank, 0, num_participants - 1)
+        if kept:
+            slices = [[unit for unit in each if unit not in kept] for each in slices]
+        return [_part(each, participating_rank, num_participants) for each in slices]
 
     def _samples(self, position: DataPosition, start: int, stop: int) -> int:
         """The number of samples in a range of units, without ``stop``."""
@@ -325,9 +352,9 @@ def _order(length: int, seed: int, epoch: int) -> Permutation:
     return Permutation(length, seed, epoch)
 
 
-def _part(units: range, rank: int, of: int) -> range:
+def _part(units: Sequence[int], rank: int, of: int) -> Sequence[int]:
     """Returns one of several contiguous parts, whose sizes differ by at most one."""
-    return range(units.start + len(units) * rank // of, units.start + len(units) * (rank + 1) // of)
+    return units[len(units) * rank // of : len(units) * (rank + 1) // of]
 
 
 def _check(name: str, value: int, least: int, most: int = _MOST) -> None:

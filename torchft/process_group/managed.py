@@ -55,9 +55,10 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         if len(tensors) != 1:
             raise ValueError(f"allreduce through the manager takes one tensor at a time, got {len(tensors)}")
         reduce_op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
-        self._extras.refuse_replay(
-            "a ManagedProcessGroup reduced it: what its user makes of the result is not known"
-        )
+        if not self._extras.adds_gradients:
+            self._extras.refuse_replay(
+                "a ManagedProcessGroup reduced it: what its user makes of the result is not known"
+            )
         return self._manager.allreduce(tensors[0], reduce_op=cast(ReduceOp, reduce_op))
 
     def size(self) -> int:

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Optional
 
 from torchft.data.agreement import GroupAction, Verdict, entry, judge, next_action, step_to_announce
+from torchft.data.kept import KeptUnits, counting
 from torchft.data.position import DataPlan, DataPosition, RankShare, SamplesDiffer
 
 # The samples of one step: the index of each, and its weight in the sum. Weights are sums of quotients, so
@@ -54,6 +55,8 @@ class Group:
         # without init_sync all groups begin with equal weights
         self.origin = ""
         self.position = DataPosition()
+        self.keeps = False  # replay_failed_step
+        self.forget()
         if state is not None:
             self.load(state)
 
@@ -63,6 +66,35 @@ class Group:
     def load(self, state: State) -> None:
         self.step, self.weights, self.origin = state.step, state.weights, state.origin
         self.position = self.plan.load(state.data)
+        self.forget()
+
+    # Gradients of a step that was not committed
+
+    def forget(self) -> None:
+        self.kept: Optional[KeptUnits] = None
+        self.kept_shares: list[RankShare] = []  # what the kept gradients are the sum of
+        self.kept_of: set[tuple[str, Weights]] = set()  # the weights of which they are gradients
+
+    def counting(self, quorum: Quorum) -> list[frozenset[int]]:
+        return counting(quorum.texts, step=quorum.newest, committed_quorum_id=0, position=self.position)
+
+    def begin(self, quorum: Quorum) -> None:
+        """Forgets what the quorum cannot use."""
+        own = self.counting(quorum)[quorum.groups.index(self)]
+        if self.kept is not None and own != self.kept.units:
+            self.forget()
+        elif self.kept is None and own:
+            raise Broken("other groups count on gradients that are not kept")
+
+    def keep(self, quorum: Quorum, shares: list[RankShare]) -> None:
+        """Keeps the gradients of its units, with those of earlier attempts."""
+        units = {unit.number for share in shares for unit in share.units if unit.weight}
+        units |= self.kept.units if self.kept is not None else set()
+        if not units:
+            return
+        self.kept = KeptUnits(self.step, 0, self.position, frozenset(units))
+        self.kept_shares += shares
+        self.kept_of.add((self.origin, self.weights))
 
     def action(self, heals_in_background: bool, all_up_to_date: bool) -> GroupAction:
         return next_action(
@@ -83,10 +115,10 @@ class Group:
         """The shares of each data rank; without samples if this group is at the end, or is no participant."""
         rank = quorum.participants.index(self.name) if self.name in quorum.participants else None
         position = DataPosition() if self.position == self.plan.end else self.position
-        return [
-            self.plan.share(position, rank, len(quorum.participants), data_rank, quorum.data_world_size)
-            for data_rank in range(quorum.data_world_size)
-        ]
+        kept = frozenset[int]().union(*self.counting(quorum))
+        own = self.kept.units if self.kept is not None else ()
+        groups, ranks = len(quorum.participants), quorum.data_world_size
+        return [self.plan.share(position, rank, groups, r, ranks, kept, own) for r in range(ranks)]
 
     def check(self, shares: list[RankShare], counted: list[int]) -> bool:
         """Whether the reductions of all data ranks contain the expected samples."""
@@ -102,6 +134,7 @@ class Group:
         self.weights += (batch,)
         self.origin = ""
         self.step += 1
+        self.forget()
 
     def abandon(self) -> None:
         """Called when the step was not committed."""
@@ -121,6 +154,8 @@ class Group:
 @dataclass
 class Quorum:
     groups: list[Group]
+    newest: int  # the newest step
+    texts: list[str]  # what each group announces of the gradients that it keeps
     up_to_date: list[str]
     data_world_size: int
     participants: list[str] = field(default_factory=list)  # their gradients count
@@ -148,6 +183,7 @@ class Job:
         )
         self.use_async_quorum = self.random.random() < 0.5
         self.init_sync = self.random.random() < 0.5
+        self.keeps = False  # replay_failed_step
         self.keeps_step = self.random.random() < 0.8  # whether a checkpoint contains the Manager's step, too
         self.faults_end = self.random.randint(0, MOST_WITH_FAULTS)
         self.faulty = True
@@ -182,6 +218,7 @@ class Job:
     def _join(self, state: Optional[State]) -> None:
         self.named += 1
         group = self.group(f"g{self.named:03}", self.plan, state)
+        group.keeps = self.keeps and self.most_participants > 2 and self.random.random() < 0.9
         if state is None and self.init_sync:
             group.origin = group.name
         self.groups.append(group)
@@ -227,7 +264,11 @@ class Job:
             return
         newest = max(group.step for group in groups)
         quorum = Quorum(
-            groups, [group.name for group in groups if group.step == newest], self.data_world_size
+            groups,
+            newest,
+            ["" if group.kept is None else group.kept.text for group in groups],
+            [group.name for group in groups if group.step == newest],
+            self.data_world_size,
         )
         # The other groups heal from the first group before the step.
         from_first = newest == 0 and self.init_sync
@@ -257,6 +298,8 @@ class Job:
             self.seen["healed at the end"] += len(states)
             self.compared = []
             return
+        for group in groups:
+            group.begin(quorum)
         self._reduce_and_decide(quorum, actions, healed, states if in_background else {})
 
     def _stranger(self) -> Group:
@@ -315,8 +358,13 @@ class Job:
             for group in quorum.groups
             if group.name in counts and actions[group.name] is GroupAction.TRAINS
         ]
-        batch = _sum([share for group in adding for share in shares[group.name]])
-        made_of = {(group.origin, group.weights) for group in adding}
+        batch = _sum([share for group in adding for share in (*group.kept_shares, *shares[group.name])])
+        made_of = {(group.origin, group.weights) for group in adding}.union(*(g.kept_of for g in adding))
+        self.seen["came again without kept units"] += any(group.kept_of for group in adding)
+        self.seen["came again after several failures"] += any(
+            len(group.kept_shares) > self.data_world_size for group in adding
+        )
+        self.seen["groups kept the same unit"] += _overlap(quorum)
         fails = bool(failed) or self._happens(0.1, "a collective failed")
         # groups at the end of the data compare, and then end the collectives of the others
         mixed = len(set(actions.values())) > 1
@@ -354,12 +402,23 @@ class Job:
                 continue
             self.seen["a step was not committed"] += 1
             group.abandon()
+            may_keep = group.keeps and group in adding and group.step > 0 and not self._happens(0.1)
+            if may_keep and verdict is Verdict.ALIKE and group.name != lacking and not mixed:
+                group.keep(quorum, shares[group.name])
+            else:
+                group.forget()
             group.step = step_to_announce(group.step, verdict)
         if left and any(actions[name] is GroupAction.TRAINS for name in counts):
             raise Broken("some groups left in a quorum in which others train on")
         self._finish(left)
         if len(committed) == len(names):
             self.compared = names
+
+
+def _overlap(quorum: Quorum) -> bool:
+    found = [kept for kept in map(KeptUnits.parse, quorum.texts) if kept is not None]
+    at_one = [kept.units for kept in found if kept[:3] == found[0][:3]]
+    return sum(map(len, at_one)) > len(frozenset[int]().union(*at_one))
 
 
 def _without_first(share: RankShare) -> RankShare:
@@ -437,6 +496,23 @@ class MixedCheckpoints(Job):
     def __init__(self, seed: int, group: type[Group] = Group) -> None:
         super().__init__(seed, group)
         self.init_sync = self.keeps_step = False
+
+
+class Replays(Job):
+    """Groups keep the gradients of steps that are not committed, except some groups; and many fail."""
+
+    likelier = {  # noqa: RUF012
+        "a collective failed": 4,
+        "failed in a step": 1.5,
+        "failed between steps": 0.3,
+        "missed a quorum": 2,
+        "a stranger asked": 0.3,
+        "joined": 2,
+    }
+
+    def __init__(self, seed: int, group: type[Group] = Group) -> None:
+        super().__init__(seed, group)
+        self.keeps = True
 
 
 def prove(seed: int, group: type[Group] = Group, job: type[Job] = Job) -> Job:

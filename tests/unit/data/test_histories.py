@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Callable, Optional
 
@@ -16,6 +17,7 @@ from tests.unit.data.history import (
     Job,
     MixedCheckpoints,
     Quorum,
+    Replays,
     RestlessStart,
     State,
     check,
@@ -24,6 +26,7 @@ from tests.unit.data.history import (
 )
 from torchft.data import position
 from torchft.data.agreement import GroupAction, Verdict
+from torchft.data.kept import KeptUnits
 from torchft.data.position import DataPlan, DataPosition, RankShare
 
 EVENTS = {
@@ -49,11 +52,26 @@ EVENTS = {
 }
 
 
+# Of groups that keep the gradients of steps that are not committed
+OF_REPLAYS = {
+    "came again after several failures",
+    "came again without kept units",
+    "groups kept the same unit",
+}
+
+
 def test_random_histories() -> None:
     seen: Counter[str] = Counter()
     for seed in range(often(1500)):
         seen += prove(seed).seen
     assert set(seen) == EVENTS
+
+
+def test_random_histories_of_groups_that_replay() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(often(10_000)):
+        seen += prove(seed, job=Replays).seen
+    assert set(seen) == EVENTS | OF_REPLAYS
 
 
 @pytest.mark.parametrize("job", [RestlessStart, MixedCheckpoints])
@@ -63,11 +81,12 @@ def test_more_faults_of_one_kind(job: type[Job]) -> None:
 
 
 @pytest.mark.slow  # two minutes; test_random_histories has 300, or 1500 if SEED is set
+@pytest.mark.parametrize("job", [Job, Replays])
 @pytest.mark.parametrize("part", range(10))
-def test_a_hundred_thousand_histories(part: int) -> None:
+def test_a_hundred_thousand_histories(part: int, job: type[Job]) -> None:
     first = todays(10_000 * part)
     for seed in range(first, first + 10_000):
-        prove(seed)
+        prove(seed, job=job)
 
 
 # Mistakes of a loader
@@ -192,6 +211,42 @@ class GivesWayToMissingEntries(Group):
         return Verdict.GIVES_WAY if verdict is Verdict.INCOMPLETE and not leads and not heals else verdict
 
 
+class CountsUnitsTwice(Uncounted):
+    """A mistake: two groups keep the same unit, and both count."""
+
+    def counting(self, quorum: Quorum) -> list[frozenset[int]]:
+        return [super(CountsUnitsTwice, self).counting(replace(quorum, texts=[t]))[0] for t in quorum.texts]
+
+
+class CountsOtherBatches(Group):
+    """A mistake: a group behind the others, which heals, is taken to keep units of their batch."""
+
+    def counting(self, quorum: Quorum) -> list[frozenset[int]]:
+        kept = map(KeptUnits.parse, quorum.texts)
+        return [frozenset() if one is None else one.units for one in kept]
+
+
+class LosesWhatItKeeps(Group):
+    def keep(self, quorum: Quorum, shares: list[RankShare]) -> None:
+        super().keep(quorum, shares)
+        self.kept_shares = []
+
+
+class ComputesWhatIsKept(Uncounted):
+    """A mistake: the whole batch is divided again, and the kept gradients are added nevertheless."""
+
+    def shares(self, quorum: Quorum) -> list[RankShare]:
+        return super().shares(replace(quorum, texts=[""] * len(quorum.texts)))
+
+
+class KeepsOnlyTheLastAttempt(Group):
+    def keep(self, quorum: Quorum, shares: list[RankShare]) -> None:
+        before = self.kept
+        self.kept = None
+        super().keep(quorum, shares)
+        self.kept = self.kept or before
+
+
 LOADER_MISTAKES = [
     DoesNotAdvance,
     AdvancesWithoutCommit,
@@ -208,9 +263,22 @@ LOADER_MISTAKES = [
     GivesWayToMissingEntries,
     LeavesWithoutComparing,
     EndsByItself,
+    CountsUnitsTwice,
+    CountsOtherBatches,
+    LosesWhatItKeeps,
+    ComputesWhatIsKept,
+    KeepsOnlyTheLastAttempt,
 ]
 # Mistakes that are rarely visible in other jobs
-SHOWN_BY = {GivesWayAlsoIfItLeads: MixedCheckpoints, GivesWayToMissingEntries: RestlessStart}
+SHOWN_BY: dict[type[Group], type[Job]] = {
+    GivesWayAlsoIfItLeads: MixedCheckpoints,
+    GivesWayToMissingEntries: RestlessStart,
+    CountsUnitsTwice: Replays,
+    CountsOtherBatches: Replays,
+    LosesWhatItKeeps: Replays,
+    ComputesWhatIsKept: Replays,
+    KeepsOnlyTheLastAttempt: Replays,
+}
 
 
 @pytest.mark.parametrize("mistake", LOADER_MISTAKES, ids=lambda mistake: mistake.__name__)
@@ -221,16 +289,13 @@ def test_a_mistake_of_a_loader_is_found(mistake: type[Group]) -> None:
 # Mistakes of the plan
 
 
-def ends_late(units: range, rank: int, of: int) -> range:
-    return range(
-        units.start + len(units) * rank // of,
-        min(units.stop, units.start + len(units) * (rank + 1) // of + 1),
-    )
+def ends_late(units: Sequence[int], rank: int, of: int) -> Sequence[int]:
+    return units[len(units) * rank // of : len(units) * (rank + 1) // of + 1]
 
 
-def drops_the_rest(units: range, rank: int, of: int) -> range:
+def drops_the_rest(units: Sequence[int], rank: int, of: int) -> Sequence[int]:
     size = len(units) // of
-    return range(units.start + size * rank, units.start + size * (rank + 1))
+    return units[size * rank : size * (rank + 1)]
 
 
 def weighs_copies(share: Callable[..., RankShare]) -> Callable[..., RankShare]:

@@ -10,6 +10,7 @@ import signal
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Callable, Generator, Iterator, Optional
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from torchft._manager import signals
+from torchft._manager.observe.log import _ManagerLogger
 from torchft._manager.quorum.plan import Plan as QuorumPlan
 from torchft._manager.settings import resolve
+from torchft._manager.step.again import Again
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data._step import LoaderStep, StepEnded, UnitsSkipped
@@ -51,6 +54,7 @@ class Alone(Manager):
         self.hooks: list[Callable[[int, bool, int], None]] = []
         self.drained = False
         self._current: Any = object()  # the step in progress
+        self._again = Again(False, create_autospec(_ManagerLogger))
         self.up_to_date = 1
         self.groups = 1
         self.passed = 0
@@ -76,6 +80,8 @@ class Alone(Manager):
         fields.update(
             participating_rank=0,
             participants=1,
+            handles=[],
+            replica_rank=0,
             in_background=True,
             num_up_to_date=self.up_to_date,
             replica_world_size=self.groups,

@@ -339,15 +339,25 @@ def test_an_error_of_this_rank_ends_the_collectives_of_its_peers_and_suspects_no
     assert suspected == []
 
 
-# Settings that exclude each other
+# Settings
 
 
-def test_replays_are_refused(fixture: Fixture) -> None:
-    manager = fixture.manager(replay_failed_step=True)
-    with pytest.raises(
-        ValueError, match=r"replay_failed_step=True and ElasticDataLoader exclude each other.*Choose"
-    ):
-        attach(manager)
+@pytest.mark.parametrize(
+    ("settings", "keeps"),
+    [
+        ({}, False),
+        ({"replay_failed_step": True}, True),
+        ({"replay_failed_step": True, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}, False),
+    ],
+)
+def test_with_a_loader_a_step_is_not_replayed_but_comes_again(
+    fixture: Fixture, settings: dict[str, Any], keeps: bool
+) -> None:
+    manager = fixture.manager(**settings)
+    sizes = dict(global_batch_size=4, micro_batch_size=2, data_rank=0, data_world_size=1)
+    ElasticDataLoader(manager, list(range(10)), **sizes)
+    assert manager._again.enabled is keeps
+    assert not manager._replayer.enabled
 
 
 def test_a_second_loader_is_refused(fixture: Fixture) -> None:

@@ -132,15 +132,17 @@ class BatchCheck:
         self._sums: Optional[torch.Tensor] = None
         self._work: Optional[_ManagedWork] = None
 
-    def reduces(self, step: Step) -> None:
+    def reduces(self, step: Step) -> bool:
         """Checks, before a tensor is reduced that may hold gradients, that the units of this rank are
         complete: in every step, because peers compare sample counts in the first step of a quorum only.
+        Returns False before the first unit.
 
         Raises:
             UnitsSkipped: this rank has left out some of its units.
         """
         if self._whole is not step and self._loader.units_added():
             self._whole = step
+        return self._whole is step
 
     def is_due(self, step: Step) -> bool:
         """Whether the groups still have to be compared in this step. A group that heals may load its position
@@ -219,10 +221,10 @@ class AverageCheck(BatchCheck):
     whether groups are at the same position.
     """
 
-    def reduces(self, step: Step) -> None:
+    def reduces(self, step: Step) -> bool:
         # Weights are averaged: their sample count covers all inner steps, so no unit can be missing
         # unnoticed.
-        pass
+        return False
 
     def is_due(self, step: Step) -> bool:
         return self._compared is not step
@@ -247,7 +249,6 @@ class Data:
     def __init__(self, layout: Layout, planner: Planner, settings: Settings, init_sync: bool) -> None:
         self._layout = layout
         self._planner = planner
-        self._replays = settings.replay_failed_step
         self._reproducible = settings.reproducible_reduction
         self._init_sync = init_sync
         self._loader: Optional[Loader] = None
@@ -272,14 +273,6 @@ class Data:
             raise ValueError(f"this Manager has an {NAME} already: one loader serves all epochs of a job")
         if begun:
             raise ValueError(f"the first step has begun: make the {NAME} before, in all groups")
-        if self._replays:
-            raise ValueError(
-                f"replay_failed_step=True and {NAME} exclude each other: a replay lacks the units of the "
-                "group that "
-                "failed, and the loader gives them again. Choose replay_failed_step=False (and "
-                "TORCHFT_REPLAY_FAILED_STEP=0) where each sample must count once, else "
-                "torchft.data.DistributedSampler"
-            )
         if self._layout.lines is not None and self._local_steps is None:
             raise ValueError(f"tensors to average are registered already; with an {NAME} gradients are added")
         self._loader = loader
@@ -358,6 +351,12 @@ class Data:
         """
         return self.adds_gradients and step.undecided and not len(step.collectives)
 
+    def holds_units(self, step: Step) -> bool:
+        """Whether a tensor that is about to be reduced may hold gradients of units. Raises an error if some
+        of the units are missing. False without a loader, and with LocalSGD and DiLoCo.
+        """
+        return self._batches is not None and step.undecided and self._batches.reduces(step)
+
     def inner_step_ended(self) -> None:
         """Counts a step of this group's optimizer between two averages of LocalSGD or DiLoCo."""
         if self._loader is not None:
@@ -382,14 +381,18 @@ class Data:
         """Registers what raises an error if gradients of this step were not reduced."""
         self._checks.append(check)
 
+    def check_reduced(self) -> None:
+        """Raises an error if gradients of this step were not reduced."""
+        for check in self._checks:
+            check()
+
     def verify(self, step: Step) -> None:
         """Raises an error if the step must not be committed: see :meth:`BatchCheck.verify`."""
         if self._batches is not None:
             self._batches.verify(step)
         if step.error is None:
             try:
-                for check in self._checks:
-                    check()
+                self.check_reduced()
             except Exception:
                 step.collectives.abort()  # other groups may wait for a tensor that this rank did not reduce
                 raise

@@ -185,12 +185,14 @@ class Planner:
     Attributes:
         use_async_quorum: the argument of that name.
         heal_first: the argument of that name; set before the first quorum.
+        has_spares: whether groups may be spares.
     """
 
     heal_first = False
 
     def __init__(self, use_async_quorum: bool, world_size_mode: WorldSizeMode, min_replica_size: int) -> None:
         self.use_async_quorum = use_async_quorum
+        self.has_spares = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
         self._make = partial(make_plan, world_size_mode=world_size_mode, min_replica_size=min_replica_size)
         self._last: Optional[tuple[QuorumResult, tuple[bool, bool], Plan]] = None
 

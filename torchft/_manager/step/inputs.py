@@ -48,10 +48,13 @@ class Inputs:
 
     Attributes:
         refused: the action of this rank that rules out a replay of the step; None if there was none.
+        before: number of copies that hold the inputs of an earlier attempt, which :meth:`add` adds.
     """
 
     def __init__(self, copies: list[torch.Tensor]) -> None:
         self.refused: Optional[str] = None
+        self.before = 0
+        self._added = 0
         self._kept: list[Kept] = []
         self._copies = copies
 
@@ -81,11 +84,28 @@ class Inputs:
         self._kept.append(kept)
         return kept
 
+    def add(self, tensor: torch.Tensor) -> None:
+        """Adds the copy of an earlier attempt to the tensor that is about to be reduced in its place.
+
+        Raises:
+            ValueError: it was a tensor of another shape, dtype or device, or there was none.
+        """
+        copy = self._copies[self._added] if self._added < self.before else None
+        if copy is None or _kind(copy) != _kind(tensor):
+            there = "no other tensor" if copy is None else f"one with {_kind(copy)}"
+            raise ValueError(
+                f"tensor {self._added} of this attempt has {_kind(tensor)}, and the attempt before reduced "
+                f"{there} in its place: the step is computed again as a whole"
+            )
+        with torch.no_grad():
+            tensor.add_(copy)
+        self._added += 1
+
     def _copy(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             if index < len(self._copies):
                 copy = self._copies[index]
-                if (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device):
+                if _kind(copy) == _kind(tensor):
                     return copy.copy_(tensor)
                 self._copies[index] = tensor.clone()
             else:
@@ -144,6 +164,10 @@ class Inputs:
                     "it there belongs into Manager.register_replay_hook too"
                 )
         return None
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _version(tensor: torch.Tensor) -> int:

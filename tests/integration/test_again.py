@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
-from tests.integration.cluster import Cluster, Rank, results
+from tests.integration.cluster import Cluster, Gate, Rank, results
 from tests.integration.test_loader import Training, check
 from torchft._manager.step import collectives
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
@@ -153,3 +153,93 @@ def test_only_the_units_of_the_failed_group_are_computed_again(kind: str, groups
     expected = [own] if committed_at_once else [own, own // (groups - 1)]
     assert {group: job.computed(2)[group] for group in survivors} == dict.fromkeys(survivors, expected)
     assert all(len(units) == 1 for (_, step), units in job.units.items() if step != 2)
+
+
+@pytest.mark.parametrize("kind", ["copied gradients", "pure ddp", "pytorch's ddp"])
+def test_other_ways_to_reduce(kind: str) -> None:
+    job = Job(wrap=KINDS[kind], events={(0, 0, 2): fails("bucket0")})
+    check(job, job.run(3))
+    assert [job.computed(2)[group] for group in (1, 2)] == [[4, 2], [4, 2]]
+
+
+def test_one_failure_after_another_in_one_step() -> None:
+    """Twelve units: four groups compute 3, then three compute 1 more. When the second group fails, two units
+    of its four are left for each of the others.
+    """
+    job = Job(events={(0, 0, 2): fails("bucket0")})
+
+    def fails_in_the_next_attempt(rank: Rank) -> Optional[str]:
+        return fails("bucket0")(rank) if len(job.units.get((1, 2), [])) == 1 else None
+
+    job.events[1, 0, 2] = fails_in_the_next_attempt
+    check(job, job.run(4))
+    assert [job.computed(2)[group] for group in (2, 3)] == [[3, 1, 2], [3, 1, 2]]
+
+
+def test_groups_that_fail_in_step_after_step() -> None:
+    job = Job(events={(3, 0, 1): fails("bucket0"), (0, 0, 2): fails("bucket2"), (1, 0, 3): fails("forward")})
+    check(job, job.run(4, least=1))  # the last batch of the epoch, that of step 3, has 5 units
+    assert [job.computed(step)[2] for step in (1, 2, 3)] == [[3, 1], [4, 2], [3, 2]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"use_async_quorum": False}, {"heal": "at_once"}, {"heal": "in_passing"}],
+    ids=repr,
+)
+def test_a_group_joins_in_the_quorum_that_continues_a_step(settings: dict[str, Any]) -> None:
+    """It heals. If it has healed before the step, it computes a part of the missing units."""
+    job, restart = Job(settings={"replay_failed_step": True, **settings}), Gate()
+
+    def fail(rank: Rank) -> Optional[str]:
+        crash = rank.crash
+        rank.crash = lambda: (crash(), restart.open())[1]  # type: ignore[method-assign]
+        return fails("bucket0")(rank)
+
+    def wait_for_it(rank: Rank) -> None:
+        manager = rank.manager
+        assert manager is not None
+        decide = manager.should_commit
+
+        def should_commit(*args: Any, **more: Any) -> bool:
+            committed = decide(*args, **more)
+            if not committed:
+                rank.cluster.wait_for_waiter(0)
+            return committed
+
+        if not job.lost:
+            manager.should_commit = should_commit  # type: ignore[method-assign]
+
+    job.events = {(0, 0, 2): fail, (1, 0, 2): wait_for_it, (2, 0, 2): wait_for_it}
+    job.start_with = 3
+    with Cluster(min_replicas=2, make_pg=lambda _: ProcessGroupGloo(timeout=OPERATION)) as cluster:
+        first = [cluster.start(job, group) for group in range(3)]
+        cluster.wait(restart)
+        first[0][0].result(timeout=60)
+        ended = results(*first, cluster.start(job, 0))
+    check(job, ended)
+    assert all(sum(job.computed(2)[group]) < 8 for group in (1, 2))
+
+
+def test_a_group_without_the_setting_keeps_nothing() -> None:
+    job = Job(events={(0, 0, 2): fails("bucket0")})
+
+    def loop(rank: Rank) -> Optional[torch.Tensor]:
+        start = rank.start_manager
+        if rank.group == 1:
+            rank.start_manager = lambda **given: start(**{**given, "replay_failed_step": False})  # type: ignore[method-assign]
+        return job(rank)
+
+    job.start_with = 3
+    with Cluster(min_replicas=2, make_pg=lambda _: ProcessGroupGloo(timeout=OPERATION)) as cluster:
+        check(job, results(*(cluster.start(loop, group) for group in range(3))))
+    assert [job.computed(2)[group] for group in (1, 2)] == [[4, 4], [4, 4]]
+
+
+def test_with_reproducible_reduction_nothing_is_kept() -> None:
+    job = Job(
+        settings={"replay_failed_step": True, "reproducible_reduction": True},
+        events={(0, 0, 2): fails("bucket0")},
+    )
+    check(job, job.run(3))
+    assert [job.computed(2)[group] for group in (1, 2)] == [[4, 6], [4, 6]]

@@ -31,6 +31,9 @@ ERRORS = {
 }
 
 
+_AGAIN = "comes again without the"
+
+
 @dataclass(frozen=True)
 class Part:
     """A range of a job's steps.
@@ -59,11 +62,14 @@ class Elastic:
     ranks: int = 1  # ranks in each group
     reproducible: bool = False
     bf16: bool = False  # whether FSDP2 computes in bfloat16, and reduces in float32
+    replays: bool = False  # replay_failed_step
     seed: int = 0
     places: tuple[str, ...] = PLACES
     killed: int = 0  # number of groups that were killed by an order, in all parts
     # The processes of each running group, by its number.
     living: dict[int, list[Child]] = field(default_factory=dict)
+    # how often a group kept its gradients of a step
+    came_again: int = 0
     started: int = 0  # number of groups that were started, in all parts
     new: list[int] = field(default_factory=list)  # groups that were started for this part
 
@@ -92,6 +98,7 @@ class Elastic:
                     orders[victim] |= {"fail_at": random_.randrange(begin + 1, until - 1)}
                     orders[victim] |= {"place": random_.choice(self.places)}
                 self._train(orders, until, last)
+            self.came_again = sum(child.log().count(_AGAIN) for child in self.job.children)
         self._check()
 
     def _bring(self, part: Part, begin: int) -> None:
@@ -116,6 +123,7 @@ class Elastic:
 
     def _start(self, group: int, restore: str) -> list[Child]:
         env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.ranks)}
+        env["TORCHFT_REPLAY_FAILED_STEP"] = str(int(self.replays))
         children = []
         for rank in range(self.ranks):
             options = {

@@ -181,6 +181,7 @@ def obey() -> dict[str, Any]:
 
 
 order: dict[str, Any] = {"until": 0}
+counted: list[int] = []  # the samples in the gradients of the last attempt at a step
 while True:
     while manager.current_step() >= order["until"]:
         emit("paused", step=manager.current_step())
@@ -195,7 +196,7 @@ while True:
     for worker in multiprocessing.active_children() if place == "worker" else []:
         worker.kill()
     optimizer.zero_grad()
-    indices: list[int] = []
+    indices = counted if step.again else []
     for unit in step:
         if unit.weight and not unit.repeated:
             indices += unit.indices
@@ -208,6 +209,7 @@ while True:
             manager.place = place
         with unit.accumulate(wrapped):
             (loss_of(wrapped, *unit.data) * unit.weight).backward()
+    counted = indices
     optimizer.step()
     if place == "stepped":
         fail()

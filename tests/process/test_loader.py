@@ -34,6 +34,28 @@ def test_four_groups_and_five_kills_end_with_the_bits_of_one_process(tmp_path: P
     assert job.killed == 5
 
 
+def test_survivors_compute_only_the_units_of_the_failed_group(tmp_path: Path) -> None:
+    places = ("units", "reduce")
+    job = Elastic(
+        tmp_path, [Part(4, 1), Part(4, 2), Part(4, 1)], samples=71, replays=True, seed=4, places=places
+    )
+    job.run()
+    assert job.killed == 4
+    assert job.came_again >= 3 + 2 + 2 + 3
+
+
+@pytest.mark.slow  # test_survivors_compute_only_the_units_of_the_failed_group has groups of one rank
+@has_hsdp
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp-sum"])
+def test_groups_of_two_ranks_keep_their_shards_of_the_gradients(tmp_path: Path, kind: str) -> None:
+    job = Elastic(
+        tmp_path, [Part(3, 1), Part(2)], samples=71, kind=kind, ranks=2, replays=True, places=("reduce",)
+    )
+    job.run()
+    assert job.killed == 1
+    assert job.came_again == 4
+
+
 @pytest.mark.slow  # 30 s; test_four_groups_and_five_kills has groups of one rank
 @has_hsdp
 def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
@@ -67,9 +89,10 @@ def test_shards_of_a_killed_group_end_with_the_bits_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_eight_to_one_groups_and_twenty_kills(tmp_path: Path, reproducible: bool) -> None:
-    job = Elastic(tmp_path, SIZES, samples=MANY, reproducible=reproducible, seed=1)
+@pytest.mark.parametrize("mode", ["", "reproducible", "replays"])
+def test_eight_to_one_groups_and_twenty_kills(tmp_path: Path, mode: str) -> None:
+    modes = dict.fromkeys([mode] if mode else [], True)
+    job = Elastic(tmp_path, SIZES, samples=MANY, seed=1, **modes)
     job.run()
     assert job.killed == 20
 

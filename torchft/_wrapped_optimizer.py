@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, List
 
 import torch
@@ -30,6 +31,8 @@ class WrappedOptimizer(Copyable, Optimizer):
     Args:
         optim: the optimizer to wrap.
     """
+
+    _lost = False  # whether the last call of `step` applied nothing, because the step was not committed
 
     def __init__(self, optim: Optimizer) -> None:
         # Optimizer.__init__ is not called: the wrapped one owns the parameters and runs the hooks
@@ -119,19 +122,44 @@ def _one_state(method: Callable[..., Any]) -> Callable[..., Any]:
     def called(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         chain = [optimizer]
         while isinstance(chain[-1], WrappedOptimizer):
+            chain[-1]._lost = False
             chain.append(chain[-1].optim)
         if len(chain) > 1 and scaler.is_enabled():
             states = scaler._per_optimizer_states
             shared = next((states[id(one)] for one in chain if id(one) in states), None)
             for one in chain:
                 states[id(one)] = states[id(chain[-1])] if shared is None else shared
-        return method(scaler, optimizer, *args, **kwargs)
+        try:
+            return method(scaler, optimizer, *args, **kwargs)
+        finally:
+            if any(isinstance(one, WrappedOptimizer) and one._lost for one in chain):
+                _lost_one.add(scaler)
 
     return called
 
 
+def _not_of_lost_steps(update: Callable[..., None]) -> Callable[..., None]:
+    """Makes GradScaler's ``update`` ignore a step that was not committed: what failed reductions left in the
+    gradients must not change the scale. It is the same in all groups, and in all attempts at a step.
+    """
+
+    @functools.wraps(update)
+    def called(scaler: GradScaler, new_scale: Any = None) -> None:
+        lost = scaler in _lost_one
+        _lost_one.discard(scaler)
+        if lost and new_scale is None:
+            scaler._per_optimizer_states.clear()
+        else:
+            update(scaler, new_scale)
+
+    return called
+
+
+_lost_one: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # scalers that had a lost step since their update
+
 for _name in ("unscale_", "step"):
     setattr(GradScaler, _name, _one_state(getattr(GradScaler, _name)))
+GradScaler.update = _not_of_lost_steps(GradScaler.update)  # type: ignore[method-assign]
 
 for _name in (
     "register_step_pre_hook",

@@ -150,8 +150,9 @@ class Manager(Stateful, Stepping):
         enable_error_bus: end collectives as soon as the lighthouse reports the failure of a peer, without
             waiting for their timeout; None: as TORCHFT_FAILURE_BUS says (on).
         replay_failed_step: when a peer fails in mid-step, reduce this group's own gradients again with those
-            that are left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. All
-            groups must have it; None: as TORCHFT_REPLAY_FAILED_STEP says (off).
+            that are left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. With
+            a :class:`torchft.data.ElasticDataLoader` the step comes again with the failed group's units;
+            otherwise all groups must have it. None: as TORCHFT_REPLAY_FAILED_STEP says (off).
         reproducible_reduction: with a :class:`torchft.data.ElasticDataLoader`, add gradients as integers:
             weights have the same bits however many groups there are, and whatever fails: docs/data.md. All
             groups must have it.
@@ -988,7 +989,8 @@ class Manager(Stateful, Stepping):
             heals = self._replicas.gives_way(self._current)
             if self._data.adds_gradients:
                 vote = partial(self._server.vote, step, timeout=timeout)
-                kept = self._again.retain(self._current, step, self._data.check_reduced, vote)
+                weights = step, self._committed_quorum_id
+                kept = self._again.retain(self._current, weights, self._data.check_reduced, vote)
             committed = self._replayer.replay(
                 self._current,
                 vote=lambda yes: self._server.vote(self._step, yes, timeout),

@@ -69,6 +69,5 @@ class OptimizerWrapper(WrappedOptimizer):
                 "the groups "
                 "agree on a step before it is applied, and a closure would compute it again"
             )
-        if makes_state(sys._getframe(1)) or self._extras.end(self.optim):
-            return self.optim.step(**kwargs)
-        return None
+        self._lost = not (makes_state(sys._getframe(1)) or self._extras.end(self.optim))
+        return None if self._lost else self.optim.step(**kwargs)

@@ -327,6 +327,28 @@ def test_a_scaler_skips_a_step_with_infinite_gradients(manager: MagicMock) -> No
     assert scaler.get_scale() == 2.0
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_is_not_committed_does_not_change_the_scale(manager: MagicMock, fused: bool) -> None:
+    """Otherwise the gradients that groups keep of it would have another scale than the new ones."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=1.0, fused=fused))
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    scales = []
+    for committed in (False, True, False, False, True, True):
+        manager.should_commit.return_value = committed
+        model.zero_grad()
+        scaler.scale(model(torch.full((1,), 3.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [4.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+    manager.should_commit.return_value = False
+    scaler.scale(model(torch.ones(1)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update(2.0)
+    assert scaler.get_scale() == 2.0
+
+
 def test_a_scaler_that_is_off_steps(manager: MagicMock) -> None:
     _, optimizer = trained(OptimizerWrapper, manager)
     GradScaler("cpu", enabled=False).step(optimizer)

@@ -44,12 +44,16 @@ class Rank:
         )
         return plan(result(**{**values, **fields}))
 
-    def begin(
-        self, units: set[int], step: int = 20, quorum: int = 5, at: DataPosition = AT
-    ) -> frozenset[int]:
-        """Begins an attempt in which the group computes these units. Returns what all groups keep."""
-        text = self.again.announces(self.step, step, quorum)
-        self.step = self.new_step(plan=self.plan(text))
+    def begin(self, units: set[int], at: DataPosition = AT, **fields: int) -> frozenset[int]:
+        """Begins an attempt in which the group computes these units. Returns what all groups keep.
+
+        Args:
+            units: numbers of units.
+            at: position of the loader.
+            fields: those of the quorum that differ from this group's.
+        """
+        text = self.again.announces(self.step, 20, 5)
+        self.step = self.new_step(plan=self.plan(text, **fields))
         kept = self.again.begin(self.step, self.step.plan, at)
         self.again.computes(at, units)
         return kept
@@ -65,7 +69,7 @@ class Rank:
             self.votes.append(yes)
             return yes and others
 
-        return self.again.retain(self.step, at, check, vote)
+        return self.again.retain(self.step, (at, 5), check, vote)
 
     @property
     def warned(self) -> str:
@@ -102,7 +106,7 @@ def test_nothing_is_kept_after_a_commit(rank: Rank) -> None:
     assert rank.retain() == 1
     rank.again.forget()
     assert rank.again.announces(rank.step, 21, 6) == ""
-    assert rank.begin({0}, step=21, quorum=6) == frozenset()
+    assert rank.begin({0}) == frozenset()
     tensor = torch.ones(1)
     rank.reduce(tensor)
     assert tensor.item() == 1
@@ -191,19 +195,32 @@ def test_fewer_tensors_than_before_are_not_kept(rank: Rank) -> None:
     assert "it reduced 1 tensors, and 2 in the attempt before" in rank.warned
 
 
-def test_gradients_of_other_weights_are_forgotten(rank: Rank) -> None:
-    """Another group has committed the step, or the position was loaded."""
-    for other in (dict(step=19), dict(quorum=4), dict(at=DataPosition(0, 5))):
-        rank.begin({0})
-        rank.reduce(torch.ones(2))
-        assert rank.retain() == 1
-        rank.again._position = AT
-        assert rank.begin({0, 1}, **other) == frozenset()  # type: ignore[arg-type]
-        assert not rank.again.units
-        assert "the kept gradients are of other weights" in rank.warned
-        tensor = torch.ones(2)
-        rank.reduce(tensor)
-        assert tensor.tolist() == [1, 1]
+@pytest.mark.parametrize(
+    "other", [dict(max_step=21), dict(committed_quorum_id=6), dict(at=DataPosition(0, 5))], ids=repr
+)
+def test_gradients_of_other_weights_are_forgotten(rank: Rank, other: dict[str, Any]) -> None:
+    """Another group has committed the step, or the loader's position was loaded."""
+    rank.begin({0})
+    rank.reduce(torch.ones(2))
+    assert rank.retain() == 1
+    assert rank.begin({0, 1}, **other) == frozenset()
+    assert not rank.again.units
+    assert "the kept gradients are of other weights" in rank.warned
+    tensor = torch.ones(2)
+    rank.reduce(tensor)
+    assert tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("step", "committed_quorum_id"), [(19, 5), (20, -1)])
+def test_gradients_of_weights_that_were_replaced_are_forgotten(
+    rank: Rank, step: int, committed_quorum_id: int
+) -> None:
+    """The Manager's state was loaded, or the group announces an earlier step, so that it heals."""
+    rank.begin({0})
+    rank.reduce(torch.ones(2))
+    assert rank.retain() == 1
+    assert rank.again.announces(rank.step, step, committed_quorum_id) == ""
+    assert not rank.again.units
 
 
 def test_an_attempt_that_was_left_without_a_vote_is_not_continued(rank: Rank) -> None:

@@ -47,6 +47,7 @@ class Again:
         self.units: frozenset[int] = frozenset()
         self.attempts = 0
         self._tensors = 0  # number of tensors that are kept
+        self._weights = (0, 0)  # step and quorum of the weights of which they are gradients
         self._position: Optional[DataPosition] = None
         self._computes: frozenset[int] = frozenset()  # the units of this group in the attempt in progress
 
@@ -61,7 +62,7 @@ class Again:
             step: the Manager's step.
             committed_quorum_id: of this group's weights.
         """
-        if left.undecided and len(left.inputs):
+        if (left.undecided and len(left.inputs)) or self._weights != (step, committed_quorum_id):
             self.forget()
         if not self.units:
             return ""
@@ -119,18 +120,18 @@ class Again:
     # When it has ended without a commit
 
     def retain(
-        self, step: Step, at: int, check: Callable[[], None], vote: Callable[[bool], bool]
+        self, step: Step, at: tuple[int, int], check: Callable[[], None], vote: Callable[[bool], bool]
     ) -> Optional[int]:
         """Keeps the gradients of an attempt that was not committed, if all ranks of the group can. Returns
         the number of units of the group that need not be computed again; None if nothing is kept.
 
         Args:
             step: the attempt.
-            at: the Manager's step.
+            at: the Manager's step, and the quorum in which this group's weights were committed.
             check: raises an error if this rank has not reduced all gradients.
             vote: votes for this rank; returns whether all ranks of the group voted yes.
         """
-        if not self.enabled or at == 0 or step.plan is None or step.plan.heal:
+        if not self.enabled or at[0] == 0 or step.plan is None or step.plan.heal:
             # All ranks of the group come here. In the first step of a job they may heal from different
             # groups (init_sync).
             self.forget()
@@ -148,7 +149,7 @@ class Again:
             self.forget()
             return None
         self.units, self._computes = self.units | self._computes, frozenset()
-        self._tensors = len(step.inputs)
+        self._tensors, self._weights = len(step.inputs), at
         self.attempts += 1
         return len(self.units)
 

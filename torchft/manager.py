@@ -159,7 +159,7 @@ class Manager(Stateful, Stepping):
         compare_commits: number of commits over which one comparison of all weights and optimizer state among
             the groups is spread; their bits must be equal: docs/divergence.md. "auto": chosen by the size, so
             that a step pays little; 0: no comparison; None: as TORCHFT_COMPARE_COMMITS says ("auto"; 0 where
-            weights are on a device, or the process group is not torchft's). The same in all groups.
+            the process group is not torchft's). The same in all groups.
         on_divergence: the reaction of a group whose bits differ from those of most groups: "report", "heal"
             (from another group) or "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says
             (report).
@@ -306,7 +306,6 @@ class Manager(Stateful, Stepping):
             settings.on_divergence,
             self._logger.counted,
             rank_state=self._rank_state,
-            by_default=not chosen,
             errors=self._errors,
             logger=self._logger,
         )

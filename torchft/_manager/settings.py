@@ -79,8 +79,7 @@ class Settings:
     # Number of commits over which one comparison of all weights and optimizer state with other groups is
     # spread; 0: no comparison; None: chosen by their size
     compare_commits: Optional[int] = 0
-    # Whether compare_commits was left at its default. Then only weights on the CPU are compared, where the
-    # cost is known (replicas.py).
+    # Whether compare_commits was left at its default. Then another project's process group compares nothing.
     compares_by_default: bool = False
     on_divergence: OnDivergence = OnDivergence.REPORT
     heal: Optional[HealMode] = None  # None: auto with an ElasticDataLoader, else at once

@@ -12,9 +12,13 @@ from torchft._manager.checks.divergence import (
     BUCKETS,
     CPU_PIECE,
     DEVICE_PIECE,
+    MOST_SWEEPS,
     NOTHING,
+    SHARE,
+    WINDOW,
     WORD,
     OnDivergence,
+    Pace,
     Sweep,
     acts,
     bucket_of,
@@ -38,8 +42,8 @@ def entry(*digests: int, head: int = 1) -> tuple[int, ...]:
         (None, 12 << 20, False, 100),
         (None, 1 << 30, False, 8192),
         (None, (1 << 30) + 1, False, 8193),
-        (None, 1 << 30, True, 100),
-        (None, 100 << 30, True, 3200),
+        (None, 1 << 29, True, 100),
+        (None, 100 << 30, True, 12800),
         (7, 100 << 30, True, 7),
     ],
 )
@@ -47,6 +51,45 @@ def test_the_length_of_a_sweep(setting: Optional[int], total: int, on_device: bo
     assert sweep_commits(setting, total, on_device) == commits
     if setting is None:
         assert total / commits <= (DEVICE_PIECE if on_device else CPU_PIECE)
+
+
+def pace_of(sweeps: int) -> Pace:
+    pace = Pace()
+    pace.sweeps = sweeps
+    return pace
+
+
+@pytest.mark.parametrize("sweeps", [1, 2, 8])
+@pytest.mark.parametrize("commits", [100, 101, 7])
+def test_n_sweeps_digest_each_part_once_and_parts_that_faster_groups_digest_too(
+    sweeps: int, commits: int
+) -> None:
+    pace, faster = pace_of(sweeps), pace_of(max(1, sweeps // 2))
+    for begin in (0, 3 * sweeps * commits):
+        due = [step for step in range(begin, begin + sweeps * commits) if pace.due(step, commits)]
+        assert sorted(step % commits for step in due) == list(range(commits))
+        assert all(faster.due(step, commits) for step in due)
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "share", "then"),
+    [
+        (1, 0.9 * SHARE, 1),
+        (1, 1.1 * SHARE, 2),
+        (4, 1.1 * SHARE, 8),
+        (MOST_SWEEPS, 1.1 * SHARE, MOST_SWEEPS),
+        (4, 0.3 * SHARE, 4),
+        (4, 0.2 * SHARE, 2),
+        (1, 0.0, 1),
+    ],
+)
+def test_digests_that_take_too_long_a_share_become_fewer(sweeps: int, share: float, then: int) -> None:
+    pace, step_s = pace_of(sweeps), 0.1
+    for number in range(WINDOW * sweeps):
+        assert pace.sweeps == sweeps
+        due = (number + 1) % sweeps == 0
+        pace.took(share * step_s * sweeps if due else None, step_s)
+    assert pace.sweeps == then
 
 
 @pytest.mark.parametrize(("setting", "steps"), [(None, 10), (1000, 10), (10, 10), (3, 3), (1, 1)])

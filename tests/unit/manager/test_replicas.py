@@ -297,6 +297,12 @@ def test_a_group_without_a_source_votes_yes_after_three_failed_steps() -> None:
     assert votes == [[True, False, True]] * 3 + [[True, True, True]] * 2
 
 
+def _header(digester: Digester) -> int:
+    digests = digester.digest(1)
+    assert digests is not None
+    return digests.header
+
+
 def test_empty_entries_of_the_optimizer_state_are_not_counted() -> None:
     """An optimizer that reads `state[parameter]` before its first step makes them. The state that it gets
     later is listed at once, as in a group that heals.
@@ -315,7 +321,7 @@ def test_empty_entries_of_the_optimizer_state_are_not_counted() -> None:
     assert state.counts() != before
     healed = RegisteredState()
     healed.add_optimizer(optimizer)
-    assert digester.digest(1).header == Digester(healed, 10).digest(1).header
+    assert _header(digester) == _header(Digester(healed, 10))
 
 
 def test_no_comparison_without_something_to_compare() -> None:
@@ -337,35 +343,6 @@ def test_groups_that_compare_nothing_announce_nothing(setting: Optional[int], av
     )
     replicas.state.add_parameters(list)
     assert replicas.announces(averages) == ""
-
-
-def _raises() -> Any:
-    raise RuntimeError("the model is not made yet")
-
-
-@pytest.mark.parametrize(
-    ("named", "by_default", "chosen"),
-    [
-        (lambda: [("w", torch.ones(2))], "1/auto", "1/auto"),
-        (lambda: [("w", torch.ones(2)), ("v", torch.ones(2, device="meta"))], "", "1/auto"),  # on a device
-        (_raises, "", "1/auto"),
-    ],
-)
-def test_where_weights_are_compared_by_default(named: Any, by_default: str, chosen: str) -> None:
-    for default, announced in ((True, by_default), (False, chosen)):
-        logger = MagicMock()
-        replicas = Replicas(
-            None,
-            OnDivergence.REPORT,
-            MagicMock(),
-            rank_state=RANK_STATE,
-            by_default=default,
-            errors=MagicMock(),
-            logger=logger,
-        )
-        replicas.state.add_parameters(named)
-        assert replicas.announces(averages=False) == announced
-        assert logger.exception.called == (named is _raises and default)
 
 
 def test_the_names_of_parameters() -> None:

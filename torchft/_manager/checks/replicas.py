@@ -8,6 +8,7 @@ order, and the host reads them a step later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
@@ -20,6 +21,7 @@ from torchft._manager.checks.divergence import (
     BUCKETS,
     NOTHING,
     Difference,
+    Pace,
     Sweep,
     acts,
     bucket_of,
@@ -192,9 +194,21 @@ class Digester:
         self._setting = setting
         # number of the sweep, and :meth:`RegisteredState.counts`, for which the parts were listed
         self._listed: Optional[tuple[int, list[int]]] = None
+        self._pace: Optional[Pace] = None  # with weights on a device, where the length of a sweep is chosen
+        self._began: Optional[float] = None
 
-    def digest(self, step: int) -> Digests:
-        """Digests the part of the state that belongs to this step."""
+    def digest(self, step: int) -> Optional[Digests]:
+        """Digests the part of the state that belongs to this step; None if the step digests none."""
+        begin = time.monotonic()
+        pace = self._pace
+        digests = self._digest(step) if pace is None or pace.due(step, self._sweep.commits) else None
+        if pace is not None and self._began is not None:
+            cost = None if digests is None else time.monotonic() - begin
+            pace.took(cost, begin - self._began)
+        self._began = begin
+        return digests
+
+    def _digest(self, step: int) -> Digests:
         self._list(step)
         spans = self._sweep.spans(step)
         buckets: list[list[torch.Tensor]] = [[] for _ in range(min(BUCKETS, len(spans)))]
@@ -219,6 +233,8 @@ class Digester:
         sizes = [_size(value) for value in values]
         on_device = any(isinstance(value, torch.Tensor) and not value.is_cpu for value in values)
         commits = sweep_commits(self._setting, sum(sizes), on_device)
+        if self._setting is None and on_device:
+            self._pace = self._pace or Pace()
         self._sweep = Sweep(sizes, commits)
         self._header = header([_line(part.name, value) for part, value in zip(self._parts, values)], commits)
         self._listed = step // commits, counts
@@ -242,8 +258,6 @@ class Replicas:
         action: the reaction of a group that differs.
         counted: adds to a counter of the manager server, by name.
         rank_state: has the timeout of waiting for a device.
-        by_default: whether the setting is the default. Then nothing is compared if weights are on a device,
-            because the cost there is not measured.
         errors: takes the error if this group loses a step.
         logger: the Manager's logger.
 
@@ -258,14 +272,12 @@ class Replicas:
         counted: Callable[[str, int], None],
         *,
         rank_state: RankState,
-        by_default: bool = False,
         errors: Errors,
         logger: _ManagerLogger,
     ) -> None:
         self.state = RegisteredState()
         self._setting = setting
         self._off = setting == 0
-        self._by_default = by_default
         self._action = action
         self._counted = counted
         self._rank_state = rank_state
@@ -294,18 +306,8 @@ class Replicas:
         """
         if self._announced is None:
             compares = self.state and not self._off and not averages
-            if compares and self._by_default:
-                compares = self._is_on_host()
             self._announced = f"{_VERSION}/{self._setting or 'auto'}" if compares else ""
         return self._announced
-
-    def _is_on_host(self) -> bool:
-        try:
-            values = [part.read() for part in self.state.parts()]
-        except Exception as e:
-            self._logger.exception(f"the weights are not compared with those of other groups: {e}")
-            return False
-        return all(local_part(value).is_cpu for value in values if isinstance(value, torch.Tensor))
 
     def follow(self, plan: Plan) -> None:
         """Decides for a new quorum whether its groups compare: either all of them or none. On any thread."""
@@ -443,6 +445,8 @@ class Replicas:
         self._last = number
         try:
             entry = self._digester.digest(number)
+            if entry is None:
+                return
             words = entry.words
             self._mark = DeviceEvent(devices_of(words)) if isinstance(words, torch.Tensor) else None
         except Exception as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hsdp_job import check, join_along, kill_and_heal, train_together
 from hsdp_model import Model, batch
+from loader_job import Elastic, Part
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,3 +79,16 @@ def test_a_group_is_killed_and_comes_back(job_server: None, kind: str) -> None:
 @pytest.mark.timeout(300)
 def test_a_group_takes_over_its_shards_in_parts(job_server: None) -> None:
     join_along(SHARDS, device="late")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_exact_sums_of_shards_have_the_bits_of_one_process_on_the_cpu(
+    job_server: None, tmp_path: Path
+) -> None:
+    """A unit's integers are added on FSDP2's stream of reductions; the reduction over the groups follows it."""
+    parts = [Part(1), Part(2, 1), Part(2)]
+    more = {"reproducible": True, "device": "late"}
+    job = Elastic(tmp_path, parts, samples=71, kind="fsdp", ranks=2, seed=3, **more)
+    job.run()
+    assert job.killed == 1

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -39,6 +40,7 @@ parser.add_argument("--lighthouse", required=True)
 parser.add_argument("--kind", choices=["ddp", "fsdp", "fsdp-sum"], required=True)
 parser.add_argument("--reproducible", type=int, required=True)
 parser.add_argument("--bf16", type=int, required=True, help="1: compute in bfloat16, reduce in float32")
+parser.add_argument("--device", choices=["cpu", "late"], required=True, help="late: the test accelerator")
 parser.add_argument("--samples", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="seed of the first weights")
 parser.add_argument("--log", required=True, help="file for the samples of each step")
@@ -105,17 +107,25 @@ torch.set_num_threads(1)
 commands = Commands()
 sharded = args.kind != "ddp"
 reduction = "sum" if args.kind == "fsdp-sum" else "mean"
-model: Any = make_model(args.seed)
+if args.device == "late":
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from tests.late import load as load_device
+
+    load_device().delays(10 * args.group + int(os.environ["RANK"]), 0, 200)
+    torch.accelerator.set_device_index(int(os.environ["RANK"]))
+    from tests.late.group import ProcessGroupLate
+model: Any = make_model(args.seed).to(args.device)
 weights: dict[str, Any] = {}
 history: list[int] = []  # the quorum of each committed step
 if sharded:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    backend = "gloo" if args.device == "cpu" else "cpu:gloo,late:late"
+    dist.init_process_group(backend, timeout=timedelta(seconds=120))
     where: dict[str, Any] = {}
 else:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     where = {"rank": 0, "world_size": 1, "store_addr": "localhost", "store_port": store.port}
 manager = Mortal(
-    pg=ProcessGroupGloo(timeout=TIMEOUT),
+    pg=ProcessGroupGloo(timeout=TIMEOUT) if args.device == "cpu" else ProcessGroupLate(timeout=TIMEOUT),
     load_state_dict=load,
     state_dict=save,
     min_replica_size=1,
@@ -130,7 +140,7 @@ manager = Mortal(
 )
 if sharded:
     mesh = ft_init_device_mesh(
-        device_type="cpu",
+        device_type=args.device,
         mesh_shape=(1, dist.get_world_size()),
         mesh_dim_names=("replicate", "shard"),
         replicate_dim=0,
@@ -208,14 +218,15 @@ while True:
             log.write(json.dumps([at.epoch, at.batch, manager._quorum_id, indices]) + "\n")
             manager.place = place
         with unit.accumulate(wrapped):
-            (loss_of(wrapped, *unit.data) * unit.weight).backward()
+            (loss_of(wrapped, *(part.to(args.device) for part in unit.data)) * unit.weight).backward()
     counted = indices
     optimizer.step()
     if place == "stepped":
         fail()
 
 full = {
-    name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()
+    name: (p.full_tensor() if isinstance(p, DTensor) else p.detach()).cpu()
+    for name, p in model.named_parameters()
 }
 torch.save({"weights": full, "history": history}, args.weights)
 emit("finished")

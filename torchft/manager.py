@@ -1080,7 +1080,8 @@ class Manager(Stateful, Stepping):
 
     @ranged("should_commit::current_stream::synchronize")
     def _end_collectives(self) -> None:
-        if not self._current.collectives.end(self._timeout):
+        # With a loader gradients are computed anew, and what is kept is in memory that no collective writes.
+        if not self._current.collectives.end(self._timeout) and not self._data.adds_gradients:
             self._errors.refuse_replay("a collective that was aborted has not ended")
 
     def _run_commit_hooks(self, step: int, committed: bool, participants: int) -> None:

@@ -13,8 +13,10 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
 from tests.integration.cluster import Cluster, Gate, Rank, results
-from tests.integration.test_loader import Training, check
+from tests.integration.test_loader import SETTINGS, Training, check, dataset, make_model, make_optimizer
+from torchft import Optimizer
 from torchft._manager.step import collectives
+from torchft.data import ElasticDataLoader
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.manager import Manager
 from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
@@ -234,6 +236,50 @@ def test_a_group_without_the_setting_keeps_nothing() -> None:
     with Cluster(min_replicas=2, make_pg=lambda _: ProcessGroupGloo(timeout=OPERATION)) as cluster:
         check(job, results(*(cluster.start(loop, group) for group in range(3))))
     assert [job.computed(2)[group] for group in (1, 2)] == [[4, 4], [4, 4]]
+
+
+def test_a_collective_that_does_not_end_costs_nothing_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes the tensor that was reduced, not its copy."""
+    end = collectives.Collectives.end
+    monkeypatch.setattr(collectives.Collectives, "end", lambda *given: bool(end(*given) and not given))
+    job = Job(events={(0, 0, 2): fails("bucket0")})
+    check(job, job.run(3))
+    assert [job.computed(2)[group] for group in (1, 2)] == [[4, 2], [4, 2]]
+
+
+def test_what_a_loop_reduces_by_itself() -> None:
+    """A sum over the units of a step has those that are kept; a sum before the first unit has not."""
+    sums: list[tuple[int, float, float, float]] = []
+
+    def loop(rank: Rank) -> None:
+        net = make_model()
+        manager = rank.start_manager(
+            load_state_dict=net.load_state_dict, state_dict=net.state_dict, replay_failed_step=True
+        )
+        optimizer = Optimizer(manager, make_optimizer(net))
+        loader = ElasticDataLoader(manager, dataset(), **{**SETTINGS, **LOADER, "epochs": 1})
+        rank.cluster.wait_for_healthy(3)
+        for step in loader:
+            groups, samples, after = torch.ones(1), torch.zeros(1), torch.ones(1)
+            manager.allreduce(groups).wait()
+            optimizer.zero_grad()
+            for unit in step:
+                with unit.accumulate(net):
+                    (nn.functional.mse_loss(net(unit.data[0]), unit.data[1]) * unit.weight).backward()
+                samples += len(unit.indices) if unit.weight else 0
+            if rank.group == 0 and manager.current_step() == 1:
+                rank.crash()
+                return
+            for reduced in (samples, *(p.grad for p in net.parameters() if p.grad is not None)):
+                manager.allreduce(reduced).wait()
+            optimizer.step()
+            manager.allreduce(after).wait()
+            if step.committed:
+                sums.append((manager.current_step(), groups.item(), samples.item(), after.item()))
+
+    with Cluster(min_replicas=2, make_pg=lambda _: ProcessGroupGloo(timeout=OPERATION)) as cluster:
+        results(*(cluster.start(loop, group) for group in range(3)))
+    assert set(sums) == {(1, 3, 12, 3), (2, 2, 12, 2), (3, 2, 12, 2), (4, 2, 5, 2)}
 
 
 def test_with_reproducible_reduction_nothing_is_kept() -> None:

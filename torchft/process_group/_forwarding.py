@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Callable, ContextManager, List, Optional, TypeVar, Union
+from typing import Any, ContextManager, List, Optional, TypeVar, Union
 
 import torch
 from torch.distributed import ReduceOp, Work
@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import (
 
 from torchft.process_group._errors import explained, refuse_meta
 from torchft.process_group._gloo.operations import Operations
-from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGroup
+from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGroup, add_operations
 from torchft.process_group.checked import Checker
 
 T = TypeVar("T")
@@ -122,32 +122,18 @@ class Forwarding(ProcessGroup):
             call() if operations is None else operations.call(call)
 
 
-def _delegate(name: str) -> Callable[..., Work]:
-    """Makes a method that forwards an operation unchanged; its arguments are PyTorch's, options last."""
-
-    def operation(self: Forwarding, *args: Any) -> Work:
-        if args and hasattr(args[-1], "timeout"):
-            return self._run(name, *args[:-1], opts=args[-1])
-        return self._run(name, *args)
-
-    operation.__name__ = name
-    operation.__doc__ = f"PyTorch's `ProcessGroup.{name}`."
-    return operation
-
-
-# Further operations that PyTorch's functions call (dist.reduce, dist.all_gather_into_tensor, ...). PyTorch's
-# version decides which of them exist.
-for _name in (
-    "reduce",
-    "gather",
-    "scatter",
-    "alltoall",
-    "allgather_coalesced",
-    "_allgather_base",
-    "all_gather_single",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "recv_anysource",
-):
-    if hasattr(BaseProcessGroup, _name):
-        setattr(Forwarding, _name, _delegate(_name))
+add_operations(
+    Forwarding,
+    (
+        "reduce",
+        "gather",
+        "scatter",
+        "alltoall",
+        "allgather_coalesced",
+        "_allgather_base",
+        "all_gather_single",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+        "recv_anysource",
+    ),
+)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import timedelta
-from typing import Any, ClassVar, List, Optional
+from typing import Any, ClassVar, Iterable, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -374,3 +374,23 @@ class ProcessGroup(BaseProcessGroup):
     def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
         """Sends a tensor to `dst_rank`, which receives with the same tag."""
         return self._run("send", tensors, dst_rank, tag)
+
+
+def add_operations(group: type[ProcessGroup], names: Iterable[str]) -> None:
+    """Gives a class that has `_run` further operations that PyTorch's functions call (dist.reduce,
+    dist.all_gather_into_tensor, ...). PyTorch's version decides which of them exist.
+    """
+
+    def add(name: str) -> None:
+        def operation(self: ProcessGroup, *args: Any) -> Work:
+            if args and hasattr(args[-1], "timeout"):
+                return self._run(name, *args[:-1], opts=args[-1])
+            return self._run(name, *args)
+
+        operation.__name__ = name
+        operation.__doc__ = f"PyTorch's `ProcessGroup.{name}`; its arguments are PyTorch's, options last."
+        setattr(group, name, operation)
+
+    for name in names:
+        if hasattr(BaseProcessGroup, name):
+            add(name)

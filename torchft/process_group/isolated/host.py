@@ -12,10 +12,12 @@ import itertools
 import mmap
 import os
 import threading
-from typing import Any, Optional
+import weakref
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Optional
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchft.process_group.isolated._native import copy
 from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing, dtype_name
@@ -34,9 +36,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Where PyTorch creates shared memory; containers often have little of it.
 _SHARED_MEMORY = "/dev/shm"
-
-# With this many imported shared storages, freed ones are searched for and removed.
-_SWEEP_AT = 64
 
 
 def trainer(notify: Notify) -> Sharing:
@@ -65,16 +64,13 @@ def share(tensor: torch.Tensor) -> bool:
     return _descriptor(storage) is not None
 
 
-class _Slot:
+class _Slot(NamedTuple):
     """A piece of memory for one registration at a time."""
 
-    __slots__ = ("address", "memory", "offset", "region")
-
-    def __init__(self, region: int, offset: int, memory: torch.Tensor) -> None:
-        self.region = region
-        self.offset = offset
-        self.memory = memory
-        self.address = memory.data_ptr()
+    region: int
+    offset: int
+    memory: torch.Tensor
+    address: int
 
 
 class _Staged:
@@ -142,10 +138,9 @@ class _Trainer(Sharing):
         self._lock = threading.Lock()
         self._regions = itertools.count()
         self._free: dict[int, list[_Slot]] = {}
-        # Storages that are in shared memory already. A weak reference keeps the address in the key from being
-        # reused for another storage.
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._sweep_at = _SWEEP_AT
+        # The regions of storages that are in shared memory already, and those whose storage was freed.
+        self._storages: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        self._freed: SimpleQueue[int] = SimpleQueue()
 
     def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
         if tensor.layout is not torch.strided:
@@ -199,41 +194,33 @@ class _Trainer(Sharing):
             self._notify((_MAP, region, total), descriptor)
         finally:
             os.close(descriptor)
-        return [_Slot(region, at, memory[at : at + size]) for at in range(0, total, size)]
+        address = memory.data_ptr()
+        return [_Slot(region, at, memory[at : at + size], address + at) for at in range(0, total, size)]
 
     def _share(self, tensor: torch.Tensor) -> Optional[int]:
         """The region of a tensor's storage; None if the storage is not in memory that can be registered."""
+        if tensor.is_conj() or tensor.is_neg():
+            return None
         storage = tensor.untyped_storage()
-        key = storage._cdata
         with self._lock:
-            known = self._storages.get(key)
-            if known is not None and not known[0].expired():
-                return known[1]
-            if tensor.is_conj() or tensor.is_neg():
-                return None
+            region = self._storages.get(storage)
+            if region is not None:
+                return region
             descriptor = _descriptor(storage)
             if descriptor is None:
                 return None
-            if len(self._storages) >= self._sweep_at:
-                self._sweep()
+            while not self._freed.empty():
+                self._notify((_UNMAP, self._freed.get(), 0), None)
             region = next(self._regions)
             self._notify((_MAP, region, os.fstat(descriptor).st_size), descriptor)
-            if known is not None:
-                self._notify((_UNMAP, known[1], 0), None)
-            self._storages[key] = (StorageWeakRef(storage), region)
+            self._storages[storage] = region
+            weakref.finalize(storage, self._freed.put, region).atexit = False
             return region
-
-    def _sweep(self) -> None:
-        for key, (storage, region) in list(self._storages.items()):
-            if storage.expired():
-                del self._storages[key]
-                self._notify((_UNMAP, region, 0), None)
-        self._sweep_at = max(_SWEEP_AT, 2 * len(self._storages))
 
     def close(self) -> None:
         with self._lock:
             self._free = {}
-            self._storages = {}
+            self._storages.clear()
 
 
 class _Worker(Borrowing):

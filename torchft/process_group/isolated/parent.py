@@ -1,7 +1,5 @@
 """The trainer's side of an isolated group: a process group of PyTorch whose operations run in a worker."""
 
-# Parameters have the names and the order of the published torchft, not PyTorch's.
-
 from __future__ import annotations
 
 import importlib
@@ -11,26 +9,16 @@ import sys
 import time
 import weakref
 from datetime import timedelta
-from typing import Any, Callable, ClassVar, List, Optional, Union
+from typing import Any, Callable, ClassVar, Optional, Union
 
 import torch
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, Work
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-)
 
 from torchft._checks import check_positive, switch
 from torchft._handoff import hand_off, prepare
-from torchft.process_group._errors import copied
+from torchft.process_group._errors import POINT_TO_POINT, copied
 from torchft.process_group._timeout import given_timeout
-from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGroup, add_operations
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
@@ -293,19 +281,24 @@ class ProcessGroupBaby(ProcessGroup):
     def _started(self, op_id: int) -> tuple[Channel, _OpMetadata]:
         return self._starting[op_id]
 
-    def _start(self, name: str, *arguments: Any, access: Optional[str] = None) -> Work:
-        """Sends an operation to the worker.
-
-        Args:
-            name: name of the operation, see `protocol.OPERATIONS`.
-            arguments: the arguments of PyTorch's method of that name.
-            access: which tensors the operation reads and writes, if that differs from `protocol.OPERATIONS`.
-        """
+    def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Work:
+        """Sends an operation to the worker."""
         channel = self._connected()
         checker = self._checker  # read once: an abort on another thread clears it
         if checker is not None:
-            checker.check(name, arguments, arguments[-1])
-        op = operation(channel.devices.sharing, self._name, name, arguments, access, self._timeout)
+            checker.check(name, args, opts)
+        access = None
+        if name in POINT_TO_POINT:
+            opts = _given_ms()
+        elif opts is _NO_OPTIONS:
+            opts = None
+        elif name in ("allreduce", "allreduce_coalesced"):
+            opts = _reduction(opts, protocol.OPERATIONS[name][-1])
+        elif name == "broadcast":
+            # The root's tensors are only read, those of the others only written, so each is copied in one
+            # direction at most.
+            access = "r" if opts.rootRank == self.getRank() else "w"
+        op = operation(channel.devices.sharing, self._name, name, (*args, opts), access, self._timeout)
         channel.start(op)
         # `_BabyWork` looks it up by its number.
         self._starting[op.op_id] = channel, op
@@ -327,100 +320,8 @@ class ProcessGroupBaby(ProcessGroup):
             raise copied(error) if error else AssertionError("process group not initialized")
         return worker
 
-    def allgather(
-        self,
-        output_tensors: List[List[torch.Tensor]],
-        input_tensor: List[torch.Tensor],
-        opts: Optional[AllgatherOptions] = None,
-    ) -> Work:
-        # PyTorch 2.7's dist.all_gather passes no options.
-        return self._start(
-            "allgather", output_tensors, input_tensor, AllgatherOptions() if opts is None else opts
-        )
 
-    def allgather_into_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: AllgatherOptions,
-    ) -> Work:
-        return self._start("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
-
-    def allreduce(
-        self, tensors: List[torch.Tensor], opts: Union[dist.AllreduceOptions, dist.ReduceOp]
-    ) -> Work:
-        return self._start("allreduce", tensors, _reduction(opts, AllreduceOptions))
-
-    def allreduce_coalesced(
-        self,
-        tensors: List[torch.Tensor],
-        opts: Union[dist.AllreduceCoalescedOptions, dist.ReduceOp],
-    ) -> Work:
-        return self._start("allreduce_coalesced", tensors, _reduction(opts, AllreduceCoalescedOptions))
-
-    def alltoall_base(
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: List[int],
-        input_split_sizes: List[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        return self._start(
-            "alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts
-        )
-
-    def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
-        return self._start("barrier", BarrierOptions() if opts is None else opts)
-
-    def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
-        # The root's tensors are only read, those of the others only written, so each is copied in one
-        # direction at most.
-        return self._start(
-            "broadcast", tensor_list, opts, access="r" if opts.rootRank == self.getRank() else "w"
-        )
-
-    def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
-        return self._start("recv", tensors, src_rank, tag, _given_ms())
-
-    def reduce_scatter(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[List[torch.Tensor]],
-        opts: ReduceScatterOptions,
-    ) -> Work:
-        return self._start("reduce_scatter", output_tensors, input_tensors, opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: ReduceScatterOptions,
-    ) -> Work:
-        return self._start("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts)
-
-    def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
-        return self._start("send", tensors, dst_rank, tag, _given_ms())
-
-
-def _delegate(name: str) -> Callable[..., Work]:
-    """Makes a method that sends an operation unchanged; its arguments are PyTorch's, options last."""
-    kinds = protocol.OPERATIONS[name]
-
-    def operation(self: ProcessGroupBaby, *arguments: Any) -> Work:
-        if len(arguments) < len(kinds):
-            arguments = (*arguments, kinds[-1]())
-        return self._start(name, *arguments)
-
-    operation.__name__ = name
-    operation.__doc__ = f"PyTorch's `ProcessGroup.{name}`."
-    return operation
-
-
-# Further operations that PyTorch's functions call. PyTorch's version decides which of them exist.
-for _operation in protocol.OPERATIONS:
-    if _operation not in vars(ProcessGroupBaby) and hasattr(BaseProcessGroup, _operation):
-        setattr(ProcessGroupBaby, _operation, _delegate(_operation))
+add_operations(ProcessGroupBaby, [name for name in protocol.OPERATIONS if name not in vars(ProcessGroup)])
 
 
 def _reduction(opts: Any, kind: type) -> Any:

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any, Callable
+from typing import Any, Optional
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,82 +34,76 @@ def main(control: int, trainer: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     error = None
-    worker: Any = None
     try:
-        from torchft.process_group.isolated import worker
+        from torchft.process_group.isolated import worker  # noqa: F401  # once, for all workers
     except BaseException as e:
         # This error answers each request for a worker.
         traceback.print_exc()
         error = type(e).__name__, f"the worker's process could not start: {e}"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
+    # Garbage collections in workers skip the present objects: touching them would copy memory that workers
+    # share.
+    gc.collect()
+    gc.freeze()
     try:
-        _Server(socket.socket(fileno=control), trainer, worker, error).serve()
+        serve(socket.socket(fileno=control), trainer, error)
     finally:
         # The kernel kills the workers when this process ends (PR_SET_PDEATHSIG).
         os._exit(0)
 
 
-class _Server:
-    def __init__(
-        self, control: socket.socket, trainer: int, worker: Any, error: tuple[str, str] | None
-    ) -> None:
-        self._control = control
-        self._trainer = trainer
-        self._worker = worker
-        self._error = error
-        self._prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
-        # Garbage collections in workers skip the present objects: touching them would copy memory that
-        # workers share.
-        gc.collect()
-        gc.freeze()
+def serve(control: socket.socket, trainer: int, error: Optional[tuple[str, str]]) -> None:
+    from torchft.process_group.isolated import protocol
 
-    def serve(self) -> None:
-        from torchft.process_group.isolated import protocol
-
-        # The end of the socket alone is not enough: a child of the trainer may have inherited the trainer's
-        # end.
-        ended = os.pidfd_open(self._trainer)
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        poll.register(ended, select.POLLIN)
-        while os.getppid() == self._trainer:
-            if any(descriptor == ended for descriptor, _ in poll.poll()):
-                return
-            try:
-                settings, (channel,) = protocol.receive(self._control)
-            except EOFError:
-                return
-            with socket.socket(fileno=channel) as connection:
-                self._spawn(settings, connection)
-
-    def _spawn(self, settings: dict[str, Any], channel: socket.socket) -> None:
-        from torchft.process_group.isolated import protocol
-
-        error = self._error
-        if error is None:
-            try:
-                if os.fork() == 0:
-                    self._run(settings, channel)
-            except OSError as e:
-                error = type(e).__name__, f"the worker could not be forked: {e}"
-        if error is not None:
-            with contextlib.suppress(OSError):  # the trainer has closed its end
-                protocol.send(channel, (0, (), error), timeout=0.0)
-
-    def _run(self, settings: dict[str, Any], channel: socket.socket) -> None:
-        """Runs in the worker's process. Does not return."""
-        status = 1
+    # The end of the socket alone is not enough: a child of the trainer may have inherited the trainer's end.
+    ended = os.pidfd_open(trainer)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(ended, select.POLLIN)
+    while os.getppid() == trainer:
+        if any(descriptor == ended for descriptor, _ in poll.poll()):
+            return
         try:
-            server = os.getppid()
-            self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._control.close()
-            # False if the server ended between the fork and prctl.
-            if os.getppid() == server:
-                self._worker.main(channel, settings)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
+            settings, (channel,) = protocol.receive(control)
+        except EOFError:
+            return
+        with socket.socket(fileno=channel) as connection:
+            spawn(settings, connection, control, error)
+
+
+def spawn(
+    settings: dict[str, Any], channel: socket.socket, control: socket.socket, error: Optional[tuple[str, str]]
+) -> None:
+    """Forks a worker, or sends it an error as its answer."""
+    from torchft.process_group.isolated import protocol
+
+    if error is None:
+        try:
+            if os.fork() == 0:
+                control.close()
+                _work(settings, channel)
+        except OSError as e:
+            error = type(e).__name__, f"the worker could not be forked: {e}"
+    if error is not None:
+        with contextlib.suppress(OSError):  # the trainer has closed its end
+            protocol.send(channel, (0, (), error), timeout=0.0)
+
+
+def _work(settings: dict[str, Any], channel: socket.socket) -> None:
+    """Runs in the worker's process. Does not return."""
+    status = 1
+    try:
+        from torchft.process_group.isolated import worker
+
+        server = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # False if the server ended between the fork and prctl.
+        if os.getppid() == server:
+            worker.main(channel, settings)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)

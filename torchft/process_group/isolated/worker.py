@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import queue
 import socket
-import threading
 import time
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -23,7 +21,6 @@ from torchft.process_group._errors import POINT_TO_POINT, explained
 from torchft.process_group._gloo.connections import GlooConnections
 from torchft.process_group._gloo.operations import _LOOK_SEC, Operations
 from torchft.process_group._gloo.scheduling import calm_loops
-from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.sharing import Borrowing
 from torchft.process_group.native import native_error
@@ -63,7 +60,6 @@ class Worker:
         self._sharings: dict[int, Borrowing] = {}
         # A training step has fewer different operations. Notes may change what the records mean.
         self._decoded = lru_cache(512)(self._decode)
-        self._waiters = _Waiters()
         # The names of operations without an answer so far.
         self._in_flight: dict[int, str] = {}
 
@@ -185,35 +181,31 @@ class Worker:
         store = meeting_store(store_addr, world_size, timedelta(seconds=connect_timeout))
         self._pg = group._create_pg(store, rank, world_size)
         if group._queues:
-            DeviceThread(self._watch_backend, "torchft_backend", (self._pg,)).start()
-        else:
-            calm_loops()
-            operations = Operations(group._name, GlooConnections(store, rank, world_size))
-            if operations.connections:
-                DeviceThread(self._watch, "torchft_peers", (operations,)).start()
+            self._watch(partial(native_error, self._pg))
+            return
+        calm_loops()
+        operations = Operations(group._name, GlooConnections(store, rank, world_size))
 
-    def _watch(self, operations: Operations) -> None:
-        """Reports a fatal error when operations in flight cannot end any more, because the connection with a
-        peer broke.
-
-        The trainer then kills this process, so that no operation writes to tensors that were returned to the
-        user.
-        """
-        while True:
-            time.sleep(_LOOK_SEC)
+        def broken() -> Exception | None:
             names = list(self._in_flight.values())
-            if names and (error := operations.over(not set(names).issubset(POINT_TO_POINT))) is not None:
-                self.answer(0, error=error)
-                return
+            return operations.over(not set(names).issubset(POINT_TO_POINT)) if names else None
 
-    def _watch_backend(self, pg: BaseProcessGroup) -> None:
-        """Reports an error of the backend and ends this process, since the device may never reach the next
-        event.
+        if operations.connections:
+            self._watch(broken)
+
+    def _watch(self, find: Callable[[], Exception | None]) -> None:
+        """Reports a fatal error: one of the backend, after which the device may never reach the next event,
+        or the end of a connection for which operations in flight wait. Then this process ends, so that no
+        operation writes to tensors that were returned to the user.
         """
-        while (error := native_error(pg)) is None:
-            time.sleep(_LOOK_SEC)
-        self.answer(0, error=error)
-        os._exit(1)
+
+        def watch() -> None:
+            while (error := find()) is None:
+                time.sleep(_LOOK_SEC)
+            self.answer(0, error=error)
+            os._exit(1)
+
+        DeviceThread(watch, "torchft_watch").start()
 
     # Operations
 
@@ -247,7 +239,7 @@ class Worker:
             future = None
         if future is None:
             wait = partial(work.wait, timeout) if timeout else work.wait
-            self._waiters.run(lambda: self._end(operation, wait, explain, devices))
+            DeviceThread(self._end, "torchft_wait", (operation, wait, explain, devices)).start()
         else:
             future.add_done_callback(lambda done: self._end(operation, done.value, explain, devices))
 
@@ -270,28 +262,3 @@ class Worker:
 
     def _marks(self, devices: list[int]) -> tuple[tuple[int, Any], ...]:
         return tuple([(device, self._sharings[device].mark()) for device in devices])
-
-
-class _Waiters:
-    """Threads that wait for operations without a future: one for each such operation in flight."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0
-
-    def run(self, task: Callable[[], None]) -> None:
-        with self._lock:
-            start = self._idle == 0
-            self._idle -= not start
-        if start:
-            DeviceThread(self._serve, "torchft_wait", (task,)).start()
-        else:
-            self._tasks.put(task)
-
-    def _serve(self, task: Callable[[], None]) -> None:
-        while True:
-            task()
-            with self._lock:
-                self._idle += 1
-            task = self._tasks.get()

@@ -56,7 +56,7 @@ def test_shared_memory_is_registered_as_it_is(pair: list[ProcessGroup]) -> None:
 
     on_ranks(2, call)
     sharing: Any = pair[1]._worker.devices.sharing(0)  # type: ignore[attr-defined]
-    assert not sharing._free and len(sharing._storages) == 1
+    assert not sharing._free and sharing._freed.qsize() == 1
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,15 @@ def test_a_tensor_whose_memory_differs_from_its_values(alone: ProcessGroup, size
     alone.broadcast_one(loud, 0).wait()
     alone.allreduce([loud], ReduceOp.SUM).wait()
     assert type(loud) is Loud and loud[2] == 2
+
+
+def test_a_pending_negation_in_shared_memory(alone: ProcessGroup) -> None:
+    """Its storage is known to the worker already."""
+    memory = torch.ones(1 << 16).share_memory_()
+    alone.broadcast_one(memory, 0).wait()
+    gathered = torch.zeros(1 << 16)
+    alone.allgather([[gathered]], [torch._neg_view(memory)], AllgatherOptions()).wait()
+    assert gathered.eq(-1).all()
 
 
 def test_a_tensor_that_requires_grad(alone: ProcessGroup) -> None:

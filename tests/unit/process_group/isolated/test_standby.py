@@ -329,12 +329,9 @@ def test_the_error_of_a_worker_that_cannot_be_forked_names_the_cause(monkeypatch
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "fork", fork)
-    # The real server, with a replaced fork.
-    forking = object.__new__(server_module._Server)
-    forking._error = None
     channel = channel_module.Channel("a group", lambda *_: None)  # type: ignore[arg-type,return-value]
     with channel.theirs:
-        forking._spawn({}, channel.theirs)
+        server_module.spawn({}, channel.theirs, channel.theirs, None)
     wait_until(lambda: channel.broken is not None, "the reader has the error")
     assert "the worker could not be forked: [Errno 12] Cannot allocate memory" in str(channel.broken)
 

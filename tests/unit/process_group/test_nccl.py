@@ -337,7 +337,7 @@ def test_equal_slices_have_sizes(make: Callable[..., Any], monkeypatch: pytest.M
     group = make(timeout=TIMEOUT)
     parent = Parent()
     if isinstance(group, ProcessGroupBabyNCCL):
-        monkeypatch.setattr(group, "_start", lambda name, *args: parent.alltoall_base(*args))
+        monkeypatch.setattr(group, "_run", lambda name, *args, opts: parent.alltoall_base(*args, opts))
     else:
         group._pg = parent
     monkeypatch.setattr(group, "size", lambda: 2)

@@ -27,7 +27,7 @@ import select
 import socket
 import time
 from datetime import timedelta
-from typing import Any, Callable, Iterable, Optional, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -69,16 +69,11 @@ DEVICES = ("cpu", "cuda", "xpu")
 # A longer message is sent as the descriptor of memory: it does not fit into a socket.
 _LONG = 1 << 15
 _MEMORY = b"in memory"
-_SEND_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
-_RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-_ANCILLARY = socket.CMSG_SPACE(2 * 4)  # two descriptors
 
 _LONGEST_TEXT = 10_000
 
 
-def send(
-    to: socket.socket, record: Any, descriptors: Sequence[int] = (), timeout: Optional[float] = None
-) -> None:
+def send(to: socket.socket, record: Any, descriptors: Sequence[int] = (), timeout: float = 3600.0) -> None:
     """Sends a record. Waits only if the other end does not read, `timeout` seconds at most.
 
     Raises:
@@ -86,31 +81,31 @@ def send(
         OSError: the other end is closed.
     """
     data = marshal.dumps(record)
-    if len(data) > _LONG:
-        memory = os.memfd_create("torchft-message", os.MFD_CLOEXEC)
-        try:
-            os.truncate(memory, len(data))
-            os.pwrite(memory, data, 0)
-            _send(to, _MEMORY, (memory, *descriptors), timeout)
-        finally:
-            os.close(memory)
-    else:
+    if len(data) <= _LONG:
         _send(to, data, descriptors, timeout)
+        return
+    memory = os.memfd_create("torchft-message", os.MFD_CLOEXEC)
+    try:
+        os.truncate(memory, len(data))
+        os.pwrite(memory, data, 0)
+        _send(to, _MEMORY, (memory, *descriptors), timeout)
+    finally:
+        os.close(memory)
 
 
-def _send(to: socket.socket, data: bytes, descriptors: Sequence[int], timeout: Optional[float]) -> None:
+def _send(to: socket.socket, data: bytes, descriptors: Sequence[int], timeout: float) -> None:
+    # Not socket.send_fds, which ignores the flag.
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    deadline = None
+    poll, deadline = None, 0.0
     while True:
         try:
-            to.sendmsg([data], rights, _SEND_FLAGS)
+            to.sendmsg([data], rights, socket.MSG_DONTWAIT)
             return
         except BlockingIOError:
-            now = time.monotonic()
-            deadline = now + (3600.0 if timeout is None else timeout) if deadline is None else deadline
-            poll = select.poll()
-            poll.register(to, select.POLLOUT)
-            if not poll.poll(1000 * max(0.0, deadline - now)):
+            if poll is None:
+                poll, deadline = select.poll(), time.monotonic() + timeout
+                poll.register(to, select.POLLOUT)
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(
                     f"a message to process timed out: it was not read within {timeout} s"
                 ) from None
@@ -124,15 +119,14 @@ def receive(source: socket.socket) -> tuple[Any, list[int]]:
     """
     while True:
         try:
-            data, ancillary, _, _ = source.recvmsg(_LONG, _ANCILLARY, _RECEIVE_FLAGS)
+            data, descriptors, _, _ = socket.recv_fds(source, _LONG, 2)
             break
-        except (
-            ConnectionResetError
-        ):  # reported once if the other end has left messages unread; its own may follow
-            pass
-    descriptors = list(_descriptors(ancillary)) if ancillary else []
+        except ConnectionResetError:
+            pass  # reported once if the other end has left messages unread; its own may follow
     if not data:
         raise EOFError
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
     if data == _MEMORY:
         memory = descriptors.pop(0)
         try:
@@ -140,12 +134,6 @@ def receive(source: socket.socket) -> tuple[Any, list[int]]:
         finally:
             os.close(memory)
     return marshal.loads(data), descriptors
-
-
-def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> Iterable[int]:
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            yield from array.array("i", data[: len(data) // 4 * 4])
 
 
 # Operations

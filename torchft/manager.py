@@ -1020,7 +1020,7 @@ class Manager(Stateful, Stepping):
             how = "is lost" if kept is None else f"comes again without the {kept} units of this group"
             self._logger.warn(f"step {step} {how}: {why}")
             self._lost(why)
-        self._incidents.step_ended(committed)
+        self._incidents.step_ended(committed, kept is not None)
         self._trace.ended(step, *self._current.outcome)
         if self._current.undecided and not self._replayer.is_ahead:
             self._current.dropped()  # the attempt of a replay that got no quorum

@@ -157,9 +157,12 @@ def test_only_the_units_of_the_failed_group_are_computed_again(kind: str, groups
     assert all(len(units) == 1 for (_, step), units in job.units.items() if step != 2)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["copied gradients", "pure ddp", "pytorch's ddp"])
-def test_other_ways_to_reduce(kind: str) -> None:
+def test_other_ways_to_reduce_and_to_read(kind: str, workers: int) -> None:
+    """With a worker process, units of a batch that comes again were read ahead."""
     job = Job(wrap=KINDS[kind], events={(0, 0, 2): fails("bucket0")})
+    job.loader["num_workers"] = workers
     check(job, job.run(3))
     assert [job.computed(2)[group] for group in (1, 2)] == [[4, 2], [4, 2]]
 

@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 from tests.unit.manager.test_plan import plan, result
 from torchft._agreement import KEEPS, announce
 from torchft._manager.observe.log import _ManagerLogger
+from torchft._manager.observe.phases import Incident, Incidents
 from torchft._manager.quorum.plan import Plan
 from torchft._manager.step.again import Again
 from torchft._manager.step.inputs import Inputs
@@ -151,6 +152,22 @@ def test_the_ranks_of_a_group_keep_all_or_none(rank: Rank) -> None:
     assert not rank.again.units
 
 
+def test_a_vote_that_fails_is_raised(rank: Rank) -> None:
+    """Another rank of the group may have got its result, and keeps its gradients."""
+
+    def vote(yes: bool) -> bool:
+        raise TimeoutError("no answer")
+
+    rank.begin({0})
+    rank.reduce(torch.ones(1))
+    assert rank.retain() == 1
+    rank.begin({1})
+    rank.reduce(torch.ones(1))
+    with pytest.raises(TimeoutError):
+        rank.again.retain(rank.step, (20, 5), lambda: None, vote)
+    assert not rank.again.units
+
+
 @pytest.mark.parametrize("case", ["heals", "the first step", "off"])
 def test_a_group_that_does_not_vote(rank: Rank, case: str) -> None:
     rank.begin({0})
@@ -252,3 +269,13 @@ def test_a_group_that_keeps_nothing_computes_what_others_miss(rank: Rank) -> Non
     rank.again.enabled = False
     handles = [announce('{"a": 1}', ((KEEPS, each),)) for each in ("", "20 5 0.4 0-3")]
     assert rank.again.begin(rank.step, rank.plan("", reconfigure_handles=handles), AT) == {0, 1, 2, 3}
+
+
+def test_a_step_of_which_gradients_are_kept_is_not_counted_as_lost() -> None:
+    over: list[Incident] = []
+    incidents = Incidents(MagicMock(step=20, quorum_id=5), over.append)
+    for kept in (True, False, True):
+        incidents.noticed(RuntimeError("a peer failed"))
+        incidents.step_ended(False, kept)
+    incidents.step_ended(True)
+    assert [incident.steps_lost for incident in over] == [1]

@@ -66,7 +66,7 @@ class Incident:
 
     Attributes:
         seconds: for each phase.
-        steps_lost: steps that were not committed.
+        steps_lost: steps that were not committed, and of which nothing was kept.
     """
 
     def __init__(self, cause: str, step: int, quorum_id: int) -> None:
@@ -115,8 +115,13 @@ class Incidents:
         if incident is not None:
             incident.ended(phase)
 
-    def step_ended(self, committed: bool) -> None:
-        """The vote on a step has ended. A committed step ends the incident."""
+    def step_ended(self, committed: bool, kept: bool = False) -> None:
+        """The vote on a step has ended. A committed step ends the incident.
+
+        Args:
+            committed: whether it was committed.
+            kept: whether it comes again with the gradients of this group.
+        """
         incident = self._incident
         if incident is None:
             return
@@ -124,5 +129,5 @@ class Incidents:
         if committed:
             self._over(incident)
             self._incident = None
-        else:
+        elif not kept:
             incident.steps_lost += 1

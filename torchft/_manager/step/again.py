@@ -130,6 +130,9 @@ class Again:
             at: the Manager's step, and the quorum in which this group's weights were committed.
             check: raises an error if this rank has not reduced all gradients.
             vote: votes for this rank; returns whether all ranks of the group voted yes.
+
+        Raises:
+            Exception: that of the vote.
         """
         if not self.enabled or at[0] == 0 or step.plan is None or step.plan.heal:
             # All ranks of the group come here. In the first step of a job they may heal from different
@@ -138,14 +141,15 @@ class Again:
             return None
         reason = self._why_not(step, check)
         try:
-            if not vote(reason is None):
-                self._logger.warn(
-                    f"nothing of the step is kept: {reason or 'another rank of the group cannot keep it'}"
-                )
-                self.forget()
-                return None
-        except Exception as e:
-            self._logger.exception(f"nothing of the step is kept: {e}")
+            yes = vote(reason is None)
+        except BaseException:
+            # It is raised: other ranks of the group may have got the result, and announce what they keep.
+            self.forget()
+            raise
+        if not yes:
+            self._logger.warn(
+                f"nothing of the step is kept: {reason or 'another rank of the group cannot keep it'}"
+            )
             self.forget()
             return None
         self.units, self._computes = self.units | self._computes, frozenset()

@@ -51,9 +51,11 @@ def memory_is_returned() -> None:
     """Waits for the thread that returns shared memory: it uses the device of that memory, here that of other
     tests.
     """
-    if sharing._returns._started:
+    if sharing._returner is not None:
         returned = threading.Event()
-        sharing._returns.put(SimpleNamespace(device=torch.device("late:0"), release_now=returned.set))
+        sharing._freed.put(
+            SimpleNamespace(device=torch.device("late:0"), holders=(), release_now=returned.set)
+        )
         assert returned.wait(60)
 
 

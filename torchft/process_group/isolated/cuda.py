@@ -64,8 +64,6 @@ class _Export:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.id = next(_ids)
-        self.storage = weakref.ref(storage, self._storage_freed)
-        self.key = id(storage)
         self.device = storage.device
         self.holders: set[TrainerEnd] = set()
         self.freed = False
@@ -76,11 +74,6 @@ class _Export:
         self.offset: int = offset
         self._counter: Optional[tuple[bytes, int]] = None if counter is None else (counter, counter_offset)
 
-    def _storage_freed(self, _: object) -> None:
-        # The garbage collector may call this on a thread that holds the lock, so it must not wait.
-        _freed.append(self)
-        _settle()
-
     def release_now(self) -> None:
         """Returns the memory to PyTorch; only the first call does."""
         counter, self._counter = self._counter, None
@@ -90,93 +83,31 @@ class _Export:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.ipc_collect()
 
-    def release_when_idle(self) -> None:
-        """Returns the memory to PyTorch when the device has finished what is queued: see `_Returns`."""
-        if self._counter is not None:
-            _returns.put(self)
-
     def forget(self) -> None:
         """In a forked child: the counter belongs to the parent, which still uses it."""
         self._counter = None
 
 
-class _Returns:
-    """A thread that returns freed memory to PyTorch after the device has finished all work queued at that
-    time.
-
-    PyTorch's allocator ignores `record_stream` of a shared storage: it would reuse the memory in the order of
-    one stream, while another stream, which the user has recorded, may still read it.
-    """
-
-    def __init__(self) -> None:
-        # Reentrant, because the garbage collector may call `put` on a thread that is in `put`.
-        self._freed: queue.SimpleQueue[_Export] = queue.SimpleQueue()
-        self._started = False
-
-    def start(self) -> None:
-        """Starts the thread. `put` does not: the garbage collector may call it where no thread can be
-        started.
-        """
-        if not self._started:
-            self._started = True
-            DeviceThread(target=self._run, name="torchft_shared_memory").start()
-
-    def put(self, export: _Export) -> None:
-        self._freed.put(export)
-
-    def _run(self) -> None:
-        while True:
-            exports = [self._freed.get()]
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    exports.append(self._freed.get_nowait())
-            for device in {export.device for export in exports}:
-                use_device(device.index)
-                # A failed device runs nothing that could use the memory.
-                with contextlib.suppress(RuntimeError):
-                    torch.cuda.synchronize(device)
-            while exports:
-                exports.pop().release_now()
-
-
-_returns = _Returns()
 _ids = itertools.count(1)
 _lock = threading.Lock()
-_exports: dict[int, _Export] = {}
-_freed: deque[_Export] = deque()
-
-
-def _settle() -> None:
-    """Handles freed storages. If another thread is handling them, that thread handles the new ones, too."""
-    while _freed and _lock.acquire(blocking=False):
-        try:
-            _collect_freed()
-        finally:
-            _lock.release()
-
-
-def _collect_freed() -> None:
-    while _freed:
-        export = _freed.popleft()
-        export.freed = True
-        if _exports.get(export.key) is export:
-            del _exports[export.key]
-        for holder in export.holders:
-            holder._freed_exports.append(export)
-        if not export.holders:
-            export.release_when_idle()
+_exports: weakref.WeakKeyDictionary[torch.UntypedStorage, _Export] = weakref.WeakKeyDictionary()
+# Exports whose storage was freed, or which no worker maps any more since then. The garbage collector may put
+# one here on any thread, also on one that holds the lock.
+_freed: queue.SimpleQueue[_Export] = queue.SimpleQueue()
+_returner: Optional[threading.Thread] = None
 
 
 def _hold(storage: torch.UntypedStorage, holder: TrainerEnd) -> _Export:
-    _returns.start()
+    global _returner
     with _lock:
-        _collect_freed()
-        export = _exports.get(id(storage))
-        # An id() may be reused, also that of a freed storage which is still in the table.
-        if export is None or export.storage() is not storage:
-            export = _exports[id(storage)] = _Export(storage)
+        if _returner is None:
+            _returner = DeviceThread(_return_freed, "torchft_shared_memory")
+            _returner.start()
+        export = _exports.get(storage)
+        if export is None:
+            export = _exports[storage] = _Export(storage)
+            weakref.finalize(storage, _freed.put, export).atexit = False
         export.holders.add(holder)
-    _settle()
     return export
 
 
@@ -185,18 +116,46 @@ def _unhold(exports: list[_Export], holder: TrainerEnd) -> None:
         for export in exports:
             export.holders.discard(holder)
             if export.freed and not export.holders:
-                export.release_when_idle()
-    _settle()
+                _freed.put(export)
+
+
+def _return_freed() -> None:
+    while True:
+        exports = [_freed.get()]
+        while not _freed.empty():
+            exports.append(_freed.get())
+        _return(exports)
+        exports.clear()
+
+
+def _return(exports: list[_Export]) -> None:
+    """Asks the holders of freed storages to drop them, and returns memory without a holder to PyTorch, after
+    the device has finished all work queued at this time.
+
+    PyTorch's allocator ignores `record_stream` of a shared storage: it would reuse the memory in the order of
+    one stream, while another stream, which the user has recorded, may still read it.
+    """
+    with _lock:
+        for export in exports:
+            export.freed = True
+            for holder in export.holders:
+                holder._freed_exports.append(export)
+        idle = [export for export in exports if not export.holders]
+    for device in {export.device for export in idle}:
+        use_device(device.index)
+        # A failed device runs nothing that could use the memory.
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(device)
+    for export in idle:
+        export.release_now()
 
 
 def _forget_all() -> None:
-    global _lock, _returns
-    _lock = threading.Lock()
-    _returns = _Returns()
-    for export in (*_exports.values(), *_freed):
+    global _lock, _freed, _returner
+    _lock, _freed, _returner = threading.Lock(), queue.SimpleQueue(), None
+    for export in _exports.values():
         export.forget()
     _exports.clear()
-    _freed.clear()
     _pages.clear()
 
 

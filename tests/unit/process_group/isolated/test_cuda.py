@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import queue
 import threading
 import time
 import weakref
-from types import SimpleNamespace
 from typing import Any, Iterator, Optional
 
 import pytest
@@ -27,7 +27,7 @@ class Cuda:
     def __init__(self) -> None:
         self.addresses: dict[bytes, int] = {}
         self.shared: list[int] = []
-        self.released: list[tuple[bytes, int]] = []
+        self._released: list[tuple[bytes, int]] = []
         self.imported: list[bytes] = []
         self.events: dict[bytes, Event] = {}
         self.waited: list[tuple[object, Event]] = []
@@ -38,6 +38,11 @@ class Cuda:
         # Whether the device has finished its queued work.
         self.finished = threading.Event()
         self.finished.set()
+
+    @property
+    def released(self) -> list[tuple[bytes, int]]:
+        settle()
+        return self._released
 
     def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         number = len(self.shared)
@@ -53,6 +58,12 @@ class Cuda:
         self.imported.append(handle)
         memory = (ctypes.c_char * size).from_address(self.addresses[handle])
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def settle() -> None:
+    """What the thread for freed storages does."""
+    while not cuda._freed.empty():
+        cuda._return([cuda._freed.get()])
 
 
 class Driver:
@@ -134,7 +145,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(storage, "_share_cuda_", lambda storage: fake.share(storage), raising=False)
     monkeypatch.setattr(storage, "_new_shared_cuda", lambda *args: fake.import_(*args), raising=False)
     monkeypatch.setattr(
-        storage, "_release_ipc_counter_cuda", lambda *args: fake.released.append(args), raising=False
+        storage, "_release_ipc_counter_cuda", lambda *args: fake._released.append(args), raising=False
     )
     for name, value in {
         "Event": Events,
@@ -149,13 +160,19 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
         "synchronize": lambda device: fake.finished.wait(20),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    at_once = SimpleNamespace(start=lambda: None, put=lambda export: export.release_now())
-    monkeypatch.setattr(cuda, "_returns", at_once)
+    hold = cuda._hold
+
+    def settled_hold(storage: torch.UntypedStorage, holder: cuda.TrainerEnd) -> cuda._Export:
+        settle()
+        return hold(storage, holder)
+
+    monkeypatch.setattr(cuda, "_hold", settled_hold)
+    monkeypatch.setattr(cuda, "_freed", queue.SimpleQueue())
+    monkeypatch.setattr(cuda, "_returner", threading.current_thread())
     monkeypatch.setattr(cuda, "_pages", {})
     monkeypatch.setattr(cuda.driver, "driver_of", lambda device: fake.driver)
     yield fake
     gc.collect()
-    assert not cuda._freed
     cuda._exports.clear()
 
 
@@ -320,7 +337,7 @@ def test_memory_is_returned_when_all_streams_are_done_with_it(
     """The allocator ignores a shared storage, so `record_stream` does not protect memory that a stream still
     reads.
     """
-    monkeypatch.setattr(cuda, "_returns", cuda._Returns())
+    monkeypatch.setattr(cuda, "_returner", None)
     trainer, _, _ = ends()
     fake.finished.clear()
     tensor = torch.ones(4)
@@ -328,12 +345,12 @@ def test_memory_is_returned_when_all_streams_are_done_with_it(
     trainer.close()
     del tensor
     time.sleep(0.02)
-    assert not fake.released
+    assert not fake._released
     fake.finished.set()
     deadline = time.monotonic() + 20
-    while not fake.released and time.monotonic() < deadline:
+    while not fake._released and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert fake.released == [(b"counters", 0)]
+    assert fake._released == [(b"counters", 0)]
 
 
 def test_a_storage_may_be_freed_while_the_table_is_locked(fake: Cuda) -> None:
@@ -344,8 +361,7 @@ def test_a_storage_may_be_freed_while_the_table_is_locked(fake: Cuda) -> None:
     trainer.close()
     with cuda._lock:
         del tensor
-        assert len(cuda._freed) == 1
-    cuda._settle()
+        assert cuda._freed.qsize() == 1
     assert fake.released == [(b"counters", 0)]
 
 

@@ -5,6 +5,7 @@ there.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any, Callable, Optional
 
 from torchft.process_group.isolated.operation import _OpMetadata
@@ -34,17 +35,10 @@ class Devices:
 
     def sharing(self, device: int) -> Sharing:
         """The trainer's end for a device type, made for the first tensor of that type."""
-        sharing = self._sharings.get(device)
-        if sharing is None:
-            with self._lock:
-                sharing = self._sharings.get(device)
-                if sharing is None:
-
-                    def notify(note: Any, descriptor: Optional[int]) -> None:
-                        self._notify(device, note, descriptor)
-
-                    sharing = self._sharings[device] = self._make(device, notify)
-        return sharing
+        with self._lock:
+            if device not in self._sharings:
+                self._sharings[device] = self._make(device, partial(self._notify, device))
+            return self._sharings[device]
 
     # Order
 

@@ -7,10 +7,9 @@ from typing import Any, ClassVar, List
 
 import torch
 from torch.distributed import AllToAllOptions, Store, Work
-from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from torchft.process_group.accelerator import _NEVER
-from torchft.process_group.base import BaseProcessGroup
+from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup
 from torchft.process_group.gloo import gloo_group
 from torchft.process_group.isolated.parent import ProcessGroupBaby
 from torchft.process_group.nccl import with_sizes
@@ -28,31 +27,12 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         return gloo_group(store, rank, world_size, cls._worker_timeout)
 
-    # Checked in the trainer: the worker's error would be raised only by a wait.
-
-    def reduce_scatter(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[List[torch.Tensor]],
-        opts: ReduceScatterOptions,
-    ) -> Work:
-        _check_reduce_scatter("reduce_scatter")
-        return super().reduce_scatter(output_tensors, input_tensors, opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: ReduceScatterOptions,
-    ) -> Work:
-        _check_reduce_scatter("reduce_scatter_tensor_coalesced")
-        return super().reduce_scatter_tensor_coalesced(output_tensors, input_tensors, opts)
-
-
-def _check_reduce_scatter(name: str) -> None:
-    # Gloo has these operations only in versions of PyTorch whose groups can be reconfigured.
-    if not hasattr(BaseProcessGroup, "reconfigure"):
-        raise RuntimeError(f"ProcessGroupBabyGloo does not support {name}.")
+    def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Work:
+        # Gloo has these operations only in versions of PyTorch whose groups can be reconfigured. Checked in
+        # the trainer: the worker's error would be raised only by a wait.
+        if name.startswith("reduce_scatter") and not hasattr(BaseProcessGroup, "reconfigure"):
+            raise RuntimeError(f"ProcessGroupBabyGloo does not support {name}.")
+        return super()._run(name, *args, opts=opts)
 
 
 class ProcessGroupBabyNCCL(ProcessGroupBaby):

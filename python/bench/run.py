@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import again
 import commands
 import divergence
 import heal
@@ -62,6 +63,7 @@ PARTS = {
     "restart": restart,
     "local_sgd": local_sgd,
     "replay": replay,
+    "again": again,
     "divergence": divergence,
     "unauthenticated": unauthenticated,
 }
@@ -81,6 +83,7 @@ ROUNDS = {
     "local_sgd": 5,
     "quantized": 8,
     "replay": 10,
+    "again": 7,
     "divergence": 10,
     "unauthenticated": 7,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -315,6 +316,57 @@ class Worker:
             self.optimizer.step()
             times.append(1000 * (time.perf_counter() - t0))
         return {"step": times, "failed": count - (self.manager.current_step() - first)}
+
+    # again.py
+
+    def do_units(self, sharded: bool, steps: int, units: int, unit_ms: float, fail_at: int) -> dict[str, Any]:
+        """Train `steps` steps, whose `units` units all groups divide. A unit takes `unit_ms`, as if a GPU
+        computed it. End in the last unit of step `fail_at`, from 0; -1: never.
+
+        Return the time from commit to commit, and the units that this group computed in each step.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        from torchft import DistributedDataParallel, Optimizer
+        from torchft.data import ElasticDataLoader
+        from torchft.device_mesh import ft_init_device_mesh
+
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 768))
+        if sharded:
+            self.do_world("gloo")
+            mesh = ft_init_device_mesh(
+                device_type="cpu",
+                mesh_shape=(1, WORLD_SIZE),
+                mesh_dim_names=("replicate", "shard"),
+                replicate_dim=0,
+                manager=self.manager,
+            )
+            for layer in (model[0], model[2], model):
+                fully_shard(layer, mesh=mesh)
+        wrapped = model if sharded else DistributedDataParallel(self.manager, model)
+        optimizer = Optimizer(self.manager, optim.SGD(model.parameters(), lr=1e-3))
+        loader = ElasticDataLoader(self.manager, Noise(), global_batch_size=units, micro_batch_size=1)
+        times: list[float] = []
+        computed: list[list[int]] = [[]]
+        began = time.perf_counter()
+        while len(times) < steps:
+            step = next(loader)
+            optimizer.zero_grad()
+            computed[-1].append(len(step))
+            for unit in step:
+                time.sleep(unit_ms / 2000)
+                if unit.last and len(times) == fail_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(unit_ms / 2000)
+                with unit.accumulate(wrapped):
+                    (wrapped(unit.data).square().mean() * unit.weight).backward()
+            optimizer.step()
+            if step.committed:
+                times.append(1000 * (time.perf_counter() - began))
+                computed.append([])
+                began = time.perf_counter()
+        return {"step": times, "units": computed[:-1]}
 
     def do_ordered_steps(self, count: int, compute_ms: float, asked_first: bool) -> dict[str, Any]:
         """Run `count` steps that wait for their quorum either before they compute, or in the allreduce."""

@@ -86,7 +86,7 @@ def test_a_group_takes_over_its_shards_in_parts(job_server: None) -> None:
 def test_exact_sums_of_shards_have_the_bits_of_one_process_on_the_cpu(
     job_server: None, tmp_path: Path
 ) -> None:
-    """A unit's integers are added on FSDP2's stream of reductions; the reduction over the groups follows it."""
+    """FSDP2 adds a unit on its stream of reductions, which the reduction over the groups follows."""
     parts = [Part(1), Part(2, 1), Part(2)]
     more = {"reproducible": True, "device": "late"}
     job = Elastic(tmp_path, parts, samples=71, kind="fsdp", ranks=2, seed=3, **more)

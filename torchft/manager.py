@@ -691,8 +691,6 @@ class Manager(Stateful, Stepping):
             )
         if self._layout.lines is not None and not self._data.adds_gradients:
             return "the groups train on their own between two averages"
-        if self._settings.reproducible_reduction:
-            return "reproducible_reduction=True: the scales of the sums come with the last part of a state"
         if self._data.at_end:
             return "this group is at the end of its data, and waits for the groups that heal"
         return None

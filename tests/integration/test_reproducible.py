@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
 
@@ -14,6 +15,7 @@ from tests.integration.test_loader import (
     LAST,
     SAMPLES,
     SETTINGS,
+    ConnectsAtOnce,
     Training,
     check,
     dataset,
@@ -101,6 +103,44 @@ def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
     ended = ends_of_a_failure_and_a_join(training)
     check_bits(training, ended)
     assert sum(weights is not None for weights in ended) == 3
+
+
+def small(position: DataPosition) -> float:
+    """A factor with which each epoch has two steps that are repeated."""
+    return 1.0 if position.batch == 2 else 2.0**-30
+
+
+class Small(nn.Module):
+    """A model with gradients of this factor."""
+
+    def __init__(self, manager: Manager, model: nn.Module) -> None:
+        super().__init__()
+        self.manager, self.model = manager, model
+        self.batches = DataPlan(SAMPLES, **SETTINGS).batches_per_epoch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.model(x)
+        factor = small(DataPosition(*divmod(self.manager.current_step(), self.batches)))
+        output.register_hook(lambda gradient: gradient * factor)
+        return output
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_group_joins_while_its_state_arrives_in_parts(
+    use_async_quorum: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It applies the sums of the others, which show their scales, and repeats a step with them. Its own
+    scales come with the last part.
+    """
+    monkeypatch.setitem(SETTINGS, "epochs", 40)
+    settings = {"heal_along": True, "use_async_quorum": use_async_quorum}
+    training = job(start_with=3, settings=settings, wrap=Small)
+    with caplog.at_level(logging.INFO):
+        ended = ends_of_a_failure_and_a_join(training, lambda group: ConnectsAtOnce(timeout=DEADLINE))
+    expected = one_process(small)
+    assert sum(weights is not None for weights in ended) == 3
+    assert all(weights is None or torch.equal(weights, expected) for weights in ended)
+    assert any("training along from step" in record.getMessage() for record in caplog.records)
 
 
 def test_a_group_that_loses_the_last_step_heals_to_its_bits() -> None:

@@ -63,6 +63,7 @@ class Elastic:
     reproducible: bool = False
     bf16: bool = False  # whether FSDP2 computes in bfloat16, and reduces in float32
     replays: bool = False  # replay_failed_step
+    heal: str = "auto"  # as of the Manager
     device: str = "cpu"  # "late": the test accelerator, for groups that shard the model
     seed: int = 0
     places: tuple[str, ...] = PLACES
@@ -134,6 +135,7 @@ class Elastic:
                 "reproducible": int(self.reproducible),
                 "bf16": int(self.bf16),
                 "device": self.device,
+                "heal": self.heal,
                 "samples": self.samples,
                 # Each group begins with different weights, so that a missing heal changes the result. If
                 # groups have several ranks, those started before the first kill begin with equal weights: at

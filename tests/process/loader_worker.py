@@ -41,6 +41,7 @@ parser.add_argument("--kind", choices=["ddp", "fsdp", "fsdp-sum"], required=True
 parser.add_argument("--reproducible", type=int, required=True)
 parser.add_argument("--bf16", type=int, required=True, help="1: compute in bfloat16, reduce in float32")
 parser.add_argument("--device", choices=["cpu", "late"], required=True, help="late: the test accelerator")
+parser.add_argument("--heal", required=True, help="as of the Manager")
 parser.add_argument("--samples", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="seed of the first weights")
 parser.add_argument("--log", required=True, help="file for the samples of each step")
@@ -136,6 +137,7 @@ manager = Mortal(
     connect_timeout=TIMEOUT,
     heartbeat_interval=timedelta(milliseconds=50),
     reproducible_reduction=bool(args.reproducible),
+    heal=args.heal,
     **where,
 )
 if sharded:
@@ -221,6 +223,8 @@ while True:
             (loss_of(wrapped, *(part.to(args.device) for part in unit.data)) * unit.weight).backward()
     counted = indices
     optimizer.step()
+    if manager._weights_are_inconsistent():
+        emit("in_passing", step=before)
     if place == "stepped":
         fail()
 

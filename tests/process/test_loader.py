@@ -5,6 +5,7 @@ processes, SIGKILL in mid-step.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,19 +68,18 @@ def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
 @has_hsdp
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="refused in this PyTorch")
 @pytest.mark.parametrize(
-    ("ranks", "bf16"),
+    ("ranks", "parts", "more"),
     [
-        (2, True),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(1, False, marks=pytest.mark.slow),
+        (2, [Part(2, 1), Part(2)], {"bf16": True, "heal": "in_passing"}),
+        # tests/unit/data/test_sharded_sum.py has a single rank
+        *(pytest.param(n, [Part(1), Part(2, 1), Part(2)], {}, marks=pytest.mark.slow) for n in (1, 2)),
     ],
 )
 def test_shards_of_a_killed_group_end_with_the_bits_of_one_process(
-    tmp_path: Path, ranks: int, bf16: bool
+    tmp_path: Path, ranks: int, parts: list[Part], more: dict[str, Any]
 ) -> None:
-    parts = [Part(1), Part(2, 1), Part(2)]
-    more = {"reproducible": True, "bf16": bf16}
-    job = Elastic(tmp_path, parts, samples=71, kind="fsdp", ranks=ranks, seed=3, **more)
+    settings = {"reproducible": True, **more}
+    job = Elastic(tmp_path, parts, samples=71, kind="fsdp", ranks=ranks, seed=3, **settings)
     job.run()
     assert job.killed == 1
 

@@ -1049,6 +1049,7 @@ class Manager(Stateful, Stepping):
         self.wait_quorum()
         try:
             self._heal_wait.wait()
+            self._data.compare_unreduced(self._current, device_of(self._pg), self._reduce)
         except Exception as e:
             self._errors.of_collective(e)
         self._end_collectives()

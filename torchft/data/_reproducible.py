@@ -226,10 +226,15 @@ class ReproducibleSum:
 
 
 def group_of_ranks(
-    manager: Manager, data_world_size: int, given: Optional[dist.ProcessGroup]
+    manager: Manager, data_world_size: int, given: Optional[dist.ProcessGroup], why: str
 ) -> Optional[dist.ProcessGroup]:
     """The process group in which the ranks of a replica group add their integers; None if the group has a
     single rank.
+
+    Args:
+        manager: of this rank.
+        data_world_size, given: arguments of the loader.
+        why: the reason for which integers are added, in errors.
 
     Raises:
         ValueError: there is no process group, it has another size, or the ranks use model parallelism.
@@ -237,9 +242,8 @@ def group_of_ranks(
     world_size = manager._settings.group_world_size
     if data_world_size != world_size:
         raise ValueError(
-            f"data_world_size is {data_world_size}, and the group has {world_size} ranks: with "
-            "reproducible_reduction=True all ranks of a group read different data; model parallelism "
-            "needs reproducible_reduction=False"
+            f"data_world_size is {data_world_size}, and the group has {world_size} ranks: with {why} all "
+            "ranks of a group read different data"
         )
     if world_size == 1:
         return None
@@ -249,8 +253,7 @@ def group_of_ranks(
     if group is None or group.size() != world_size:
         size = "there is none" if group is None else f"this one has {group.size()}"
         raise ValueError(
-            f"reproducible_reduction=True needs a process group of the {world_size} ranks of the group, and "
-            f"{size}: "
+            f"{why} needs a process group of the {world_size} ranks of the group, and {size}: "
             "call init_process_group before, or give ElasticDataLoader data_group"
         )
     return group

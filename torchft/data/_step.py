@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 
-from torchft.data.position import RankShare
+from torchft.data.position import PlannedUnit, RankShare
 
 if TYPE_CHECKING:
     from torchft.data.loader import ElasticDataLoader
@@ -134,6 +135,8 @@ class LoaderStep:
         self._attempt = loader._manager._current  # the Manager's attempt, whose quorum determines the units
         self._iterated = False
         self._added: set[int] = set()  # indices of the accumulated units
+        # Of a stream, see StreamPlan.count: what this rank has read, and what the ranks of its group have.
+        self.counted = self.total = 0
         self.position = share.position
         self.participants = membership.participants
         self.again = again
@@ -215,6 +218,12 @@ class LoaderStep:
     def expected(self) -> int:
         """The number of samples of this data rank, summed over all groups."""
         return self._share.expected
+
+    def put(self, place: int, unit: PlannedUnit, counted: int) -> None:
+        """Replaces a planned unit by what was read of a stream, and counts it."""
+        units = self._share.units
+        self._share = replace(self._share, units=(*units[:place], unit, *units[place + 1 :]))
+        self.counted += counted
 
     def check(self, units: Optional[int] = None) -> None:
         """Raises UnitsSkipped unless accumulate() was called for the first units of the step; default: for

@@ -12,30 +12,31 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import random
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.distributed import AllreduceOptions
 
-from torchft._manager.signals import installed
-from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
+from torchft._manager.checks.loader import device_of
+from torchft.data._lanes import lanes_of_indices, lanes_of_stream
+from torchft.data._prefetch import Key, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
 from torchft.data._step import LoaderStep, Membership, Unit, UnitsSkipped
+from torchft.data._stream_reader import Read, is_stream, shards_of
 from torchft.data.agreement import GroupAction, next_action
 from torchft.data.local_steps import Account
-from torchft.data.position import DataPlan, DataPosition, PositionDiffers, RankShare, Stamp
-from torchft.data.workers import WorkerInit
+from torchft.data.position import DataPlan, DataPosition, PlannedUnit, PositionDiffers, RankShare, Stamp
+from torchft.data.streams import StreamPlan, StreamStamp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from torchft._manager.checks.loader import LocalSteps
     from torchft._manager.quorum.plan import Plan
+    from torchft._manager.settings import Settings
     from torchft.manager import Manager
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -68,10 +69,11 @@ class ElasticDataLoader:
 
     Args:
         manager: the Manager of this rank.
-        dataset: map-style dataset with a length; the same in all groups.
+        dataset: map-style dataset with a length, or a stream: an IterableDataset, a streaming dataset of
+            Hugging Face, or anything else whose ``__iter__`` begins anew; the same in all groups.
         global_batch_size: samples of a step, over all groups; the number of groups does not matter.
         micro_batch_size: samples of a unit; divides ``global_batch_size``.
-        shuffle: whether each epoch has a new order.
+        shuffle: whether each epoch has a new order; False for a stream.
         seed: seed of the epochs' orders.
         epochs: number of epochs, after which the iteration ends in all groups at once.
         data_rank: number of this rank among the ranks of its group that read different data; default: its
@@ -80,7 +82,7 @@ class ElasticDataLoader:
         reduction_in_group: how gradients are reduced over those ranks: "mean", as FSDP2 does, or "sum". With
             the Manager's ``reproducible_reduction`` this is ignored, and gradients are added.
         data_group: process group of the ranks of this replica group, in which ``reproducible_reduction``
-            adds; default: PyTorch's default one.
+            adds, and a stream's samples are counted; default: PyTorch's default one.
         reproducible_rng: whether random numbers depend only on seed, epoch and unit, and not on the rank:
             those of the dataset (torch, random, and numpy if it is imported), and torch's in
             :meth:`Unit.accumulate`.
@@ -88,7 +90,7 @@ class ElasticDataLoader:
             ``pin_memory``, …
 
     Raises:
-        TypeError: an IterableDataset, or an argument of DataLoader that the plan determines.
+        TypeError: an iterator, which can be read once, or an argument of DataLoader that the plan determines.
         ValueError: a setting is out of range, or the Manager has a setting that excludes a loader.
     """
 
@@ -109,7 +111,8 @@ class ElasticDataLoader:
         reproducible_rng: bool = False,
         **dataloader: Any,
     ) -> None:
-        _check_dataset(dataset)
+        if not is_stream(dataset):
+            _check_dataset(dataset)
         for name, instead in _DECIDED.items():
             if name in dataloader:
                 raise TypeError(f"{name}={dataloader[name]!r}: ElasticDataLoader takes no {name}; {instead}")
@@ -121,7 +124,13 @@ class ElasticDataLoader:
             )
         settings = manager._settings
         self._manager = manager
-        self._plan = DataPlan(len(dataset), global_batch_size, micro_batch_size, shuffle, seed, epochs)
+        self._stream: Optional[StreamPlan] = None
+        if is_stream(dataset):
+            _check_stream(shuffle, reproducible_rng, settings)
+            self._stream = StreamPlan.of(global_batch_size, micro_batch_size, epochs, shards_of(dataset))
+        self._plan = self._stream or DataPlan(
+            len(dataset), global_batch_size, micro_batch_size, shuffle, seed, epochs
+        )
         self._position = DataPosition()
         self._data_rank = settings.group_rank if data_rank is None else data_rank
         self._data_world_size = settings.group_world_size if data_world_size is None else data_world_size
@@ -132,16 +141,20 @@ class ElasticDataLoader:
         self.share(None, 1)  # raises for a data rank that is out of range
         self._exact: Optional[ReproducibleSum] = None
         if settings.reproducible_reduction:
-            group = group_of_ranks(manager, self._data_world_size, data_group)
+            group = group_of_ranks(manager, self._data_world_size, data_group, "reproducible_reduction=True")
             self._exact = ReproducibleSum(manager, self._plan.num_units(DataPosition()), group)
             self._factor = 1
 
-        self._batches = _Batches(self._seed if reproducible_rng else None)
-        read: Any = _Seeded(dataset) if reproducible_rng else dataset
-        self._dataloader = DataLoader(read, batch_sampler=self._batches, **dataloader)
-        self._worker_init_fn = self._dataloader.worker_init_fn
-        self._reader: Any = None  # the DataLoader's iterator
-        self._prefetcher = Prefetcher(self._start_reading)
+        self._lanes = (
+            lanes_of_indices(dataset, self._seed if reproducible_rng else None, **dataloader)
+            if self._stream is None
+            else lanes_of_stream(dataset, self._stream, **dataloader)
+        )
+        self._in_group: Optional[ProcessGroup] = None  # in which its ranks add up what they have read
+        if self._stream is not None and self._data_world_size > 1:
+            self._in_group = group_of_ranks(manager, self._data_world_size, data_group, "a stream")
+        self._kept_counted = 0  # of a stream: what this rank has counted in the last attempt at a step
+        self._following: Optional[DataPosition] = None  # of a stream: the position after this step
         # membership and position of the forecast's next step
         self._forecast: Optional[tuple[Membership, DataPosition]] = None
         # The last unit of a group that does not participate. One that heals over several steps stays at its
@@ -169,7 +182,7 @@ class ElasticDataLoader:
         return self._data_world_size
 
     @property
-    def stamp(self) -> Stamp:
+    def stamp(self) -> Stamp | StreamStamp:
         """The settings and the position, which peers compare."""
         return self._plan.stamp(self._position)
 
@@ -241,7 +254,13 @@ class ElasticDataLoader:
         self._position = position
 
     def __len__(self) -> int:
-        """The number of steps of the whole job."""
+        """The number of steps of the whole job.
+
+        Raises:
+            TypeError: the dataset is a stream, whose length is not known.
+        """
+        if self._stream is not None:
+            raise TypeError("the dataset is a stream: its number of steps is not known before its end")
         return self._plan.batches_per_epoch * self._plan.epochs
 
     def share(
@@ -268,8 +287,17 @@ class ElasticDataLoader:
 
     def check_samples(self, counted: int, participants: int) -> None:
         """Raises SamplesDiffer unless a step at this position has ``counted`` samples for this data rank."""
-        if not self.at_end:
+        if self.at_end:
+            return
+        if self._stream is None:
             self.share(None, participants).check(counted)
+        else:
+            self._following = self._stream.after(self._position, counted)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the groups have to count the samples of each step."""
+        return self._stream is not None
 
     @property
     def at_end(self) -> bool:
@@ -313,12 +341,14 @@ class ElasticDataLoader:
             self._average_decided(self._local_steps, committed)
             return
         ended, self._step = self._step, None
+        following, self._following = self._following, None
         if ended is not None:
             ended.committed = committed
+            self._kept_counted = ended.counted
         if committed:
             if self._exact is not None:
                 self._exact.commit()
-            self._position = self._plan.advance(self._position)
+            self._position = following or self._plan.advance(self._position)
 
     # Steps
 
@@ -377,6 +407,8 @@ class ElasticDataLoader:
             again.computes(share.position, itertools.chain(*parts))
         self._expect(membership, share)
         self._step = LoaderStep(self, share, membership, again.attempts)
+        if again.units:  # their samples were counted when they were read
+            self._step.counted = self._kept_counted
         return self._step
 
     def _kept(self, plan: Plan) -> frozenset[int]:
@@ -420,15 +452,7 @@ class ElasticDataLoader:
 
     def _stop_reading(self) -> None:
         """Ends the DataLoader's worker processes. Reading starts again with the next step."""
-        self._prefetcher.close()
-        if hasattr(self._reader, "_shutdown_workers"):
-            # The iterator does so itself when its last reference is dropped. But that may happen late,
-            # because persistent_workers and the traceback of an error keep references, or in a worker that is
-            # forked later.
-            # From PyTorch's handler of SIGCHLD, for a worker that was killed.
-            with contextlib.suppress(RuntimeError):
-                self._reader._shutdown_workers()
-        self._reader = self._dataloader._iterator = None
+        self._lanes.stop()
         self._forecast = None
 
     # Steps of LocalSGD and DiLoCo: those of their inner optimizer
@@ -446,7 +470,16 @@ class ElasticDataLoader:
         return self._account.committed
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
-        """Makes a step of the loader one of the inner optimizer of this LocalSGD or DiLoCo."""
+        """Makes a step of the loader one of the inner optimizer of this LocalSGD or DiLoCo.
+
+        Raises:
+            ValueError: the dataset is a stream.
+        """
+        if self._stream is not None:
+            raise ValueError(
+                "the dataset is a stream, and LocalSGD and DiLoCo take inner steps without the other groups, "
+                "which have to find the end of an epoch together: give a dataset with __getitem__ and __len__"
+            )
         self._local_steps = local_steps
 
     def send_samples(self) -> int:
@@ -457,6 +490,8 @@ class ElasticDataLoader:
             return self._account.send()
         if self._step is None:
             return 0
+        if self._stream is not None:
+            return self._step.total
         # A reduction before the first unit contains no gradients of units (units_added() checks that): the
         # planned number is returned.
         return self._step.samples if self._step.begun else self._step.planned_samples
@@ -520,7 +555,7 @@ class ElasticDataLoader:
         already.
         """
         if self._forecast != (membership, share.position):
-            self._prefetcher.expect(self._foresee(membership, share))
+            self._lanes.expect(lambda: self._foresee(membership, share))
         following = self._plan.advance(share.position)
         self._forecast = None if membership.rank is None else (membership, following)
 
@@ -536,18 +571,12 @@ class ElasticDataLoader:
                 return
             share = self._plan.share(position, *membership, self._data_rank, self._data_world_size)
 
-    def _start_reading(self, tasks: Iterator[Task]) -> Iterator[Any]:
-        self._batches.tasks = tasks
-        self._dataloader.worker_init_fn = WorkerInit(installed(), self._worker_init_fn)
-        self._reader = iter(self._dataloader)
-        return self._reader
-
     def _read(self, step: LoaderStep, place: int) -> Unit:
         position, unit = step.position, step._share.units[place]
         key = Key(position, unit.number)
         again, self._again = self._again, None
         try:
-            data = again[1] if again is not None and again[0] == key else self._prefetcher.take(key)
+            data = again[1] if again is not None and again[0] == key else self._lanes.take(key)
         except ReadFailed as e:
             failure = ReadFailed(
                 f"unit {unit.number} of batch {position.batch} of epoch {position.epoch} could not be read: "
@@ -561,8 +590,35 @@ class ElasticDataLoader:
             raise
         if step._membership.rank is None:
             self._again = key, data
+        if self._stream is not None:
+            data, unit = self._count(step, place, data)
         seed = self._seed(key) if self._reproducible_rng else None
         return Unit(step, place, data, unit.weight * self._factor * self._scale, seed)
+
+    def _count(self, step: LoaderStep, place: int, read: Read) -> tuple[Any, PlannedUnit]:
+        """Puts what was read of a stream in the place of what was planned. Returns samples and unit."""
+        plan, planned = self._stream, step._share.units[place]
+        assert plan is not None
+        samples, more = (read.samples, read.more) if planned.weight else (0, False)
+        unit = replace(
+            planned, indices=planned.indices[: read.samples], weight=samples / plan.global_batch_size
+        )
+        step.put(place, unit, plan.count(samples, more))
+        if planned.last:
+            step.total = self._total(step.counted)
+        return read.data, unit
+
+    def _total(self, counted: int) -> int:
+        """The sum of a number over the ranks of this group that read different data."""
+        if self._in_group is None:
+            return counted
+        total = torch.tensor([counted], dtype=torch.int64, device=device_of(self._in_group))
+        try:
+            self._in_group.allreduce([total], AllreduceOptions()).wait()
+        except Exception as e:
+            self._manager._report_own_error(e)  # other groups must not wait for this one
+            raise
+        return int(total.item())
 
     def _seed(self, key: Key) -> int:
         text = (
@@ -571,75 +627,29 @@ class ElasticDataLoader:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"dataset is a {type(dataset).__name__}: an IterableDataset has no samples by index, so no "
-            "group can take "
-            "over those of another; give a dataset with __getitem__ and __len__ (an index of the stream's "
-            "records), or "
-            "use PyTorch's DataLoader, which loses the samples of failed groups"
+def _check_stream(shuffle: bool, reproducible_rng: bool, settings: Settings) -> None:
+    """Raises a ValueError if a setting excludes a stream."""
+    if shuffle:
+        raise ValueError(
+            "shuffle is True, and the dataset is a stream, whose order is its own: give shuffle=False, and "
+            "shuffle the stream with a seed (in Hugging Face's datasets: dataset.shuffle(seed=0))"
         )
+    for name, given in (
+        ("reproducible_rng", reproducible_rng),
+        ("reproducible_reduction", settings.reproducible_reduction),
+    ):
+        if given:
+            raise ValueError(
+                f"{name} is True, and the dataset is a stream: its samples depend on what was read before; "
+                f"give {name}=False, or a dataset with __getitem__ and __len__"
+            )
+
+
+def _check_dataset(dataset: Any) -> None:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise TypeError(f"dataset is a {type(dataset).__name__}: it needs __getitem__ and __len__")
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}: it needs __getitem__ and __len__, or "
+            "__iter__, to be read as a stream"
+        )
     if len(dataset) < 1:
         raise ValueError("the dataset has no samples: allowed are 1 and more")
-
-
-class _SeededIndices(list[int]):
-    """The indices of a unit, and the seed of its random numbers."""
-
-    seed: int = 0
-
-
-class _Batches(Iterator[list[int]]):
-    """The batch sampler of PyTorch's DataLoader."""
-
-    def __init__(self, seed: Optional[Callable[[Key], int]]) -> None:
-        self.tasks: Iterator[Task] = iter(())
-        self._seed = seed
-
-    def __next__(self) -> list[int]:
-        task = next(self.tasks)
-        if self._seed is None:
-            return list(task.unit.indices)
-        indices = _SeededIndices(task.unit.indices)
-        indices.seed = self._seed(task.key)
-        return indices
-
-
-@dataclass(frozen=True)
-class _Seeded:
-    """A dataset whose random numbers depend only on the unit."""
-
-    dataset: Any
-
-    def __getitems__(self, indices: _SeededIndices) -> list[Any]:
-        with _seeded(indices.seed):
-            if hasattr(self.dataset, "__getitems__"):
-                return self.dataset.__getitems__(indices)
-            return [self.dataset[index] for index in indices]
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """A context with seeded random numbers, which restores the generators' states at its end."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(before[0])
-            if numpy is not None:
-                numpy.random.set_state(before[1])

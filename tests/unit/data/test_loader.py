@@ -558,10 +558,17 @@ class Stream(IterableDataset):
         (
             Stream(),
             {},
-            TypeError,
-            "an IterableDataset has no samples by index.*give a dataset with __getitem__",
+            ValueError,
+            r"shuffle is True, .* a stream.*give shuffle=False.*dataset.shuffle\(seed",
         ),
-        (object(), {}, TypeError, "dataset is a object: it needs __getitem__ and __len__"),
+        (
+            Stream(),
+            {"shuffle": False, "reproducible_rng": True},
+            ValueError,
+            "reproducible_rng is True, and the dataset is a stream",
+        ),
+        (iter([1]), {"shuffle": False}, TypeError, "an iterator, which can be read once"),
+        (object(), {}, TypeError, "dataset is a object: it needs __getitem__ and __len__, or __iter__"),
         ([], {}, ValueError, "the dataset has no samples: allowed are 1 and more"),
         (
             DATA,

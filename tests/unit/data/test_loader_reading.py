@@ -225,7 +225,7 @@ def test_prefetch_factor_is_the_number_of_units_read_ahead(prefetch_factor: int)
 def test_memory_is_pinned_where_there_is_an_accelerator(workers: int) -> None:
     """tests/gpu/test_loader.py looks at the memory."""
     loader = make(pin_memory=True, shuffle=False, num_workers=workers)
-    assert loader._dataloader.pin_memory
+    assert loader._lanes.lanes[0].dataloader.pin_memory
     pinned = [unit.data[0] for _, units in train(loader) for unit in units]
     assert torch.cat(pinned).tolist() == list(range(10))
     assert all(part.is_pinned() is torch.accelerator.is_available() for part in pinned)

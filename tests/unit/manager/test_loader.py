@@ -416,6 +416,7 @@ def test_with_local_sgd_averages_are_divided(native: Fixture, loader_first: bool
 
 class Fake:
     rank = 0
+    is_stream = False
 
     def __init__(self, plan: DataPlan, position: DataPosition) -> None:
         self.plan, self.position = plan, position

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchft._manager.step.step import Step
     from torchft._manager.step.work import _ManagedWork
     from torchft.data.position import Stamp
+    from torchft.data.streams import StreamStamp
 
 # Prefix of the lines that groups with a loader announce; see layout.py.
 NAME = "ElasticDataLoader"
@@ -48,7 +49,7 @@ class Loader(Protocol):
     """The methods of a loader that the Manager calls."""
 
     @property
-    def stamp(self) -> Stamp:
+    def stamp(self) -> Stamp | StreamStamp:
         """The loader's settings and position. After a heal the position is that of the job."""
         ...
 
@@ -68,6 +69,11 @@ class Loader(Protocol):
         """A digest of 64 bits, in hex, of the stamp and the state of the sums, which must be equal in all
         groups.
         """
+        ...
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the groups count the samples of each step, to find the end of an epoch."""
         ...
 
     @property
@@ -151,6 +157,8 @@ class BatchCheck:
         plan = step.plan
         if plan is None or self._compared is step:
             return False
+        if self._loader.is_stream:  # before the first unit nothing can be counted
+            return self._whole is step or self._loader.at_end
         return self._checked != plan.quorum_id or plan.num_up_to_date < plan.replica_world_size
 
     def words(self, step: Step, plan: Plan, device: torch.device) -> torch.Tensor:
@@ -191,6 +199,10 @@ class BatchCheck:
         # differ, and which group has to heal. A healing group with an error may not have loaded the job's
         # position, so it is not judged.
         if sums is None or work is None or not work.wait() or (step.healing and step.error is not None):
+            if self._loader.is_stream and step.error is None:
+                raise BatchDiffers(
+                    "the samples of the step were not counted, so the end of the epoch is unknown"
+                )
             return
         counted = sums.tolist()
         leads = step.plan is not None and step.plan.leads
@@ -376,6 +388,13 @@ class Data:
             return
         sums = batches.words(step, step.plan, device)
         batches.begun(sums, reduce(sums, ReduceOp.SUM, False))
+
+    def compare_unreduced(self, step: Step, device: torch.device, reduce: Reduce) -> None:
+        """Compares the groups in a step of a stream in which nothing was reduced, because a group alone needs
+        no reduction.
+        """
+        if self._loader is not None and self._loader.is_stream and step.undecided and step.error is None:
+            self.compare(step, device, reduce)
 
     def register_check(self, check: Callable[[], None]) -> None:
         """Registers what raises an error if gradients of this step were not reduced."""

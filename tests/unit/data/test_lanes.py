@@ -1,0 +1,137 @@
+"""Reading of a stream by worker processes: each of them reads whole sources."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import pytest
+
+from tests.unit.data.streaming import Files, Sample
+from tests.unit.data.test_loader import Alone
+from tests.unit.data.test_loader_reading import Changing
+from torchft.data import ElasticDataLoader
+from torchft.data._prefetch import ReadFailed
+from torchft.data.position import DataPosition
+
+LENGTHS = [7, 12, 0, 5, 9, 1]
+SIZES: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, shuffle=False, collate_fn=list)
+
+
+@pytest.fixture(autouse=True)
+def workers_end() -> Iterator[None]:
+    yield
+    assert not multiprocessing.active_children()
+
+
+class Signed(Files):
+    """Each sample comes with the process that has read it."""
+
+    def shard(self, num_shards: int, index: int) -> Files:
+        return Signed(**vars(super().shard(num_shards, index)))
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            yield sample, os.getpid()
+
+
+def make(manager: Optional[Alone] = None, data: Any = None, **settings: Any) -> ElasticDataLoader:
+    return ElasticDataLoader(manager or Alone(), data or Signed(LENGTHS), **{**SIZES, **settings})
+
+
+def train(loader: ElasticDataLoader, steps: Optional[int] = None) -> list[list[Any]]:
+    """Commits steps, all or this number; returns the samples of each, as one group has read them."""
+    manager: Any = loader._manager
+    found: list[list[Any]] = []
+    while len(found) != steps and (step := next(loader, None)) is not None:
+        units = list(step)
+        found.append([s for unit in units if unit.weight for s in unit.data[: len(unit.indices)]])
+        loader.check_samples(loader.send_samples(), 1)
+        manager.decide(True)
+    loader._stop_reading()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3, 9])
+def test_each_sample_once_an_epoch_whoever_reads_it(workers: int) -> None:
+    loader = make(num_workers=workers, epochs=2)
+    expected = make().state_dict()
+    found = train(loader)
+    samples = Counter(sample for step in found for sample, _ in step)
+    assert samples == Counter({s: 1 for epoch in range(2) for s in Files(LENGTHS).samples(epoch)})
+    readers: dict[tuple[int, int], set[int]] = {(epoch, file): set() for epoch, file, _ in samples}
+    for (epoch, file, _), pid in (each for step in found for each in step):
+        readers[epoch, file].add(pid)
+    assert {len(pids) for pids in readers.values()} == {1}, "two workers have read a source"
+    pids = {pid for one in readers.values() for pid in one}
+    assert pids == {os.getpid()} if not workers else len(pids) == min(workers, 5)
+    assert loader.state_dict() == {**expected, "epoch": 2, "batch": 0, "epochs": 2}
+
+
+def test_another_number_of_workers_goes_on() -> None:
+    """A checkpoint has the position only; the job that loads it has another number of workers."""
+    found: list[Sample] = []
+    state = None
+    for workers, steps in ((2, 2), (0, 1), (3, 3), (1, None)):
+        loader = make(num_workers=workers, epochs=2)
+        if state is not None:
+            loader.load_state_dict(state)
+        found += [sample for step in train(loader, steps) for sample, _ in step]
+        state = loader.state_dict()
+    assert Counter(found) == Counter({s: 1 for epoch in range(2) for s in Files(LENGTHS).samples(epoch)})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_changes_of_membership(workers: int) -> None:
+    """This rank gets the units of its plan, whatever it had read ahead for another one."""
+    manager = Changing()
+    loader = make(manager, Files([50] * 6), num_workers=workers)
+    plan = loader._plan
+    for number, (rank, participants) in enumerate(
+        [(0, 1), (0, 2), (0, 2), (1, 2), (2, 3), (None, 1), (None, 1), (0, 1), (3, 5), (0, 2), (0, 1)]
+    ):
+        manager.rank_now, manager.participants = rank, participants
+        step = next(loader)
+        units = list(step)
+        position = DataPosition(0, number)
+        assert [unit.number for unit in step._share.units] == [
+            unit.number for unit in plan.share(position, rank, participants).units
+        ]
+        for unit, planned in zip(units, step._share.units):
+            first = 2 * number
+            assert unit.data == [(0, planned.number, first), (0, planned.number, first + 1)]
+            assert unit.weight == (0 if rank is None else 2 / 12)
+        loader._following = plan.advance(position)
+        manager.decide(True)
+    loader._stop_reading()
+
+
+class Raises(Files):
+    def shard(self, num_shards: int, index: int) -> Files:
+        return Raises(**vars(super().shard(num_shards, index)))
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if sample[1:] == (4, 5):
+                raise OSError("the file ends in the middle")
+            yield sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_raises(workers: int) -> None:
+    manager = Alone()
+    loader = make(manager, Raises(LENGTHS), num_workers=workers)
+    assert len(train(loader, 2)) == 2
+    with pytest.raises(
+        ReadFailed, match=r"(?s)unit 4 of batch 2 of epoch 0 could not be read: OSError: .*the file ends"
+    ):
+        train(loader)
+    assert len(manager.errors) == 1, "the other groups are not notified"
+
+
+def test_a_stream_without_samples_is_named() -> None:
+    with pytest.raises(ReadFailed, match="ValueError: the stream, a Files, has no samples"):
+        train(make(data=Files([0, 0])))

@@ -1,0 +1,213 @@
+"""Reads the units of a rank with PyTorch's DataLoader, in one lane or in several.
+
+The worker processes of one DataLoader take units in turns, which suits samples with an index. A worker that
+reads a stream must read the same sources in each batch, so a stream has a DataLoader with one worker for each
+of them: a lane.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from torchft._manager.signals import installed
+from torchft.data._prefetch import Key, Prefetcher, Task
+from torchft.data._stream_reader import Collate, StreamReader
+from torchft.data.streams import StreamPlan
+from torchft.data.workers import WorkerInit
+
+Seed = Callable[[Key], int]
+
+
+class Lane:
+    """A DataLoader that reads the units of a forecast.
+
+    Args:
+        dataset: map-style; its indices are items of ``batches``.
+        batches: gives the DataLoader its batches of indices.
+        dataloader: arguments of the DataLoader.
+    """
+
+    def __init__(self, dataset: Any, batches: Batches, **dataloader: Any) -> None:
+        self._batches = batches
+        self.dataloader = DataLoader(dataset, batch_sampler=batches, **dataloader)
+        self._worker_init_fn = self.dataloader.worker_init_fn
+        self._reader: Any = None  # the DataLoader's iterator
+        self.prefetcher = Prefetcher(self._start)
+
+    def _start(self, tasks: Iterator[Task]) -> Iterator[Any]:
+        self._batches.tasks = tasks
+        self.dataloader.worker_init_fn = WorkerInit(installed(), self._worker_init_fn)
+        self._reader = iter(self.dataloader)
+        return self._reader
+
+    def stop(self) -> None:
+        """Ends the worker processes. Reading starts again with the next unit that is taken."""
+        self.prefetcher.close()
+        if hasattr(self._reader, "_shutdown_workers"):
+            # The iterator does so itself when its last reference is dropped. But that may happen late,
+            # because persistent_workers and the traceback of an error keep references, or in a worker that is
+            # forked later.
+            # From PyTorch's handler of SIGCHLD, for a worker that was killed.
+            with contextlib.suppress(RuntimeError):
+                self._reader._shutdown_workers()
+        self._reader = self.dataloader._iterator = None
+
+
+class Lanes:
+    """The lanes of a rank.
+
+    Args:
+        lanes: at least one.
+        lane_of: number of the lane that reads a unit, by the number of the unit in its batch.
+    """
+
+    def __init__(self, lanes: list[Lane], lane_of: Callable[[int], int]) -> None:
+        self.lanes = lanes
+        self._lane_of = lane_of
+
+    def expect(self, forecast: Callable[[], Iterator[Task]]) -> None:
+        """Sets the units that will be taken.
+
+        Args:
+            forecast: returns an iterator over them. All batches but the first have the same units, if there
+                is more than one lane.
+        """
+        for number, lane in enumerate(self.lanes):
+            tasks = forecast()
+            lane.prefetcher.expect(self._of_lane(number, tasks) if len(self.lanes) > 1 else tasks)
+
+    def _of_lane(self, number: int, forecast: Iterator[Task]) -> Iterator[Task]:
+        """The tasks of a lane. Ends where a lane has nothing to read for an unchanged membership, since the
+        forecast may be endless.
+        """
+        for later, (_, batch) in enumerate(itertools.groupby(forecast, lambda task: task.key.position)):
+            own = [task for task in batch if self._lane_of(task.key.unit) == number]
+            if later and not own:
+                return
+            yield from own
+
+    def take(self, key: Key) -> Any:
+        """Returns a unit of the forecast, each lane's in their order.
+
+        Raises:
+            ReadFailed: it could not be read.
+        """
+        return self.lanes[self._lane_of(key.unit)].prefetcher.take(key)
+
+    def stop(self) -> None:
+        """Ends the worker processes of all lanes."""
+        for lane in self.lanes:
+            lane.stop()
+
+
+def lanes_of_indices(dataset: Any, seed: Optional[Seed], **dataloader: Any) -> Lanes:
+    """One lane for a map-style dataset.
+
+    Args:
+        dataset: the dataset.
+        seed: gives the seed of a unit's random numbers; None: they are not seeded.
+        dataloader: arguments of the DataLoader.
+    """
+    read: Any = dataset if seed is None else _Seeded(dataset)
+    return Lanes([Lane(read, Batches(seed), **dataloader)], lambda unit: 0)
+
+
+def lanes_of_stream(dataset: Any, plan: StreamPlan, **dataloader: Any) -> Lanes:
+    """A lane for each worker process, or one if there are none.
+
+    Args:
+        dataset: the stream.
+        plan: of the job.
+        dataloader: arguments of the DataLoader.
+    """
+    collate = Collate(dataloader.pop("collate_fn", None) or default_collate)
+    workers = dataloader.pop("num_workers", 0)
+    # A lost step asks for its batch again, and a change of membership for what was read ahead.
+    ahead = (dataloader.get("prefetch_factor") or 2) if workers else 0
+    if workers:
+        dataloader["num_workers"] = 1
+    count = min(max(1, workers), plan.sources)
+    lanes = [
+        Lane(StreamReader(dataset, plan, ahead + 2), Units(), collate_fn=collate, **dataloader)
+        for _ in range(count)
+    ]
+    return Lanes(lanes, lambda unit: unit // plan.blocks % count)
+
+
+class _SeededIndices(list[int]):
+    """The indices of a unit, and the seed of its random numbers."""
+
+    seed: int = 0
+
+
+class Batches(Iterator[Any]):
+    """The batch sampler of PyTorch's DataLoader.
+
+    Args:
+        seed: see :func:`lanes_of_indices`.
+    """
+
+    def __init__(self, seed: Optional[Seed] = None) -> None:
+        self.tasks: Iterator[Task] = iter(())
+        self._seed = seed
+
+    def __next__(self) -> Any:
+        task = next(self.tasks)
+        if self._seed is None:
+            return list(task.unit.indices)
+        indices = _SeededIndices(task.unit.indices)
+        indices.seed = self._seed(task.key)
+        return indices
+
+
+class Units(Batches):
+    """Gives the keys of units, for a :class:`StreamReader`."""
+
+    def __next__(self) -> Key:
+        return next(self.tasks).key
+
+
+@dataclass(frozen=True)
+class _Seeded:
+    """A dataset whose random numbers depend only on the unit."""
+
+    dataset: Any
+
+    def __getitems__(self, indices: _SeededIndices) -> list[Any]:
+        with _seeded(indices.seed):
+            if hasattr(self.dataset, "__getitems__"):
+                return self.dataset.__getitems__(indices)
+            return [self.dataset[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """A context with seeded random numbers, which restores the generators' states at its end."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            if numpy is not None:
+                numpy.random.set_state(before[1])

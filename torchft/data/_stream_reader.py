@@ -1,0 +1,185 @@
+"""Reads units of a stream: opens its sources, skips to a position, and keeps what may be read again.
+
+A reader runs in a worker process of PyTorch's DataLoader, or in the rank itself. It is deaf to the groups:
+whichever block it is asked for, it gives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Callable, NamedTuple, Optional
+
+from torch.utils.data import IterableDataset
+
+from torchft.data._prefetch import Key
+from torchft.data.position import DataPosition
+from torchft.data.streams import StreamPlan
+
+
+class Read(NamedTuple):
+    """A unit that was read.
+
+    Attributes:
+        data: the samples, or what the collate function made of them; if the unit has none, those of another
+            unit, for a pass with weight 0.
+        samples: the number of its samples, 0 or more.
+        more: whether its source has samples for the next batch; told with the last unit of each source in a
+            batch.
+    """
+
+    data: Any
+    samples: int
+    more: bool
+
+
+class Source:
+    """One epoch of a source, open at some block.
+
+    Args:
+        samples: the samples from block ``first`` on.
+        first: number of that block.
+        size: samples of a block.
+        keep: number of blocks that are kept: a lost step asks for some again.
+    """
+
+    def __init__(self, samples: Iterator[Any], first: int, size: int, keep: int) -> None:
+        self._samples = samples
+        self._size = size
+        self._ahead: list[Any] = []  # at most one sample
+        self._kept: deque[list[Any]] = deque(maxlen=keep)
+        self._next = first
+
+    def has(self, number: int) -> bool:
+        """Whether a block can be read without opening the source again."""
+        return number >= self._next - len(self._kept)
+
+    def block(self, number: int) -> list[Any]:
+        """The samples of a block: fewer than ``size``, or none, where the source ends."""
+        while self._next <= number:
+            ahead, self._ahead = self._ahead, []
+            self._kept.append(ahead + list(islice(self._samples, self._size - len(ahead))))
+            self._next += 1
+        return self._kept[number - self._next]
+
+    def has_after(self, number: int) -> bool:
+        """Whether there are samples after a block that was read."""
+        if number + 1 < self._next:
+            return bool(self.block(number + 1))
+        self._ahead = self._ahead or list(islice(self._samples, 1))
+        return bool(self._ahead)
+
+
+class StreamReader:
+    """A map-style dataset, for PyTorch's DataLoader, whose indices are units of a stream.
+
+    Args:
+        dataset: the stream.
+        plan: of the job.
+        batches: number of batches for which blocks are kept.
+    """
+
+    def __init__(self, dataset: Any, plan: StreamPlan, batches: int) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._keep = batches * plan.blocks
+        self._epoch = -1
+        self._sources: dict[int, Source] = {}
+        self._filler: list[Any] = []
+
+    def __getitems__(self, key: Key) -> Read:
+        position = key.position
+        if position.epoch != self._epoch:
+            self._sources.clear()
+            self._epoch = position.epoch
+        block = self._plan.block(position, key.unit)
+        source = self._sources.get(block.source)
+        if source is None or not source.has(block.number):
+            # From the begin of the batch: this rank may get other blocks of it.
+            source = self._sources[block.source] = self._source(block.source, position)
+        samples = source.block(block.number)
+        more = block.last and source.has_after(block.number)
+        if samples:
+            self._filler = samples
+        return Read(samples or self._any_samples(), len(samples), more)
+
+    def __getitem__(self, key: Key) -> Read:
+        return self.__getitems__(key)
+
+    def _source(self, number: int, position: DataPosition) -> Source:
+        plan = self._plan
+        first = position.batch * plan.blocks
+        samples = self._open(number, position.epoch, first * plan.micro_batch_size)
+        return Source(samples, first, plan.micro_batch_size, self._keep)
+
+    def _open(self, number: int, epoch: int, skipped: int) -> Iterator[Any]:
+        """Opens a source after some samples."""
+        data = self._dataset
+        _set_epoch(data, epoch)
+        if self._plan.sources > 1:
+            data = data.shard(num_shards=self._plan.sources, index=number)
+            _set_epoch(data, epoch)
+        if skipped and hasattr(data, "skip"):
+            data, skipped = data.skip(skipped), 0
+            _set_epoch(data, epoch)
+        samples = iter(data)
+        deque(islice(samples, skipped), maxlen=0)
+        return samples
+
+    def _any_samples(self) -> list[Any]:
+        """Samples for a pass with weight 0."""
+        number = 0
+        while not self._filler:
+            if number == self._plan.sources:
+                raise ValueError(f"the stream, a {type(self._dataset).__name__}, has no samples")
+            self._filler = list(islice(self._open(number, self._epoch, 0), 1))
+            number += 1
+        return self._filler
+
+
+def _set_epoch(data: Any, epoch: int) -> None:
+    if hasattr(data, "set_epoch"):
+        data.set_epoch(epoch)
+
+
+class Collate:
+    """The collate function of a :class:`StreamReader`.
+
+    Args:
+        collate: of the samples.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, read: Read) -> Read:
+        return read._replace(data=self._collate(read.data))
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset has samples in an order, and not by index."""
+    if isinstance(dataset, IterableDataset):  # its base class has __getitem__
+        return True
+    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return hasattr(dataset, "__iter__") and not by_index
+
+
+def shards_of(dataset: Any) -> Optional[int]:
+    """The largest number of shards into which a stream can be cut; None: any number.
+
+    Raises:
+        TypeError: it can be read once only.
+    """
+    if isinstance(dataset, Iterator):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}, an iterator, which can be read once: a group that takes "
+            "over the part of another one opens it again. Give an object whose __iter__ begins anew"
+        )
+    if not hasattr(dataset, "shard"):
+        return 1
+    for name in ("num_shards", "n_shards"):
+        number = getattr(dataset, name, None)
+        if isinstance(number, int):
+            return number
+    return None

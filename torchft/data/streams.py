@@ -1,0 +1,171 @@
+"""The samples of each step of a job that trains on a stream: a dataset without indices. Pure, free of torch.
+
+A stream is read as *sources*, each of them sequential: shards of the dataset, or the dataset itself. The
+samples of a source form blocks of ``micro_batch_size``, and each batch takes the same number of blocks of
+each source. So a unit, that is a block, depends on the position alone, as in :mod:`torchft.data.position`,
+and a group whose membership is unchanged reads its own sources only, in their order.
+
+Sources end at different places, which nobody knows before. The batches at the end of an epoch therefore lack
+samples. A sample has the same weight in all batches: 1 / ``global_batch_size``. With its last block before
+the next batch, each source tells whether it has more, and the groups add that up together with the number of
+samples: the epoch ends with the batch after which no source has more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from torchft.data.position import DataPlan, DataPosition, PositionDiffers, SamplesDiffer
+
+_FORMAT = 1  # of a saved position
+# In the number that groups add up, the samples are below this bit, the sources that have more are above.
+_MORE = 40
+# No epoch of a stream has that many batches of 2**31 samples.
+_ENDLESS = 2**31
+
+
+class StreamStamp(NamedTuple):
+    """A plan and a position for comparison between peers, as :class:`torchft.data.position.Stamp`."""
+
+    sources: int
+    global_batch_size: int
+    micro_batch_size: int
+    epochs: int
+    epoch: int
+    batch: int
+
+    @property
+    def digest(self) -> str:
+        """64 bits in hex."""
+        return hashlib.sha256(f"torchft.data stream {_FORMAT}: {[*self]}".encode()).hexdigest()[:16]
+
+
+class Block(NamedTuple):
+    """The place of a unit.
+
+    Attributes:
+        source: number of its source.
+        number: number of the block in the source.
+        last: whether the source's next block belongs to the next batch.
+    """
+
+    source: int
+    number: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class StreamPlan(DataPlan):
+    """The settings that determine the samples of each step. Made by :meth:`of`.
+
+    All but the last batches of an epoch are full, and the plan has no end of an epoch by itself:
+    :meth:`after` is given what the groups have counted.
+    """
+
+    sources: int = 1
+
+    @classmethod
+    def of(
+        cls, global_batch_size: int, micro_batch_size: int, epochs: int, shards: Optional[int]
+    ) -> StreamPlan:
+        """Chooses the number of sources: as many as divide the units of a batch.
+
+        Args:
+            global_batch_size, micro_batch_size, epochs: those of :class:`DataPlan`.
+            shards: the largest number of shards into which the dataset can be cut; None: any number.
+
+        Raises:
+            ValueError: a setting is out of range.
+        """
+        checked = DataPlan(_ENDLESS, global_batch_size, micro_batch_size, False, 0, epochs)
+        units = checked.global_batch_size // checked.micro_batch_size
+        most = units if shards is None else max(1, shards)
+        sources = max(number for number in range(1, units + 1) if units % number == 0 and number <= most)
+        return cls(
+            _ENDLESS * global_batch_size, global_batch_size, micro_batch_size, False, 0, epochs, sources
+        )
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of each source in a batch."""
+        return self.global_batch_size // self.micro_batch_size // self.sources
+
+    def block(self, position: DataPosition, unit: int) -> Block:
+        """The place of a unit of a batch."""
+        source, slot = divmod(unit, self.blocks)
+        return Block(source, position.batch * self.blocks + slot, last=slot == self.blocks - 1)
+
+    def stamp(self, position: DataPosition) -> StreamStamp:  # type: ignore[override]
+        return StreamStamp(
+            self.sources,
+            self.global_batch_size,
+            self.micro_batch_size,
+            self.epochs,
+            position.epoch,
+            position.batch,
+        )
+
+    def load(self, state: Mapping[str, int]) -> DataPosition:
+        """Restores the position from a state of :meth:`save`. The number of groups, of worker processes and
+        ``epochs`` may be others.
+
+        Raises:
+            PositionDiffers: it belongs to another dataset or other units, or is after the end of this plan.
+        """
+        missing = [name for name in ("format", *StreamStamp._fields) if name not in state]
+        if missing:
+            raise PositionDiffers(
+                f"the saved position has no {', '.join(missing)}: it was not saved by a loader of a stream"
+            )
+        if state["format"] != _FORMAT:
+            raise PositionDiffers(
+                f"the saved position has format {state['format']}: this version reads {_FORMAT}"
+            )
+        for name in ("sources", "global_batch_size", "micro_batch_size"):
+            if state[name] != getattr(self, name):
+                raise PositionDiffers(
+                    f"{name} is {getattr(self, name)}, and the saved position is of a run in which it was "
+                    f"{state[name]}: samples of a stream would be left out or repeated; continue with the "
+                    "dataset and the batch sizes of that run"
+                )
+        position = DataPosition(state["epoch"], state["batch"])
+        if position > self.end:
+            raise PositionDiffers(
+                f"epochs is {self.epochs}, and the saved position is in epoch {position.epoch}, from 0"
+            )
+        if position != self.end:
+            self._check_inside(position)
+        return position
+
+    def count(self, samples: int, more: int) -> int:
+        """The number that a rank adds to the comparison.
+
+        Args:
+            samples: its samples that count.
+            more: number of its sources that have samples for the next batch.
+        """
+        return samples + (more << _MORE)
+
+    def after(self, position: DataPosition, counted: int) -> DataPosition:
+        """Returns the position after a committed step.
+
+        Args:
+            position: of the step.
+            counted: the sum of what all ranks have counted, see :meth:`count`.
+
+        Raises:
+            SamplesDiffer: no such sum is possible; the step must not be committed.
+        """
+        more, samples = counted >> _MORE, counted % (1 << _MORE)
+        if not 0 < samples <= self.global_batch_size or not 0 <= more <= self.sources:
+            raise SamplesDiffer(
+                f"batch {position.batch} of epoch {position.epoch}: {samples} samples were counted, and "
+                f"{more} of {self.sources} sources that have more; allowed are 1 to {self.global_batch_size} "
+                "samples. A stream must give the same samples whenever it is opened"
+            )
+        if more:
+            return self.advance(position)
+        return DataPosition(position.epoch + 1, 0)

@@ -36,6 +36,11 @@ def diloco(manager: Any, model: nn.Module, inner: torch.optim.Optimizer) -> DiLo
     return DiLoCo(manager, [model], inner, outer, PERIOD)
 
 
+def streaming_diloco(manager: Any, model: nn.Module, inner: torch.optim.Optimizer) -> DiLoCo:
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    return DiLoCo(manager, [model], inner, outer, PERIOD, fragment_sync_delay=1)
+
+
 @dataclass
 class Ended:
     """The final state of a group."""
@@ -133,6 +138,15 @@ def agree(ended: list[Optional[Ended]]) -> tuple[int, int]:
         assert (other.committed, other.lost) == (first.committed, first.lost)
     assert first.committed + first.lost == TOTAL
     return first.committed, first.lost
+
+
+def test_an_average_that_arrives_later_contains_the_samples_before_it_was_sent() -> None:
+    training = Training(streaming_diloco, start_with=2)
+    with Cluster(min_replicas=2) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(2)))
+    committed, lost = agree(ended)
+    last_batch = SAMPLES % SETTINGS["global_batch_size"]  # trained on after the last average was sent
+    assert (committed, lost) == (TOTAL - last_batch, last_batch)
 
 
 @pytest.mark.parametrize("loader_first", [True, False])

@@ -207,7 +207,7 @@ class BatchCheck:
         counted = sums.tolist()
         leads = step.plan is not None and step.plan.leads
         self.verdict = judge(
-            counted, self._loader.digest, participants=step.participants, leads=leads, heals=step.healing
+            counted, self._digest(), participants=step.participants, leads=leads, heals=step.healing
         )
         if self.verdict is Verdict.INCOMPLETE:
             raise BatchDiffers(
@@ -224,14 +224,28 @@ class BatchCheck:
             )
         self._expect(counted[0], step.participants)
 
+    def _digest(self) -> str:
+        """The digest that this rank expects in the sum, after a heal in the step."""
+        return self._loader.digest
+
     def _expect(self, samples: int, participants: int) -> None:
         self._loader.check_samples(samples, participants)
 
 
 class AverageCheck(BatchCheck):
     """The comparison for LocalSGD and DiLoCo, in each of their averages: the number of samples in it, and
-    whether groups are at the same position.
+    whether groups are at the same position when they send it. A group heals before that, and may take inner
+    steps until the average arrives.
     """
+
+    _sent = ""
+
+    def words(self, step: Step, plan: Plan, device: torch.device) -> torch.Tensor:
+        self._sent = self._loader.digest
+        return super().words(step, plan, device)
+
+    def _digest(self) -> str:
+        return self._sent
 
     def reduces(self, step: Step) -> bool:
         # Weights are averaged: their sample count covers all inner steps, so no unit can be missing

@@ -88,10 +88,10 @@ minimal: $(VENV)/with-train $(LIBRARY) ## the README's example, in two replica g
 	$(VENV)/bin/torchft run --replicas 2 --min-replicas 2 python/examples/minimal.py
 
 train-fsdp: $(VENV)/with-train $(LIBRARY) ## the same with FSDP2: groups of two ranks, one of which is killed
-	PYTHONPATH=. $(PY) python/examples/demo.py --script train_fsdp.py --nproc 2 --kill rank --steps 600
+	$(PY) python/examples/demo.py --script train_fsdp --nproc 2 --kill rank --steps 600
 
 train-diloco: $(VENV)/with-plot $(LIBRARY) ## a language model with streaming DiLoCo; one group is killed again and again
-	PYTHONPATH=. $(PY) python/examples/demo.py --script train_diloco.py --steps 600 --kill-every 200 \
+	$(PY) python/examples/demo.py --script train_diloco --steps 600 --kill-every 200 \
 		--time-limit 240 --plot loss_curves.png
 
 test: $(VENV)/with-test $(LIBRARY) ## the tests of Go and Python, side by side: five to six minutes on two cores

@@ -73,6 +73,7 @@ class Job:
 
     Attributes:
         device: the device of this rank.
+        name: "group G rank R", for logs.
         manager: the Manager, for all that this class does not do.
 
     Raises:
@@ -101,11 +102,12 @@ class Job:
             end_with_torchrun()
             manager = connect(self.device, isolated, reproducible_reduction=reproducible, **settings)
         self.manager = manager
+        self.name = f"group {group_name()} rank {manager._settings.group_rank}"
         self._ranks = manager._settings.group_world_size
         self._models: list[nn.Module] = []  # as they were given
         self._wrapped: list[nn.Module] = []  # as the loop uses them
         self._optimizers: list[Optimizer] = []
-        self._steppers: list[OptimizerWrapper] = []
+        self._steppers: list[Optimizer] = []  # as the loop uses them
         self._schedulers: list[LRScheduler] = []
         self._scaler: Optional[GradScaler] = None
         self._others: dict[str, Any] = {}
@@ -141,10 +143,12 @@ class Job:
 
     def _prepare(self, given: Any) -> Any:
         if isinstance(given, nn.Module):
-            return self._prepare_model(given)
+            self._models.append(given)
+            self._wrapped.append(self._wrap(given))
+            return self._wrapped[-1]
         if isinstance(given, Optimizer):
             self._optimizers.append(given)
-            self._steppers.append(OptimizerWrapper(self.manager, given))
+            self._steppers.append(given if self._averages_weights else OptimizerWrapper(self.manager, given))
             return self._steppers[-1]
         if isinstance(given, GradScaler):
             if self._scaler is not None:
@@ -152,16 +156,20 @@ class Job:
             self._scaler = given
         if isinstance(given, LRScheduler):
             self._schedulers.append(given)
-        self.state(f"{type(given).__name__}.{len(self._others)}", given)
-        return given
+        return self.state(f"{type(given).__name__}.{len(self._others)}", given)
 
-    def _prepare_model(self, model: nn.Module) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        if self._averages_weights:
+            return model
         for module in sharded:
             module.set_all_reduce_hook(self._average)
-        self._models.append(model)
-        self._wrapped.append(model if sharded else DistributedDataParallel(self.manager, model))
-        return self._wrapped[-1]
+        return model if sharded else DistributedDataParallel(self.manager, model)
+
+    @property
+    def _averages_weights(self) -> bool:
+        """Whether LocalSGD or DiLoCo average weights, in place of the gradients of each step."""
+        return self.manager._data.averages_weights
 
     def _average(self, gradient: torch.Tensor) -> None:
         self.manager.allreduce(gradient).wait()
@@ -210,6 +218,12 @@ class Job:
 
     def _check(self) -> None:
         """Raises a ValueError unless the optimizers step exactly the models' parameters."""
+        if self._averages_weights and self._checkpoints.enabled:
+            raise ValueError(
+                "checkpoint_dir: with LocalSGD or DiLoCo a checkpoint needs the outer optimizers, too; save "
+                "it "
+                "by hand, as docs/local_sgd.md says"
+            )
         if not self._optimizers or not self._models:
             raise ValueError(
                 "prepare() was given no model or no optimizer: the groups have nothing to average"
@@ -318,9 +332,16 @@ class Job:
         for parameter in self._replicated():
             dist.broadcast(parameter.detach(), 0)
 
+    def _mean_loss(self) -> MeanLoss:
+        return MeanLoss(None if self._averages_weights else self.manager, self._ranks, self._reproducible)
+
+    @property
+    def _reproducible(self) -> bool:
+        return self.manager._settings.reproducible_reduction
+
     def _reduce_in_group(self) -> None:
         """Averages gradients over the ranks of this group, unless the model or the loader does that."""
-        if not self.manager._settings.reproducible_reduction:
+        if not self._reproducible:
             for parameter in self._replicated():
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad)
@@ -352,9 +373,6 @@ class JobLoader(Iterator["JobStep"]):
         self._loader = loader
         self._last: Optional[JobStep] = None
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
     def __next__(self) -> JobStep:
         job = self._job
         if self._last is not None and not self._last.ended:
@@ -382,7 +400,7 @@ class JobStep:
         self._step = step
         self._unit: Optional[Unit] = None
         self._backward = False  # whether the unit had its backward pass
-        self._mean = MeanLoss(job.manager, job._ranks)
+        self._mean = job._mean_loss()
         self.ended = False
 
     @property
@@ -404,7 +422,7 @@ class JobStep:
         job = self._job
         for unit in self._step:
             if self._unit is not None and self._unit.last:  # all batches come again (`reproducible`)
-                self._mean = MeanLoss(job.manager, job._ranks)
+                self._mean = job._mean_loss()
             with unit.accumulate(*job._wrapped):
                 self._unit, self._backward = unit, False
                 yield on_device(unit.data, job.device)
@@ -438,7 +456,8 @@ class JobStep:
 
     @property
     def loss(self) -> float:
-        """The mean of the losses over the samples of all groups' batches; NaN if a group failed in this step.
+        """The mean of the losses over the samples of all groups' batches (with LocalSGD and DiLoCo, of this
+        group's); NaN if a group failed in this step.
 
         Raises:
             RuntimeError: this rank has not run all backward passes of the step.
@@ -463,7 +482,7 @@ class JobStep:
         step.
 
         Returns:
-            Whether the step counts. If not, its batch comes again.
+            Whether the step counts. If not, its batch comes again. With LocalSGD and DiLoCo always True.
 
         Raises:
             RuntimeError: it was called before in this step.
@@ -479,7 +498,7 @@ class JobStep:
                 job._scaler.step(optimizer)  # not if there are infinities: then the batch comes again
         if job._scaler is not None:
             job._scaler.update()
-        if not self._step.committed:
+        if self._step.committed is False or (self._step.committed is None and not job._averages_weights):
             return False
         job._committed()
         return True

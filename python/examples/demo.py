@@ -49,7 +49,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    groups = [Group(number, args.groups, folder, args.nproc, args.script) for number in range(args.groups)]
+    groups = [Group(number, args.groups, folder, args.nproc, args.program) for number in range(args.groups)]
     try:
         with lighthouse(folder / "lighthouse.log", LIGHTHOUSE_OPTIONS) as address:
             kills = train(args, groups, address)
@@ -77,9 +77,8 @@ def main() -> int:
 
 def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[float]:
     """Trains to the end, with kills. Returns the wall-clock times of the kills."""
-    # At the end the other groups wait for the killed group; this program's time limit bounds that wait.
-    wait = [] if args.once else ["--overtime", "1000000"]
-    train_args = ["--steps", str(args.steps), *wait, "--device", args.device, *args.train_args]
+    train_args = ["--script", args.script, "--steps", str(args.steps), "--device", args.device]
+    train_args += args.train_args
     torchrun_args = ["--max_restarts", "1"] if args.kill == "rank" else []
     for group in groups:
         group.start(address, train_args, torchrun_args)
@@ -290,7 +289,10 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--script", type=Path, default=TRAIN_SCRIPT, help="program that each rank runs; default: train_ddp.py"
+        "--script",
+        choices=["train_ddp", "train_fsdp", "train_diloco"],
+        default="train_ddp",
+        help="program that each rank runs; default: %(default)s",
     )
     parser.add_argument("--groups", type=int, default=2, help="replica groups, at least 2")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a group")
@@ -322,7 +324,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--reproducible", action="store_true", help="for train_ddp.py: end equal bit for bit")
     parser.add_argument("train_args", nargs="*", help="after --: further arguments for the script")
     args = parser.parse_args()
-    args.once = args.script == TRAIN_SCRIPT  # it trains on each sample once per epoch
+    args.program = TRAIN_SCRIPT
+    args.once = args.script == "train_ddp"  # its weights are compared with those of one process
     if args.reproducible and not args.once:
         parser.error("--reproducible is for train_ddp.py only")
     if args.reproducible:
@@ -333,13 +336,11 @@ def parse_args() -> argparse.Namespace:
     if args.kill_at is None:
         args.kill_at = args.kill_every or args.steps // 3
     if args.device == "late":
-        if args.script != TRAIN_SCRIPT:
-            parser.error(f"--device late runs {TRAIN_SCRIPT.name} only, not --script {args.script}")
-        args.script = TRAIN_SCRIPT.parents[2] / "tests" / "late" / "train.py"
+        if not args.once:
+            parser.error(f"--device late runs train_ddp only, not --script {args.script}")
+        args.program = TRAIN_SCRIPT.parents[2] / "tests" / "late" / "train.py"
     if args.groups < 2:
         parser.error(f"--groups must be at least 2, got {args.groups}: someone has to survive")
-    if not args.script.is_file():
-        parser.error(f"--script {args.script} is no file")
     if args.nproc < 1:
         parser.error(f"--nproc must be at least 1, got {args.nproc}")
     if not 0 < args.kill_at < args.steps:

@@ -1,30 +1,18 @@
-"""Lightning with torchft: manual optimization on one device; Lightning's multi-device strategies end at a
-failure.
+"""Lightning with torchft: manual optimization on one device. Each item that Lightning reads is a step of the
+job.
 """
-
-from typing import Any
 
 import lightning  # pyrefly: ignore[missing-import]
 import torch
+from torch.utils.data import TensorDataset
 
-from torchft import DistributedDataParallel, Manager, Optimizer
-from torchft.process_group import ProcessGroupGloo
+import torchft
 
+torch.manual_seed(0)  # the same dataset in all groups
+job = torchft.Job(device="cpu")
 net = torch.nn.Linear(8, 2)
-adam = torch.optim.Adam(net.parameters())
-
-
-def load_state_dict(state: Any) -> None:
-    net.load_state_dict(state["net"])
-    adam.load_state_dict(state["adam"])
-
-
-manager = Manager(
-    pg=ProcessGroupGloo(),
-    load_state_dict=load_state_dict,
-    state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
-    min_replica_size=1,
-)
+model, optimizer = job.prepare(net, torch.optim.Adam(net.parameters()))
+data = job.loader(TensorDataset(torch.rand(1000, 8)), global_batch_size=10, micro_batch_size=5)
 
 
 class Module(lightning.LightningModule):
@@ -32,26 +20,24 @@ class Module(lightning.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = DistributedDataParallel(manager, net)
-        self.optimizer = Optimizer(manager, adam)
+        self.net = net
+
+    def training_step(self, dataloader_iter):  # with this name of the argument, Lightning reads no step ahead
+        step, _, _ = next(dataloader_iter)
+        for (x,) in step:
+            step.backward(model(x).sum())
+        if step.commit():
+            self.log("loss", step.loss)
 
     def configure_optimizers(self):
-        return adam  # for Lightning's checkpoints
-
-    def training_step(self, batch, index):
-        self.optimizer.zero_grad()
-        self.manual_backward(self.net(batch[0]).sum())
-        self.optimizer.step()
-        self.trainer.should_stop = manager.current_step() >= 100 or manager.draining()
+        return optimizer.optim  # for Lightning's checkpoints
 
 
-data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(1000, 8)), batch_size=4)
 options = {
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=-1, **options)
+trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **options)
 trainer.fit(Module(), data)
-manager.shutdown()

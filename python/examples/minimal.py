@@ -7,34 +7,21 @@ script as a diff from a loop with PyTorch's own DistributedDataParallel.
 """
 
 import torch
+from torch.utils.data import TensorDataset
 
-from torchft import DistributedDataParallel, Manager, Optimizer
-from torchft.process_group import ProcessGroupGloo
+import torchft
 
+torch.manual_seed(0)  # the same dataset in all groups
+inputs = torch.rand(8000, 2)
+dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 net = torch.nn.Linear(2, 1)
 adam = torch.optim.Adam(net.parameters(), lr=0.01)
 
+job = torchft.Job(device="cpu")  # process groups, Manager, SIGTERM: from the environment
+model, optimizer = job.prepare(net, adam)
+for step in job.loader(dataset, global_batch_size=16, micro_batch_size=4, epochs=2):
+    for x, y in step:  # this rank's micro-batches
+        step.backward((model(x) - y).square().mean())
+    step.commit()  # all groups step alike; or the same batch comes again
 
-def load_state_dict(state):
-    net.load_state_dict(state["net"])
-    adam.load_state_dict(state["adam"])
-
-
-manager = Manager(
-    pg=ProcessGroupGloo(),
-    load_state_dict=load_state_dict,
-    state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
-    min_replica_size=1,
-)
-model = DistributedDataParallel(manager, net)
-optimizer = Optimizer(manager, adam)
-
-while manager.current_step() < 1000 and not manager.draining():
-    optimizer.zero_grad()  # asks which groups take part in this step, if they may have changed
-    inputs = torch.rand(8, 2)
-    loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-    loss.backward()  # averages the gradients over these groups
-    optimizer.step()  # if no error occurred; otherwise the step does not count
-
-manager.shutdown()  # says that the group leaves; under `torchft run` SIGTERM ends the loop
 print(f"weights {net.weight.tolist()}")

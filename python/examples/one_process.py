@@ -19,6 +19,7 @@ import train_demo  # makes the next module importable
 from torch import nn
 
 import train_ddp
+from torchft._job.start import pick_device
 from torchft.data.exact_sum import ExactSum
 from torchft.data.position import DataPlan, DataPosition
 
@@ -45,8 +46,8 @@ def train(args: Any) -> tuple[nn.Module, DataPlan]:
     """Trains like train_ddp.py, in one process, using only torchft's order of the samples (and its exact
     sums).
     """
-    device = train_ddp.pick_device(args.device)
-    torch.set_num_threads(args.threads)
+    device = pick_device(args.device)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     images = train_ddp.load_images()
     net = train_ddp.small_cnn(images.tensors[0].shape[1]).to(device)

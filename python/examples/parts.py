@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import pickle
 import time
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -139,8 +141,24 @@ def evaluate(net: nn.Module, images: TensorDataset, device: torch.device) -> flo
     return (guesses == labels).float().mean().item()
 
 
+@torch.no_grad()
+def bits_per_byte(net: nn.Module, text: Tensor, context: int) -> float:
+    """The number of bits that a language model needs for a byte of a held-out text."""
+    pieces = text[: len(text) // (context + 1) * (context + 1)].view(-1, context + 1).long()
+    total = 0.0
+    for part in pieces.split(64):
+        logits = net(part[:, :-1]).flatten(0, 1)
+        total += nn.functional.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum").item()
+    return total / (pieces.shape[0] * context) / math.log(2)
+
+
 def sha256_of(net: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in net.parameters())).hexdigest()
+    """The digest of the whole weights. If they are sharded, all ranks of the group must call it."""
+    digest = hashlib.sha256()
+    for weight in net.parameters():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class Events:
@@ -156,16 +174,6 @@ class Events:
         if self._path:
             with self._path.open("a") as file:
                 file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
-
-
-def replica_process_group(device: torch.device, isolated: bool) -> Any:
-    """Makes the process group between the replica groups; an isolated one runs in a process that can be
-    killed.
-    """
-    from torchft import process_group
-
-    backend = "NCCL" if device.type == "cuda" else "Gloo"
-    return getattr(process_group, f"ProcessGroup{'Baby' if isolated else ''}{backend}")()
 
 
 def int_from_env(name: str) -> int:

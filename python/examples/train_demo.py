@@ -1,6 +1,6 @@
-"""train_ddp.py for `make train`: records its steps, and waits for missing groups at the end.
+"""A training script for `make train`: records its steps, and waits for missing groups at the end.
 
-It takes the options of train_ddp.py, and these:
+It takes the options of the script, and these:
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,15 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-import torchft  # noqa: E402
-import train_ddp  # noqa: E402
-from python.examples.parts import Events, evaluate, int_from_env, load_images, sha256_of  # noqa: E402
+import torchft.job  # noqa: E402
+from python.examples.parts import (  # noqa: E402
+    Events,
+    bits_per_byte,
+    evaluate,
+    int_from_env,
+    load_images,
+    sha256_of,
+)
 from torchft.data import ElasticDataLoader  # noqa: E402
 from torchft.data.position import DataPosition  # noqa: E402
 
@@ -30,21 +38,24 @@ PAUSE_SEC = 1.0
 def main() -> None:
     options, rest = parse_args()
     sys.argv = [sys.argv[0], *rest]
-    args = train_ddp.parse_args()
+    script = import_module(options.script)
+    args = script.parse_args()
     use(options)
     group, rank = int_from_env("REPLICA_GROUP_ID"), int_from_env("RANK")
     events = Events(options.events, group, rank)
     watch = Watch(events, args.steps, int_from_env("NUM_REPLICA_GROUPS"))
-    train_ddp.ElasticDataLoader = watch.loader  # type: ignore[misc]
-    train_ddp.Optimizer = watch.optimizer  # type: ignore[misc, assignment]
-    train_ddp.criterion.register_forward_hook(lambda _module, _given, loss: watch.loss(loss))
+    watch.install()
 
-    net = train_ddp.main(args)
+    net = script.main(args)
     device = next(net.parameters()).device
-    accuracy = evaluate(net, load_images(options.data, options.data_dir)[1], device)
-    if options.events:
+    if options.script == "train_diloco":
+        text = script.standard_library(args.text_bytes)[1].to(device)
+        result = {"bits_per_byte": bits_per_byte(net, text, args.context)}
+    else:
+        result = {"accuracy": evaluate(net, load_images(options.data, options.data_dir)[1], device)}
+    if options.events and options.script == "train_ddp":
         torch.save(net.state_dict(), options.events / f"group-{group}-rank-{rank}.pt")
-    events.write("end", step=watch.step(), accuracy=accuracy, sha256=sha256_of(net))
+    events.write("end", step=watch.step(), sha256=sha256_of(net), **result)
 
 
 def use(options: argparse.Namespace) -> None:
@@ -53,7 +64,8 @@ def use(options: argparse.Namespace) -> None:
         torch.set_default_dtype(torch.float64)
     if options.data != "digits":
         images = load_images(options.data, options.data_dir)
-        train_ddp.load_images = lambda held_out=False: torch.utils.data.TensorDataset(
+        script: Any = import_module(options.script)
+        script.load_images = lambda held_out=False: torch.utils.data.TensorDataset(
             *images[held_out].tensors[:2]
         )
 
@@ -78,29 +90,31 @@ class Watch:
         self._events, self._groups = events, groups
         self._slow_from = LAST * steps
         self._manager: Any = None
+        self._averages = False  # whether a step of the job is an average (DiLoCo)
+        self._healed = False
         self._position = DataPosition()
         self._indices: list[int] = []
         self._losses: list[float] = []
         self._started = False
-        self.loader, self.optimizer = self._classes()
 
     def step(self) -> int:
         return self._manager.current_step()
 
-    def loss(self, loss: torch.Tensor) -> None:
-        self._losses.append(loss.item())
-
     def begins(self, manager: Any, position: DataPosition, participants: int) -> None:
         self._manager, self._position = manager, position
-        self._indices, self._losses = [], []
+        if not self._averages:
+            self._indices, self._losses = [], []
         if not self._started:
             self._started = True
             self._events.write("start", step=manager.current_step(), pid=os.getpid())
+            self._averages = manager._data.averages_weights
+            if self._averages:
+                manager.register_commit_hook(self._averaged)
         if participants < self._groups and manager.current_step() >= self._slow_from:
             time.sleep(PAUSE_SEC)  # so that a returning group finds a source to heal from
 
     def reads(self, unit: Any) -> None:
-        if unit.repeated:
+        if unit.repeated or self._averages:
             return
         self._indices += unit.indices if unit.weight else ()
         if unit.last:
@@ -109,32 +123,42 @@ class Watch:
             step, quorum = manager.current_step(), manager._quorum_id
             self._events.write("trained", step=step, quorum=quorum, indices=self._indices, **self._where())
 
-    def ends(self, step: Any) -> None:
-        manager, number = self._manager, self._manager.current_step()
+    def ends(self, commit: Callable[[], bool]) -> bool:
+        if self._averages:
+            return commit()
+        manager = self._manager
         manager.wait_quorum()
         quorum, participants, healing = (
             manager._quorum_id,
             manager.num_participants(),
             not manager.is_participating(),
         )
-        step()
-        committed = manager.current_step() > number
+        committed = commit()
+        self._decided(committed, participants, healing, quorum=quorum, **self._where())
+        return committed
+
+    def _averaged(self, step: int, committed: bool, participants: int) -> None:
+        self._decided(committed, participants, self._healed, step=step + committed)
+        self._losses = []
+        self._healed = self._healed and not committed
+
+    def _decided(self, committed: bool, participants: int, healing: bool, **fields: Any) -> None:
+        losses = self._losses or [0.0]
         self._events.write(
             "commit" if committed else "lost",
-            step=manager.current_step(),
-            quorum=quorum,
+            **{"step": self.step(), **fields},
             participants=participants,
             healing=healing,
-            loss=sum(self._losses) / len(self._losses),
-            recovery=manager.recovery_seconds() if healing else None,
-            **self._where(),
+            loss=sum(losses) / len(losses),
+            recovery=self._manager.recovery_seconds() if healing else None,
         )
 
     def _where(self) -> dict[str, int]:
         return {"epoch": self._position.epoch, "batch": self._position.batch}
 
-    def _classes(self) -> tuple[type, type]:
-        watch = self
+    def install(self) -> None:
+        """Replaces classes of torchft.job."""
+        watch, load = self, torchft.job.Job._load_state
 
         class Loader(ElasticDataLoader):
             def __next__(self) -> Any:
@@ -147,11 +171,21 @@ class Watch:
                 watch.reads(unit)
                 return unit
 
-        class Optimizer(torchft.Optimizer):
-            def step(self, closure: object = None, **kwargs: Any) -> Any:
-                watch.ends(super().step)
+        class Step(torchft.job.JobStep):
+            def backward(self, loss: torch.Tensor) -> None:
+                watch._losses.append(loss.item())
+                super().backward(loss)
 
-        return Loader, Optimizer
+            def commit(self) -> bool:
+                return watch.ends(super().commit)
+
+        def heals(job: Any, state: dict[str, Any]) -> None:
+            load(job, state)
+            watch._healed = True
+
+        torchft.job.ElasticDataLoader = Loader  # type: ignore[misc]
+        torchft.job.JobStep = Step  # type: ignore[misc]
+        torchft.job.Job._load_state = heals  # type: ignore[method-assign]
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -163,6 +197,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         metavar="DIR",
         help="write JSON lines, one file per rank, and the weights at the end",
     )
+    add("--script", choices=["train_ddp", "train_fsdp", "train_diloco"], default="train_ddp")
     add("--double", action="store_true", help="compute in float64")
     add("--data", choices=["digits", "cifar10"], default="digits", help="digits ships with scikit-learn")
     add("--data-dir", type=Path, help="where cifar-10-batches-py lies")

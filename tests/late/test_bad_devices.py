@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-import train_ddp
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.late import load
+from torchft._job.start import pick_device
 from torchft._manager.checks.device import claim_device
 from torchft.process_group import ProcessGroup, nccl
 
@@ -212,7 +212,7 @@ def test_a_worker_whose_device_is_full_ends_its_own_group(late: Any) -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "devices", "expected"), [("5", 4, None), ("3", 4, 3), ("5", 1, 0)])
-def test_the_example_names_a_rank_without_a_device(
+def test_a_job_names_a_rank_without_a_device(
     monkeypatch: pytest.MonkeyPatch, local_rank: str, devices: int, expected: int | None
 ) -> None:
     chosen: list[int] = []
@@ -224,8 +224,8 @@ def test_the_example_names_a_rank_without_a_device(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     if expected is None:
         with pytest.raises(
-            SystemExit, match=r"LOCAL_RANK=5 has no device: 4 are visible \(CUDA_VISIBLE_DEVICES=0,1,2,3"
+            ValueError, match=r"LOCAL_RANK=5 has no device: 4 are visible \(CUDA_VISIBLE_DEVICES=0,1,2,3"
         ):
-            train_ddp.pick_device("cuda")
+            pick_device("cuda")
     else:
-        assert train_ddp.pick_device("cuda") == torch.device("cuda", expected)
+        assert pick_device("cuda") == torch.device("cuda", expected)

@@ -122,7 +122,7 @@ def test_train_ddp_isolated_survives_kills_in_a_row(lighthouse: str, tmp_path: P
     # The job has three groups, and its last steps wait for all. The third is started after the last kill.
     groups = [Group(number, 3, folder=tmp_path) for number in range(3)]
     survivor, victim, third = groups
-    args = ["--isolated", "--steps", str(600 * kills), "--timeout", "10"]
+    args = ["--isolated", "--steps", str(600 * kills)]
     killed: list[int] = []
 
     def together(group: Group) -> int:
@@ -161,7 +161,7 @@ def test_train_ddp_isolated_survives_the_kill_of_a_worker_and_of_a_group(
     lighthouse: str, tmp_path: Path
 ) -> None:
     groups = [Group(number, 2, folder=tmp_path) for number in range(2)]
-    args = ["--isolated", "--steps", "800", "--timeout", "10"]
+    args = ["--isolated", "--steps", "800"]
     pids: list[int] = []
     try:
         for group in groups:

@@ -17,9 +17,11 @@ import torch
 from test_train_demo import EXAMPLES, ROOT, environment, read_events
 
 import train_diloco
-from torchft import Manager
+from python.examples import parts
 
 __all__ = ["environment"]  # a fixture
+
+SMALL = ["--width", "32", "--layers", "1", "--text-bytes", "100000", "--batch-size", "8", "--sync-every", "6"]
 
 
 @pytest.mark.slow  # tests/integration/test_local_sgd.py has groups that fail in each phase
@@ -30,11 +32,11 @@ def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(
     picture = tmp_path / "loss.png"
     plot = ["--plot", str(picture)] if find_spec("matplotlib") else []
     command = [
-        *(sys.executable, str(EXAMPLES / "demo.py"), "--script", str(ROOT / "train_diloco.py"), *plot),
+        *(sys.executable, str(EXAMPLES / "demo.py"), "--script", "train_diloco", *plot),
         # Steps take milliseconds, and the demo polls ten times a second, so the kills must not come too late.
         *("--steps", "300", "--kill-at", "20", "--kill-every", "100"),
         *("--time-limit", "200", "--logs", str(tmp_path / "logs")),
-        *("--", "--smoke"),
+        *("--", *SMALL),
     ]
     done = subprocess.run(
         command, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=220
@@ -61,54 +63,25 @@ def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(
     assert healed["healing"] and healed["step"] > victim[again - 1]["step"] >= 20
 
 
-@pytest.mark.parametrize(
-    ("step", "up_to_date", "ends", "why"),
-    [
-        (99, 2, False, "steps are left"),
-        (100, 2, True, "all are up to date"),
-        (100, 1, False, "the other one is missing, or heals in this quorum"),
-        (109, 1, False, "it may still come"),
-        (110, 1, True, "it had its time"),
-    ],
-)
-def test_groups_leave_together(
-    step: int, up_to_date: int, ends: bool, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = object.__new__(train_diloco.Job)
-    job._steps, job._overtime, job._groups = 100, 10, 2
-    monkeypatch.setattr(Manager, "current_step", lambda self: step)
-    monkeypatch.setattr(Manager, "start_quorum", lambda self: None)
-    monkeypatch.setattr(Manager, "num_up_to_date", lambda self: up_to_date)
-    left = False
-    try:
-        job.start_quorum()
-    except train_diloco.TheEnd:
-        left = True
-    assert left is ends, why
-
-
 def test_the_text_is_the_standard_library() -> None:
     train, held_out = train_diloco.standard_library(limit=50_000)
     assert (len(train), len(held_out)) == (50_000, 5_000)
     assert b"import" in bytes(train) and bytes(held_out) not in bytes(train)
 
 
-def test_batches_are_pieces_and_the_bytes_that_follow_them() -> None:
-    text = torch.arange(100, dtype=torch.uint8)
-    bytes_in, bytes_out = next(train_diloco.Batches(text, batch_size=7, context=10))
-    assert bytes_in.shape == bytes_out.shape == (7, 10)
-    assert torch.equal(bytes_out, bytes_in + 1)
-    with pytest.raises(
-        ValueError, match="a shard of 10 bytes is shorter than --context 10: raise --text-bytes"
-    ):
-        train_diloco.Batches(text[:10], 7, 10)
+def test_pieces_and_the_bytes_that_follow_them() -> None:
+    pieces = train_diloco.Pieces(torch.arange(101, dtype=torch.uint8), context=10)
+    assert len(pieces) == 10
+    for bytes_in, bytes_out in (pieces[0], pieces[9]):
+        assert bytes_in.shape == bytes_out.shape == (10,)
+        assert torch.equal(bytes_out, bytes_in + 1)
 
 
 def test_an_untrained_model_needs_eight_bits() -> None:
     net = train_diloco.language_model(width=32, layers=1, context=8)
     for p in net[-1].parameters():
         torch.nn.init.zeros_(p)
-    assert train_diloco.bits_per_byte(net, torch.randint(256, (100,)), context=8) == pytest.approx(8)
+    assert parts.bits_per_byte(net, torch.randint(256, (100,)), context=8) == pytest.approx(8)
 
 
 def test_predictions_do_not_see_later_bytes() -> None:
@@ -120,14 +93,6 @@ def test_predictions_do_not_see_later_bytes() -> None:
     assert torch.allclose(before[:, :5], after[:, :5], atol=1e-6) and not torch.allclose(
         before[:, 5:], after[:, 5:]
     )
-
-
-def test_groups_of_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "2", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["train_diloco.py", "--device", "cpu"])
-    with pytest.raises(ValueError, match="--nproc_per_node 2: a group of this script is one process"):
-        train_diloco.main()
 
 
 def test_the_picture_has_a_curve_per_group_and_a_mark_at_the_kill(tmp_path: Path) -> None:

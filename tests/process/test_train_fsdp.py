@@ -24,12 +24,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.slow  # test_hsdp has a rank of a sharded group that is killed
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("replicate", ["hook", "mesh"])
-def test_a_rank_is_killed_and_all_end_with_equal_weights(
-    environment: dict[str, str], tmp_path: Path, replicate: str
-) -> None:
+def test_a_rank_is_killed_and_all_end_with_equal_weights(environment: dict[str, str], tmp_path: Path) -> None:
     command = [
-        *(sys.executable, str(EXAMPLES / "demo.py"), "--script", str(ROOT / "train_fsdp.py"), "--nproc", "2"),
+        *(sys.executable, str(EXAMPLES / "demo.py"), "--script", "train_fsdp", "--nproc", "2"),
         *(
             "--kill",
             "rank",
@@ -42,7 +39,6 @@ def test_a_rank_is_killed_and_all_end_with_equal_weights(
             "--logs",
             str(tmp_path),
         ),
-        *("--", "--replicate", replicate),
     ]
     done = subprocess.run(
         command, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=220

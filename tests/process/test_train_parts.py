@@ -52,7 +52,7 @@ def write_batch(path: Path, labels: list[int], value: int) -> None:
 
 
 def test_the_page_to_copy_is_short() -> None:
-    assert len(Path(train_ddp.__file__).read_text().splitlines()) <= 160
+    assert len(Path(train_ddp.__file__).read_text().splitlines()) <= 80
 
 
 @pytest.fixture

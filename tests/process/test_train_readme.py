@@ -70,7 +70,8 @@ def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path)
         if re.search(rf"^(from|import) {p}\b", example, re.M)
     ]
     script = tmp_path / "example.py"
-    script.write_text(example + "\nprint('ended at step', manager.current_step())\n")
+    ends = "job.step" if "torchft.Job(" in example else "manager.current_step()"
+    script.write_text(f"{example}\nprint('ended at step', {ends})\n")
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)
     # As under torchrun, for a group of one rank.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]

@@ -35,6 +35,11 @@ class Checkpoints:
         self._every = every
         self._group = group
 
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a folder."""
+        return self._folder is not None
+
     def due(self, step: int) -> bool:
         """Whether the state after this step is to be saved."""
         return self._folder is not None and step % self._every == 0

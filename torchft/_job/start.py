@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from torchft import process_group
 from torchft.manager import Manager
 
 if TYPE_CHECKING:
@@ -56,8 +57,6 @@ def connect(device: torch.device, isolated: bool, **settings: Any) -> Manager:
     Raises:
         ValueError: a setting is missing or out of range.
     """
-    from torchft import process_group
-
     if not (os.environ.get("TORCHFT_LIGHTHOUSE") or settings.get("lighthouse_addr")):
         raise ValueError(
             "TORCHFT_LIGHTHOUSE is not set, the address of the job's lighthouse (http://host:port): "

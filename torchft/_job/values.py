@@ -31,20 +31,19 @@ class MeanLoss:
     """The mean of a step's losses: the sum of the weighted losses of all groups. It is reduced while the
     gradients of the last batch are computed.
 
-    With ``reproducible_reduction`` it is a sum of integers, with a fraction of 32 bits, like all sums of a
-    step.
-
     Args:
-        manager: the Manager of this rank.
+        manager: the Manager of this rank; None: the mean of this group alone.
         ranks: ranks of this group, each of which has weighted its losses for a mean over them.
+        exact: sum integers, with a fraction of 32 bits, so that the order of the sum does not matter.
     """
 
-    def __init__(self, manager: Manager, ranks: int) -> None:
+    def __init__(self, manager: Optional[Manager], ranks: int, exact: bool) -> None:
         self._manager = manager
         self._ranks = ranks
-        self._exact = manager._settings.reproducible_reduction
+        self._exact = exact
         self._sum: Optional[torch.Tensor] = None
         self._work: Optional[dist.Work] = None
+        self._reduced = False
 
     def add(self, weighted: torch.Tensor) -> None:
         """Adds the weighted loss of a batch, of one element."""
@@ -59,7 +58,9 @@ class MeanLoss:
         assert self._sum is not None
         if self._ranks > 1:
             dist.all_reduce(self._sum)
-        self._work = self._manager.allreduce(self._sum, reduce_op=dist.ReduceOp.SUM)
+        self._reduced = True
+        if self._manager is not None:
+            self._work = self._manager.allreduce(self._sum, reduce_op=dist.ReduceOp.SUM)
 
     def value(self) -> float:
         """Waits for the sum; NaN if it failed.
@@ -67,9 +68,9 @@ class MeanLoss:
         Raises:
             RuntimeError: it has not begun.
         """
-        if self._work is None or self._sum is None:
+        if not self._reduced or self._sum is None:
             raise RuntimeError("step.loss is known after the last batch of the step")
-        if not self._work.wait():
+        if self._work is not None and not self._work.wait():
             return math.nan
         total = self._sum.tolist()
         if not self._exact:

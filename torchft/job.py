@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchft._job.checkpoints import Checkpoints
+from torchft._job.parameters import check_parameters, clip, is_stage, reduce_plain, root_of
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
 from torchft._job.values import MeanLoss, on_device
 from torchft.data.loader import ElasticDataLoader
@@ -70,6 +71,8 @@ class Job:
         manager: a Manager to use in place of the one that is made; ``isolated`` and ``reproducible`` are its
             settings then.
         settings: further arguments of :class:`Manager`: ``timeout``, ``heal``, ``compare_commits``, …
+            ``replay_failed_step`` is on: when a group fails in mid-step, the others compute its units only.
+            False saves the memory of a copy of the gradients.
 
     Attributes:
         device: the device of this rank.
@@ -120,7 +123,7 @@ class Job:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks of this group, a DeviceMesh of one dimension "shard", for ``fully_shard``."""
+        """The ranks of this group, as one dimension "shard", for ``fully_shard``."""
         if self._mesh is None:
             self._mesh = group_mesh(self.device)
         return self._mesh
@@ -146,6 +149,10 @@ class Job:
             self._models.append(given)
             self._wrapped.append(self._wrap(given))
             return self._wrapped[-1]
+        if is_stage(given):
+            self._models.append(given.submod)
+            self._wrapped.append(given.submod)
+            return given
         if isinstance(given, Optimizer):
             self._optimizers.append(given)
             self._steppers.append(given if self._averages_weights else OptimizerWrapper(self.manager, given))
@@ -217,38 +224,12 @@ class Job:
         return JobLoader(self, self._loader)
 
     def _check(self) -> None:
-        """Raises a ValueError unless the optimizers step exactly the models' parameters."""
         if self._averages_weights and self._checkpoints.enabled:
             raise ValueError(
                 "checkpoint_dir: with LocalSGD or DiLoCo a checkpoint needs the outer optimizers, too; save "
-                "it "
-                "by hand, as docs/local_sgd.md says"
+                "it by hand, as docs/local_sgd.md says"
             )
-        if not self._optimizers or not self._models:
-            raise ValueError(
-                "prepare() was given no model or no optimizer: the groups have nothing to average"
-            )
-        stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
-        for model in self._models:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad and id(parameter) not in stepped:
-                    raise ValueError(
-                        f"parameter {name} of {type(model).__name__} is in no optimizer of prepare(): its "
-                        "gradient "
-                        "would be averaged and never used. Give its optimizer to prepare(), or set "
-                        "requires_grad=False; what follows the weights, such as an average of them, goes to "
-                        "job.state(name, object)"
-                    )
-        known = {id(p) for model in self._models for p in model.parameters()}
-        for each in self._optimizers:
-            for group in each.param_groups:
-                for parameter in group["params"]:
-                    if parameter.requires_grad and id(parameter) not in known:
-                        raise ValueError(
-                            f"{type(each).__name__} has a parameter of shape {tuple(parameter.shape)} that "
-                            "is in no "
-                            "model of prepare(): no group would get the others' gradients of it"
-                        )
+        check_parameters(self._models, self._optimizers)
         if (
             self._scaler is not None
             and self._ranks > 1
@@ -261,20 +242,16 @@ class Job:
 
     # State
 
-    @property
-    def _root(self) -> nn.Module:
-        return self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
-
     def _state(self) -> dict[str, Any]:
         return {
-            "model": get_model_state_dict(self._root),
+            "model": get_model_state_dict(root_of(self._models)),
             # Not get_optimizer_state_dict: it gives a new optimizer a state by a step, which Adam counts.
             "optimizer": [optimizer.state_dict() for optimizer in self._optimizers],
             **{name: each.state_dict() for name, each in self._others.items()},
         }
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self._root, state["model"])
+        set_model_state_dict(root_of(self._models), state["model"])
         for optimizer, of in zip(self._optimizers, state["optimizer"]):
             optimizer.load_state_dict(of)
         self._load_others(state)
@@ -288,7 +265,7 @@ class Job:
         read it.
         """
         assert self._loader is not None
-        model, optimizer = get_state_dict(self._root, self._optimizers)
+        model, optimizer = get_state_dict(root_of(self._models), self._optimizers)
         return {
             "model": model,
             "optimizer": optimizer,
@@ -300,7 +277,9 @@ class Job:
     def _resume(self, state: dict[str, Any]) -> None:
         assert self._loader is not None
         model, optimizer = state["model"], state["optimizer"]
-        set_state_dict(self._root, self._optimizers, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(
+            root_of(self._models), self._optimizers, model_state_dict=model, optim_state_dict=optimizer
+        )
         self._load_others(state)
         self.manager.load_state_dict(state["manager"])
         self._loader.load_state_dict(state["data"])
@@ -339,13 +318,15 @@ class Job:
     def _reproducible(self) -> bool:
         return self.manager._settings.reproducible_reduction
 
-    def _reduce_in_group(self) -> None:
-        """Averages gradients over the ranks of this group, unless the model or the loader does that."""
-        if not self._reproducible:
-            for parameter in self._replicated():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= self._ranks
+    def _reduce(self) -> None:
+        """Reduces the gradients that the models or the loader do not reduce themselves."""
+        if self._reproducible or self._averages_weights:
+            return
+        reduce_plain(self._wrapped, self.manager)
+        for parameter in self._replicated():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self._ranks
 
     def shutdown(self) -> None:
         """Leaves the job. The loop calls it at its end, and the process at its own."""
@@ -413,10 +394,6 @@ class JobStep:
         """The number of groups whose batches count."""
         return self._step.participants
 
-    def __len__(self) -> int:
-        """The number of batches of this rank."""
-        return len(self._step)
-
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches of this rank, on its device. Each belongs into one call of :meth:`backward`."""
         job = self._job
@@ -433,7 +410,7 @@ class JobStep:
                         "that must not count has a loss multiplied by 0"
                     )
         self._unit = None
-        job._reduce_in_group()
+        job._reduce()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Runs the backward pass of a batch. The gradients of the last batch's pass are reduced meanwhile.
@@ -441,18 +418,35 @@ class JobStep:
         Args:
             loss: the mean over the samples of the batch, a tensor of one element.
         """
-        unit, job = self._unit, self._job
-        if unit is None:
-            raise RuntimeError("step.backward() belongs into `for batch in step`, once for each batch")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise TypeError(f"loss is {what}: it has to be a tensor of one element that needs gradients")
-        weighted = loss * unit.weight
-        self._mean.add(weighted)
+        scaler, weighted = self._job._scaler, loss * self.weight
+        self.ran(weighted)  # before the pass, so that losses are reduced in the meantime
+        (weighted if scaler is None else scaler.scale(weighted)).backward()
+
+    @property
+    def weight(self) -> float:
+        """The factor of this batch's mean loss, for a schedule of pipeline stages."""
+        return self._current("weight").weight
+
+    def ran(self, weighted: Optional[torch.Tensor] = None) -> None:
+        """Declares that both passes of this batch have run, in place of :meth:`backward`.
+
+        Args:
+            weighted: its loss times :attr:`weight`, of one element; None in a rank that computes no loss.
+        """
+        unit = self._current("backward()")
+        if weighted is not None:
+            self._mean.add(weighted)
         if unit.last and not self._backward:
-            self._mean.reduce()
+            self._mean.reduce(self._job.device)
         self._backward = True
-        (weighted if job._scaler is None else job._scaler.scale(weighted)).backward()
+
+    def _current(self, what: str) -> Unit:
+        if self._unit is None:
+            raise RuntimeError(f"step.{what} belongs into `for batch in step`, once for each batch")
+        return self._unit
 
     @property
     def loss(self) -> float:
@@ -475,7 +469,9 @@ class JobStep:
         if job._scaler is not None:
             for optimizer in job._steppers:
                 job._scaler.unscale_(optimizer)
-        return nn.utils.clip_grad_norm_([p for model in job._models for p in model.parameters()], max_norm)
+        assert job._loader is not None
+        stages = job._ranks > 1 and job._loader.data_world_size == 1
+        return clip((p for model in job._models for p in model.parameters()), max_norm, stages)
 
     def commit(self) -> bool:
         """Ends the step: if all ranks of this group have the sum of all gradients, optimizers and schedulers

@@ -108,8 +108,8 @@ def test_groups_end_with_the_weights_and_the_losses_of_one_process() -> None:
     assert all(len(same) == 1 for same in loop.losses.values()), "all groups know the same mean"
 
 
-@pytest.mark.parametrize("heal", ["at_once", "in_passing"])
-def test_a_group_that_fails_and_returns_changes_no_weight(heal: str) -> None:
+@pytest.mark.parametrize(("heal", "replay"), [("at_once", True), ("in_passing", False), ("in_passing", True)])
+def test_a_group_that_fails_and_returns_changes_no_weight(heal: str, replay: bool) -> None:
     returned = Gate()
 
     def crash(rank: Rank) -> bool:
@@ -121,7 +121,8 @@ def test_a_group_that_fails_and_returns_changes_no_weight(heal: str) -> None:
         rank.cluster.wait_for_waiters(1) if rank.group == 0 and len(rank.cluster.ranks) > 2 else None
         return False
 
-    loop = Loop(settings={"heal": heal}, start_with=2, events={(1, 2): crash, (0, 5): wait})
+    settings = {"heal": heal, "replay_failed_step": replay}
+    loop = Loop(settings=settings, start_with=2, events={(1, 2): crash, (0, 5): wait})
     with Cluster(min_replicas=1) as cluster:
         groups = [cluster.start(loop, group) for group in range(2)]
         cluster.wait(returned)
@@ -190,7 +191,7 @@ def body(name: str) -> Callable[[JobStep, nn.Module], None]:
             if name == "raises":
                 raise KeyError("label")
             step.backward(loss)
-            if name == "early loss" and len(step) > 1:
+            if name == "early loss" and not step._unit.last:
                 step.loss  # noqa: B018
         step.commit()
         if name == "twice":

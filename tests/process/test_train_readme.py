@@ -86,6 +86,7 @@ def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path)
                 "WORLD_SIZE": "1",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             command = [sys.executable, str(script)]
             groups.append(

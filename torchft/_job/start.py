@@ -74,6 +74,7 @@ def connect(device: torch.device, isolated: bool, **settings: Any) -> Manager:
         )
     settings.setdefault("replica_id", f"{Path(sys.argv[0]).stem or 'job'}_{group_name()}")
     settings.setdefault("min_replica_size", 1)  # the lighthouse's --min_replicas decides
+    settings.setdefault("replay_failed_step", True)
     group = getattr(process_group, f"ProcessGroup{'Baby' * isolated}{kind}")()
     manager = Manager(group, load_state_dict=None, state_dict=None, **settings)
     if threading.current_thread() is threading.main_thread():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class MeanLoss:
 
     Args:
         manager: the Manager of this rank; None: the mean of this group alone.
-        ranks: ranks of this group, each of which has weighted its losses for a mean over them.
+        ranks: ranks of this group. Those that add a loss have weighted it for a mean over them.
         exact: sum integers, with a fraction of 32 bits, so that the order of the sum does not matter.
     """
 
@@ -41,23 +41,29 @@ class MeanLoss:
         self._manager = manager
         self._ranks = ranks
         self._exact = exact
-        self._sum: Optional[torch.Tensor] = None
+        self._sum: Optional[torch.Tensor] = None  # if exact, the second element counts infinities and NaN
+        self._givers: Union[int, torch.Tensor] = 1  # ranks of this group that have added losses
         self._work: Optional[dist.Work] = None
         self._reduced = False
 
     def add(self, weighted: torch.Tensor) -> None:
         """Adds the weighted loss of a batch, of one element."""
-        own = weighted.detach().double().reshape(1) / self._ranks
+        own = weighted.detach().double().reshape(1)
         if self._exact:
             bad = (~own.isfinite()).to(torch.int64)
             own = torch.cat([(own.nan_to_num(0, 0, 0) * _ONE).round().to(torch.int64), bad])
         self._sum = own if self._sum is None else self._sum + own
 
-    def reduce(self) -> None:
+    def reduce(self, device: torch.device) -> None:
         """Begins to sum over all ranks. Nothing is added later."""
-        assert self._sum is not None
+        given = self._sum is not None
+        if self._sum is None:  # another stage of a pipeline has the losses
+            shape, kind = (2, torch.int64) if self._exact else (1, torch.float64)
+            self._sum = torch.zeros(shape, dtype=kind, device=device)
         if self._ranks > 1:
-            dist.all_reduce(self._sum)
+            own = torch.cat([self._sum, self._sum.new_tensor([given])])
+            dist.all_reduce(own)
+            self._sum, self._givers = own[:-1].contiguous(), own[-1]
         self._reduced = True
         if self._manager is not None:
             self._work = self._manager.allreduce(self._sum, reduce_op=dist.ReduceOp.SUM)
@@ -72,7 +78,7 @@ class MeanLoss:
             raise RuntimeError("step.loss is known after the last batch of the step")
         if self._work is not None and not self._work.wait():
             return math.nan
-        total = self._sum.tolist()
+        total, givers = self._sum.tolist(), float(self._givers)
         if not self._exact:
-            return float(total[0])
-        return math.nan if total[1] else total[0] / _ONE
+            return total[0] / givers
+        return math.nan if total[1] else total[0] / _ONE / givers

@@ -1,0 +1,64 @@
+"""A job of real processes: a group's ranks are the stages of a pipeline, and all groups end as one process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from waiting import wait_for
+
+from torchft.coordination import LighthouseServer
+from torchft.data.position import DataPlan, DataPosition
+from torchft.launch.group import ReplicaGroup
+
+SCRIPT = Path(__file__).with_name("pipeline_script.py")
+
+
+def one_process() -> tuple[list[float], list[float]]:
+    """Trains the stages as one model; returns the norm of all gradients and the loss of each step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 1))
+    adam = torch.optim.Adam(net.parameters(), lr=0.01)
+    inputs = torch.randn(64, 4)
+    plan, position = DataPlan(64, 16, 4, epochs=2), DataPosition()
+    norms, losses = [], []
+    while position != plan.end:
+        indices = [index for unit in plan.share(position, 0, 1).units for index in unit.indices]
+        adam.zero_grad()
+        x = inputs[indices]
+        loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1.0).item())
+        losses.append(loss.item())
+        adam.step()
+        position = plan.advance(position)
+    return norms, losses
+
+
+@pytest.mark.timeout(240)
+def test_stages_of_a_pipeline_are_the_ranks_of_a_group(tmp_path: Path) -> None:
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)
+    groups = [ReplicaGroup(i, 2, [str(SCRIPT), "2"], tmp_path / f"{i}.log", nproc=2) for i in range(2)]
+    try:
+        for group in groups:
+            group.start(lighthouse.address())
+        wait_for(lambda: all(group.status is not None for group in groups), "the end", seconds=200)
+    finally:
+        for group in groups:
+            group.kill()
+        lighthouse.shutdown()
+    ends = []
+    for group in groups:
+        log = group.log.read_text()
+        assert group.status == 0, log
+        steps = re.findall(r"^step (\d+) norm (\S+) loss (\S+)$", log, re.M)
+        assert sorted({int(step) for step, _, _ in steps}) == list(range(1, 9))
+        norms, losses = one_process()
+        for step, norm, loss in steps:
+            assert float(norm) == pytest.approx(norms[int(step) - 1], rel=1e-4)
+            assert float(loss) == pytest.approx(losses[int(step) - 1], rel=1e-4)
+        ends.append(sorted(re.findall(r"^rank \d step 8 weights \w+$", log, re.M)))
+    assert ends[0] == ends[1] and len(ends[0]) == 2

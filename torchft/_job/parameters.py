@@ -1,0 +1,103 @@
+"""The parameters that a job trains: whether optimizers and models fit together, and the norm of all
+gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import parallel
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+
+def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Raises a ValueError unless the optimizers step exactly the parameters of the models."""
+    if not optimizers or not models:
+        raise ValueError("prepare() was given no model or no optimizer: the groups have nothing to average")
+    stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in stepped:
+                raise ValueError(
+                    f"parameter {name} of {type(model).__name__} is in no optimizer of prepare(): its "
+                    "gradient "
+                    "would be averaged and never used. Give its optimizer to prepare(), or set "
+                    "requires_grad=False; what follows the weights, such as an average of them, goes to "
+                    "job.state(name, object)"
+                )
+    known = {id(p) for model in models for p in model.parameters()}
+    for each in optimizers:
+        for parameter in (p for group in each.param_groups for p in group["params"]):
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ValueError(
+                    f"{type(each).__name__} has a parameter of shape {tuple(parameter.shape)} that is in no "
+                    "model of prepare(): no group would get the others' gradients of it"
+                )
+
+
+def is_stage(given: Any) -> bool:
+    """Whether this is a stage of a pipeline, with its module in ``submod``.
+
+    Raises:
+        ValueError: its module reduces gradients in each call of the schedule, so not once in a step.
+    """
+    pipelining = sys.modules.get("torch.distributed.pipelining")  # not imported: its import takes long
+    if pipelining is None or not isinstance(given, pipelining.PipelineStage):
+        return False
+    kinds = (parallel.DistributedDataParallel, FSDPModule)
+    if any(isinstance(module, kinds) for module in given.submod.modules()):
+        raise ValueError(
+            "the module of a pipeline stage reduces its gradients in each call of the schedule, and a step "
+            "has several: give a plain module to PipelineStage"
+        )
+    return True
+
+
+def reduce_plain(models: Iterable[nn.Module], manager: Manager) -> None:
+    """Sums the gradients of models that are neither wrapped nor sharded over the groups."""
+    works = []
+    for model in models:
+        if not isinstance(model, parallel.DistributedDataParallel) and not any(
+            isinstance(module, FSDPModule) for module in model.modules()
+        ):
+            works += [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]
+    for work in works:
+        work.wait()
+
+
+def root_of(models: Sequence[nn.Module]) -> nn.Module:
+    """Returns one module that has the parameters of all, with their own names if there is one model."""
+    return models[0] if len(models) == 1 else nn.ModuleList(models)
+
+
+def clip(parameters: Iterable[torch.Tensor], max_norm: float, stages: bool) -> torch.Tensor:
+    """Scales gradients so that the norm of all of them is at most ``max_norm``.
+
+    Args:
+        parameters: of this rank: whole ones, or shards as DTensors.
+        max_norm: the largest norm.
+        stages: whether the ranks of the group have different parameters, as the stages of a pipeline.
+
+    Returns:
+        The norm before, a tensor of one element.
+    """
+    given = [p for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    elif stages:
+        squared = norm.square()
+        dist.all_reduce(squared)
+        norm = squared.sqrt()
+    nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    return norm

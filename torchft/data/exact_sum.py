@@ -70,6 +70,7 @@ depend on the unit and not on the rank, no buffers that units change (BatchNorm)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Optional
 
 import torch
@@ -96,6 +97,8 @@ _SCALE, _SQUARE, _NOT_FINITE, _ZERO, _ASKED = range(5)
 # one piece.
 _PIECE = 2**17
 _PIECE_ON_DEVICE = 2**24
+# Elements that are scattered at once, of all ranks: 32 MiB.
+_SCATTERED = 2**22
 
 
 class ScalesDiffer(RuntimeError):
@@ -223,7 +226,8 @@ class ExactSum:
             parameters: on one device, which have not got a gradient in this unit.
             gradients: of shape (ranks, elements): row r has the complete gradients' elements that belong to
                 rank r, those of each parameter padded with zeros to the largest shard.
-            scatter: returns this rank's row of an int64 tensor of that shape, summed over the ranks.
+            scatter: returns this rank's row of an int64 tensor of shape (ranks, some elements), summed over
+                the ranks. It is called for a block of elements after the other.
             counted: as for ``add()``.
 
         Raises:
@@ -509,16 +513,31 @@ class _ShardedPart(_Part):
             raise ValueError(
                 f"gradients are of shape {tuple(gradients.shape)}, parameters of {self._ranks, sum(sizes)}"
             )
-        integers = torch.zeros_like(gradients, dtype=torch.int64)
-        for place, gradient, into in zip(places, gradients.split(sizes, 1), integers.split(sizes, 1)):
+        for place, gradient in zip(places, gradients.split(sizes, 1)):
             self._peaks[place] = self._peak(gradient).to(self.buffer.device)
-            if counted:
-                columns = max(1, self._piece // self._ranks)
-                for piece, whole in zip(gradient.split(columns, 1), into.split(columns, 1)):
-                    whole.copy_(self._scaled(piece, place))
-        sums = scatter(integers).to(self.buffer.device)
-        for place, of_shard in zip(places, sums.split(sizes)):
-            self._values[place] += of_shard
+        begins = [end - size for end, size in zip(accumulate(sizes), sizes)]
+        width = max(1, _SCATTERED // self._ranks)
+        for begin in range(0, sum(sizes), width):
+            block = gradients[:, begin : begin + width]
+            integers = torch.zeros(block.shape, dtype=torch.int64, device=block.device)
+            # of each parameter in the block: its place, where it is in the block, and what of it that is
+            spans = [
+                (place, slice(max(0, of - begin), min(width, of + size - begin)), max(0, begin - of))
+                for place, of, size in zip(places, begins, sizes)
+                if of < begin + width and begin < of + size
+            ]
+            for place, columns, _ in spans if counted else ():
+                self._scale(block[:, columns], integers[:, columns], place)
+            sums = scatter(integers).to(self.buffer.device)
+            for place, columns, first in spans:
+                of_shard = sums[columns]
+                self._values[place][first : first + len(of_shard)] += of_shard
+
+    def _scale(self, gradients: torch.Tensor, integers: torch.Tensor, place: int) -> None:
+        """Writes gradients of the parameter at this place as integers, by pieces of columns."""
+        columns = max(1, self._piece // self._ranks)
+        for piece, whole in zip(gradients.split(columns, 1), integers.split(columns, 1)):
+            whole.copy_(self._scaled(piece, place))
 
     @torch.no_grad()
     def add(self) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from torchft.data import exact_sum
 from torchft.data._sharded_sum import ShardedGradients
 from torchft.data.exact_sum import ExactSum
 
@@ -58,7 +59,11 @@ def packed(unit: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat(rows, 1)
 
 
-def test_shards_of_two_ranks_have_the_bits_of_the_whole_parameters() -> None:
+@pytest.mark.parametrize("scattered", [2**24, 2, 8, 10])
+def test_shards_of_two_ranks_have_the_bits_of_the_whole_parameters(
+    monkeypatch: pytest.MonkeyPatch, scattered: int
+) -> None:
+    monkeypatch.setattr(exact_sum, "_SCATTERED", scattered)
     units = [
         {name: torch.randn(shape) * 10.0**number for name, shape in SHAPES.items()} for number in range(RANKS)
     ]
@@ -74,7 +79,7 @@ def test_shards_of_two_ranks_have_the_bits_of_the_whole_parameters() -> None:
 
     total.commit()
     # The ranks take turns in this process: what one adds is known to the next one from the turn before.
-    integers = [torch.zeros(0)] * RANKS
+    blocks: list[list[torch.Tensor]] = [[], []]
     heads: list[torch.Tensor] = [torch.zeros(0)] * RANKS
     for turn in range(2):
         for rank in range(RANKS):
@@ -83,9 +88,13 @@ def test_shards_of_two_ranks_have_the_bits_of_the_whole_parameters() -> None:
             sharded.load_state_dict(total.state_dict())
             sharded.begin()
 
-            def scatter(mine: torch.Tensor, rank: int = rank, turn: int = turn) -> torch.Tensor:
-                integers[rank] = mine
-                return sum(integers)[rank] if turn else mine[rank]  # type: ignore[return-value, index]
+            known, blocks[rank] = iter(blocks[1 - rank]), []
+
+            def scatter(
+                mine: torch.Tensor, rank: int = rank, known: Iterator[torch.Tensor] = known
+            ) -> torch.Tensor:
+                blocks[rank].append(mine)
+                return (mine + next(known, 0))[rank]
 
             sharded.add_sharded(list(shards.values()), packed(units[rank]), scatter)
             sharded.add()

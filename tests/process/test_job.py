@@ -1,4 +1,4 @@
-"""A job of real processes: a group's ranks are the stages of a pipeline, and all groups end as one process."""
+"""A job of real processes, in which a group's ranks are stages of a pipeline, ends as one process does."""
 
 from __future__ import annotations
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+# Others may have other kernels, and other random numbers for the same seed.
+_TORCH = ".".join(torch.__version__.split(".")[:2])
 STATE_KEY = "torchft.data"  # key of the position in the state of a heal
 _OF_NO_STEP = "of_no_step"  # marks a state that was saved with weights of no step
 
@@ -200,6 +202,7 @@ class ElasticDataLoader:
             f"data_world_size={self._data_world_size}",
             f"reduction_in_group={self._reduction_in_group}",
             f"reproducible_rng={self._reproducible_rng}",
+            f"torch={_TORCH}",
         ]
 
     @property

@@ -623,4 +623,5 @@ def test_the_announcement_has_all_settings_but_the_position() -> None:
         "data_world_size=1",
         "reduction_in_group=mean",
         "reproducible_rng=False",
+        f"torch={'.'.join(torch.__version__.split('.')[:2])}",
     ]

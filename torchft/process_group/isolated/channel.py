@@ -488,6 +488,11 @@ class Channel:
             for op in ops.values():
                 op.error = self._error()
                 op.end()
+        for end in (self._socket, self.theirs):
+            end.close()
+        process, self._process = self._process, None
+        if process is not None:
+            os.close(process)
 
 
 @cache

@@ -85,7 +85,6 @@ class ProcessGroupBaby(ProcessGroup):
         super().__init__(0, 1)
         self._timeout = _as_timeout(timeout)
         self._reconfigure_timeout: Optional[timedelta] = None
-        self._context = switch(STANDBY_CONTEXT_ENV, given=standby_context)
         self._worker: Optional[Channel] = None
         self._peers: Optional[tuple[int, int]] = None
         # Whether there was a worker before.
@@ -96,7 +95,8 @@ class ProcessGroupBaby(ProcessGroup):
         self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
         # The launcher must not refer to this group, because that would keep the group alive.
         self._workers = Workers(
-            _maker(type(self), self._context), switch(STANDBY_ENV, default=True, given=standby)
+            _maker(type(self), context=switch(STANDBY_CONTEXT_ENV, given=standby_context)),
+            standby=switch(STANDBY_ENV, default=True, given=standby),
         )
         prepare()
         weakref.finalize(self, hand_off, self._workers.close, "torchft_workers")  # workers end under a lock

@@ -67,14 +67,16 @@ class _Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_SEC)
 
+    def forget(self) -> None:
+        """In a forked child: the server belongs to the parent."""
+        self.control.close()
+        self.process.returncode = 0
+
 
 class Servers:
     """The server of this process."""
 
     def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
         # RLock, here and below: a garbage collection may end a group on a thread that holds the lock.
         self._lock = threading.RLock()
         self._server: Optional[_Server] = None
@@ -117,17 +119,24 @@ class Servers:
 
     def close(self) -> None:
         """Ends the server now."""
+        for server in self._taken():
+            server.kill()
+
+    def forget(self) -> None:
+        self._lock = threading.RLock()  # a thread of the parent may hold the lock
+        for server in self._taken():
+            server.forget()
+
+    def _taken(self) -> list[_Server]:
         with self._lock:
             taken = [*self._retired, *([] if self._server is None else [self._server])]
             self._server, self._retired = None, []
-        for server in taken:
-            server.kill()
+        return taken
 
 
 servers = Servers()
 atexit.register(servers.close)
-# The server belongs to the parent, one of whose threads may hold the lock.
-os.register_at_fork(after_in_child=servers._reset)
+os.register_at_fork(after_in_child=servers.forget)
 
 
 def start_worker(settings: dict[str, Any], name: str, sharings: MakeSharing) -> Channel:

@@ -176,6 +176,7 @@ def test_an_operation_in_flight_ends_in_a_forked_child(channel: Channel) -> None
     channel._forget()  # a fork calls this in the child
     assert op.wait(0.0)
     assert "a forked process cannot use its parent's group" in str(op.error)
+    assert channel._socket.fileno() == channel.theirs.fileno() == -1, "no descriptor is left there"
     end_worker(channel)
 
 

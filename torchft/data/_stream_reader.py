@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, Callable, NamedTuple, Optional
 
 from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker
 
 from torchft.data._prefetch import Key
 from torchft.data.position import DataPosition
@@ -115,6 +116,9 @@ class StreamReader:
 
     def _open(self, number: int, epoch: int, skipped: int) -> Iterator[Any]:
         """Opens a source after some samples."""
+        # A dataset that finds itself in a worker process reads a part only, or in another order (Hugging
+        # Face's shuffle); a source must be the same whoever reads it.
+        worker._worker_info = None
         data = self._dataset
         _set_epoch(data, epoch)
         if self._plan.sources > 1:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 import pytest
+from torch.utils.data import get_worker_info
 
 from tests.unit.data.streaming import Files, Sample
 from tests.unit.data.test_loader import Alone
@@ -71,12 +72,25 @@ def test_each_sample_once_an_epoch_whoever_reads_it(workers: int) -> None:
     assert loader.state_dict() == {**expected, "epoch": 2, "batch": 0, "epochs": 2}
 
 
-def test_another_number_of_workers_goes_on() -> None:
+class LikeHuggingFace(Files):
+    """Its order depends on the worker that reads it, and a worker reads its own part."""
+
+    def shard(self, num_shards: int, index: int) -> Files:
+        return LikeHuggingFace(**vars(super().shard(num_shards, index)))
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        samples = [(sample, 0) for sample in super().__iter__()]
+        return iter(samples if info is None else samples[::-1][info.id :: info.num_workers])
+
+
+@pytest.mark.parametrize("make_data", [Signed, LikeHuggingFace])
+def test_another_number_of_workers_goes_on(make_data: Any) -> None:
     """A checkpoint has the position only; the job that loads it has another number of workers."""
     found: list[Sample] = []
     state = None
     for workers, steps in ((2, 2), (0, 1), (3, 3), (1, None)):
-        loader = make(num_workers=workers, epochs=2)
+        loader = make(data=make_data(LENGTHS), num_workers=workers, epochs=2)
         if state is not None:
             loader.load_state_dict(state)
         found += [sample for step in train(loader, steps) for sample, _ in step]

@@ -226,6 +226,28 @@ def test_a_group_joins_in_the_quorum_that_continues_a_step(settings: dict[str, A
     assert all(sum(job.computed(2)[group]) < 8 for group in (1, 2))
 
 
+def test_a_group_behind_the_others_heals_and_forgets_what_it_keeps(caplog: pytest.LogCaptureFixture) -> None:
+    """It alone has not committed the step."""
+    votes: list[bool] = []
+
+    def votes_no_once(rank: Rank) -> None:
+        manager = rank.manager
+        assert manager is not None
+        vote = manager._server.vote
+
+        def first_vote_is_no(step: int, yes: bool, timeout: timedelta) -> bool:
+            votes.append(yes)
+            return len(votes) > 1 and vote(step, yes, timeout)
+
+        manager._server.vote = first_vote_is_no  # type: ignore[method-assign]
+
+    job = Job(events={(1, 0, 2): votes_no_once})
+    check(job, job.run(3), incomplete=frozenset({2}))
+    assert votes[:2] == [True, True]
+    assert "step 2 comes again without the 4 units of this group" in caplog.text
+    assert "the kept gradients are of other weights" in caplog.text
+
+
 def test_a_group_without_the_setting_keeps_nothing() -> None:
     job = Job(events={(0, 0, 2): fails("bucket0")})
 

@@ -1,9 +1,9 @@
 """Isolated groups: the actual group, Gloo or NCCL, runs in a worker, a process that can be killed.
 
     parent     the process group in the trainer; `groups`: one class per backend; `work`: the result of a call
-    channel    the trainer's end of one worker: operations in flight, the thread that reads the answers, and
+    channel    the trainer's end of one worker: operations in flight, the reader, which alone ends them, and
                futures; `operation`: one in flight; `devices`: shared memory and events
-    standby    hands out workers and keeps a spare one; `server`: the process that forks them
+    standby    hands out workers and keeps the next one ready; `server`: the process that forks them
     worker     runs the operations
     protocol   the messages between trainer, server and worker
     sharing    the interface to a device type; `host`, `cuda`: its implementations

@@ -35,10 +35,11 @@ class Devices:
 
     def sharing(self, device: int) -> Sharing:
         """The trainer's end for a device type, made for the first tensor of that type."""
-        with self._lock:
-            if device not in self._sharings:
-                self._sharings[device] = self._make(device, partial(self._notify, device))
-            return self._sharings[device]
+        if device not in self._sharings:  # else no lock: in a forked child it may be held for ever
+            with self._lock:
+                if device not in self._sharings:
+                    self._sharings[device] = self._make(device, partial(self._notify, device))
+        return self._sharings[device]
 
     # Order
 
@@ -94,7 +95,7 @@ class Devices:
     @property
     def any(self) -> bool:
         """Whether memory of a device is shared, and not only host memory."""
-        return any(self._sharings)
+        return any(list(self._sharings))
 
     def free_streams(self) -> None:
         """Lets streams continue that wait for the worker: see `Sharing.free_streams`."""

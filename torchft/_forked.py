@@ -21,23 +21,25 @@ def refusal(what: str) -> RuntimeError:
     )
 
 
+_makers: weakref.WeakSet[Maker] = weakref.WeakSet()
+
+
 class Maker:
     """The process that made an object.
 
     Args:
         what: names the object in errors.
+
+    Attributes:
+        here: whether this is that process.
     """
 
-    __slots__ = ("_pid", "_what")
+    __slots__ = ("__weakref__", "_what", "here")
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._pid = os.getpid()
-
-    @property
-    def here(self) -> bool:
-        """Whether this is that process."""
-        return os.getpid() == self._pid
+        self.here = True
+        _makers.add(self)
 
     def check(self) -> None:
         """Raises RuntimeError in a forked child, where the call would wait for a thread that does not
@@ -60,10 +62,12 @@ def threaded(thing: T) -> T:
     return thing
 
 
-def _keep_all() -> None:
+def _in_child() -> None:
+    for maker in list(_makers):
+        maker.here = False
     for thing in list(_threaded):
         # More than a reference, which the end of Python drops.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-os.register_at_fork(after_in_child=_keep_all)
+os.register_at_fork(after_in_child=_in_child)

@@ -261,7 +261,20 @@ class ManagerClient(_Native):
         )
         return QuorumResult(**json.loads(result))
 
-    # `_quorum` in two calls, for a caller that requests a quorum at every step and needs no thread for that.
+    # `_quorum` in three calls, for a caller that requests a quorum at each step and needs no thread for it.
+
+    def _stands_for(self, request: QuorumRequest, last: QuorumResult | None) -> bool:
+        """Whether the quorum stands, so that the result is ``last`` with the step of the request. Otherwise
+        :meth:`_begin_round` requests it.
+
+        Args:
+            request: the rank's request.
+            last: the last result, None if there is none to compare with.
+        """
+        if request.traceparent:
+            self._go.pyapi_ManagerTrace(self._handle, request.traceparent)
+        stands, self._stands = self._stands == request.step, -1
+        return stands and last is not None and self._asked == request and last.quorum_id != self._failed
 
     def _begin_round(self, request: QuorumRequest, timeout: timedelta, last: QuorumResult | None) -> object:
         """Does the same as :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`,
@@ -271,19 +284,10 @@ class ManagerClient(_Native):
             request: the rank's request.
             timeout: limit for the whole wait.
             last: the last result, None if there is none to compare with.
-
-        Returns:
-            None: the quorum stands, so the result is ``last`` with the step of the request, and nothing was
-                called.
         """
         go = self._go
         timeout_us = _micros("timeout", timeout)
-        if request.traceparent:
-            go.pyapi_ManagerTrace(self._handle, request.traceparent)
-        stands, self._stands = self._stands == request.step, -1
-        asked, self._asked = self._asked, request
-        if stands and last is not None and asked == request and last.quorum_id != self._failed:
-            return None
+        self._asked = request
         op = go.pyapi_ManagerRoundStart(self._handle, request._to_json(), last is None, timeout_us)
         return _Operation(go, op)
 

@@ -74,7 +74,6 @@ from torchft._manager.step.background import Background
 from torchft._manager.step.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.step.errors import Errors, ExceptionWithTraceback
 from torchft._manager.step.failures import FailureCallback, Failures
-from torchft._manager.step.inputs import Inputs
 from torchft._manager.step.replayer import Replayer
 from torchft._manager.step.step import Step, StepRequest, StepState
 from torchft._manager.step.uncommitted import NO_VOTE, Uncommitted
@@ -290,6 +289,10 @@ class Manager(Stateful, Stepping):
         self._has_left = False
         # The latest result that this rank has followed, if the same result needs nothing more.
         self._quiet: Optional[QuorumResult] = None
+        self._sent: Optional[QuorumRequest] = (
+            None  # the latest request; None: the next one may differ from it
+        )
+        self._sent_layout: object = None  # what it announces
         self._logger = _ManagerLogger(
             self._rank_state, self._replica_id, self._group_rank, self._server.report
         )
@@ -316,7 +319,6 @@ class Manager(Stateful, Stepping):
         self._current = self._errors.step = first
         self._failures = Failures(
             settings.enable_error_bus,
-            first,
             rank_state=self._rank_state,
             peers=self._peers,
             errors=self._errors,
@@ -410,9 +412,9 @@ class Manager(Stateful, Stepping):
     def _make_step(
         self,
         request: StepRequest,
-        inputs: Optional[Inputs] = None,
         plan: Optional[Plan] = None,
         state: StepState = StepState.ASKED,
+        attempted: Optional[Step] = None,
     ) -> Step:
         collectives = Collectives(
             self._peers.abort,
@@ -421,7 +423,7 @@ class Manager(Stateful, Stepping):
             self._rank_state,
             logger=self._logger,
         )
-        return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
+        return Step(request, collectives, self._replayer.copies, plan, state, attempted)
 
     # Attributes that other projects read and set by name
 
@@ -436,7 +438,7 @@ class Manager(Stateful, Stepping):
 
     @_pg.setter
     def _pg(self, pg: dist.ProcessGroup) -> None:
-        self._peers.pg = pg
+        self._peers.pg, self._sent = pg, None
         self._peers.set_rank_info(self._replica_id, self._group_rank, self._settings.group_world_size)
 
     # Quorum
@@ -466,11 +468,13 @@ class Manager(Stateful, Stepping):
         if self._data.adds_gradients:
             # The loader checks for a drain between two steps, and its units belong to the step in progress.
             return
-        self._data.check_step()
-        request = StepRequest(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
+        if self._settings.reproducible_reduction:
+            self._data.check_step()
+        timeout = self._quorum_timeout if timeout is None else given("timeout", timeout, self._quorum_timeout)
+        request = StepRequest(allow_heal, shrink_only, timeout)
         if self._replayer.is_ahead:
             if self._replayer.begins_at(self._position) and request.is_like(self._current.request):
-                self._current.inputs.forget()
+                self._current.forget_inputs()
                 return
             # This group leaves a quorum in which the other groups count on it.
             self._current.collectives.abort()
@@ -492,14 +496,16 @@ class Manager(Stateful, Stepping):
                 shares = self._planner.plan(begun.answer(), step.request.allow_heal).without_upstream
         if not shares:
             self.start_quorum()
-        self._current.sharing.begin(optimizer)
+        self._current.sharing.begun.append(optimizer)
 
     def _end_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Ends the step for an optimizer, unless it shares the decision for another one. Returns whether it
         steps.
         """
         step = self._current
-        if step.sharing.ends(optimizer):  # an error since then changes no decision, as after any vote
+        if step.sharing.ended and step.sharing.ends(
+            optimizer
+        ):  # an error since then changes no decision, as after any vote
             self._recovery.steps_too(optimizer)
             return self._shared_decision
         self._optimizer_that_votes = optimizer
@@ -507,58 +513,114 @@ class Manager(Stateful, Stepping):
             self._shared_decision = self.should_commit()
         finally:
             self._optimizer_that_votes = None
-        self._current.sharing.end(optimizer)
+        sharing = self._current.sharing
+        sharing.ended.append(optimizer)
+        sharing.reduced = False
         return self._shared_decision
 
-    def _begin_round(
-        self, request: StepRequest, inputs: Optional[Inputs] = None, reads_state: bool = False
-    ) -> None:
+    def _begin_round(self, request: StepRequest, replays: bool = False, reads_state: bool = False) -> None:
         """Begins an attempt at a step.
 
         Args:
             request: for its quorum.
-            inputs: those of the attempt before.
+            replays: whether it reduces the inputs of the attempt before again.
             reads_state: whether to wait for the answer, unless the quorum stands, and to read the state if
                 groups heal from this one. Otherwise ``wait_quorum`` reads it.
         """
-        self._maker.check()
+        if not self._maker.here:
+            self._maker.check()
         rounds = self._rounds  # read once: another thread may shut the Manager down
         if rounds is None:
             raise RuntimeError("the Manager is shut down")
         first = self._round is None
         if self._round is not None:
-            self._round.wait()  # its error is raised by `wait_quorum`, not here
+            if not self._ready:
+                self._round.wait()  # its error is raised by `wait_quorum`, not here
+            self._ready = False
             # if this round cannot begin, nothing must be reduced among the peers of the previous one
             self._round = None
-        keeps = self._again.announces(self._current, self._step, self._committed_quorum_id)
+        keeps = ""
+        if self._data.has_loader:
+            keeps = self._again.announces(self._current, self._step, self._committed_quorum_id)
         # before the request: once this group is in a quorum, the other groups would wait as well
         self._backlog.make_room(request.timeout)
         if self._current.undecided:
-            if len(self._current.collectives) > 0 and inputs is None:
+            if len(self._current.collectives) > 0 and not replays:
                 # The quorum may stand: in the same connection, a collective of this attempt would meet a
                 # later one of the peers' attempt.
                 self._current.collectives.abort()
             self._current.dropped()
-            self._trace.ended(self._step, *self._current.outcome)
-            if inputs is None:
+            self._end_trace()
+            if not replays:
                 self._lost(self._current.why_lost() if self._current.cause is not None else NO_VOTE)
         self._discard_unloaded_heal()
-        aborted = self._current.collectives.aborted
-        connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
-        layout = self._layout.for_lighthouse()
-        local_sgd = self._layout.lines is not None and not self._data.adds_gradients  # or DiLoCo
-        self._calls.end(lost=True)
-        self._heal_wait.end()
-        step = self._make_step(request, inputs, self._current.plan)
-        if inputs is not None:
-            step.sharing = self._current.sharing
-        self._current.collectives.retire()  # the next quorum may connect the process group with other peers
+        last = self._current
+        aborted = last.collectives.aborted
+        same = None if aborted else self._same_request(request)
+        self._sent = sent = same or self._quorum_request(request, aborted, keeps)
+        if self._calls.step:
+            self._calls.end(lost=True)
+        if self._heal_wait.waiting is not None:
+            self._heal_wait.end()
+        step = self._make_step(request, last.plan, attempted=last if replays else None)
+        last.collectives.retire()  # the next quorum may connect the process group with other peers
         self._current = self._errors.step = step
-        self._failures.begin(step)
+        follow = partial(self._follow, step)
+        standing = rounds.standing(follow, sent)
+        if standing is not None and standing.answer() is self._quiet:
+            standing.wait()
+            self._round, self._ready = standing, True
+            return
+        if same is not None:  # it is needed after all
+            self._sent = sent = self._quorum_request(request, aborted, keeps)
         self._background.begin()
         if first and self._peers.on_device:
             claim_device(self._store, self._replica_id, self._group_rank)
-        sent = QuorumRequest(
+        begin = partial(rounds.begin, follow, sent, request.timeout)
+        step.reads_state = reads_state
+        along = self._along if first else None
+        if along is not None and self._data.adds_gradients:
+            along.prepare()  # its batch depends on the quorum
+        late = along is not None and not self._data.adds_gradients and along.why_not() is None
+        # The first forward and backward pass takes longer than later ones: the others do not wait for it.
+        late_begin = partial(LateRound, begin, along.prepare) if along is not None and late else begin
+        self._round = standing or late_begin()
+        if not self._round.asks:
+            step.reads_state = False
+        elif reads_state:
+            with suppress(Exception):  # `wait_quorum` raises the error of the round
+                plan = self._planner.plan(self._round.answer(), request.allow_heal)
+                if plan.serves and plan.in_background:
+                    self._read_state(step)
+
+    def _same_request(self, request: StepRequest) -> Optional[QuorumRequest]:
+        """The last request, for this step; None if this rank may have something new to say."""
+        sent = self._sent
+        if (
+            sent is None
+            or self._quiet is None  # also the handle of a native group changes with its peers
+            or self._along is not None
+            or self._trace is not None
+            or self._commit_failures
+            or sent.commit_failures
+            or self._signals.wanted
+            or self._layout.announces is not self._sent_layout
+            or request.shrink_only is not sent.shrink_only
+            or self._committed_quorum_id != sent.committed_quorum_id
+            or self._data.averages_weights
+            or self._data.has_loader
+        ):
+            return None
+        sent.step = self._step
+        return sent
+
+    def _quorum_request(self, request: StepRequest, aborted: bool, keeps: str) -> QuorumRequest:
+        """What this rank says when it asks for a quorum."""
+        connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
+        layout = self._layout.for_lighthouse()
+        local_sgd = self._layout.lines is not None and not self._data.adds_gradients  # or DiLoCo
+        self._sent_layout = self._layout.announces
+        return QuorumRequest(
             group_rank=self._group_rank,
             step=self._step,
             checkpoint_metadata=self._transport.metadata(),
@@ -582,23 +644,8 @@ class Manager(Stateful, Stepping):
             asks_each_step=self._data.averages_weights or self._layout.lines is not None,  # LocalSGD, DiLoCo
             layout=layout,
             drain=self._signals.drain_request(self._logger.info),
-            traceparent=self._trace.asks(self._step),
+            traceparent="" if self._trace is None else self._trace.asks(self._step),
         )
-        begin = partial(rounds.begin, partial(self._follow, step), sent, request.timeout)
-        step.reads_state = reads_state
-        along = self._along if first else None
-        if along is not None and self._data.adds_gradients:
-            along.prepare()  # its batch depends on the quorum
-        late = along is not None and not self._data.adds_gradients and along.why_not() is None
-        # The first forward and backward pass takes longer than later ones: the others do not wait for it.
-        self._round = LateRound(begin, along.prepare) if along is not None and late else begin()
-        if not self._round.asks:
-            step.reads_state = False
-        elif reads_state:
-            with suppress(Exception):  # `wait_quorum` raises the error of the round
-                plan = self._planner.plan(self._round.answer(), request.allow_heal)
-                if plan.serves and plan.in_background:
-                    self._read_state(step)
 
     def _read_state(self, step: Step) -> None:
         """Calls the functions of the user's state, on the training thread and once in a step."""
@@ -631,7 +678,7 @@ class Manager(Stateful, Stepping):
             step.peers = self._connection.members or step.plan.replica_ids
             step.connected()
             return
-        self._quiet = None
+        self._quiet = self._sent = None
         self._background.enter_thread()
         plan = self._planner.plan(result, step.request.allow_heal)
         step.follow(plan)
@@ -675,7 +722,7 @@ class Manager(Stateful, Stepping):
         with nullcontext() if self._connection.unsupported else self._heal_wait.following(plan):
             # The quorum of a replay, in which this group is behind, serves the next step too: it heals before
             # that.
-            replays = len(step.inputs) > 0
+            replays = step.kept is not None and len(step.kept) > 0
             read = partial(step.served.result, self._timeout.total_seconds())
             fetched = self._transfers.run(plan, read, at_once=replays)
         if fetched is not None:
@@ -766,18 +813,21 @@ class Manager(Stateful, Stepping):
             RuntimeError: no step has begun; or the current stream is captured into a graph, whose replays
                 would reduce nothing.
         """
-        self._check_begun("allreduce")
-        self._current.sharing.reduces()
+        if self._round is None or not self._maker.here:
+            self._check_begun("allreduce")
+        self._current.sharing.reduced = True
         check_reducible(tensor, reduce_op, should_quantize)
-        if self._current.undecided:
+        if self._settings.reproducible_reduction and self._current.undecided:
             self._data.check_sum(tensor)
         kept = None
         try:
-            self.wait_quorum()
-            if self._data.holds_units(self._current):
+            if not self._ready:
+                self.wait_quorum()
+            if self._data.has_loader and self._data.holds_units(self._current):
                 self._again.keep(self._current, tensor, reduce_op, should_quantize)
-            local_steps = self._layout.lines is not None
-            kept = self._replayer.keep(self._current, tensor, reduce_op, should_quantize, local_steps)
+            if self._replayer.enabled:
+                local_steps = self._layout.lines is not None
+                kept = self._replayer.keep(self._current, tensor, reduce_op, should_quantize, local_steps)
             work = self._reduce(tensor, reduce_op, should_quantize)
         except Exception as e:
             if e is not self._current.cause:  # what the quorum failed with is raised at each reduction
@@ -802,16 +852,20 @@ class Manager(Stateful, Stepping):
             return None
         if self._along is not None:
             self._along.reduces()
-        self._failures.check()
+        if self._failures.known:
+            self._failures.check()
         if not step.collectives.usable:
             self._current.collectives.abort()  # the peers wait for the reduction that is skipped here
             return None
-        self._heal_wait.wait()
-        if not self.is_participating():
+        if self._heal_wait.waiting is not None:
+            self._heal_wait.wait()
+        if step.participating_rank is None or step.healing:
             tensor.zero_()
-        self._data.compare(step, tensor.device, self._reduce)
+        if self._data.has_loader:
+            self._data.compare(step, tensor.device, self._reduce)
         self._replicas.send(step, self._step, tensor.device, self._reduce)
-        self._calls.check(step.collectives, tensor, reduce_op, should_quantize)
+        if self._calls.step:
+            self._calls.check(step.collectives, tensor, reduce_op, should_quantize)
         averages = reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients
         # A group that waits for its connection is in the quorum, but not among the members.
         in_backend = (
@@ -825,7 +879,8 @@ class Manager(Stateful, Stepping):
         reduction = self._peers.allreduce(tensor, op, should_quantize)
         work = _ManagedWork(step.collectives, reduction, tensor)
         step.collectives.add(work)
-        self._failures.check()  # a failure reported since the first check has found no work to abort
+        if self._failures.known:
+            self._failures.check()  # a failure reported since the first check has found no work to abort
         if averages and not in_backend:
             work.on_success(partial(tensor.div_, step.participants))
         return work
@@ -977,7 +1032,7 @@ class Manager(Stateful, Stepping):
                 ``on_divergence="evict"``.
             TimeoutError: not all ranks of the group voted in time.
         """
-        timeout = given("timeout", timeout, self._timeout)
+        timeout = self._timeout if timeout is None else given("timeout", timeout, self._timeout)
         committed = self._try_step(timeout)
         step, failures, why, kept = self._step, self._commit_failures, "", None
         if not committed:
@@ -987,7 +1042,7 @@ class Manager(Stateful, Stepping):
             if self._data.adds_gradients:
                 vote = partial(self._server.vote, step, timeout=timeout)
                 weights = step, self._committed_quorum_id
-                kept = self._again.retain(self._current, weights, self._data.check_reduced, vote)
+                kept = self._again.retain(self._current, weights, self._extras.check_gradients, vote)
             committed = self._replayer.replay(
                 self._current,
                 vote=lambda yes: self._server.vote(self._step, yes, timeout),
@@ -1002,12 +1057,13 @@ class Manager(Stateful, Stepping):
         self._logger.commit_event(committed)
         participants = self._current.participants
         if committed:
-            self._step += 1
+            self._rank_state.step = step + 1
             self._batches_committed += participants
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
-            self._uncommitted.committed()
-            self._again.forget()
+            self._uncommitted.steps = 0
+            if self._data.has_loader:
+                self._again.forget()
         elif isinstance(self._current.cause, StillHealing) or (
             self._along is not None and self._current.healing and self._current.refused_by_rank
         ):
@@ -1018,14 +1074,20 @@ class Manager(Stateful, Stepping):
             how = "is lost" if kept is None else f"comes again without the {kept} units of this group"
             self._logger.warn(f"step {step} {how}: {why}")
             self._lost(why)
-        self._incidents.step_ended(committed, kept is not None)
-        self._trace.ended(step, *self._current.outcome)
+        if self._incidents.incident is not None:
+            self._incidents.step_ended(committed, kept is not None)
+        self._end_trace(step)
         if self._current.undecided and not self._replayer.is_ahead:
             self._current.dropped()  # the attempt of a replay that got no quorum
-        self._current.inputs.forget()
+        self._current.forget_inputs()
         self._discard_unloaded_heal()
-        self._run_commit_hooks(step, committed, participants)
-        self._replicas.check_evicted(self._current)
+        for hook in self._commit_hooks:
+            try:
+                hook(step, committed, participants)
+            except Exception as e:
+                self._logger.exception(f"a commit hook failed: {e}")
+        if self._current.error is not None:
+            self._replicas.check_evicted(self._current)
         if self._calls.differs is not None:
             self.shutdown(wait=False)  # the other groups do not wait until this process has ended
             raise self._calls.differs
@@ -1046,15 +1108,19 @@ class Manager(Stateful, Stepping):
         """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the
         group.
         """
-        self.wait_quorum()
+        if not self._ready:
+            self.wait_quorum()
         try:
-            self._heal_wait.wait()
-            self._data.compare_unreduced(self._current, device_of(self._pg), self._reduce)
+            if self._heal_wait.waiting is not None:
+                self._heal_wait.wait()
+            if self._data.has_loader:
+                self._data.compare_unreduced(self._current, device_of(self._pg), self._reduce)
         except Exception as e:
             self._errors.of_collective(e)
         self._end_collectives()
-        self._calls.end(lost=self._current.error is not None)
-        arrived = self._transfers.arrived()
+        if self._calls.step:
+            self._calls.end(lost=self._current.error is not None)
+        arrived = not self._transfers.busy or self._transfers.arrived()
         error = self._peers.error()
         if error is not None:
             self._errors.lose(error)
@@ -1063,7 +1129,9 @@ class Manager(Stateful, Stepping):
             self._transfers.advance(step, self._optimizer_that_votes)
             self._transfers.load(step)
         try:
-            self._data.verify(step)
+            if self._data.has_loader:
+                self._data.verify(step)
+            self._check_gradients(step)
         except Exception as e:
             self._logger.exception(f"the step is not committed: {e}")
             self._errors.recurring(e, f"it failed a check: {e}")
@@ -1073,9 +1141,20 @@ class Manager(Stateful, Stepping):
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
         self._rank_state.computed = False
-        self._transfers.decided(step, committed)
-        self._transfers.end_serving(step)  # after this line the weights may change
-        return committed
+        if self._along is not None and step.plan is not None:
+            self._along.decided(step.plan, committed)
+        if self._transfers.busy:
+            self._transfers.end_serving(step)
+        return committed  # from now on the weights may change
+
+    def _check_gradients(self, step: Step) -> None:
+        """Raises an error if gradients of this step were not reduced: other groups may wait for them."""
+        if step.error is None:
+            try:
+                self._extras.check_gradients()
+            except Exception:
+                step.collectives.abort()
+                raise
 
     @ranged("should_commit::current_stream::synchronize")
     def _end_collectives(self) -> None:
@@ -1083,12 +1162,9 @@ class Manager(Stateful, Stepping):
         if not self._current.collectives.end(self._timeout) and not self._data.adds_gradients:
             self._errors.refuse_replay("a collective that was aborted has not ended")
 
-    def _run_commit_hooks(self, step: int, committed: bool, participants: int) -> None:
-        for hook in self._commit_hooks:
-            try:
-                hook(step, committed, participants)
-            except Exception as e:
-                self._logger.exception(f"a commit hook failed: {e}")
+    def _end_trace(self, step: Optional[int] = None) -> None:
+        if self._trace is not None:
+            self._trace.ended(self._step if step is None else step, *self._current.outcome)
 
     # Replay of a failed step
 
@@ -1122,8 +1198,8 @@ class Manager(Stateful, Stepping):
         connections.
         """
         self._commit_failures += 1
-        self._trace.ended(self._step, *self._current.outcome)
-        self._begin_round(self._current.request, self._current.inputs)
+        self._end_trace()
+        self._begin_round(self._current.request, replays=True)
         self.wait_quorum()
         return self._current
 

@@ -188,7 +188,9 @@ class Job:
     def arm(self, rank: Rank, manager: Manager, place: str) -> None:
         """Makes the rank fail at a place in the step that begins."""
         if place == "forward":
-            manager._pg.get_reconfigure_handle = lambda: (rank.crash(), "ended")[1]  # type: ignore[method-assign]
+            rounds = manager._rounds
+            assert rounds is not None
+            rounds.standing = lambda *_: rank.crash()  # type: ignore[method-assign]
         elif place.startswith("bucket"):
             reduce, left = manager.allreduce, [int(place[len("bucket") :])]
 

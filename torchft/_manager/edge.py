@@ -23,7 +23,7 @@ from torchft._manager.quorum.plan import Plan
 from torchft._manager.quorum.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
-from torchft.checkpointing.transport import CheckpointTransport
+from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized
 from torchft.process_group._attempt import ConnectionAttempt
 from torchft.process_group._errors import refuse_meta
@@ -239,6 +239,11 @@ class Transport:
     def __init__(self, transport: CheckpointTransport[Any]) -> None:
         self._first: Any = transport
         self.transport: Any = transport
+
+    @property
+    def own(self) -> bool:
+        """Whether it is torchft's default, which serves only what it was given. A subclass is not."""
+        return type(self.transport) is HTTPTransport
 
     def __getattr__(self, name: str) -> Any:
         return _attribute(self.transport, _OfTransport, name)

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.rank import RankState
     from torchft._manager.step.errors import Errors
-    from torchft._manager.step.inputs import Inputs
     from torchft._manager.step.replayer import Replayer
+    from torchft._manager.step.sharing import SharedStep
 
 
 class OwnExtras(Extras):
-    """Implements :class:`Extras` by passing each call on to the part of the Manager that does it."""
+    """Implements :class:`Extras` by passing each call on to the part of the Manager that does it.
+    """
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class OwnExtras(Extras):
         self._layout = layout
         self._begin = begin
         self._end = end
+        self._gradient_checks: list[Callable[[], None]] = []
 
     def refuse_replay(self, reason: str) -> None:
         self._errors.refuse_replay(reason)
@@ -69,10 +71,15 @@ class OwnExtras(Extras):
         step = self._errors.step
         if not step.undecided:
             raise RuntimeError(not_begun("backward"))
-        return partial(_awaits_commit, weakref.ref(self._errors), step.inputs)
+        return partial(_awaits_commit, weakref.ref(self._errors), step.sharing)
 
     def register_check(self, check: Callable[[], None]) -> None:
-        self._data.register_check(check)
+        self._gradient_checks.append(check)
+
+    def check_gradients(self) -> None:
+        """Calls the functions of :meth:`register_check`."""
+        for check in self._gradient_checks:
+            check()
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._replicated.add_optimizer(optimizer)
@@ -112,9 +119,9 @@ class OwnExtras(Extras):
         self._logger.counted(name, number)
 
 
-def _awaits_commit(errors: weakref.ref[Errors], inputs: Inputs) -> bool:
-    """Whether the Manager's step is the one with these inputs, and is not committed. Models keep this, and
-    must not keep the Manager.
+def _awaits_commit(errors: weakref.ref[Errors], sharing: SharedStep) -> bool:
+    """Whether the Manager's step is the one of this object, which all attempts at it share, and is not
+    committed. Models keep this, and must not keep the Manager.
     """
     known = errors()
-    return known is not None and known.step.inputs is inputs and not known.step.committed
+    return known is not None and known.step.sharing is sharing and not known.step.committed

@@ -21,6 +21,7 @@ class Stepping:
     Attributes:
         _current: the step in progress, or the last one.
         _round: the round that requests its quorum; None before the first.
+        _ready: whether :meth:`wait_quorum` has nothing to wait for.
         _maker: the process of this Manager.
         _layout: the tensors that this rank reduces.
         _group_rank: this rank in its group.
@@ -31,6 +32,7 @@ class Stepping:
     _current: Step
     _maker: Maker
     _round: Optional[Round] = None
+    _ready = False
 
     # Names that other projects read and set
 
@@ -57,6 +59,7 @@ class Stepping:
             deferred, self._current.deferred = self._current.deferred, None
             if deferred is not None:
                 deferred()
+            self._ready = True
         except RuntimeError as e:
             refused = self._layout.explain(e, self._group_rank)
             if refused is None:

@@ -149,7 +149,7 @@ class Group:
         self.network = Network(self.name)
         self.errors = MagicMock()
         self.failures = Failures(
-            True, MagicMock(), rank_state=MagicMock(), peers=MagicMock(), errors=MagicMock(),
+            True, rank_state=MagicMock(), peers=MagicMock(), errors=MagicMock(),
             background=MagicMock(), logger=MagicMock(),
         )  # fmt: skip
         settings, layout = MagicMock(timeout=None), MagicMock()

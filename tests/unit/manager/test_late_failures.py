@@ -45,7 +45,7 @@ def test_a_future_that_fails_in_a_replay_is_an_error_of_the_step(
     late: torch.futures.Future[int] = torch.futures.Future()
     manager.start_quorum()
     wrapped = manager.wrap_future(late, 2)
-    manager._begin_round(manager._current.request, manager._current.inputs)
+    manager._begin_round(manager._current.request, replays=True)
     late.set_exception(RuntimeError("of the first attempt"))
     assert wrapped.wait() == 2
     assert manager.errored() is not None

@@ -180,7 +180,7 @@ def test_without_replay_a_rank_votes_once_and_keeps_nothing(fixture: Fixture) ->
     lose(manager)
     assert not manager.should_commit()
     assert fixture.votes() == [False]
-    assert manager._replayer._copies == []
+    assert manager._replayer.copies == []
 
 
 def test_no_rank_replays_alone(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:

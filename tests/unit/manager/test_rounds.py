@@ -41,7 +41,10 @@ class FakeClient:
         self, request: QuorumRequest, timeout: timedelta, last: Optional[QuorumResult]
     ) -> object:
         self.first.append(last is None)
-        return None if self.stands else object()
+        return object()
+
+    def _stands_for(self, request: QuorumRequest, last: Optional[QuorumResult]) -> bool:
+        return self.stands
 
     def _end_round(self, begun: object, last: Optional[QuorumResult]) -> QuorumResult:
         result = self.results.get(timeout=20)
@@ -80,7 +83,8 @@ def client() -> Iterator[FakeClient]:
 
 
 def begin(rounds: NativeRounds, follow: Followed, **changes: Any) -> Round:
-    return rounds.begin(follow, replace(REQUEST, **changes), LONG)
+    request = replace(REQUEST, **changes)
+    return rounds.standing(follow, request) or rounds.begin(follow, request, LONG)
 
 
 def first_round(rounds: NativeRounds, client: FakeClient) -> QuorumResult:
@@ -130,7 +134,7 @@ def test_a_quorum_that_stands_is_followed_when_it_is_needed(client: FakeClient) 
         begun.result()
         assert begun.ended()
         assert followed.by == [(result, threading.current_thread().name)]
-    assert client.first == [True, False, False]
+    assert client.first == [True]
 
 
 def test_an_error_while_a_standing_quorum_is_followed_reaches_the_caller(client: FakeClient) -> None:
@@ -238,6 +242,7 @@ def test_a_call_that_waits_for_a_quorum_is_made_on_a_thread() -> None:
         return answer
 
     rounds, followed = ThreadRounds(ask), Followed()
+    assert rounds.standing(followed, REQUEST) is None
     rounds.begin(followed, REQUEST, LONG).result()
     assert followed.by == [(result, "torchft_quorum")]
     begun = rounds.begin(followed, REQUEST, LONG)
@@ -253,10 +258,10 @@ def test_rounds_of_the_native_core() -> None:
     rounds, followed = as_server(client, 0).rounds(), Followed()
     assert isinstance(rounds, NativeRounds)
     for step in range(4):
-        rounds.begin(followed, replace(REQUEST, step=step), LONG).result()
+        begin(rounds, followed, step=step).result()
         assert followed.by[-1][0].max_step == step
         assert client.should_commit(0, step, True, LONG)
-    rounds.begin(followed, replace(REQUEST, step=4, commit_failures=1), LONG).result()  # a new quorum
+    begin(rounds, followed, step=4, commit_failures=1).result()  # a new quorum
     threads = [name for _, name in followed.by]
     here = threading.current_thread().name
     assert threads == ["torchft_quorum", here, here, here, "torchft_quorum"]

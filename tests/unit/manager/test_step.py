@@ -16,7 +16,6 @@ from tests.unit.manager.contended import Contended
 from tests.unit.manager.quorums import healing, peer_state
 from tests.unit.manager.test_plan import plan, result
 from torchft._manager.observe.trace import StepTrace
-from torchft._manager.step.inputs import Inputs
 from torchft._manager.step.step import TRANSITIONS, Event, Step, StepRequest, StepState, after
 from torchft._torchft import QuorumResult
 
@@ -206,7 +205,7 @@ def test_invariants_of_all_rows() -> None:
 
 
 def begun(**quorum: Any) -> Step:
-    step = Step(StepRequest(True, False, timedelta(seconds=1)), MagicMock(), Inputs([]), None)
+    step = Step(StepRequest(True, False, timedelta(seconds=1)), MagicMock(), [], None)
     step.follow(plan(result(**quorum)))
     return step
 
@@ -241,7 +240,7 @@ def test_a_group_that_healed_before_the_step_contributes() -> None:
 @pytest.mark.parametrize("during", [Event.BEHIND, Event.LOADED, Event.JOINED])
 def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """It arrives on another thread, between the check of the state and its change."""
-    step = Step(StepRequest(True, False, timedelta(seconds=1)), MagicMock(), Inputs([]), None)
+    step = Step(StepRequest(True, False, timedelta(seconds=1)), MagicMock(), [], None)
     went_on = threading.Event()  # the error is stored, or waits for the other event
     step._lock = Contended(went_on)  # type: ignore[assignment]
 

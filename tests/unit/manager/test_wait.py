@@ -128,9 +128,9 @@ def test_a_group_waits_until_the_other_one_has_healed(stack: ExitStack) -> None:
         waited = pool.submit(survivor.wait)
         wait_until(lambda: waits(survivor))
         for nbytes in (10, 20):
-            before = cast(Any, survivor._now).moved_at
+            before = cast(Any, survivor.waiting).moved_at
             target.received(nbytes)
-            wait_until(lambda before=before: cast(Any, survivor._now).moved_at > before)
+            wait_until(lambda before=before: cast(Any, survivor.waiting).moved_at > before)
         assert not waited.done()
     waited.result(60)
     assert not waits(survivor)
@@ -183,10 +183,10 @@ def test_the_ranks_of_a_group_begin_together(stack: ExitStack, native: bool) -> 
     steps = [pool.submit(step, *of) for of in job.waits]
     waiting = [wait for of, wait in job.waits.items() if of != (1, 1)]
     wait_until(lambda: all(waits(wait) for wait in waiting))
-    before = [cast(Any, wait._now).moved_at for wait in waiting]
+    before = [cast(Any, wait.waiting).moved_at for wait in waiting]
     job.waits[1, 1].received(5)
     # also the ranks whose own counterparts have healed learn of the progress
-    wait_until(lambda: all(cast(Any, wait._now).moved_at > at for wait, at in zip(waiting, before)))
+    wait_until(lambda: all(cast(Any, wait.waiting).moved_at > at for wait, at in zip(waiting, before)))
     assert not any(one.done() for one in steps)
     heal.set()
     for one in steps:
@@ -256,7 +256,7 @@ def test_a_step_that_is_over_ends_its_thread(stack: ExitStack) -> None:
     wait = job.waits[0, 0]
     with wait.following(job.plan(0)):
         pass
-    attempt = cast(Any, wait._now).attempt
+    attempt = cast(Any, wait.waiting).attempt
     wait.end()
     assert attempt.ended and not wait.waited_for
     wait_until(lambda: not any(t.name == "torchft_connect" for t in threading.enumerate()))

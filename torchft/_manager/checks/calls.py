@@ -77,6 +77,7 @@ class Calls:
 
     Attributes:
         differs: why this group has to end; None: its calls do not differ.
+        step: prefix of the keys of this step's calls in the store; empty: calls are not listed.
     """
 
     differs: Optional[LayoutDiffers] = None
@@ -89,7 +90,7 @@ class Calls:
         self._logger = logger
         self._own: Optional[tuple[str, Store]] = None  # address and client of this rank's store
         self._listed: list[str] = []  # keys of the calls that were listed since the last connection
-        self._step = ""  # prefix of these keys; empty: calls are not listed
+        self.step = ""
         self._judge: Optional[tuple[str, Store]] = None
 
     def begin(self, plan: Plan, new_here: bool) -> None:
@@ -99,7 +100,7 @@ class Calls:
             plan: the plan of this rank.
             new_here: whether this group has committed no step since its process began.
         """
-        self._step, self._judge = "", None
+        self.step, self._judge = "", None
         stores = [Handle.decode(h).store if announced(h, CALLS) else "" for h in plan.handles]
         if len(stores) < 2 or not stores[plan.replica_rank]:
             return
@@ -111,7 +112,7 @@ class Calls:
                 self._own = address, create_store_client(address, _CONNECT_TIMEOUT)
             for key in self._listed:
                 self._own[1].delete_key(key)
-            self._listed, self._step = [], f"calls/{plan.quorum_id}/{plan.max_step}"
+            self._listed, self.step = [], f"calls/{plan.quorum_id}/{plan.max_step}"
             if judge is not None and stores[judge]:
                 connect = partial(create_store_client, stores[judge], _CONNECT_TIMEOUT)
                 self._judge = plan.replica_ids[judge], in_time(connect, 3 * _CONNECT_TIMEOUT)
@@ -128,7 +129,7 @@ class Calls:
             RuntimeError: the other group lost the step, or the collectives of this step were aborted.
             TimeoutError: the other group made no call in time.
         """
-        if not self._step:
+        if not self.step:
             return
         here = describe_call(tensor, op, should_quantize)
         number = len(self._listed)
@@ -149,19 +150,19 @@ class Calls:
         Args:
             lost: whether this rank votes against the step, so that calls may be missing.
         """
-        if self._step:
+        if self.step:
             self._list(_LOST if lost else _END)
-        self._step, self._judge = "", None
+        self.step, self._judge = "", None
 
     def _list(self, call: str) -> None:
         assert self._own is not None
-        key = f"{self._step}/{len(self._listed)}"
+        key = f"{self.step}/{len(self._listed)}"
         self._listed.append(key)
         self._own[1].set(key, call)
 
     def _read(self, name: str, store: Store, number: int, collectives: Collectives) -> str:
         """Waits for a call of the other group."""
-        key = f"{self._step}/{number}"
+        key = f"{self.step}/{number}"
 
         def read() -> str:
             pause, longest = _PAUSE_SEC

@@ -270,7 +270,15 @@ class Data:
         planner: its ``heal_first`` is set when a loader, LocalSGD or DiLoCo is attached.
         settings: the Manager's settings.
         init_sync: the Manager's argument of that name.
+
+    Attributes:
+        averages_weights: whether a step averages the weights of groups that train alone between two steps.
+        adds_gradients: whether gradients are weighted by samples, so that their sum over the groups is not
+            divided.
+        has_loader: whether a loader is attached, so that batches are compared.
     """
+
+    averages_weights = adds_gradients = has_loader = False
 
     def __init__(self, layout: Layout, planner: Planner, settings: Settings, init_sync: bool) -> None:
         self._layout = layout
@@ -280,7 +288,6 @@ class Data:
         self._loader: Optional[Loader] = None
         self._local_steps: Optional[LocalSteps] = None
         self._batches: Optional[BatchCheck] = None
-        self._checks: list[Callable[[], None]] = []
 
     # Before the first step
 
@@ -317,6 +324,8 @@ class Data:
         attached in either order.
         """
         self._planner.heal_first = self._init_sync
+        self.averages_weights, self.has_loader = self._local_steps is not None, self._loader is not None
+        self.adds_gradients = self.has_loader and not self.averages_weights
         if self._loader is None:
             return
         if self._local_steps is None:
@@ -324,16 +333,6 @@ class Data:
         else:
             self._batches = AverageCheck(self._loader)
             self._loader.steps_by_itself(self._local_steps)
-
-    @property
-    def averages_weights(self) -> bool:
-        """Whether a step averages the weights of groups that train alone between two steps."""
-        return self._local_steps is not None
-
-    @property
-    def adds_gradients(self) -> bool:
-        """Whether gradients are weighted by samples, so that their sum over the groups is not divided."""
-        return self._loader is not None and self._local_steps is None
 
     @property
     def at_end(self) -> bool:
@@ -410,25 +409,10 @@ class Data:
         if self._loader is not None and self._loader.is_stream and step.undecided and step.error is None:
             self.compare(step, device, reduce)
 
-    def register_check(self, check: Callable[[], None]) -> None:
-        """Registers what raises an error if gradients of this step were not reduced."""
-        self._checks.append(check)
-
-    def check_reduced(self) -> None:
-        """Raises an error if gradients of this step were not reduced."""
-        for check in self._checks:
-            check()
-
     def verify(self, step: Step) -> None:
         """Raises an error if the step must not be committed: see :meth:`BatchCheck.verify`."""
         if self._batches is not None:
             self._batches.verify(step)
-        if step.error is None:
-            try:
-                self.check_reduced()
-            except Exception:
-                step.collectives.abort()  # other groups may wait for a tensor that this rank did not reduce
-                raise
 
     def step_to_announce(self, step: int) -> int:
         """The step that this group announces for the next quorum, after it has lost ``step``. A group with

@@ -381,11 +381,6 @@ class Recovery:
         if self.along is not None:
             self.along.stop()
 
-    def decided(self, plan: Plan, committed: bool) -> None:
-        """A step was decided on: targets that train along learn of it."""
-        if self.along is not None:
-            self.along.decided(plan, committed)
-
     def how_far(self) -> str:
         """The progress of a state that arrives in parts, for the log."""
         assert self.along is not None

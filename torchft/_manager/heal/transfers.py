@@ -32,7 +32,12 @@ class Transfers:
         data: whether a step averages weights.
         errors: takes the errors of transfers.
         logger: the Manager's logger.
+
+    Attributes:
+        busy: whether a transfer may be in progress, or a peer may read this group's state.
     """
+
+    busy = True
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class Transfers:
         """
         if not (plan.serves or plan.heal):
             return None
+        self.busy = True
         with self._background.running():
             try:
                 self._recovery.serve(plan, state)
@@ -136,17 +142,13 @@ class Transfers:
         if step.plan is not None and not step.plan.in_background:
             step.joined()
 
-    def decided(self, step: Step, committed: bool) -> None:
-        """Lets targets know how the group has decided on a step."""
-        if step.plan is not None:
-            self._recovery.decided(step.plan, committed)
-
     def end_serving(self, step: Step) -> None:
         """Waits until no peer reads this group's state any more. An error concerns the target only: this
         group's state is complete, and the decision on its step stands.
         """
         try:
             self._transport.disallow_checkpoint()
+            self.busy = not self._transport.own  # upstream ends each step of a transport so
         except Exception as e:
             self._logger.exception(f"the groups that heal from this one do not have its state: {e}")
             # A transfer by the process group must not continue while the state changes.

@@ -149,7 +149,7 @@ class HealWait:
         logger: the Manager's logger.
 
     Attributes:
-        waiting: whether a thread waits now.
+        waiting: the wait of the step in progress; None: no group heals in it, or all have healed.
     """
 
     def __init__(
@@ -171,12 +171,12 @@ class HealWait:
         self._logger = logger
         self._key = ""  # of the latest counters
         self._clients: dict[str, Store] = {}
-        self._now: Optional[_Wait] = None
+        self.waiting: Optional[_Wait] = None
 
     @property
     def waited_for(self) -> bool:
         """Whether the other groups wait for this one in this step, if it heals at once."""
-        return self._now is not None
+        return self.waiting is not None
 
     @contextmanager
     def following(self, plan: Plan) -> Iterator[None]:
@@ -196,7 +196,7 @@ class HealWait:
             own = f"torchft/{self._name}/"
             members, old = self._group_world_size, own + old if old else ""
             group = partial(SharedCounter, self._store, own + self._key, members, old)
-        self._now = now = _Wait(store, self._clients, column, group)
+        self.waiting = now = _Wait(store, self._clients, column, group)
         try:
             yield
         finally:
@@ -211,7 +211,7 @@ class HealWait:
 
     def received(self, nbytes: int) -> None:
         """Reports progress of this rank's heal: the bytes that have arrived."""
-        now = self._now
+        now = self.waiting
         if now is not None:
             now.received = max(now.received, nbytes)
 
@@ -222,7 +222,7 @@ class HealWait:
             Exception: a peer has failed.
             TimeoutError: no heal has made progress for the timeout.
         """
-        now = self._now
+        now = self.waiting
         if now is None:
             return
         begun, timeout = time.monotonic(), self._rank_state.timeout.total_seconds()
@@ -242,10 +242,10 @@ class HealWait:
 
     def end(self) -> None:
         """Ends the wait of a step that is over."""
-        if self._now is not None:
-            self._end(self._now)
+        if self.waiting is not None:
+            self._end(self.waiting)
 
     def _end(self, wait: _Wait) -> None:
-        if self._now is wait:
-            self._now = None
+        if self.waiting is wait:
+            self.waiting = None
         wait.attempt.abandon(RuntimeError("the step is over"))

@@ -97,21 +97,24 @@ class Incidents:
     Args:
         rank_state: the step and quorum of the rank.
         over: called with an incident when it has ended.
+
+    Attributes:
+        incident: the one in progress; None: there is none.
     """
 
     def __init__(self, rank_state: RankState, over: Callable[[Incident], None]) -> None:
         self._rank_state = rank_state
         self._over = over
-        self._incident: Optional[Incident] = None
+        self.incident: Optional[Incident] = None
 
     def noticed(self, cause: Exception) -> None:
         """An error was noticed, on any thread."""
-        if self._incident is None:
-            self._incident = Incident(str(cause), self._rank_state.step, self._rank_state.quorum_id)
+        if self.incident is None:
+            self.incident = Incident(str(cause), self._rank_state.step, self._rank_state.quorum_id)
 
     def ended(self, phase: str) -> None:
         """A phase of the incident has ended, on any thread."""
-        incident = self._incident  # read once: the training thread may end it
+        incident = self.incident  # read once: the training thread may end it
         if incident is not None:
             incident.ended(phase)
 
@@ -122,12 +125,12 @@ class Incidents:
             committed: whether it was committed.
             kept: whether it comes again with the gradients of this group.
         """
-        incident = self._incident
+        incident = self.incident
         if incident is None:
             return
         incident.ended("next step" if committed else "vote")
         if committed:
             self._over(incident)
-            self._incident = None
+            self.incident = None
         elif not kept:
             incident.steps_lost += 1

@@ -15,11 +15,11 @@ class StepTrace:
     """Makes a trace of each step, from its quorum request to the decision on it.
 
     Args:
-        tracer: OpenTelemetry's; None: there are no traces.
+        tracer: OpenTelemetry's.
         replica_id, group_rank: identity of the rank.
     """
 
-    def __init__(self, tracer: Optional[Any], replica_id: str, group_rank: int) -> None:
+    def __init__(self, tracer: Any, replica_id: str, group_rank: int) -> None:
         self._tracer = tracer
         self._of = {"torchft.replica_id": replica_id, "torchft.group_rank": group_rank}
         self._span: Optional[Any] = None
@@ -28,10 +28,8 @@ class StepTrace:
         """Begins the trace of an attempt at a step, before its quorum request.
 
         Returns:
-            The W3C trace context, which the manager server and the lighthouse continue; empty: there is none.
+            The W3C trace context, which the manager server and the lighthouse continue.
         """
-        if self._tracer is None:
-            return ""
         self._span = self._tracer.start_span("step", attributes={"torchft.step": number, **self._of})
         context = self._span.get_span_context()
         # Of the flags only "sampled" is kept, which every version defines.
@@ -61,11 +59,11 @@ class StepTrace:
         span.end()
 
 
-def step_trace(replica_id: str, group_rank: int) -> StepTrace:
-    """Traces of a rank's steps, if the environment asks for them.
+def step_trace(replica_id: str, group_rank: int) -> Optional[StepTrace]:
+    """Traces of a rank's steps; None unless the environment asks for them.
 
     Raises:
         ValueError: OTEL_TRACES_EXPORTER names an unknown exporter.
     """
     otel = otel_for("TRACES", "traces")
-    return StepTrace(None if otel is None else otel.tracer(), replica_id, group_rank)
+    return None if otel is None else StepTrace(otel.tracer(), replica_id, group_rank)

@@ -122,6 +122,12 @@ class LateRound(Round):
 class Rounds(Protocol):
     """Begins the rounds of one rank, one after the other."""
 
+    def standing(self, follow: Follow, request: QuorumRequest) -> Optional[Round]:
+        """The round of a quorum that stands, without a request: the answer is the last one. None: it does not
+        stand, and :meth:`begin` comes next.
+        """
+        ...
+
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         """Begins a round.
 
@@ -274,6 +280,15 @@ class NativeRounds:
         self._closed: Optional[Exception] = None
         self._thread = _Thread(self._follow_changes)
 
+    def standing(self, follow: Follow, request: QuorumRequest) -> Optional[Round]:
+        last = self._last
+        if not self._client._stands_for(request, last) or last is None:
+            return None
+        if self._closed is not None:
+            raise self._closed
+        last.max_step = request.step
+        return _StandingRound(follow, last)
+
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         self._thread.start()
         last, self._last = self._last, None
@@ -286,10 +301,6 @@ class NativeRounds:
             if self._closed is not None:
                 raise self._closed
             op = self._client._begin_round(request, timeout, last)
-            if op is None and last is not None:
-                self._last = last
-                last.max_step = request.step
-                return _StandingRound(follow, last)
             begun = _NativeRound(take, follow, last)
             self._round = weakref.ref(begun)
             return begun
@@ -328,6 +339,9 @@ class ThreadRounds:
         self._ask = ask
         self._begun: queue.SimpleQueue[Optional[tuple[Round, Callable[[], None]]]] = queue.SimpleQueue()
         self._thread = _Thread(self._run)
+
+    def standing(self, follow: Follow, request: QuorumRequest) -> None:
+        return None
 
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         begun = Round()

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torchft._manager.rank import RankState
     from torchft._manager.step.background import Background
     from torchft._manager.step.errors import Errors
-    from torchft._manager.step.step import Step
 
 _logger = logging.getLogger("torchft.manager")
 
@@ -46,18 +45,20 @@ class Failures:
 
     Args:
         enabled: whether failures end anything (``enable_error_bus``).
-        step: a placeholder until the first step begins.
         rank_state: the step in progress, and what the rank does.
         peers: the process group.
-        errors: takes the error that a failure is for running collectives.
+        errors: has the step in progress, and takes the error that a failure is for running collectives.
         background: the device of the training thread, and its transfers of a state.
         logger: the Manager's logger.
+
+    Attributes:
+        known: the failed members by quorum, for this quorum and later ones: a notice may arrive before its
+            quorum does.
     """
 
     def __init__(
         self,
         enabled: bool,
-        step: Step,
         *,
         rank_state: RankState,
         peers: Peers,
@@ -66,28 +67,20 @@ class Failures:
         logger: _ManagerLogger,
     ) -> None:
         self.enabled = enabled
-        self._step = step
         self._rank_state = rank_state
         self._process_group = peers
         self._errors = errors
         self._background = background
         self._logger = logger
-        # Held while a failure ends the collectives of a step, and while a step begins. Otherwise a failure of
-        # an old quorum could end the collectives of a step that has just begun with other peers.
+        # Held while a failure ends the collectives of a step, and while a quorum is followed. Otherwise a
+        # failure of an old quorum could end the collectives of a step with other peers.
         self._lock = threading.Lock()
         self._quorum_id = -1  # the present quorum
         self._connecting = False  # whether the process group is connecting now
         # The members that this rank reduces with; None: all of the quorum.
         self._peers: Optional[frozenset[str]] = None
-        # The failed members by quorum, for this quorum and later ones: a notice may arrive before its quorum
-        # does.
-        self._reported: dict[int, list[MemberFailure]] = {}
+        self.known: dict[int, list[MemberFailure]] = {}
         self._callbacks: list[FailureCallback] = []
-
-    def begin(self, step: Step) -> None:
-        """Makes reported failures end the collectives of a step that begins."""
-        with self._lock:
-            self._step = step
 
     def subscribe(self, callback: FailureCallback) -> None:
         """Calls ``callback(failure)`` for each failure, on a separate thread."""
@@ -114,17 +107,17 @@ class Failures:
         with self._lock:
             self._quorum_id = quorum_id
             self._peers = None if peers is None else frozenset(peers)
-            self._reported = {q: failures for q, failures in self._reported.items() if q >= quorum_id}
+            self.known = {q: failures for q, failures in self.known.items() if q >= quorum_id}
 
     def reported(self, quorum_id: int) -> list[MemberFailure]:
         """The known failed members of a quorum; none with ``enable_error_bus`` off."""
-        return list(self._reported.get(quorum_id, ()))
+        return list(self.known.get(quorum_id, ()))
 
     def check(self) -> None:
         """Raises PeerFailed if a member of the present quorum that this rank reduces with is known to have
         failed.
         """
-        for failure in self._reported.get(self._quorum_id, ()):
+        for failure in self.known.get(self._quorum_id, ()):
             if self._is_peer(failure) and not self._has_done_its_part(failure):
                 raise PeerFailed(failure)
 
@@ -151,25 +144,25 @@ class Failures:
         """
         with self._lock:
             if failure.quorum_id >= self._quorum_id:  # one of a later quorum: `check` finds it there
-                self._reported.setdefault(failure.quorum_id, []).append(failure)
+                self.known.setdefault(failure.quorum_id, []).append(failure)
         until = time.monotonic() + _REMAINDER_SEC
         while self._has_done_its_part(failure) and self._running() and time.monotonic() < until:
             time.sleep(_LOOK_SEC)
         with self._lock:
             mine = failure.quorum_id == self._quorum_id and self._is_peer(failure)
-            collectives = self._step.collectives
+            collectives = self._errors.step.collectives
             if mine and not self._connecting and self._running():
                 error = PeerFailed(failure)
                 self._logger.warn(str(error))
                 self._errors.of_collective(error, collectives)
 
     def _running(self) -> bool:
-        return self._step.collectives.running() is not None or self._background.busy()
+        return self._errors.step.collectives.running() is not None or self._background.busy()
 
     def _has_done_its_part(self, failure: MemberFailure) -> bool:
         """Whether a member of the present quorum has failed after its part of the step in progress."""
         # Not the step of the plan: while the quorum stands, that is the one in which it began.
-        plan = self._step.plan
+        plan = self._errors.step.plan
         return (
             plan is not None and failure.quorum_id == plan.quorum_id and self._rank_state.step < failure.step
         )
@@ -197,7 +190,7 @@ class Failures:
         takes long.
         """
         self._background.enter_thread()
-        collectives = self._step.collectives
+        collectives = self._errors.step.collectives
         running = collectives.running()
         # On the training thread: no call comes before it ends.
         if function := self._rank_state.activity(waits=False):

@@ -30,22 +30,21 @@ class Replayer:
         enabled: whether steps are replayed; if not, nothing is kept.
         errors: gets the errors of the further attempts.
         logger: the Manager's logger.
+
+    Attributes:
+        copies: buffers for the inputs, reused in every step.
     """
 
     def __init__(self, enabled: bool, errors: Errors, logger: _ManagerLogger) -> None:
         self.enabled = enabled
         self._errors = errors
         self._logger = logger
-        self._copies: list[torch.Tensor] = []  # buffers for the inputs, reused in every step
+        self.copies: list[torch.Tensor] = []
         self._hooks: list[Callable[[], None]] = []
         self._gradients: list[Callable[[], Iterable[torch.Tensor]]] = []
         # Set when a replay's quorum showed that the step cannot be replayed: that quorum serves the next
         # step, which must begin at this position.
         self._ahead: Optional[Position] = None
-
-    def inputs(self) -> Inputs:
-        """Returns an empty record for the inputs of a new step."""
-        return Inputs(self._copies)
 
     def register_hook(self, hook: Callable[[], None]) -> None:
         """Registers what the training loop does between the reduction and the vote, so that a replay repeats

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+@dataclass
 class SharedStep:
     """The optimizers of one step: those that begin before anything is reduced, and step after all of it.
 
@@ -16,31 +18,23 @@ class SharedStep:
 
     All groups call the same functions in the same order, and decide alike: an error of one group changes
     nothing here.
+
+    Attributes:
+        begun: the optimizers that have begun the step.
+        ended: those for which it was decided on.
+        reduced: whether a reduction was called, even if it could not begin, since the step has begun or was
+            decided on.
     """
 
-    def __init__(self) -> None:
-        self._begun: list[Optimizer] = []
-        self._ended: list[Optimizer] = []
-        self._reduced = False  # since the step has begun, or was decided on
-
-    def reduces(self) -> None:
-        """A reduction is called, whether or not it can begin."""
-        self._reduced = True
+    begun: list[Optimizer] = field(default_factory=list)
+    ended: list[Optimizer] = field(default_factory=list)
+    reduced: bool = False
 
     def begins(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer joins others in a step."""
-        return bool(self._begun) and not self._ended and not self._reduced and optimizer not in self._begun
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """An optimizer has begun the step, alone or with others."""
-        self._begun.append(optimizer)
+        return bool(self.begun) and not self.ended and not self.reduced and optimizer not in self.begun
 
     def ends(self, optimizer: Optimizer) -> bool:
         """Whether the decision on the step holds for this optimizer, too."""
-        decided = bool(self._ended) and not self._reduced and optimizer not in self._ended
-        return decided and all(one in self._begun for one in (optimizer, *self._ended))
-
-    def end(self, optimizer: Optimizer) -> None:
-        """The step was decided on for an optimizer."""
-        self._ended.append(optimizer)
-        self._reduced = False
+        decided = bool(self.ended) and not self.reduced and optimizer not in self.ended
+        return decided and all(one in self.begun for one in (optimizer, *self.ended))

@@ -16,12 +16,14 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from torchft._manager.step.errors import ExceptionWithTraceback
+from torchft._manager.step.inputs import Inputs
 from torchft._manager.step.sharing import SharedStep
 
 if TYPE_CHECKING:
+    import torch
+
     from torchft._manager.quorum.plan import Plan
     from torchft._manager.step.collectives import Collectives
-    from torchft._manager.step.inputs import Inputs
 
 
 class StepState(Enum):
@@ -131,7 +133,8 @@ class Step:
     Args:
         request: the request for its quorum.
         collectives: the collectives that it begins.
-        inputs: copies of the tensors that the collectives reduce, shared by all attempts at a step.
+        copies: buffers for copies of what the collectives reduce.
+        attempted: the attempt before, whose inputs and optimizers it shares; None: it is the first one.
         plan: the plan of the previous step; None if there was none.
         state: the initial state.
 
@@ -139,6 +142,7 @@ class Step:
         plan: the plan of its quorum; until the quorum is known, the plan of the previous step.
         participating_rank: this group's rank among the participants; None: it contributes zeros.
         participants: number of participating groups.
+        kept: the inputs of its reductions, of this attempt and those before; None: there are none.
         peers: replica ids of the groups that it reduces with, this one among them.
         began: time.monotonic() at the start.
         thread: the training thread.
@@ -159,19 +163,21 @@ class Step:
         self,
         request: StepRequest,
         collectives: Collectives,
-        inputs: Inputs,
+        copies: list[torch.Tensor],
         plan: Optional[Plan],
         state: StepState = StepState.ASKED,
+        attempted: Optional[Step] = None,
     ) -> None:
         self.request = request
         self.collectives = collectives
-        self.inputs = inputs
+        self._copies = copies
+        self.kept: Optional[Inputs] = None if attempted is None else attempted.inputs
         self._take(plan)
         self.state = state
         self.began = time.monotonic()
         self.thread = threading.get_ident()
         self.healing = False
-        self.sharing = SharedStep()
+        self.sharing = SharedStep() if attempted is None else attempted.sharing
         self.error: Optional[ExceptionWithTraceback] = None
         self._enough = True
         self._lock = threading.Lock()
@@ -194,6 +200,19 @@ class Step:
             if self._served is None:
                 self._served = Future()
             return self._served
+
+    @property
+    def inputs(self) -> Inputs:
+        """The inputs of its reductions, on any thread."""
+        with self._lock:
+            if self.kept is None:
+                self.kept = Inputs(self._copies)
+            return self.kept
+
+    def forget_inputs(self) -> None:
+        """Forgets the inputs of its reductions when it has ended."""
+        if self.kept is not None:
+            self.kept.forget()
 
     def _on(self, event: Event) -> None:
         with self._lock:

@@ -15,16 +15,15 @@ class Uncommitted:
     """The steps in a row that a rank has lost.
 
     A Manager without ``max_retries`` goes on for ever. So the user has to read it in the log.
+
+    Attributes:
+        steps: their number; a commit sets it to 0.
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self.steps = 0
         self._since = 0.0
         self._said: Optional[float] = None
-
-    def committed(self) -> None:
-        """A step was committed: the row is over."""
-        self._steps = 0
 
     def lost(self, why: str, now: float) -> Optional[str]:
         """A step was not committed.
@@ -36,13 +35,13 @@ class Uncommitted:
         Returns:
             What the rank says; None if the row is short, or if it was said less than a minute ago.
         """
-        if self._steps == 0:
+        if self.steps == 0:
             self._since = now
-        self._steps += 1
-        if self._steps < STEPS or (self._said is not None and now - self._said < EVERY_S):
+        self.steps += 1
+        if self.steps < STEPS or (self._said is not None and now - self._said < EVERY_S):
             return None
         self._said = now
         return (
-            f"NOTHING IS COMMITTED: {self._steps} steps in a row were computed and lost, in "
+            f"NOTHING IS COMMITTED: {self.steps} steps in a row were computed and lost, in "
             f"{now - self._since:.0f} s; the last one: {why}"
         )

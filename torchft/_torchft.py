@@ -372,7 +372,9 @@ class ManagerClient(_Native):
         """
         decision = self._go.vote(
             self._handle,
-            integer("group_rank", group_rank, 0),
+            group_rank
+            if type(group_rank) is int and group_rank >= 0
+            else integer("group_rank", group_rank, 0),
             step,
             should_commit,
             _micros("timeout", timeout),

@@ -16,7 +16,7 @@ from torch.nn import parallel
 
 from torchft._copies import Copyable, Missing
 from torchft._extras import extras_of, never
-from torchft._manager.step.work import managed
+from torchft._manager.step.work import _ManagedWork, managed
 from torchft._unvoted import watch
 from torchft.process_group import ProcessGroupDummy
 
@@ -49,6 +49,9 @@ class _FixedBuckets(ProcessGroupDummy):
             raise RuntimeError(
                 f"PyTorch {torch.__version__}: the buckets of DistributedDataParallel cannot be fixed"
             )
+
+    def getSize(self) -> int:
+        return 1
 
     def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> dist.Work:
         if self._answers:
@@ -148,7 +151,8 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
         else:
             work.wait()
             self._reduces_in_pass = bucket.is_last()
-        return work.get_future()  # type: ignore[return-value]
+        future = work.future_of_wait() if isinstance(work, _ManagedWork) else work.get_future()
+        return future  # type: ignore[return-value]
 
     def _ddp_init_helper(  # type: ignore[override]
         self, parameters: List[torch.Tensor], expect_sparse_gradient: List[bool], *rest: Any

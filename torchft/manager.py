@@ -472,7 +472,7 @@ class Manager(Stateful, Stepping):
             self._data.check_step()
         timeout = self._quorum_timeout if timeout is None else given("timeout", timeout, self._quorum_timeout)
         request = StepRequest(allow_heal, shrink_only, timeout)
-        if self._replayer.is_ahead:
+        if self._replayer.ahead is not None:
             if self._replayer.begins_at(self._position) and request.is_like(self._current.request):
                 self._current.forget_inputs()
                 return
@@ -1077,7 +1077,7 @@ class Manager(Stateful, Stepping):
         if self._incidents.incident is not None:
             self._incidents.step_ended(committed, kept is not None)
         self._end_trace(step)
-        if self._current.undecided and not self._replayer.is_ahead:
+        if self._current.undecided and self._replayer.ahead is None:
             self._current.dropped()  # the attempt of a replay that got no quorum
         self._current.forget_inputs()
         self._discard_unloaded_heal()

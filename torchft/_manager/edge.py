@@ -403,7 +403,8 @@ class Peers:
         Raises:
             ValueError: the tensor has no memory.
         """
-        refuse_meta(lambda: type(self.pg).__name__, "allreduce", tensor)
+        if tensor.is_meta:
+            refuse_meta(lambda: type(self.pg).__name__, "allreduce", tensor)
         if should_quantize:
             return allreduce_quantized([tensor], op, self._abortable)
         options = dist.AllreduceOptions()

@@ -85,7 +85,7 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
     if is_native(pg):
         return lambda: error_of_native(pg)
     if issubclass(type(pg), dist.ProcessGroup):  # a mock may pass isinstance, but its type is no subclass
-        return lambda: pg.errored()
+        return pg.errored
     if not hasattr(pg, "errored"):
         return lambda: None
     return lambda: error if isinstance(error := pg.errored(), Exception) else None

@@ -33,6 +33,8 @@ class Replayer:
 
     Attributes:
         copies: buffers for the inputs, reused in every step.
+        ahead: set when a replay's quorum showed that the step cannot be replayed: that quorum serves the next
+            step, which must begin at this position.
     """
 
     def __init__(self, enabled: bool, errors: Errors, logger: _ManagerLogger) -> None:
@@ -42,9 +44,7 @@ class Replayer:
         self.copies: list[torch.Tensor] = []
         self._hooks: list[Callable[[], None]] = []
         self._gradients: list[Callable[[], Iterable[torch.Tensor]]] = []
-        # Set when a replay's quorum showed that the step cannot be replayed: that quorum serves the next
-        # step, which must begin at this position.
-        self._ahead: Optional[Position] = None
+        self.ahead: Optional[Position] = None
 
     def register_hook(self, hook: Callable[[], None]) -> None:
         """Registers what the training loop does between the reduction and the vote, so that a replay repeats
@@ -137,8 +137,8 @@ class Replayer:
                 self._logger.warn(f"the step is not reduced again: {reason}")
                 # The next step uses this quorum, because the other groups count on this one in it. The state
                 # of a heal is loaded now: between two steps the group's position must be that of its weights.
-                self._ahead = load()
-                if self._ahead is None:
+                self.ahead = load()
+                if self.ahead is None:
                     step.collectives.abort()
                 return False
             self._logger.info(f"reduced again with {step.plan.participants} groups, because {why}")
@@ -177,14 +177,9 @@ class Replayer:
 
     # When the next step begins
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the quorum of the next step is known already, because a replay has requested it."""
-        return self._ahead is not None
-
     def begins_at(self, position: Position) -> bool:
         """The next step begins at this position. Returns whether the quorum that a replay requested is valid
         for it.
         """
-        ahead, self._ahead = self._ahead, None
+        ahead, self.ahead = self.ahead, None
         return ahead == position

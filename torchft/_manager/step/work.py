@@ -111,6 +111,7 @@ class _ManagedWork(dist._Work):
         self._on_cpu = type(value) is torch.Tensor and value.is_cpu
         self._future: Optional[_ManagedFuture[object]] = None
         self._open: Optional[_ManagedFuture[object]] = None  # the same, until a thread completes it
+        self._timed = False  # whether the future is completed without a wait, too
         self._asked = False  # whether the process group's future was requested
         self._ended: Optional[torch.futures.Future[Any]] = None
 
@@ -227,16 +228,24 @@ class _ManagedWork(dist._Work):
         if self._devices():
             torch.accelerator.current_stream().synchronize()
 
+    def future_of_wait(self) -> torch.futures.Future[object]:
+        """Returns the future of :meth:`get_future`, for a caller that makes sure that this work is waited
+        for. Unless :meth:`get_future` is called too, only a wait completes it, and it needs no deadline.
+        """
+        with self._lock:
+            if self._future is None:
+                self._future = self._open = _ManagedFuture(weakref.ref(self))
+                if self._succeeded is not None:
+                    self._end(None)
+            return self._future
+
     def get_future(self) -> torch.futures.Future[object]:
         """Returns a future that is completed with the value, at the latest after the Manager's timeout."""
         with self._lock:
-            if self._future is not None:
-                return self._future
-            future: _ManagedFuture[object] = _ManagedFuture(weakref.ref(self))
-            self._future = self._open = future
-            if self._succeeded is not None:
-                self._end(None)
+            future = self.future_of_wait()
+            if self._succeeded is not None or self._timed:
                 return future
+            self._timed = True
 
         def complete(done: torch.futures.Future[object]) -> None:
             try:
@@ -298,17 +307,17 @@ class _ManagedWork(dist._Work):
         try:
             if self._on_success is not None:
                 self._on_success()
-            if not self._on_cpu and (devices := self._devices()):
+            if devices := self._devices():
                 self._mark = DeviceEvent(devices)
         except Exception as e:
             return e
         return None
 
     def _devices(self) -> list[torch.device]:
-        return devices_of(self._value)
+        return [] if self._on_cpu else devices_of(self._value)
 
 
-def managed(manager: _Reported, work: dist._Work, value: object) -> dist._Work:
+def managed(manager: _Reported, work: dist._Work, value: object) -> Union[_ManagedWork, _DummyWork]:
     """The work that an allreduce of a Manager returned. That of a stand-in becomes a managed work: it may be
     any work, and then its waits need a deadline.
     """

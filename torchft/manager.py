@@ -37,7 +37,7 @@ from torchft._manager.connection import Connection
 from torchft._manager.edge import GroupServer, Transport, as_peers, as_server
 from torchft._manager.extras import OwnExtras
 from torchft._manager.heal import hyperparameters
-from torchft._manager.heal.in_passing import Along, StillHealing
+from torchft._manager.heal.in_passing import Along, Obstacles, StillHealing
 from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.state import Stateful
 from torchft._manager.heal.together import Agreement, Ranks
@@ -330,9 +330,6 @@ class Manager(Stateful, Stepping):
             self._replica_id,
             settings,
             self._layout,
-            may_wait=lambda: (
-                self._along is not None and self._peers.connects_standby and not self._along.why_not()
-            ),
             failures=self._failures,
             errors=self._errors,
             logger=self._logger,
@@ -397,11 +394,11 @@ class Manager(Stateful, Stepping):
     def _heal_by(self, mode: HealMode) -> None:
         settings = self._settings
         if mode is not HealMode.AT_ONCE:
-            self._along = self._recovery.along = Along(
+            self._along = self._recovery.along = self._connection.along = Along(
                 self._transport,
                 self._replicas.state.optimizers,
                 self._recovery.locate,
-                self._why_not_along,
+                Obstacles(self._transport, self._layout, self._data).first,
                 Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
                 settings.timeout.total_seconds(),
                 self._logger,
@@ -708,7 +705,7 @@ class Manager(Stateful, Stepping):
         if plan.in_background and (step.reads_state or not plan.serves):
             self._transfer(step, plan)
         else:
-            step.deferred = partial(self._transfer, step, plan)
+            step.deferred = plan
         if plan.quiet and self._connection.settled:
             self._quiet = result
 
@@ -727,20 +724,6 @@ class Manager(Stateful, Stepping):
             fetched = self._transfers.run(plan, read, at_once=replays)
         if fetched is not None:
             self._position = fetched
-
-    def _why_not_along(self) -> Optional[str]:
-        """The reason why groups of this job must not train along while their state arrives; None if they
-        may.
-        """
-        if not self._transport.gives_parts:
-            return (
-                "the checkpoint transport gives a state at once only, HTTPTransport gives it in parts as well"
-            )
-        if self._layout.lines is not None and not self._data.adds_gradients:
-            return "the groups train on their own between two averages"
-        if self._data.at_end:
-            return "this group is at the end of its data, and waits for the groups that heal"
-        return None
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """Passes a new quorum's handles to the process group. Nothing else does."""
@@ -862,8 +845,10 @@ class Manager(Stateful, Stepping):
         if step.participating_rank is None or step.healing:
             tensor.zero_()
         if self._data.has_loader:
-            self._data.compare(step, tensor.device, self._reduce)
-        self._replicas.send(step, self._step, tensor.device, self._reduce)
+            self._compare_batches(step, tensor.device)
+        digests = self._replicas.message(step, self._step, tensor.device)
+        if digests is not None:
+            self._replicas.sent(self._reduce(digests, ReduceOp.SUM, False))
         if self._calls.step:
             self._calls.check(step.collectives, tensor, reduce_op, should_quantize)
         averages = reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients
@@ -884,6 +869,11 @@ class Manager(Stateful, Stepping):
         if averages and not in_backend:
             work.on_success(partial(tensor.div_, step.participants))
         return work
+
+    def _compare_batches(self, step: Step, device: torch.device) -> None:
+        words = self._data.words(step, device)
+        if words is not None:
+            self._data.sent(words, self._reduce(words, ReduceOp.SUM, False))
 
     # For a data loader: see _manager/checks/loader.py
 
@@ -947,7 +937,7 @@ class Manager(Stateful, Stepping):
         if not self._data.compares(step):
             return True
         try:
-            self._data.compare(step, device_of(self._pg), self._reduce)
+            self._compare_batches(step, device_of(self._pg))
             self._end_collectives()
             self._data.verify(step)
         except Exception as e:
@@ -1113,8 +1103,8 @@ class Manager(Stateful, Stepping):
         try:
             if self._heal_wait.waiting is not None:
                 self._heal_wait.wait()
-            if self._data.has_loader:
-                self._data.compare_unreduced(self._current, device_of(self._pg), self._reduce)
+            if self._data.has_loader and self._data.compares_without_reduction(self._current):
+                self._compare_batches(self._current, device_of(self._pg))
         except Exception as e:
             self._errors.of_collective(e)
         self._end_collectives()

@@ -21,6 +21,7 @@ from torchft.utils import device_name, empty_cache, out_of_memory
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Peers
+    from torchft._manager.heal.in_passing import Along
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
     from torchft._manager.step.errors import Errors
@@ -63,7 +64,6 @@ class Connection:
         replica_id: replica id of this group.
         settings: the Manager's settings.
         layout: the tensors that this rank reduces, compared with those of the peers before it connects.
-        may_wait: returns whether a group that joins may wait for its connection, while the others train on.
         failures: ends the connecting when a peer has failed.
         errors: gets the errors of connecting.
         logger: the Manager's logger.
@@ -75,12 +75,15 @@ class Connection:
         unsupported: whether a group of the latest quorum does not fit into the job, and is about to end.
         members: replica ids of the groups of the connection in use, with this one; empty if there is none.
         made: the number of connections that this rank has used.
+        along: its heals in passing; with them a group that joins may wait for its connection, while the
+            others train on. None: groups heal at once.
     """
 
     apart = False
     unmade = False
     unsupported = False
     made = 0
+    along: Optional[Along] = None
 
     def __init__(
         self,
@@ -89,7 +92,6 @@ class Connection:
         settings: Settings,
         layout: Layout,
         *,
-        may_wait: Callable[[], bool],
         failures: Failures,
         errors: Errors,
         logger: _ManagerLogger,
@@ -98,7 +100,6 @@ class Connection:
         self._replica_id = replica_id
         self._settings = settings
         self._layout = layout
-        self._may_wait = may_wait
         self._failures = failures
         self._errors = errors
         self._logger = logger
@@ -110,12 +111,15 @@ class Connection:
         self._failed = 0  # attempts in a row to make the next connection
         self._without_memory = 0  # times in a row that the device had too little memory to connect
         self._no_memory: Optional[Exception] = None  # the last of these errors
-        # Whether the latest request had an announcement: the other groups decide by it, even if `may_wait`
+        # Whether the latest request had an announcement: the other groups decide by it, even if `_may_wait`
         # has changed.
         self._announced = False
         self._unconnected: set[int] = set()  # replica ranks of the groups that wait for their connection
 
     # For a quorum request
+
+    def _may_wait(self) -> bool:
+        return self.along is not None and self._peers.connects_standby and self.along.why_not() is None
 
     def announcement(self, step: int, broken: bool) -> str:
         """Returns the announcement of this rank's connections; empty if it announces none.

@@ -9,6 +9,7 @@ from typing import Optional
 from torchft._forked import Maker
 from torchft._manager.checks.layout import Layout
 from torchft._manager.observe.ranges import ranged
+from torchft._manager.quorum.plan import Plan
 from torchft._manager.quorum.rounds import Round
 from torchft._manager.rank import kept_in
 from torchft._manager.step.errors import ExceptionWithTraceback
@@ -41,6 +42,10 @@ class Stepping:
     _participating_replica_rank: Optional[int] = kept_in("_current.participating_rank")
     _participating_replica_world_size: int = kept_in("_current.participants")
 
+    def _transfer(self, step: Step, plan: Plan) -> None:
+        """Serves this group's state, or fetches a peer's."""
+        raise NotImplementedError
+
     # Questions of a training loop
 
     @ranged("wait_quorum")
@@ -58,7 +63,7 @@ class Stepping:
             begun.result()
             deferred, self._current.deferred = self._current.deferred, None
             if deferred is not None:
-                deferred()
+                self._transfer(self._current, deferred)
             self._ready = True
         except RuntimeError as e:
             refused = self._layout.explain(e, self._group_rank)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import MagicMock
 
@@ -154,9 +155,11 @@ class Group:
         )  # fmt: skip
         settings, layout = MagicMock(timeout=None), MagicMock()
         self.connection = Connection(
-            self.network, self.name, settings, layout, may_wait=lambda: self.may_wait,
+            self.network, self.name, settings, layout,
             failures=self.failures, errors=self.errors, logger=MagicMock(),
         )  # type: ignore[arg-type]  # fmt: skip
+        in_passing: Any = SimpleNamespace(why_not=lambda: None if self.may_wait else "a layout")
+        self.connection.along = in_passing
 
     def ask(self) -> str:
         text = self.connection.announcement(self.step, self.commit_failures > 0)

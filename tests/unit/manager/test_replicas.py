@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -116,17 +115,12 @@ class Job:
             Any, SimpleNamespace(plan=plan, error=None, healing=group.healing, inputs=MagicMock())
         )
         group.replicas.follow(cast(Any, plan))
-        sent: list[torch.Tensor] = []
-
-        def reduce(table: torch.Tensor, op: ReduceOp, quantized: bool) -> Any:
-            sent.append(table)
-            return SimpleNamespace(wait=lambda: True)
-
-        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)
-        # A second call in the same step.
-        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)
-        assert len(sent) <= 1
-        return sent
+        message = group.replicas.message(group.step, self.number, torch.device("cpu"))
+        if message is None:
+            return []
+        group.replicas.sent(cast(Any, SimpleNamespace(wait=lambda: True)))
+        assert group.replicas.message(group.step, self.number, torch.device("cpu")) is None
+        return [message]
 
     def votes(self, group: Group) -> bool:
         group.replicas.check(group.step, self.number)

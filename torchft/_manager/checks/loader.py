@@ -10,14 +10,11 @@ wrong sum votes against the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Optional, Protocol
 
 import torch
-from torch.distributed import ReduceOp
 
 from torchft.data.agreement import Verdict, entry, judge, step_to_announce
-from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -259,9 +256,6 @@ class AverageCheck(BatchCheck):
         self._loader.samples_averaged(samples)
 
 
-Reduce = Callable[[torch.Tensor, AnyReduceOp, bool], Optional["_ManagedWork"]]
-
-
 class Data:
     """The Manager's part for the loader of a rank; it checks nothing until a loader is attached.
 
@@ -391,23 +385,29 @@ class Data:
         """Whether the first reduction of this step is to be the comparison."""
         return self._batches is not None and self._batches.is_due(step)
 
-    def compare(self, step: Step, device: torch.device, reduce: Reduce) -> None:
-        """Begins the comparison of the groups, before the first tensor of a quorum is reduced."""
+    def words(self, step: Step, device: torch.device) -> Optional[torch.Tensor]:
+        """The tensor that all groups add up to compare their batches, before the first tensor of a quorum is
+        reduced. None if they are not compared now.
+        """
         batches = self._batches
         if batches is None:
-            return
+            return None
         batches.reduces(step)
         if step.plan is None or not batches.is_due(step):
-            return
-        sums = batches.words(step, step.plan, device)
-        batches.begun(sums, reduce(sums, ReduceOp.SUM, False))
+            return None
+        return batches.words(step, step.plan, device)
 
-    def compare_unreduced(self, step: Step, device: torch.device, reduce: Reduce) -> None:
-        """Compares the groups in a step of a stream in which nothing was reduced, because a group alone needs
-        no reduction.
+    def sent(self, words: torch.Tensor, work: Optional[_ManagedWork]) -> None:
+        """Notes the reduction of these words; None: it could not begin."""
+        if self._batches is not None:
+            self._batches.begun(words, work)
+
+    def compares_without_reduction(self, step: Step) -> bool:
+        """Whether the groups have to be compared before the vote: in a step of a stream, in which nothing was
+        reduced if a group is alone.
         """
-        if self._loader is not None and self._loader.is_stream and step.undecided and step.error is None:
-            self.compare(step, device, reduce)
+        stream = self._loader is not None and self._loader.is_stream
+        return stream and step.undecided and step.error is None
 
     def verify(self, step: Step) -> None:
         """Raises an error if the step must not be committed: see :meth:`BatchCheck.verify`."""

@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import torch
-from torch.distributed import ReduceOp
 
 from torchft._agreement import COMPARES, all_announce, announced
 from torchft._manager.checks.divergence import (
@@ -35,7 +34,6 @@ from torchft._manager.settings import OnDivergence
 from torchft.checkpointing.codec.digest import combine, digest_bytes, memory_of
 from torchft.checkpointing.codec.layout import local_part
 from torchft.utils import DeviceEvent, devices_of
-from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from torchft._manager.step.work import _ManagedWork
 
 Named = Iterable[tuple[str, torch.Tensor]]
-Reduce = Callable[[torch.Tensor, AnyReduceOp, bool], Optional["_ManagedWork"]]
 
 # Version of the comparison. Groups compare only if they announce the same version and the same setting.
 _VERSION = 1
@@ -331,14 +328,14 @@ class Replicas:
 
     # In a step
 
-    def send(self, step: Step, number: int, device: torch.device, reduce: Reduce) -> None:
-        """Sends the digests of the preceding steps with the first reduction of a step, if a message is due.
+    def message(self, step: Step, number: int, device: torch.device) -> Optional[torch.Tensor]:
+        """The digests of the preceding steps, which all groups add up before the first tensor of a step. None
+        if no message is due, or it was sent.
 
         Args:
             step: the attempt, whose quorum is known.
             number: step number.
             device: device of the tensors that the step reduces.
-            reduce: begins a reduction; returns None after an error.
         """
         plan = step.plan
         if (
@@ -348,11 +345,16 @@ class Replicas:
             or number % self._every
             or not self._is_active(plan)
         ):
-            return
+            return None
         self._asked = step
         table = self._table(plan, number, device)
-        work = reduce(table, ReduceOp.SUM, False)
-        self._running = _Sent(number, plan, table, work) if work is not None else None
+        self._running = _Sent(number, plan, table)
+        return table
+
+    def sent(self, work: Optional[_ManagedWork]) -> None:
+        """Notes the reduction of the message; None: it could not begin."""
+        if self._running is not None:
+            self._running = self._running._replace(work=work)
 
     def _is_active(self, plan: Plan) -> bool:
         return self._active == (plan.quorum_id, True)

@@ -28,6 +28,8 @@ from torchft.utils import DeviceEvent
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from torchft._manager.checks.layout import Layout
+    from torchft._manager.checks.loader import Data
     from torchft._manager.edge import Transport
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
@@ -46,6 +48,33 @@ class Fetch(Enum):
     NOTHING = "it trains along"
     REST = "the state without the parts that have arrived in passing"
     ALL = "the state"
+
+
+class Obstacles:
+    """What keeps the groups of this job from training along while the state of one of them arrives.
+
+    Args:
+        transport: moves the state.
+        layout: the tensors that this rank reduces.
+        data: the loader of this rank.
+    """
+
+    def __init__(self, transport: Transport, layout: Layout, data: Data) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._data = data
+
+    def first(self) -> Optional[str]:
+        """Describes one of them; None: there is none."""
+        if not self._transport.gives_parts:
+            return (
+                "the checkpoint transport gives a state at once only, HTTPTransport gives it in parts as well"
+            )
+        if self._layout.lines is not None and not self._data.adds_gradients:
+            return "the groups train on their own between two averages"
+        if self._data.at_end:
+            return "this group is at the end of its data, and waits for the groups that heal"
+        return None
 
 
 class Along:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from enum import Enum
@@ -148,14 +148,14 @@ class Step:
         thread: the training thread.
         healing: whether this group contributes zeros, because it heals.
         error: the first error; None if there is none.
-        deferred: what the training thread has to do when it waits for the quorum, because the user's
-            functions run on no other thread; None: nothing.
+        deferred: the plan whose transfers the training thread has to begin when it waits for the quorum,
+            because the user's functions run on no other thread; None: there are none.
         sharing: the optimizers that step in it.
         reads_state: whether the training thread waits for the answer when the step begins, and fills
             :attr:`served`.
     """
 
-    deferred: Optional[Callable[[], None]] = None
+    deferred: Optional[Plan] = None
     reads_state = False
     _served: Optional[Future[dict[str, Any]]] = None
 

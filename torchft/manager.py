@@ -37,7 +37,7 @@ from torchft._manager.connection import Connection
 from torchft._manager.edge import GroupServer, Transport, as_peers, as_server
 from torchft._manager.extras import OwnExtras
 from torchft._manager.heal import hyperparameters
-from torchft._manager.heal.in_passing import Along, Obstacles, StillHealing
+from torchft._manager.heal.in_passing import InPassing, Obstacles, StillHealing
 from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.state import Stateful
 from torchft._manager.heal.together import Agreement, Ranks
@@ -256,7 +256,7 @@ class Manager(Stateful, Stepping):
         self._server = GroupServer(None, settings.group_rank)
         self._manager: Optional[ManagerServer] = None
         self._rounds: Optional[Rounds] = None
-        self._along: Optional[Along] = None  # None if groups heal at once
+        self._in_passing: Optional[InPassing] = None  # None if groups heal at once
         self._signals = Signals(default_signals)
         try:
             self._join_group(replica_id, hostname)
@@ -394,7 +394,7 @@ class Manager(Stateful, Stepping):
     def _heal_by(self, mode: HealMode) -> None:
         settings = self._settings
         if mode is not HealMode.AT_ONCE:
-            self._along = self._recovery.along = self._connection.along = Along(
+            self._in_passing = self._recovery.in_passing = self._connection.in_passing = InPassing(
                 self._transport,
                 self._replicas.state.optimizers,
                 self._recovery.locate,
@@ -575,12 +575,14 @@ class Manager(Stateful, Stepping):
             claim_device(self._store, self._replica_id, self._group_rank)
         begin = partial(rounds.begin, follow, sent, request.timeout)
         step.reads_state = reads_state
-        along = self._along if first else None
-        if along is not None and self._data.adds_gradients:
-            along.prepare()  # its batch depends on the quorum
-        late = along is not None and not self._data.adds_gradients and along.why_not() is None
+        in_passing = self._in_passing if first else None
+        if in_passing is not None and self._data.adds_gradients:
+            in_passing.prepare()  # its batch depends on the quorum
+        late = in_passing is not None and not self._data.adds_gradients and in_passing.why_not() is None
         # The first forward and backward pass takes longer than later ones: the others do not wait for it.
-        late_begin = partial(LateRound, begin, along.prepare) if along is not None and late else begin
+        late_begin = (
+            partial(LateRound, begin, in_passing.prepare) if in_passing is not None and late else begin
+        )
         self._round = standing or late_begin()
         if not self._round.asks:
             step.reads_state = False
@@ -596,7 +598,7 @@ class Manager(Stateful, Stepping):
         if (
             sent is None
             or self._quiet is None  # also the handle of a native group changes with its peers
-            or self._along is not None
+            or self._in_passing is not None
             or self._trace is not None
             or self._commit_failures
             or sent.commit_failures
@@ -630,7 +632,7 @@ class Manager(Stateful, Stepping):
                     *self._layout.announces,
                     (COMPARES, self._replicas.announces(averages=local_sgd)),
                     (CONNECTIONS, connections),
-                    (IN_PASSING, self._along.announces if self._along is not None else ""),
+                    (IN_PASSING, self._in_passing.announces if self._in_passing is not None else ""),
                     (KEEPS, keeps),
                 ],
             ),
@@ -652,7 +654,7 @@ class Manager(Stateful, Stepping):
             state, optimizers = self._manager_state_dict(), self._replicas.state.optimizers
             if optimizers:
                 state = {**state, hyperparameters.KEY: hyperparameters.read(optimizers)}
-            step.served.set_result(state if self._along is None else self._along.fixed(state))
+            step.served.set_result(state if self._in_passing is None else self._in_passing.fixed(state))
         except BaseException as e:
             step.served.set_exception(e)
             if not isinstance(e, Exception):  # Ctrl-C
@@ -833,8 +835,8 @@ class Manager(Stateful, Stepping):
         if self._connection.apart:
             tensor.zero_()
             return None
-        if self._along is not None:
-            self._along.reduces()
+        if self._in_passing is not None:
+            self._in_passing.reduces()
         if self._failures.known:
             self._failures.check()
         if not step.collectives.usable:
@@ -1047,7 +1049,7 @@ class Manager(Stateful, Stepping):
         self._logger.commit_event(committed)
         participants = self._current.participants
         if committed:
-            self._rank_state.step = step + 1
+            self._rank_state.step += 1
             self._batches_committed += participants
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
@@ -1055,7 +1057,7 @@ class Manager(Stateful, Stepping):
             if self._data.has_loader:
                 self._again.forget()
         elif isinstance(self._current.cause, StillHealing) or (
-            self._along is not None and self._current.healing and self._current.refused_by_rank
+            self._in_passing is not None and self._current.healing and self._current.refused_by_rank
         ):
             # No new connections are needed: reductions have succeeded, or none has begun.
             self._commit_failures = 0
@@ -1131,8 +1133,8 @@ class Manager(Stateful, Stepping):
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
         self._rank_state.computed = False
-        if self._along is not None and step.plan is not None:
-            self._along.decided(step.plan, committed)
+        if self._in_passing is not None and step.plan is not None:
+            self._in_passing.decided(step.plan, committed)
         if self._transfers.busy:
             self._transfers.end_serving(step)
         return committed  # from now on the weights may change
@@ -1301,8 +1303,8 @@ class Manager(Stateful, Stepping):
                     parts.callback(self._manager._finish)
             if ends_transport:
                 parts.callback(self._transport.shutdown, wait=wait)
-            if self._along is not None:
-                parts.callback(self._along.stop)
+            if self._in_passing is not None:
+                parts.callback(self._in_passing.stop)
             if wait:
                 parts.callback(self._leave)
 

@@ -195,7 +195,7 @@ def test_a_group_joins_while_another_one_heals(cluster: Cluster, connecting: Con
         if rank.group == 0 and not started and halfway(cluster, 2):
             started.extend(cluster.start(loop, 3))
             cluster.wait_for_healthy(4)
-        if rank.group == 2 and (target := rank.manager._along._target):
+        if rank.group == 2 and (target := rank.manager._in_passing._target):
             here.append(target.heal.here)
 
     watch = Watch(4, connecting.open.set, also=starts)

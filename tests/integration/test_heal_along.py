@@ -16,10 +16,10 @@ from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.integration.test_divergence import WITHIN, Flip, Training, names, run
 from tests.integration.test_divergence import reported as reported
 from tests.integration.test_replay import DRAIN_SEC, OPERATION
-from torchft._manager.heal import along, joining
+from torchft._manager.heal import joining, rules
 from torchft._manager.heal import mode as modes
-from torchft._manager.heal.along import NOTHING, Ask, Heal
 from torchft._manager.heal.mode import Figures
+from torchft._manager.heal.rules import NOTHING, Ask, Heal
 from torchft._manager.settings import HealMode
 from torchft._manager.step import collectives
 from torchft.checkpointing import HTTPTransport
@@ -45,7 +45,7 @@ NEXT, ARRIVED, COMPARED = Heal.next, Heal.arrived, Heal.compared
 def one_part_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of this size, one in each step."""
     for size in ("FIRST", "LEAST", "MOST"):
-        monkeypatch.setattr(along, size, PART)
+        monkeypatch.setattr(rules, size, PART)
     in_step: dict[Heal, Optional[int]] = {}
 
     def following(heal: Heal) -> Ask:
@@ -71,7 +71,7 @@ LEAST_ROUNDS = 18
 def halfway(cluster: Cluster, group: int) -> bool:
     """Whether some parts of a group are in place, and others are not."""
     managers = [rank.manager for rank in cluster.ranks if rank.group == group]
-    target = managers[0]._along._target if managers and managers[0] and managers[0]._along else None
+    target = managers[0]._in_passing._target if managers and managers[0] and managers[0]._in_passing else None
     return target is not None and target.wrote and target.heal.here < target.heal.total - 5 * PART
 
 
@@ -496,12 +496,12 @@ def test_a_group_that_differs_heals_along(reported: list[Any], caplog: pytest.Lo
         run(training)
     assert len(set(training.ended.values())) == 1
     assert {(*names(record), record.certain) for record in reported} == {("group_1", True)}
-    along, whole = (
+    in_passing, whole = (
         [r for r in caplog.records if what in r.getMessage()]
         for what in ("training along", "transferred at once")
     )
     # One of the others may have lost the step in which that group asked, and be behind the third one.
-    assert along or whole
+    assert in_passing or whole
     assert all("one group alone has it" in r.getMessage() for r in whole)
 
 
@@ -850,19 +850,19 @@ def test_another_transport_has_no_parts(cluster: Cluster, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
-@pytest.mark.parametrize("along", [0, 1])
+@pytest.mark.parametrize("in_passing", [0, 1])
 def test_one_group_has_it_and_the_other_has_not(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture, along: int, use_async_quorum: bool
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, in_passing: int, use_async_quorum: bool
 ) -> None:
     class Mixed(Loop):
         def __call__(self, rank: Rank) -> Any:
-            settings = {"heal_along": rank.group == along, "use_async_quorum": use_async_quorum}
+            settings = {"heal_along": rank.group == in_passing, "use_async_quorum": use_async_quorum}
             own = Loop(**{**self.__dict__, "settings": settings})
             return own(rank)
 
     _run(cluster, Mixed(together=2), first=1, later=1)
     logged = [r for r in caplog.records if "transferred at once" in r.getMessage()]
-    assert len(logged) == along, "only a target tries it"
+    assert len(logged) == in_passing, "only a target tries it"
 
 
 def test_a_difference_is_found_and_healed_at_once(

@@ -20,7 +20,7 @@ from forkserver import ForkServer
 from tests.late import OLDEST_TORCH, load, torch_version
 from torchft.checkpointing.client import transfer
 from torchft.checkpointing.codec import staging
-from torchft.checkpointing.native import landing
+from torchft.checkpointing.native import staged_receive
 from torchft.checkpointing.source import offer
 from torchft.process_group._gloo.reaper import drain
 
@@ -88,7 +88,7 @@ def device(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[O
 
     Observed.made = []
     monkeypatch.setattr(Observed, "late", 0.002)
-    for module in (landing, offer, transfer, staging):
+    for module in (staged_receive, offer, transfer, staging):
         if hasattr(module, "copies_for"):
             monkeypatch.setattr(module, "copies_for", lambda kind: Observed if kind == "late" else None)
     monkeypatch.setattr(staging, "_free", {})

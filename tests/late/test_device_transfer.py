@@ -26,7 +26,7 @@ from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.client import sources, transfer
 from torchft.checkpointing.codec import staging
 from torchft.checkpointing.native import core
-from torchft.checkpointing.native.landing import Landing
+from torchft.checkpointing.native.staged_receive import StagedReceive
 from torchft.checkpointing.source import checkpoint, offer
 from torchft.checkpointing.source.offer import Offer
 from torchft.checkpointing.transport import CheckpointError
@@ -251,8 +251,10 @@ def test_a_flipped_bit_never_reaches_the_device(
 def test_a_transfer_continues_after_a_lost_connection(
     make: Any, wire: Any, kind: str, monkeypatch: Any
 ) -> None:
-    made: list[Landing] = []
-    monkeypatch.setattr(transfer, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
+    made: list[StagedReceive] = []
+    monkeypatch.setattr(
+        transfer, "StagedReceive", lambda *args: made.append(StagedReceive(*args)) or made[-1]
+    )
     source, state = make(), {"w": numbers(30 * BLOCK)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire(source, data=[Fault(kind, 2 * MB, True), Fault(kind, MB, True)])
@@ -262,8 +264,10 @@ def test_a_transfer_continues_after_a_lost_connection(
 
 def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
     """The transfer continues with a new ticket, and with the data in the stages."""
-    made: list[Landing] = []
-    monkeypatch.setattr(transfer, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
+    made: list[StagedReceive] = []
+    monkeypatch.setattr(
+        transfer, "StagedReceive", lambda *args: made.append(StagedReceive(*args)) or made[-1]
+    )
     source, state, cut = make(), {"w": numbers(30 * BLOCK)}, threading.Event()
     handler = source._server.RequestHandlerClass
     receive_done = handler._receive_done

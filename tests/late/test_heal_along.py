@@ -21,7 +21,7 @@ from tests.integration.test_heal_along import LEAST_ROUNDS, Loop, _run
 from tests.integration.test_heal_along import one_part_a_step as one_part_a_step
 from tests.late import load
 from tests.late.test_jobs import on_device
-from torchft._manager.heal.beside import Beside
+from torchft._manager.heal.side_stream import SideStream
 from torchft._manager.heal.tracked import Parameters, Unsupported
 
 load()
@@ -56,34 +56,34 @@ class OnStream(Loop):
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asserts that all work of the training thread on parts is marked before another thread touches them."""
-    unmarked: set[Beside] = set()
+    unmarked: set[SideStream] = set()
 
     def noted(name: str) -> None:
         of_class = getattr(Parameters, name)
 
         def works(self: Parameters, *args: Any) -> None:
             if threading.current_thread().name != "torchft_heal_along":
-                unmarked.add(self.beside)
+                unmarked.add(self.side_stream)
             of_class(self, *args)
 
         monkeypatch.setattr(Parameters, name, works)
 
     noted("step")
     noted("write")
-    mark, running = Beside.mark, Beside.running
+    mark, running = SideStream.mark, SideStream.running
 
     @contextmanager
-    def checked(self: Beside) -> Iterator[None]:
+    def checked(self: SideStream) -> Iterator[None]:
         assert self not in unmarked
         with running(self):
             yield
 
-    def marks(self: Beside) -> None:
+    def marks(self: SideStream) -> None:
         unmarked.discard(self)
         mark(self)
 
-    monkeypatch.setattr(Beside, "mark", marks)
-    monkeypatch.setattr(Beside, "running", checked)
+    monkeypatch.setattr(SideStream, "mark", marks)
+    monkeypatch.setattr(SideStream, "running", checked)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {

@@ -23,7 +23,7 @@ from tests.gpu import two_ranks
 from tests.late import load
 from torchft.checkpointing import CheckpointTransport, HTTPTransport, http_transport, pg_transport
 from torchft.checkpointing.client.deadline import Deadline
-from torchft.checkpointing.client.target import Homes, TargetState
+from torchft.checkpointing.client.target import BufferMap, TargetState
 from torchft.checkpointing.codec import memory, room
 from torchft.checkpointing.native import core
 from torchft.checkpointing.pg_transport import PGTransport
@@ -159,7 +159,7 @@ def test_the_device_of_a_tensor_that_the_target_does_not_have(
 ) -> None:
     mine = {(str(i),): torch.empty(1, device=device) for i, device in enumerate(own)}
     theirs = {(str(i),): device for i, device in enumerate(source) if device != "cpu"}
-    assert str(Homes(mine, theirs).of(of)) == home
+    assert str(BufferMap(mine, theirs).of(of)) == home
 
 
 @pytest.mark.parametrize("writable", [True, False], ids=["in place", "settled"])

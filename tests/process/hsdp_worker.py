@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchft import Manager, Optimizer, process_group
-from torchft._manager.heal import along
+from torchft._manager.heal import rules
 from torchft.checkpointing.codec.digest import memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.device_mesh import ft_init_device_mesh
@@ -87,18 +87,18 @@ def replicas() -> dist.ProcessGroup:
 
 def one_part_a_step(elements: int) -> None:
     """Lets this rank request one part of this size in each step."""
-    along.FIRST = along.LEAST = along.MOST = elements
-    in_step: dict[along.Heal, Optional[int]] = {}
-    following, arrived = along.Heal.next, along.Heal.arrived
+    rules.FIRST = rules.LEAST = rules.MOST = elements
+    in_step: dict[rules.Heal, Optional[int]] = {}
+    following, arrived = rules.Heal.next, rules.Heal.arrived
 
-    def next_part(heal: along.Heal) -> along.Ask:
-        return along.NOTHING if in_step.get(heal) == heal.step else following(heal)
+    def next_part(heal: rules.Heal) -> rules.Ask:
+        return rules.NOTHING if in_step.get(heal) == heal.step else following(heal)
 
-    def here(heal: along.Heal, ask: along.Ask, share: float) -> None:
+    def here(heal: rules.Heal, ask: rules.Ask, share: float) -> None:
         in_step[heal] = heal.step
         arrived(heal, ask, share)
 
-    along.Heal.next, along.Heal.arrived = next_part, here  # type: ignore[method-assign]
+    rules.Heal.next, rules.Heal.arrived = next_part, here  # type: ignore[method-assign]
 
 
 if args.device == "cuda":

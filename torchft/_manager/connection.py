@@ -1,4 +1,4 @@
-"""Connects the process group with the groups of a quorum: at once, or beside the connection in use
+"""Connects the process group with the groups of a quorum: at once, or as a standby of the connection in use
 (handover.py).
 """
 
@@ -21,7 +21,7 @@ from torchft.utils import device_name, empty_cache, out_of_memory
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Peers
-    from torchft._manager.heal.in_passing import Along
+    from torchft._manager.heal.in_passing import InPassing
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
     from torchft._manager.step.errors import Errors
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchft.process_group._attempt import ConnectionAttempt
 
 
-# How many attempts to connect beside the connection in use may fail in a row. Then all groups connect at
+# How many attempts to make a standby connection may fail in a row. Then all groups connect at
 # once: another connection may not fit into the memory of a device, for example.
 _MOST_ATTEMPTS = 3
 
@@ -41,7 +41,7 @@ _MOST_WITHOUT_MEMORY = 2
 
 
 class _Next(NamedTuple):
-    """The next connection, which is made beside the one in use."""
+    """The standby connection, which is made while another one is in use."""
 
     name: str
     plan: Plan
@@ -75,7 +75,7 @@ class Connection:
         unsupported: whether a group of the latest quorum does not fit into the job, and is about to end.
         members: replica ids of the groups of the connection in use, with this one; empty if there is none.
         made: the number of connections that this rank has used.
-        along: its heals in passing; with them a group that joins may wait for its connection, while the
+        in_passing: its heals in passing; with them a group that joins may wait for its connection, while the
             others train on. None: groups heal at once.
     """
 
@@ -83,7 +83,7 @@ class Connection:
     unmade = False
     unsupported = False
     made = 0
-    along: Optional[Along] = None
+    in_passing: Optional[InPassing] = None
 
     def __init__(
         self,
@@ -119,7 +119,9 @@ class Connection:
     # For a quorum request
 
     def _may_wait(self) -> bool:
-        return self.along is not None and self._peers.connects_standby and self.along.why_not() is None
+        return (
+            self.in_passing is not None and self._peers.connects_standby and self.in_passing.why_not() is None
+        )
 
     def announcement(self, step: int, broken: bool) -> str:
         """Returns the announcement of this rank's connections; empty if it announces none.
@@ -212,12 +214,12 @@ class Connection:
                 os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._dumps}_quorum{plan.quorum_id}_"
         name, way = self._decide(plan)
         self.unsupported = False
-        self.apart = way is Way.BESIDE and not self._name
+        self.apart = way is Way.STANDBY and not self._name
         if self.apart:
             self.members = []
-        if way is Way.KEEP or way is Way.BESIDE:
+        if way is Way.KEEP or way is Way.STANDBY:
             self._failures.follow(plan.quorum_id, None if self.apart else self.members)
-            if way is Way.BESIDE:
+            if way is Way.STANDBY:
                 self._connect_standby(name, plan)
             else:
                 self._drop_next()
@@ -257,7 +259,7 @@ class Connection:
         connections = [Connections.decode(announced(handle, CONNECTIONS)) for handle in plan.handles]
         name = name_of(plan.quorum_id, ids)
         way = decide(name, connections, plan.max_step)
-        if way is Way.BESIDE:
+        if way is Way.STANDBY:
             self._unconnected = {
                 rank for rank, one in enumerate(connections) if one is not None and not one.name
             }

@@ -358,7 +358,7 @@ class Peers:
             reconfigure_and_wait(self.pg, opts)
 
     def connect_standby(self, opts: ReconfigureOptions) -> ConnectionAttempt[Any]:
-        """Begins to connect with the peers that the handles in ``opts`` name, beside the present ones."""
+        """Begins to connect with the peers that the handles in ``opts`` name, and keeps the present ones."""
         return self.pg.connect_standby(opts)
 
     def hand_over(self) -> None:

@@ -30,7 +30,7 @@ class Way(Enum):
 
     CONNECT = "all groups connect before they reduce"
     KEEP = "all groups are connected already"
-    BESIDE = "the connected groups reduce among themselves while all groups make the next connection"
+    STANDBY = "the connected groups reduce among themselves while all groups make the next connection"
     HAND_OVER = "all groups have made the next connection, and reduce with it"
 
 
@@ -96,4 +96,4 @@ def decide(name: str, announced: Sequence[Optional[Connections]], max_step: int)
         return Way.HAND_OVER
     if any(one.step >= max_step for one in groups if not one.name):
         return Way.CONNECT  # the gradients of a group that is not connected count in this step
-    return Way.BESIDE
+    return Way.STANDBY

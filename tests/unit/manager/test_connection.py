@@ -65,7 +65,7 @@ def test_a_group_that_waits_for_its_connection_reduces_and_heals_nothing(
     fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = fixture.manager(max_retries=0)
-    along = manager._recovery.along = MagicMock(wrote=False, joining=False)
+    in_passing = manager._recovery.in_passing = MagicMock(wrote=False, joining=False)
     monkeypatch.setattr(manager._connection, "follow", lambda *_: setattr(manager._connection, "apart", True))
     fixture.client._quorum.return_value = healing(make_quorum)
     manager.start_quorum()
@@ -74,8 +74,8 @@ def test_a_group_that_waits_for_its_connection_reduces_and_heals_nothing(
     assert not manager.should_commit() and manager._commit_failures == 0
     error = manager.errored()
     assert error is not None and isinstance(error.original_exception, StillHealing)
-    along.stop.assert_called()  # pieces of an earlier step lack this step's gradient
-    assert not along.join.called and not manager._extras.has_peers and manager.current_step() == 0
+    in_passing.stop.assert_called()  # pieces of an earlier step lack this step's gradient
+    assert not in_passing.join.called and not manager._extras.has_peers and manager.current_step() == 0
 
 
 def test_configure_gets_the_arguments_of_0_2_0(fixture: Fixture) -> None:

@@ -30,9 +30,9 @@ BEHIND = Connections(step=3)
     [
         ([NEW, NEW], Way.CONNECT),  # the first quorum of a job
         ([PAIR, PAIR], Way.KEEP),
-        ([PAIR, PAIR, NEW], Way.BESIDE),
-        ([PAIR, PAIR, BEHIND, NEW], Way.BESIDE),
-        ([Connections("old", 1), NEW, NEW], Way.BESIDE),
+        ([PAIR, PAIR, NEW], Way.STANDBY),
+        ([PAIR, PAIR, BEHIND, NEW], Way.STANDBY),
+        ([Connections("old", 1), NEW, NEW], Way.STANDBY),
         ([PAIR, NEW], Way.CONNECT),  # the other group of the connection has failed
         ([PAIR, NEW, NEW], Way.CONNECT),  # or its part is broken
         ([PAIR, PAIR, Connections("older", 2)], Way.CONNECT),
@@ -41,11 +41,11 @@ BEHIND = Connections(step=3)
         ([None, None], Way.CONNECT),
         ([PAIR, PAIR, Connections(step=10)], Way.CONNECT),  # its gradients count
         ([PAIR, PAIR, Connections(step=11)], Way.CONNECT),
-        ([PAIR._replace(next="new"), PAIR._replace(next="new"), NEW], Way.BESIDE),
-        ([PAIR._replace(next="new"), PAIR, NEW._replace(next="new")], Way.BESIDE),
+        ([PAIR._replace(next="new"), PAIR._replace(next="new"), NEW], Way.STANDBY),
+        ([PAIR._replace(next="new"), PAIR, NEW._replace(next="new")], Way.STANDBY),
         ([PAIR._replace(next="new")] * 2 + [NEW._replace(next="new")], Way.HAND_OVER),
         # That of an earlier quorum.
-        ([PAIR._replace(next="newer")] * 2 + [NEW._replace(next="newer")], Way.BESIDE),
+        ([PAIR._replace(next="newer")] * 2 + [NEW._replace(next="newer")], Way.STANDBY),
         # A group of the pair has failed since.
         ([PAIR._replace(next="new"), NEW._replace(next="new")], Way.CONNECT),
     ],
@@ -79,7 +79,7 @@ def test_names_differ_by_quorum_and_by_process() -> None:
 
 @dataclass
 class Attempt:
-    """An attempt to connect beside the connection in use; the history ends it."""
+    """An attempt to make a standby connection; the history ends it."""
 
     uuid: int
     members: frozenset[str]
@@ -99,7 +99,7 @@ class Network:
     def __init__(self, identity: str) -> None:
         self.identity = identity
         self.peers: Optional[tuple[int, frozenset[str]]] = None  # uuid and members of the connection in use
-        self.beside: Optional[Attempt] = None
+        self.standby: Optional[Attempt] = None
         self.waits = 0  # how often it was connected while the step waits
         self.used: set[int] = set()  # uuids of attempts
 
@@ -111,20 +111,20 @@ class Network:
     def connect_standby(self, opts: ReconfigureOptions) -> Attempt:
         members = frozenset(Handle.decode(handle).id for handle in opts.handles)
         self.used.add(opts.uuid)
-        self.beside = Attempt(opts.uuid, members)
-        return self.beside
+        self.standby = Attempt(opts.uuid, members)
+        return self.standby
 
     def hand_over(self) -> None:
-        beside, self.beside = self.beside, None
-        assert beside is not None and beside.error is None
-        self.waits += not beside.made
-        self.peers = beside.uuid, beside.members
+        standby, self.standby = self.standby, None
+        assert standby is not None and standby.error is None
+        self.waits += not standby.made
+        self.peers = standby.uuid, standby.members
 
     def abandon_standby(self, error: Exception, attempt: Optional[Attempt] = None) -> None:
-        beside = self.beside
-        if beside is not None and attempt in (None, beside):
-            self.beside = None
-            beside.made, beside.error = False, beside.error or error
+        standby = self.standby
+        if standby is not None and attempt in (None, standby):
+            self.standby = None
+            standby.made, standby.error = False, standby.error or error
 
     def reconfigure(self, uuid: int, handles: list[str]) -> None:
         self.abandon_standby(RuntimeError("other peers"))
@@ -159,7 +159,7 @@ class Group:
             failures=self.failures, errors=self.errors, logger=MagicMock(),
         )  # type: ignore[arg-type]  # fmt: skip
         in_passing: Any = SimpleNamespace(why_not=lambda: None if self.may_wait else "a layout")
-        self.connection.along = in_passing
+        self.connection.in_passing = in_passing
 
     def ask(self) -> str:
         text = self.connection.announcement(self.step, self.commit_failures > 0)
@@ -223,17 +223,17 @@ class History:
     def end_attempts(self, chance: float, fails: float = 0.0) -> None:
         """Some attempts succeed: all of their groups have begun by now. Others fail."""
         for group in self.groups.values():
-            beside = group.network.beside
+            standby = group.network.standby
             if (
-                beside is not None
-                and not beside.ended
-                and beside.members <= set(self.groups)
+                standby is not None
+                and not standby.ended
+                and standby.members <= set(self.groups)
                 and self.chance(chance)
             ):
                 if self.chance(fails):
-                    beside.error = RuntimeError("refused")
+                    standby.error = RuntimeError("refused")
                 else:
-                    beside.made = True
+                    standby.made = True
 
     def round(self) -> None:
         """One step of all groups."""
@@ -307,8 +307,8 @@ class History:
                 "the gradients of all participants are added"
             )
         for group in groups:
-            beside = group.network.beside
-            assert beside is None or beside.ended or beside.members <= set(self.groups), (
+            standby = group.network.standby
+            assert standby is None or standby.ended or standby.members <= set(self.groups), (
                 "it would wait for its timeout"
             )
 
@@ -387,7 +387,7 @@ def test_after_three_failed_attempts_all_groups_connect_at_once() -> None:
         history.round()
     history.join()
     history.round()
-    assert all(group.network.beside is not None for group in history.groups.values()), (
+    assert all(group.network.standby is not None for group in history.groups.values()), (
         "a success is a new start"
     )
 

@@ -15,7 +15,7 @@ from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_joining import DEADLINE_SEC, plan
 from torchft._agreement import HEALS, announced
 from torchft._manager.heal import in_passing
-from torchft._manager.heal.in_passing import Along, Fetch
+from torchft._manager.heal.in_passing import Fetch, InPassing
 from torchft._manager.heal.mode import LITTLE
 from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.tracked import Parameters
@@ -26,11 +26,11 @@ def plan_of_source(step: int) -> Any:
     return SimpleNamespace(max_step=step, quorum_id=3, heal=False, recover_dst=[1])
 
 
-def along_of(
+def heals_of(
     optimizers: Any, transport: Any = None, logger: Any = None, refuses: Any = None, chooses: bool = False
-) -> Along:
+) -> InPassing:
     transport, logger = transport or MagicMock(gives_parts=True), logger or MagicMock()
-    return Along(
+    return InPassing(
         transport, optimizers, str, refuses or (lambda: None), MagicMock(), DEADLINE_SEC, logger, chooses
     )
 
@@ -41,18 +41,18 @@ def test_at_step_0_the_state_is_transferred_at_once(step: int) -> None:
     train.
     """
     transport = MagicMock(gives_parts=True)
-    along = along_of([torch.optim.SGD(nn.Linear(2, 2).parameters())], transport)
+    heals = heals_of([torch.optim.SGD(nn.Linear(2, 2).parameters())], transport)
     of_source = plan_of_source(step)
-    along.follow(of_source)
-    assert along.offer(of_source, whole=lambda: None) == (step > 0)
+    heals.follow(of_source)
+    assert heals.offer(of_source, whole=lambda: None) == (step > 0)
     assert transport.offer_parts.called == (step > 0)
-    along.decided(of_source, True)
+    heals.decided(of_source, True)
     assert transport.note_decision.called == (step > 0)
     try:
-        fetch = along.join(plan(step), may_write=True)
-        assert (fetch is Fetch.NOTHING) == along.joining == (step > 0)
+        fetch = heals.join(plan(step), may_write=True)
+        assert (fetch is Fetch.NOTHING) == heals.joining == (step > 0)
     finally:
-        along.stop()
+        heals.stop()
 
 
 LARGE = LITTLE // 12 + 1  # elements with Adam
@@ -70,38 +70,38 @@ LARGE = LITTLE // 12 + 1  # elements with Adam
 def test_what_auto_decides_before_a_heal(chooses: bool, elements: int, groups: int, reason: str) -> None:
     logger = MagicMock()
     optimizers = [torch.optim.Adam([nn.Parameter(torch.zeros(elements))])]
-    along = along_of(optimizers, logger=logger, chooses=chooses)
+    heals = heals_of(optimizers, logger=logger, chooses=chooses)
     try:
         decided = plan(1)
         decided.num_up_to_date = groups
-        assert (along.join(decided, may_write=True) is Fetch.NOTHING) == along.joining == (not reason)
+        assert (heals.join(decided, may_write=True) is Fetch.NOTHING) == heals.joining == (not reason)
         assert not logger.warn.called, "it is no failure"
         assert not reason or reason in logger.info.call_args.args[0]
-        assert (along.why_not() is None) == (reason.startswith("one group") or not reason)
+        assert (heals.why_not() is None) == (reason.startswith("one group") or not reason)
     finally:
-        along.stop()
+        heals.stop()
 
 
 def test_auto_looks_again_when_there_is_another_optimizer() -> None:
     optimizers: list[Any] = []
-    along = along_of(optimizers, chooses=True)
-    assert along.why_not() == "no OptimizerWrapper of this Manager shows which tensors are parameters"
+    heals = heals_of(optimizers, chooses=True)
+    assert heals.why_not() == "no OptimizerWrapper of this Manager shows which tensors are parameters"
     optimizers.append(torch.optim.Adam([nn.Parameter(torch.zeros(LARGE))]))
-    assert along.why_not() is None
+    assert heals.why_not() is None
 
 
 def test_a_source_that_announces_no_parts_is_asked_for_none() -> None:
     """At the begin of a heal, and later: it has reached the end of its data meanwhile."""
-    along = along_of([torch.optim.SGD(nn.Linear(2, 2).parameters())])
+    heals = heals_of([torch.optim.SGD(nn.Linear(2, 2).parameters())])
     at_end = plan(1)
     at_end.gives_parts = False
-    assert along.join(at_end, may_write=True) is Fetch.ALL
-    along.healed()
+    assert heals.join(at_end, may_write=True) is Fetch.ALL
+    heals.healed()
     try:
-        assert along.join(plan(2), may_write=True) is Fetch.NOTHING
-        assert along.join(at_end, may_write=True) is Fetch.ALL and not along.joining
+        assert heals.join(plan(2), may_write=True) is Fetch.NOTHING
+        assert heals.join(at_end, may_write=True) is Fetch.ALL and not heals.joining
     finally:
-        along.stop()
+        heals.stop()
 
 
 @pytest.mark.parametrize("reason", ["LocalSGD", "the optimizer is SGD2"])
@@ -111,16 +111,16 @@ def test_a_source_that_gives_no_parts_tells_its_targets_why(reason: str) -> None
 
     transport = MagicMock(gives_parts=True)
     kind = SGD2 if "SGD2" in reason else torch.optim.SGD
-    along = along_of(
+    heals = heals_of(
         [kind(nn.Linear(2, 2).parameters())],
         transport,
         refuses=lambda: reason if reason == "LocalSGD" else None,
     )
-    along.follow(plan_of_source(1))
-    assert not along.offer(plan_of_source(1), whole=lambda: None)
+    heals.follow(plan_of_source(1))
+    assert not heals.offer(plan_of_source(1), whole=lambda: None)
     step, said = transport.refuse_parts.call_args.args
     assert step == 1 and reason in said
-    along.decided(plan_of_source(1), True)
+    heals.decided(plan_of_source(1), True)
     assert not transport.note_decision.called and not transport.offer_parts.called
 
 
@@ -136,35 +136,35 @@ def test_what_is_prepared_before_the_first_quorum_is_used_for_one_heal(
 
     monkeypatch.setattr(in_passing, "Parameters", make)
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    along = along_of([optimizer])
-    along.prepare()
+    heals = heals_of([optimizer])
+    heals.prepare()
     assert made[0]._memory._prepared
     if why == "it does not heal":
-        along.follow(plan_of_source(1))
+        heals.follow(plan_of_source(1))
     if why == "it heals at step 0":
-        assert along.join(plan(0), may_write=True) is Fetch.ALL
+        assert heals.join(plan(0), may_write=True) is Fetch.ALL
     if why == "its optimizer has changed":
         optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
     try:
-        assert (along._prepared is None) == (why.startswith("it "))
-        assert along.join(plan(1), may_write=True) is Fetch.NOTHING
-        assert along._target is not None and along._target.parameters is made[bool(why)]
-        assert along._prepared is None
+        assert (heals._prepared is None) == (why.startswith("it "))
+        assert heals.join(plan(1), may_write=True) is Fetch.NOTHING
+        assert heals._target is not None and heals._target.parameters is made[bool(why)]
+        assert heals._prepared is None
     finally:
-        along.stop()
+        heals.stop()
 
 
 def test_nothing_is_prepared_where_groups_do_not_train_along() -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    along = along_of([optimizer], refuses=lambda: "why")
-    along.prepare()
-    assert along._prepared is None
+    heals = heals_of([optimizer], refuses=lambda: "why")
+    heals.prepare()
+    assert heals._prepared is None
 
 
 def test_the_manager_prepares_before_its_first_request(fixture: Fixture) -> None:
     transport = HTTPTransport[Any](timedelta(seconds=DEADLINE_SEC), 0)
     manager = fixture.manager(heal_along=True, checkpoint_transport=transport)
-    assert manager._along is not None and manager._rounds is not None
+    assert manager._in_passing is not None and manager._rounds is not None
     calls: list[str] = []
     begin = manager._rounds.begin
 
@@ -172,7 +172,7 @@ def test_the_manager_prepares_before_its_first_request(fixture: Fixture) -> None
         calls.append("begin")
         return begin(*args)
 
-    manager._along.prepare = lambda: calls.append("prepare")  # type: ignore[method-assign]
+    manager._in_passing.prepare = lambda: calls.append("prepare")  # type: ignore[method-assign]
     manager._rounds.begin = recorded  # type: ignore[method-assign]
     for _ in range(2):
         manager.start_quorum()
@@ -196,9 +196,9 @@ def test_what_cannot_be_prepared_is_no_error(monkeypatch: pytest.MonkeyPatch, re
     if reason == "its step fails":
         monkeypatch.setattr(torch.optim.Adam, "step", MagicMock(side_effect=RuntimeError(reason)))
     optimizers = [optimizer] if reason == "its step fails" else []
-    along = along_of(optimizers, logger=logger)
-    along.prepare()
-    assert reason in logger.info.call_args.args[0] and along._prepared is None
+    heals = heals_of(optimizers, logger=logger)
+    heals.prepare()
+    assert reason in logger.info.call_args.args[0] and heals._prepared is None
 
 
 def test_a_source_describes_its_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +206,13 @@ def test_a_source_describes_its_parameters_once(monkeypatch: pytest.MonkeyPatch)
     described = MagicMock(return_value="")
     monkeypatch.setattr(Parameters, "layout", described)
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    along = along_of([optimizer])
+    heals = heals_of([optimizer])
     for step in (1, 2):
-        along.follow(plan_of_source(step))
-        assert along.offer(plan_of_source(step), whole=lambda: None)
+        heals.follow(plan_of_source(step))
+        assert heals.offer(plan_of_source(step), whole=lambda: None)
         assert described.call_count == 1
     optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
-    assert along.offer(plan_of_source(3), whole=lambda: None)
+    assert heals.offer(plan_of_source(3), whole=lambda: None)
     assert described.call_count == 2
 
 
@@ -226,9 +226,9 @@ def test_a_part_that_does_not_exist_is_refused(key: str) -> None:
 
 def test_the_first_reduction_ends_a_pass(fixture: Fixture) -> None:
     manager = fixture.manager(heal_along=True)
-    assert manager._along is not None
+    assert manager._in_passing is not None
     manager.start_quorum()
     manager.wait_quorum()
-    manager._along._target = target = MagicMock()
+    manager._in_passing._target = target = MagicMock()
     manager.allreduce(torch.ones(2)).wait()
     target.reduces.assert_called_once()

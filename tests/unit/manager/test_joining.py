@@ -17,11 +17,11 @@ from torch import nn
 
 from tests.unit.waiting import wait_until
 from torchft._manager.heal import joining
-from torchft._manager.heal.along import FIRST, NOTHING, Ask
-from torchft._manager.heal.in_passing import Along, Fetch
+from torchft._manager.heal.in_passing import Fetch, InPassing
 from torchft._manager.heal.joining import Target
 from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.recovery import Recovery
+from torchft._manager.heal.rules import FIRST, NOTHING, Ask
 from torchft._manager.heal.together import Agreement, Ranks
 from torchft._manager.heal.tracked import Parameters
 from torchft._manager.rank import Position
@@ -448,28 +448,30 @@ def test_a_source_is_located_once_and_not_for_long() -> None:
 
 def test_a_heal_is_notified_of_failures() -> None:
     recovery = recovery_of(MagicMock())
-    recovery.along = MagicMock()
+    recovery.in_passing = MagicMock()
     recovery.peer_failed(MemberFailure(3, "source/0", "its connection broke"))
-    recovery.along.peer_failed.assert_called_once_with(3, "source/0")
+    recovery.in_passing.peer_failed.assert_called_once_with(3, "source/0")
 
 
 @pytest.fixture
-def along(peer: Peer) -> Iterator[tuple[Along, Recovery]]:
+def in_passing(peer: Peer) -> Iterator[tuple[InPassing, Recovery]]:
     recovery = recovery_of(MagicMock())
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
     transport = MagicMock(recv_part=peer.recv_part, recv_decision=peer.recv_decision)
     ranks = Ranks(MagicMock(), "", 0, 1)
-    recovery.along = made = Along(transport, [optimizer], str, lambda: None, ranks, DEADLINE_SEC, MagicMock())
+    recovery.in_passing = made = InPassing(
+        transport, [optimizer], str, lambda: None, ranks, DEADLINE_SEC, MagicMock()
+    )
     yield made, recovery
     peer.answers.set()
     made.stop()
 
 
 def test_weights_that_were_written_in_passing_are_of_no_step(
-    peer: Peer, along: tuple[Along, Recovery]
+    peer: Peer, in_passing: tuple[InPassing, Recovery]
 ) -> None:
     """The only source fails after the first parts are in place."""
-    heals, recovery = along
+    heals, recovery = in_passing
     alone = cast(Any, SimpleNamespace(heal=False, up_to_date=False, quorum_id=8))
     recovery.begin(plan(7), Position(0, 0, -1), 0.0)
     assert recovery.heal(plan(7), at_once=False) is None and recovery.joining
@@ -486,9 +488,9 @@ def test_weights_that_were_written_in_passing_are_of_no_step(
 
 
 def test_if_the_rest_does_not_arrive_the_whole_state_is_fetched(
-    peer: Peer, along: tuple[Along, Recovery]
+    peer: Peer, in_passing: tuple[InPassing, Recovery]
 ) -> None:
-    heals, recovery = along
+    heals, recovery = in_passing
     recovery.begin(plan(7), Position(0, 0, -1), 0.0)
     assert recovery.heal(plan(7), at_once=False) is None
     target = heals._target

@@ -58,10 +58,10 @@ def test_how_groups_with_a_loader_heal(
     fixture: Fixture, given: dict[str, Any], chooses: Optional[bool]
 ) -> None:
     manager = fixture.manager(**given)
-    assert manager._along is None or given
+    assert manager._in_passing is None or given
     attach(manager)
-    assert (manager._along._chooses if manager._along is not None else None) is chooses
-    assert manager._recovery.along is manager._along
+    assert (manager._in_passing._chooses if manager._in_passing is not None else None) is chooses
+    assert manager._recovery.in_passing is manager._in_passing
 
 
 def test_by_default_groups_that_average_weights_heal_at_once(fixture: Fixture) -> None:
@@ -69,7 +69,7 @@ def test_by_default_groups_that_average_weights_heal_at_once(fixture: Fixture) -
     net = nn.Linear(1, 1)
     with LocalSGD(manager, net, torch.optim.SGD(net.parameters()), sync_every=2):
         attach(manager)
-        assert manager._along is None
+        assert manager._in_passing is None
 
 
 def native_handle(handle: str, manager: Manager) -> str:

@@ -77,7 +77,7 @@ class Obstacles:
         return None
 
 
-class Along:
+class InPassing:
     """Heals of one rank, as source and as target.
 
     Args:
@@ -189,7 +189,7 @@ class Along:
             if parameters is not None:
                 parameters.check()
                 parameters.check_groups()
-                parameters.beside.mark()
+                parameters.side_stream.mark()
         except Unsupported:
             return None
         return parameters

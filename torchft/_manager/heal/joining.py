@@ -1,6 +1,6 @@
 """The target's part of a heal in passing: trains along while the state of a peer arrives.
 
-along.py decides what to request and how to use the answers. tracked.py changes the tensors. The checkpoint
+rules.py decides what to request and how to use the answers. tracked.py changes the tensors. The checkpoint
 transport transfers the parts.
 
 The *request thread* sends one request at a time, puts the parts that arrive in place, and compares digests.
@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from torchft._manager.heal.along import NOTHING, Ask, Heal, Outcome
 from torchft._manager.heal.mode import Measured
 from torchft._manager.heal.pace import Pace
+from torchft._manager.heal.rules import NOTHING, Ask, Heal, Outcome
 from torchft._manager.heal.tracked import Parameters, Unsupported
 from torchft._manager.settings import HealMode
 from torchft.checkpointing.client.request import Abandon, Busy, Refused
@@ -136,7 +136,7 @@ class Target:
                     f"step {plan.max_step - 1} was committed without this group: its heal starts over"
                 )
             if outcome is Outcome.APPLY:
-                with self.parameters.beside.running():
+                with self.parameters.side_stream.running():
                     self._apply_kept(plan.max_step - 1)
             self._hyperparameters.pop(plan.max_step, None)  # of an earlier attempt at this step
             self._open, self._takes, self._voted = True, True, False
@@ -296,7 +296,7 @@ class Target:
             try:
                 yield
             finally:
-                self.parameters.beside.mark()
+                self.parameters.side_stream.mark()
 
     def _step(self, gradients: dict[int, torch.Tensor], step: int) -> None:
         self.wrote = True
@@ -406,7 +406,7 @@ class Target:
     def _take(self, ask: Ask, part: StatePart, seconds: float) -> None:
         """Puts a part of the current step in place, and compares a digest."""
         heal, parameters = self.heal, self.parameters
-        with parameters.beside.running():
+        with parameters.side_stream.running():
             parameters.check_groups()
             if ask.same_to > ask.same_from:
                 heal.compared(ask, parameters.digest(ask.same_from, ask.same_to) == part.value["digest"])

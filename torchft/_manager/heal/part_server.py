@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from torchft._manager.heal.along import COMPARED, MOST, Ask
+from torchft._manager.heal.rules import COMPARED, MOST, Ask
 from torchft._manager.heal.tracked import Parameters, Unsupported
 from torchft.checkpointing.codec.layout import local_part
 from torchft.checkpointing.codec.requests import StatePart
@@ -79,10 +79,10 @@ class StepParts:
         self._parameters = parameters
         self._layout = layout
         self._whole = whole
-        parameters.beside.mark()
+        parameters.side_stream.mark()
 
     def whole(self) -> None:
-        with self._parameters.beside.running():
+        with self._parameters.side_stream.running():
             self._whole()
 
     def part(self, key: str) -> StatePart:
@@ -91,7 +91,7 @@ class StepParts:
             if not (0 <= begin <= end <= parameters.total and end - begin <= COMPARED * MOST):
                 raise ValueError(f"there is no part of the elements {begin} to {end}")
         try:
-            with parameters.beside.running():
+            with parameters.side_stream.running():
                 states, memory = parameters.read(ask.begin, ask.end)
                 value: dict[str, Any] = {
                     "layout": self._layout,

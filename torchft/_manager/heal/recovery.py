@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchft._manager.edge import Transport
-    from torchft._manager.heal.in_passing import Along
+    from torchft._manager.heal.in_passing import InPassing
     from torchft._manager.heal.together import Agreement
     from torchft._manager.heal.wait import HealWait
     from torchft._manager.observe.log import _ManagerLogger
@@ -73,7 +73,7 @@ class Recovery:
         pending: the state that was fetched and is not loaded yet.
         before: the position of the group's own weights, while a heal has begun and nothing was loaded.
         phases: the seconds of each phase of the current or last heal.
-        along: heals in passing, None if that is off.
+        in_passing: heals in passing, None if that is off.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Recovery:
         self._logger = logger
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
-        self.along: Optional[Along] = None
+        self.in_passing: Optional[InPassing] = None
         self.before: Optional[Position] = None
         self._hyperparameters: hyperparameters.Groups = []  # at the begin of the step
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, during the transfer
@@ -136,7 +136,7 @@ class Recovery:
     @property
     def joining(self) -> bool:
         """Whether this group trains along while its state arrives in parts."""
-        return self.along is not None and self.along.joining
+        return self.in_passing is not None and self.in_passing.joining
 
     def follow(self, plan: Plan) -> None:
         """Takes a quorum into account, before the group acts on it.
@@ -144,9 +144,9 @@ class Recovery:
         Raises:
             RuntimeError: the weights are of no step, and there is no group to heal from.
         """
-        if self.along is not None:
-            self.along.follow(plan)
-            self._inconsistent = self._inconsistent or self.along.wrote
+        if self.in_passing is not None:
+            self.in_passing.follow(plan)
+            self._inconsistent = self._inconsistent or self.in_passing.wrote
         if self._inconsistent and not plan.heal:
             raise RuntimeError(
                 f"a heal of this group did not get to its end, so its weights are of no step, and quorum "
@@ -177,10 +177,10 @@ class Recovery:
         Raises:
             Exception: the transport failed.
         """
-        if self.along is not None:
-            read = partial(self.along.read, read)
-        if self.along is not None and self.along.offer(plan, partial(self._offer_whole, plan, read)):
-            return
+        if self.in_passing is not None:
+            read = partial(self.in_passing.read, read)
+            if self.in_passing.offer(plan, partial(self._offer_whole, plan, read)):
+                return
         self._offer(plan, read)
 
     def _offer_whole(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
@@ -238,20 +238,20 @@ class Recovery:
             CheckpointTimeout: it took longer than the timeout; if the other groups wait for this one, nothing
                 arrived for that time.
         """
-        if self.along is None:
+        if self.in_passing is None:
             return self._fetch(plan)
         if at_once:
-            self.along.stop()
-        fetch = Fetch.ALL if at_once else self.along.join(plan, self._loses_nothing(plan))
+            self.in_passing.stop()
+        fetch = Fetch.ALL if at_once else self.in_passing.join(plan, self._loses_nothing(plan))
         if fetch is Fetch.NOTHING:
             return None
         try:
-            position = self._fetch(plan, self.along.has if fetch is Fetch.REST else None)
+            position = self._fetch(plan, self.in_passing.has if fetch is Fetch.REST else None)
         except Exception as e:
-            self.along.failed(plan, e)
+            self.in_passing.failed(plan, e)
             raise
         if fetch is Fetch.REST:
-            self.phases.seconds["transfer"] = time.monotonic() - self.along.began
+            self.phases.seconds["transfer"] = time.monotonic() - self.in_passing.began
         return position
 
     @ranged("_checkpoint_transport::recv_checkpoint")
@@ -260,7 +260,7 @@ class Recovery:
     ) -> Position:
         assert plan.source is not None
         source: Source = plan.source
-        self._inconsistent = self._inconsistent or (self.along is not None and self.along.wrote)
+        self._inconsistent = self._inconsistent or (self.in_passing is not None and self.in_passing.wrote)
         self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"), bounded(f"healing from {source.manager_address}"):
             metadata = self._ask_source(self._reach(source.manager_address))
@@ -357,8 +357,8 @@ class Recovery:
         """Ends a transfer from a group that has failed: the other groups wait until this group asks for a
         quorum.
         """
-        if self.along is not None:
-            self.along.peer_failed(failure.quorum_id, failure.replica_id)
+        if self.in_passing is not None:
+            self.in_passing.peer_failed(failure.quorum_id, failure.replica_id)
         while self._source == (failure.quorum_id, failure.replica_id):
             if not self._transport.abandon_receiving(PeerFailed(failure)):
                 return
@@ -378,25 +378,25 @@ class Recovery:
         """Drops the parts that have arrived, in a step whose gradients this group does not receive: they are
         of an earlier step, and are fetched again.
         """
-        if self.along is not None:
-            self.along.stop()
+        if self.in_passing is not None:
+            self.in_passing.stop()
 
     def how_far(self) -> str:
         """The progress of a state that arrives in parts, for the log."""
-        assert self.along is not None
-        return self.along.how_far()
+        assert self.in_passing is not None
+        return self.in_passing.how_far()
 
     def advance(self, reduced: bool, optimizer: Optional[Optimizer] = None) -> None:
-        """Ends a step in which this group trains along, before it votes: see :meth:`Along.advance`."""
-        assert self.along is not None
-        self.along.advance(reduced, optimizer)
-        self._inconsistent = self._inconsistent or self.along.wrote
+        """Ends a step in which this group trains along, before it votes: see :meth:`InPassing.advance`."""
+        assert self.in_passing is not None
+        self.in_passing.advance(reduced, optimizer)
+        self._inconsistent = self._inconsistent or self.in_passing.wrote
 
     def steps_too(self, optimizer: Optimizer) -> None:
         """Ends a step in which this group trains along for another optimizer, which shares the vote."""
-        if self.along is not None:
-            self.along.steps_too(optimizer)
-            self._inconsistent = self._inconsistent or self.along.wrote
+        if self.in_passing is not None:
+            self.in_passing.steps_too(optimizer)
+            self._inconsistent = self._inconsistent or self.in_passing.wrote
 
     def refuse(self) -> None:
         """Tells the other ranks that this one receives no state in this step: they do not load theirs
@@ -422,7 +422,7 @@ class Recovery:
         self.pending = None
         if not self._all_received():
             # Groups that heal in passing keep their connections: another rank may still wait for its own.
-            error = RuntimeError if self.along is None else StillHealing
+            error = RuntimeError if self.in_passing is None else StillHealing
             raise error("another rank of this group has not received its state")
         try:
             with self.phases.measure("load"):
@@ -433,14 +433,14 @@ class Recovery:
                 self._set_hyperparameters(state, own)
         except BaseException as e:  # also Ctrl-C, after which a notebook may go on
             self._inconsistent = True
-            if self.along is not None:
-                self.along.stop()  # the weights that were compared may have been changed
+            if self.in_passing is not None:
+                self.in_passing.stop()  # the weights that were compared may have been changed
             self._logger.exception(f"the state of a peer could not be loaded: {e}")
             raise
         self.before = None
         self._inconsistent = False
-        if self.along is not None:
-            self.along.healed()
+        if self.in_passing is not None:
+            self.in_passing.healed()
         self._logger.recovery_event(before.step if before else 0, self.phases)
         return True
 

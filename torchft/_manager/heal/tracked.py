@@ -11,7 +11,7 @@ For a DTensor (FSDP2), this module handles only the shard of this rank, which is
 another group.
 
 Parts travel through host memory. If the parameters are on a device, threads other than the training thread
-read and write them within :attr:`Parameters.beside`.
+read and write them within :attr:`Parameters.side_stream`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from torchft._manager.heal.beside import Beside
+from torchft._manager.heal.side_stream import SideStream
 from torchft._unvoted import before_step
 from torchft.checkpointing.codec.digest import digest, memory_of
 from torchft.checkpointing.codec.encoding import dtype_name, dtype_of, is_dtensor
@@ -80,7 +80,7 @@ class Parameters:
         optimizers: those that can step their parameters in parts.
         all: the parameters of these optimizers, which have numbers in this order.
         device: the device of all of them, see :meth:`check`.
-        beside: orders the work of other threads on that device.
+        side_stream: orders the work of other threads on that device.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -102,7 +102,7 @@ class Parameters:
         self._starts = list(accumulate(sizes, initial=0))  # of each parameter, and of all elements their end
         self.device = local_part(self.all[0]).device if self.all else _CPU
         # Only a device that check() accepts has streams and events.
-        self.beside = Beside(self.device if copies_for(self.device.type) is not None else _CPU)
+        self.side_stream = SideStream(self.device if copies_for(self.device.type) is not None else _CPU)
 
     def check(self) -> None:
         """Raises Unsupported with the reason if the parameters cannot be healed in passing."""
@@ -334,7 +334,7 @@ class Parameters:
         """
         value = _value(plain)
         if isinstance(plain, list) and plain[-1] == _ON_DEVICE and self.device != _CPU:
-            return self.beside.allocated(value.to(self.device))
+            return self.side_stream.allocated(value.to(self.device))
         return value
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -344,7 +344,7 @@ class Parameters:
         """
         if self.device != _CPU:
             made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            self.beside.allocated(local_part(made))
+            self.side_stream.allocated(local_part(made))
             return made
         if not self._maps(parameter):
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -2,7 +2,7 @@
 
 step: its data and states. sharing: which optimizers share it (pure). collectives: those that it runs, and
 aborted ones of earlier steps. work: the futures that an allreduce returns. background: the training thread's
-device, and a stream beside it. errors: which error of a step is kept, and what it ends. failures: failures of
-peers end collectives. replayer: reduces a failed step again, by the decisions of replay (pure) and with the
-copies that inputs keeps. again: keeps them for a loader, whose step comes again with what is missing.
+device, and the stream of a heal. errors: which error of a step is kept, and what it ends. failures: failures
+of peers end collectives. replayer: reduces a failed step again, by the decisions of replay (pure) and with
+the copies that inputs keeps. again: keeps them for a loader, whose step comes again with what is missing.
 """

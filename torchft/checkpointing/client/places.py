@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set
 
 import torch
 
-from torchft.checkpointing.client.target import CPU, Homes, TargetState
+from torchft.checkpointing.client.target import CPU, BufferMap, TargetState
 from torchft.checkpointing.codec.encoding import (
     Encoded,
     Path,
@@ -62,7 +62,7 @@ class Destination:
         if target is not None:
             devices = _devices(structure)
             # without local tensors this chooses host memory for all
-            home = Homes(own, devices).of
+            home = BufferMap(own, devices).of
             if not target.writable:
                 target.devices = devices
                 away = sum(structure.sizes[i] for i in structure.devices if i < len(structure.sizes))

@@ -84,7 +84,7 @@ class TargetState:
         if not self.devices:
             return state
         own = self.own()
-        homes = Homes(own, self.devices)
+        buffers = BufferMap(own, self.devices)
 
         def settled(at: Sequence[object], leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -92,7 +92,7 @@ class TargetState:
             path = tuple(str(key) for key in at)
             mine = own.get(path)
             if mine is None or mine.device == CPU or not _alike(mine, leaf):
-                home = homes.of(self.devices.get(path, "cpu"))
+                home = buffers.of(self.devices.get(path, "cpu"))
                 return leaf if home == CPU else _moved(leaf, home, uploads)
             if not same_memory(mine, leaf):
                 uploads.copy(local_part(mine), local_part(leaf))
@@ -102,7 +102,7 @@ class TargetState:
             return pytree.tree_map_with_path(settled, state)
 
 
-class Homes:
+class BufferMap:
     """Chooses the device for a tensor that a group does not have yet.
 
     Device indices of the source have no meaning here. For a tensor on device D of the source, the chosen

@@ -10,7 +10,7 @@ from torchft.checkpointing.client.progress import TransferProgress
 from torchft.checkpointing.client.request import Answer, Request
 from torchft.checkpointing.codec.handshake import Ticket
 from torchft.checkpointing.native.core import ON_DEVICE, NativeFetch, Status
-from torchft.checkpointing.native.landing import Landing, is_staged
+from torchft.checkpointing.native.staged_receive import StagedReceive, is_staged
 from torchft.checkpointing.transport import CheckpointError, Interrupted, Role
 
 _SLICE = 0.5  # seconds between two checks of the progress
@@ -41,15 +41,15 @@ class Transfer:
     ) -> None:
         self.session = ticket.session
         self._request = request
-        self._landing = Landing(regions, ticket.block_size, request.what)
+        self._staged = StagedReceive(regions, ticket.block_size, request.what)
         pairs = [
             (ON_DEVICE if is_staged(region) else region.data_ptr(), region.numel()) for region in regions
         ]
-        kept = [keep, self._landing]
+        kept = [keep, self._staged]
         self._fetch = NativeFetch(
-            pairs, kept, ticket.block_size, checked, stall=10.0, window=self._landing.window
+            pairs, kept, ticket.block_size, checked, stall=10.0, window=self._staged.window
         )
-        self._landing.begin(self._fetch)
+        self._staged.begin(self._fetch)
 
     def run(self, answer: Answer, ticket: Ticket, progress: TransferProgress) -> Status:
         """Fetches from a source until everything has arrived, and tells it so.
@@ -68,7 +68,7 @@ class Transfer:
                 raise TimeoutError("timed out")
             self._request.abandon.check(what)
             status = self._fetch.wait(min(_SLICE, left))
-            self._landing.take(self._fetch, status.full)
+            self._staged.take(self._fetch, status.full)
             if status.received > most:
                 most = status.received
                 deadline.arrived()
@@ -89,4 +89,4 @@ class Transfer:
     def close(self) -> None:
         """Ends the transfer. After this call nothing writes to the memory."""
         self._fetch.end()
-        self._landing.close()
+        self._staged.close()

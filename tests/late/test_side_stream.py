@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from torchft._manager.heal.beside import Beside
+from torchft._manager.heal.side_stream import SideStream
 from torchft._manager.step.background import Background
 from torchft.checkpointing.codec.staging import StreamCopies
 from torchft.utils import get_stream_context
@@ -29,15 +29,15 @@ def test_work_beside_follows_the_mark_and_not_what_comes_later(
     late: ModuleType, other: ThreadPoolExecutor
 ) -> None:
     weights = torch.ones(3, device="late")
-    beside = Beside(weights.device)
+    side_stream = SideStream(weights.device)
 
     def read() -> list[float]:
-        with beside.running():
+        with side_stream.running():
             return weights.cpu().tolist()
 
     with late.held():
         weights.fill_(2)
-        beside.mark()
+        side_stream.mark()
         held = other.submit(read)
         with pytest.raises(TimeoutError):
             held.result(0.05)
@@ -50,11 +50,11 @@ def test_work_beside_follows_the_mark_and_not_what_comes_later(
 
 def test_work_beside_has_ended_with_its_context(late: ModuleType, other: ThreadPoolExecutor) -> None:
     weights = torch.ones(3, device="late")
-    beside = Beside(weights.device)
+    side_stream = SideStream(weights.device)
     late.delays(7, 20_000, 30_000)
 
     def write() -> bool:
-        with beside.running():
+        with side_stream.running():
             weights.fill_(2)
             stream = torch.accelerator.current_stream()
         return stream.query()
@@ -67,15 +67,15 @@ class Shared:
 
     def __init__(self, other: ThreadPoolExecutor) -> None:
         self.weights = torch.ones(3, device="late")
-        self.beside = Beside(self.weights.device)
+        self.side_stream = SideStream(self.weights.device)
         self.stream = other.submit(self._used).result(20)
 
     def _used(self) -> torch.Stream:
-        with self.beside.running():
+        with self.side_stream.running():
             return torch.accelerator.current_stream()
 
     def read(self) -> list[float]:
-        with self.beside.running():
+        with self.side_stream.running():
             return self.weights.cpu().tolist()
 
 
@@ -87,7 +87,7 @@ def test_work_beside_is_not_on_the_stream_of_the_training_thread(
     """
     shared = Shared(other)
     with get_stream_context(shared.stream):
-        shared.beside.mark()
+        shared.side_stream.mark()
         shared.stream.synchronize()
         with late.held(shared.stream):
             assert other.submit(shared.read).result(20) == [1, 1, 1]
@@ -104,14 +104,14 @@ def test_work_beside_is_not_behind_a_collective(late: ModuleType, other: ThreadP
 def test_memory_from_beside_is_kept_until_the_training_thread_has_used_it(
     late: ModuleType, other: ThreadPoolExecutor
 ) -> None:
-    beside = Beside(torch.device("late", 0))
+    side_stream = SideStream(torch.device("late", 0))
 
     def allocate(value: float) -> torch.Tensor:
-        with beside.running():
-            return beside.allocated(torch.full((5000,), value, device="late"))
+        with side_stream.running():
+            return side_stream.allocated(torch.full((5000,), value, device="late"))
 
     state = other.submit(allocate, 7.0).result(20)
-    beside.mark()
+    side_stream.mark()
     with late.held(torch.accelerator.current_stream()):
         read_late = state * 1
         del state

@@ -11,7 +11,7 @@ import torch
 from torchft.utils import DeviceEvent, free_stream, get_stream_context, on_device
 
 
-class Beside:
+class SideStream:
     """A stream of its own for the work of other threads. For tensors in host memory it does nothing.
 
     The training thread may have queued its forward and backward pass already. On its stream, a copy would

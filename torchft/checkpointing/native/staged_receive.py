@@ -16,7 +16,7 @@ from torchft.checkpointing.native.core import NativeFetch
 from torchft.checkpointing.transport import CheckpointError
 
 
-class Landing:
+class StagedReceive:
     """The regions of a transfer that are on a device. Only verified data is written to them.
 
     Args:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.bounded import often
 from tests.unit.manager.test_together import Store
-from torchft._manager.heal import along
-from torchft._manager.heal.along import (
+from torchft._manager.heal import rules
+from torchft._manager.heal.rules import (
     FIRST,
     LEAST,
     MAX_IDLE_SEC,
@@ -86,7 +86,7 @@ def test_an_attempt_without_a_vote_changes_nothing() -> None:
 
 
 def test_all_that_is_here_is_compared_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(along, "FIRST", 1)
+    monkeypatch.setattr(rules, "FIRST", 1)
     heal = heal_in(7, total=3)
     heal.keep()
     heal.quorum(8, 1, 1, 0.0, together=False)
@@ -253,7 +253,7 @@ class Target:
 def small_parts(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "histories" in request.node.name:
         for name, value in (("FIRST", 2), ("LEAST", 1), ("MOST", 4)):
-            monkeypatch.setattr(along, name, value)
+            monkeypatch.setattr(rules, name, value)
 
 
 # The slow parts differ from part 0 only in their seeds.

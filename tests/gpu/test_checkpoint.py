@@ -14,7 +14,7 @@ from tests.gpu.device import DEVICE, busy
 from tests.gpu.test_heal_memory import InUpstreamFormat
 from tests.unit.process_group.ranks import connect
 from torchft.checkpointing import HTTPTransport
-from torchft.checkpointing.codec import staging
+from torchft.checkpointing.memory import staging
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 

@@ -19,7 +19,7 @@ from forkserver import ForkServer
 
 from tests.late import OLDEST_TORCH, load, torch_version
 from torchft.checkpointing.client import transfer
-from torchft.checkpointing.codec import staging
+from torchft.checkpointing.memory import staging
 from torchft.checkpointing.native import staged_receive
 from torchft.checkpointing.source import offer
 from torchft.process_group._gloo.reaper import drain

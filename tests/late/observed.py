@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.late import load
-from torchft.checkpointing.codec.staging import StreamCopies
+from torchft.checkpointing.memory.staging import StreamCopies
 
 _late = load()
 

@@ -24,7 +24,7 @@ from tests.unit.checkpointing.test_faults import Wire
 from torchft._torchft import _load
 from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.client import sources, transfer
-from torchft.checkpointing.codec import staging
+from torchft.checkpointing.memory import staging
 from torchft.checkpointing.native import core
 from torchft.checkpointing.native.staged_receive import StagedReceive
 from torchft.checkpointing.source import checkpoint, offer

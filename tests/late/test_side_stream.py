@@ -14,7 +14,7 @@ import torch
 
 from torchft._manager.heal.side_stream import SideStream
 from torchft._manager.step.background import Background
-from torchft.checkpointing.codec.staging import StreamCopies
+from torchft.checkpointing.memory.staging import StreamCopies
 from torchft.utils import get_stream_context
 
 

@@ -12,10 +12,10 @@ import torch
 from tests.late.observed import BLOCK, Observed, numbers, until
 from torchft.checkpointing import HTTPTransport, http_transport
 from torchft.checkpointing.client.target import TargetState
-from torchft.checkpointing.codec import staging
 from torchft.checkpointing.codec.requests import FULL
-from torchft.checkpointing.codec.room import NoRoom, Reservation
-from torchft.checkpointing.codec.staging import Staged, StreamCopies, Uploads
+from torchft.checkpointing.memory import staging
+from torchft.checkpointing.memory.reservation import NoRoom, Reservation
+from torchft.checkpointing.memory.staging import Staged, StreamCopies, Uploads
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.offer import Offer
 from torchft.checkpointing.source.pacer import Pacer

@@ -24,7 +24,7 @@ from tests.late import load
 from torchft.checkpointing import CheckpointTransport, HTTPTransport, http_transport, pg_transport
 from torchft.checkpointing.client.deadline import Deadline
 from torchft.checkpointing.client.target import BufferMap, TargetState
-from torchft.checkpointing.codec import memory, room
+from torchft.checkpointing.memory import host, reservation
 from torchft.checkpointing.native import core
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Unsendable
@@ -276,10 +276,10 @@ def test_no_host_memory_for_tensors_on_a_device(
     """The upstream format is not tested: there the target learns a tensor's device only when the tensor
     arrives.
     """
-    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    monkeypatch.setattr(room, "folder", tmp_path)
+    monkeypatch.setattr(host, "available_memory", lambda: 1000)
+    monkeypatch.setattr(reservation, "folder", tmp_path)
     # the source has enough
-    monkeypatch.setattr(http_transport, "reserve", lambda nbytes, share: room.Reservation())
+    monkeypatch.setattr(http_transport, "reserve", lambda nbytes, share: reservation.Reservation())
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = PAIRS[name](stack)

@@ -16,9 +16,9 @@ from torchft.checkpointing.client.receive import Memory, Receiver, receive_part
 from torchft.checkpointing.client.request import Abandon, Request
 from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.codec.handshake import Name
-from torchft.checkpointing.codec.memory import reserve
 from torchft.checkpointing.codec.requests import DECISION, FULL, METADATA, REST, StatePart, announce
-from torchft.checkpointing.codec.room import NoRoom, Reservation
+from torchft.checkpointing.memory.host import reserve
+from torchft.checkpointing.memory.reservation import NoRoom, Reservation
 from torchft.checkpointing.native.core import NativeServer
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.pacer import Pacer

@@ -22,9 +22,9 @@ from torchft.checkpointing.client.places import Destination
 from torchft.checkpointing.client.progress import TransferProgress
 from torchft.checkpointing.client.target import CPU, TargetState
 from torchft.checkpointing.codec.handshake import Structure, parse_structure, read_frame
-from torchft.checkpointing.codec.memory import HostMemory, flat_storage
-from torchft.checkpointing.codec.staging import Unloading, copies_for
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
+from torchft.checkpointing.memory.host import HostMemory, flat_storage
+from torchft.checkpointing.memory.staging import Unloading, copies_for
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.transport import (
     CheckpointError,

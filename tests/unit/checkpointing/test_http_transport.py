@@ -20,7 +20,7 @@ from tests.promises import within
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.waiting import wait_until
 from torchft.checkpointing import HTTPTransport
-from torchft.checkpointing.codec.memory import HostMemory
+from torchft.checkpointing.memory.host import HostMemory
 from torchft.checkpointing.native import core
 from torchft.checkpointing.source import publisher
 from torchft.checkpointing.source.publisher import Unavailable

@@ -20,10 +20,10 @@ from torchft.checkpointing.codec.encoding import (
 )
 from torchft.checkpointing.codec.handshake import Structure
 from torchft.checkpointing.codec.layout import local_part, plain_node, same_memory, tensor_nodes
-from torchft.checkpointing.codec.memory import HostMemory, flat_storage, reserve_for_state
-from torchft.checkpointing.codec.room import Reservation
-from torchft.checkpointing.codec.staging import copies_for
 from torchft.checkpointing.codec.stream import storage_bytes
+from torchft.checkpointing.memory.host import HostMemory, flat_storage, reserve_for_state
+from torchft.checkpointing.memory.reservation import Reservation
+from torchft.checkpointing.memory.staging import copies_for
 from torchft.checkpointing.transport import CheckpointError
 
 

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 
 from torchft.checkpointing.codec.encoding import Path, is_dtensor, with_flags
 from torchft.checkpointing.codec.layout import local_part, same_memory, tensors_by_path
-from torchft.checkpointing.codec.staging import Uploads, copies_for
+from torchft.checkpointing.memory.staging import Uploads, copies_for
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import torch._weights_only_unpickler as restricted
 from torch.serialization import _load, location_tag
 
 from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types, explain, pickle_allowed
-from torchft.checkpointing.codec.memory import HostMemory, flat_storage
+from torchft.checkpointing.memory.host import HostMemory, flat_storage
 from torchft.checkpointing.transport import CheckpointError, Interrupted
 
 _PROTOCOL = 2  # the only one that the restricted unpickler reads

@@ -10,8 +10,8 @@ from typing import Dict, List, Sequence
 
 import torch
 
-from torchft.checkpointing.codec import staging
-from torchft.checkpointing.codec.staging import StreamCopies, Wait, copies_for, two_blocks
+from torchft.checkpointing.memory import staging
+from torchft.checkpointing.memory.staging import StreamCopies, Wait, copies_for, two_blocks
 from torchft.checkpointing.native.core import NativeFetch
 from torchft.checkpointing.transport import CheckpointError
 

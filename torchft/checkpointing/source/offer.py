@@ -12,10 +12,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from torchft.checkpointing.codec.encoding import is_plain, with_flags
-from torchft.checkpointing.codec.memory import HostMemory
-from torchft.checkpointing.codec.room import Reservation
-from torchft.checkpointing.codec.staging import Staged, StreamCopies, copies_for
 from torchft.checkpointing.codec.stream import Pickled, storage_bytes, tensor_memory
+from torchft.checkpointing.memory.host import HostMemory
+from torchft.checkpointing.memory.reservation import Reservation
+from torchft.checkpointing.memory.staging import Staged, StreamCopies, copies_for
 from torchft.checkpointing.native.core import ON_DEVICE, Grant, NativeOffer, NativeServer
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.pacer import Pacer
@@ -25,7 +25,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 # Bytes sent by one call, without the GIL. Pieces of the caller's own memory are smaller: when the caller
 # needs its memory back, it waits until such a piece is sent. Device memory is sent in the blocks of
-# codec/staging.py.
+# memory/staging.py.
 _COPY_PIECE = 32 << 20
 _DIRECT_PIECE = 4 << 20
 # Bytes. Tensors of at most this size are copied at once, up to this total (5 ms).

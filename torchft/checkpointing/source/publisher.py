@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Counter, Iterator, List, Optional, Protocol, Tuple
 
 from torchft.checkpointing.codec.requests import FULL, METADATA, StatePart
-from torchft.checkpointing.codec.room import Reservation
+from torchft.checkpointing.memory.reservation import Reservation
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.offer import Offer
 from torchft.checkpointing.transport import Role

@@ -15,8 +15,8 @@ from typing import Optional
 
 import torch
 
-from torchft.checkpointing.codec import room
-from torchft.checkpointing.codec.room import NoRoom, Reservation
+from torchft.checkpointing.memory import reservation
+from torchft.checkpointing.memory.reservation import NoRoom, Reservation
 from torchft.checkpointing.transport import CheckpointError
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def reserve(nbytes: int, share: int = 1) -> Reservation:
         NoRoom: there is not enough that other processes have not reserved
     """
     try:
-        return room.reserve(nbytes, available_memory, share)
+        return reservation.reserve(nbytes, available_memory, share)
     except OSError as error:  # the other ranks of this host look at the same bytes
         logger.warning("memory cannot be reserved, so it is divided among the ranks of this host: %s", error)
         left = available_memory() // share // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from torchft.checkpointing.codec import memory, room
-from torchft.checkpointing.codec.room import NoRoom, reserve
+from torchft.checkpointing.memory import host, reservation
+from torchft.checkpointing.memory.reservation import NoRoom, reserve
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -21,7 +21,7 @@ _FORK = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the host."""
-    monkeypatch.setattr(room, "folder", tmp_path / "host")
+    monkeypatch.setattr(reservation, "folder", tmp_path / "host")
     return tmp_path / "host"
 
 
@@ -112,15 +112,15 @@ def test_without_a_shared_folder_the_ranks_of_a_group_divide_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.touch()
-    monkeypatch.setattr(memory, "available_memory", lambda: 800)
+    monkeypatch.setattr(host, "available_memory", lambda: 800)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    memory.reserve(50, share=2)
+    host.reserve(50, share=2)
     with pytest.raises(NoRoom):
-        memory.reserve(51, share=2)
+        host.reserve(51, share=2)
     assert "memory cannot be reserved" in caplog.text
 
 
 def test_a_stopped_process_holds_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_LOCK_SEC", 0.01)
-    with room._locked(), pytest.raises(TimeoutError, match="lock: timed out, not released within"):
+    monkeypatch.setattr(reservation, "_LOCK_SEC", 0.01)
+    with reservation._locked(), pytest.raises(TimeoutError, match="lock: timed out, not released within"):
         reserve(1, lambda: 100)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.unit.resident import needs_proc, resident
-from torchft.checkpointing.codec import memory
-from torchft.checkpointing.codec.memory import HostMemory, available_memory, huge_pages
+from torchft.checkpointing.memory import host
+from torchft.checkpointing.memory.host import HostMemory, available_memory, huge_pages
 
 GB = 1 << 30
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -74,7 +74,7 @@ def in_huge_pages() -> int:
 @pytest.mark.parametrize("advice", [None, getattr(mmap, "MADV_HUGEPAGE", None)])
 @pytest.mark.parametrize("size", [1000, (1 << 17) + 1, 65 << 20])
 def test_taken_memory_is_zero(monkeypatch: pytest.MonkeyPatch, advice: int | None, size: int) -> None:
-    monkeypatch.setattr(memory, "huge_pages", lambda: advice)
+    monkeypatch.setattr(host, "huge_pages", lambda: advice)
     used = [torch.ones(size, dtype=torch.uint8) for _ in range(4)]
     del used  # the allocator mostly returns this memory next
     taker = HostMemory()
@@ -89,7 +89,7 @@ def test_taken_memory_is_zero(monkeypatch: pytest.MonkeyPatch, advice: int | Non
 def test_received_tensors_are_in_huge_pages(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
     """This holds for large tensors and for consecutive ones smaller than a page of 2 MB."""
     # also where this host's balloon makes them slow
-    monkeypatch.setattr(memory, "huge_pages", lambda: mmap.MADV_HUGEPAGE)
+    monkeypatch.setattr(host, "huge_pages", lambda: mmap.MADV_HUGEPAGE)
     before, taker = in_huge_pages(), HostMemory()
     taken = [taker.take(size) for size in sizes]
     for i, flat in enumerate(taken):
@@ -113,7 +113,7 @@ def test_received_tensors_are_in_huge_pages(monkeypatch: pytest.MonkeyPatch, siz
 def test_huge_pages_are_not_used_where_the_host_takes_back_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: list[str], used: bool
 ) -> None:
-    monkeypatch.setattr(memory, "_BALLOONS", f"{tmp_path}/*/features")
+    monkeypatch.setattr(host, "_BALLOONS", f"{tmp_path}/*/features")
     for number, text in enumerate(features):
         write(tmp_path / f"virtio{number}", features=text + "\n")
     assert huge_pages.__wrapped__() == (mmap.MADV_HUGEPAGE if used else mmap.MADV_NOHUGEPAGE)
@@ -135,7 +135,7 @@ def test_memory_that_is_prepared_is_used_already() -> None:
 
 @pytest.mark.parametrize("huge", [None, mmap.MADV_HUGEPAGE])
 def test_no_memory(monkeypatch: pytest.MonkeyPatch, huge: int | None) -> None:
-    monkeypatch.setattr(memory, "huge_pages", lambda: huge)
+    monkeypatch.setattr(host, "huge_pages", lambda: huge)
     for nbytes in (1 << 62, 1 << 100):
         with pytest.raises((RuntimeError, MemoryError)):
             HostMemory().take(nbytes)

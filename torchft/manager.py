@@ -848,9 +848,10 @@ class Manager(Stateful, Stepping):
             tensor.zero_()
         if self._data.has_loader:
             self._compare_batches(step, tensor.device)
-        digests = self._replicas.message(step, self._step, tensor.device)
-        if digests is not None:
-            self._replicas.sent(self._reduce(digests, ReduceOp.SUM, False))
+        if self._replicas.announced:
+            digests = self._replicas.message(step, self._step, tensor.device)
+            if digests is not None:
+                self._replicas.sent(self._reduce(digests, ReduceOp.SUM, False))
         if self._calls.step:
             self._calls.check(step.collectives, tensor, reduce_op, should_quantize)
         averages = reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients
@@ -1127,7 +1128,8 @@ class Manager(Stateful, Stepping):
         except Exception as e:
             self._logger.exception(f"the step is not committed: {e}")
             self._errors.recurring(e, f"it failed a check: {e}")
-        self._replicas.check(step, self._step)
+        if self._replicas.announced:
+            self._replicas.check(step, self._step)
         if step.participants < self._min_replica_size:
             self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)

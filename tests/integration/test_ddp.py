@@ -247,7 +247,8 @@ class HeldWork:
         return self.future
 
     def wait(self, *_: Any) -> bool:
-        raise AssertionError("the hook waited for an allreduce")
+        assert self.future.done(), "the hook waited for an allreduce"
+        return True
 
 
 def test_allreduces_overlap_with_backward(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 class OwnExtras(Extras):
-    """Implements :class:`Extras` by passing each call on to the part of the Manager that does it.
-    """
+    """Implements :class:`Extras` by passing each call on to the part of the Manager that does it."""
 
     def __init__(
         self,

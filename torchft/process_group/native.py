@@ -17,6 +17,7 @@ import logging
 import threading
 import weakref
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
@@ -85,7 +86,7 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
     if is_native(pg):
         return lambda: error_of_native(pg)
     if issubclass(type(pg), dist.ProcessGroup):  # a mock may pass isinstance, but its type is no subclass
-        return pg.errored
+        return partial(methodcaller("errored"), pg)
     if not hasattr(pg, "errored"):
         return lambda: None
     return lambda: error if isinstance(error := pg.errored(), Exception) else None

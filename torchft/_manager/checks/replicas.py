@@ -260,6 +260,7 @@ class Replicas:
 
     Attributes:
         state: the values that are compared.
+        announced: what this rank announces; empty: it never compares; None: that is not known yet.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ class Replicas:
         self._logger = logger
         self._every = exchange_steps(setting or None)
         self._digester = Digester(self.state, setting)
-        self._announced: Optional[str] = None
+        self.announced: Optional[str] = None
         self._active: tuple[int, bool] = (-1, False)  # quorum id, and whether its groups compare
         self._entries: dict[int, Digests] = {}
         self._stale = False  # whether the entries are digests of weights that a heal replaces
@@ -301,10 +302,10 @@ class Replicas:
             averages: whether groups train on their own between two steps (LocalSGD, DiLoCo), so that their
                 weights differ.
         """
-        if self._announced is None:
+        if self.announced is None:
             compares = self.state and not self._off and not averages
-            self._announced = f"{_VERSION}/{self._setting or 'auto'}" if compares else ""
-        return self._announced
+            self.announced = f"{_VERSION}/{self._setting or 'auto'}" if compares else ""
+        return self.announced
 
     def follow(self, plan: Plan) -> None:
         """Decides for a new quorum whether its groups compare: either all of them or none. On any thread."""
@@ -312,7 +313,7 @@ class Replicas:
             self._stale = True
         if plan.quorum_id == self._active[0]:
             return
-        mine = self._announced
+        mine = self.announced
         may = bool(mine) and len(plan.handles) > 1
         active = may and all_announce(plan.handles, COMPARES, mine or "")
         if may and not active:

@@ -50,7 +50,7 @@ from torchft._manager.observe.ranges import ranged
 from torchft._manager.observe.trace import step_trace
 from torchft._manager.quorum.group import join_group
 from torchft._manager.quorum.plan import Plan, Planner, WorldSizeMode
-from torchft._manager.quorum.rounds import LateRound, Rounds
+from torchft._manager.quorum.rounds import LateRound, Rounds, StandingRound
 from torchft._manager.rank import Position, kept_in
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
@@ -500,10 +500,10 @@ class Manager(Stateful, Stepping):
         steps.
         """
         step = self._current
-        if step.sharing.ended and step.sharing.ends(
-            optimizer
-        ):  # an error since then changes no decision, as after any vote
-            self._recovery.steps_too(optimizer)
+        # An error since the vote changes no decision.
+        if step.sharing.ended and step.sharing.ends(optimizer):
+            if self._in_passing is not None:
+                self._in_passing.steps_too(optimizer)
             return self._shared_decision
         self._optimizer_that_votes = optimizer
         try:
@@ -563,27 +563,26 @@ class Manager(Stateful, Stepping):
         last.collectives.retire()  # the next quorum may connect the process group with other peers
         self._current = self._errors.step = step
         follow = partial(self._follow, step)
-        standing = rounds.standing(follow, sent)
-        if standing is not None and standing.answer() is self._quiet:
-            standing.wait()
-            self._round, self._ready = standing, True
+        standing = rounds.standing(sent)
+        quiet = standing is not None and standing is self._quiet
+        if not quiet:
+            self._background.begin()
+        if standing is not None:
+            self._round, self._ready = StandingRound(standing, follow), quiet
             return
         if same is not None:  # it is needed after all
             self._sent = sent = self._quorum_request(request, aborted, keeps)
-        self._background.begin()
         if first and self._peers.on_device:
             claim_device(self._store, self._replica_id, self._group_rank)
         begin = partial(rounds.begin, follow, sent, request.timeout)
         step.reads_state = reads_state
-        in_passing = self._in_passing if first else None
-        if in_passing is not None and self._data.adds_gradients:
-            in_passing.prepare()  # its batch depends on the quorum
-        late = in_passing is not None and not self._data.adds_gradients and in_passing.why_not() is None
-        # The first forward and backward pass takes longer than later ones: the others do not wait for it.
-        late_begin = (
-            partial(LateRound, begin, in_passing.prepare) if in_passing is not None and late else begin
-        )
-        self._round = standing or late_begin()
+        heals = self._in_passing if first else None
+        if heals is not None and self._data.adds_gradients:
+            heals.prepare()  # its batch depends on the quorum
+        elif heals is not None and heals.why_not() is None:
+            # The first forward and backward pass takes longer than later ones: the others do not wait for it.
+            begin = partial(LateRound, begin, heals.prepare)
+        self._round = begin()
         if not self._round.asks:
             step.reads_state = False
         elif reads_state:
@@ -699,7 +698,8 @@ class Manager(Stateful, Stepping):
         if self._connection.apart:
             step.failed(StillHealing("this group waits for its connection with the others, which train on"))
             with self._heal_wait.following(plan):  # it is ready at once
-                self._recovery.stop_joining()
+                if self._in_passing is not None:  # the parts that have arrived are of an earlier step
+                    self._in_passing.stop()
             return
         step.peers = self._connection.members or plan.replica_ids
         step.connected()
@@ -1119,7 +1119,10 @@ class Manager(Stateful, Stepping):
             self._errors.lose(error)
         step = self._current
         if step.healing and arrived:
-            self._transfers.advance(step, self._optimizer_that_votes)
+            if self._in_passing is not None and self._in_passing.joining:
+                reduced = step.error is None and step.collectives.usable
+                self._in_passing.advance(reduced, self._optimizer_that_votes)
+                step.failed(StillHealing(self._in_passing.how_far()))
             self._transfers.load(step)
         try:
             if self._data.has_loader:

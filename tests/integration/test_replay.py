@@ -190,7 +190,7 @@ class Job:
         if place == "forward":
             rounds = manager._rounds
             assert rounds is not None
-            rounds.standing = lambda *_: rank.crash()  # type: ignore[method-assign]
+            rounds.standing = lambda _: rank.crash()  # type: ignore[method-assign]
         elif place.startswith("bucket"):
             reduce, left = manager.allreduce, [int(place[len("bucket") :])]
 

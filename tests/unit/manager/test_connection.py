@@ -65,7 +65,8 @@ def test_a_group_that_waits_for_its_connection_reduces_and_heals_nothing(
     fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = fixture.manager(max_retries=0)
-    in_passing = manager._recovery.in_passing = MagicMock(wrote=False, joining=False)
+    in_passing = MagicMock(wrote=False, joining=False, announces="")
+    manager._in_passing = manager._recovery.in_passing = in_passing
     monkeypatch.setattr(manager._connection, "follow", lambda *_: setattr(manager._connection, "apart", True))
     fixture.client._quorum.return_value = healing(make_quorum)
     manager.start_quorum()

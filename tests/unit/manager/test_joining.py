@@ -478,7 +478,7 @@ def test_weights_that_were_written_in_passing_are_of_no_step(
     target = heals._target
     assert target is not None
     wait_until(lambda: target.wrote, DEADLINE_SEC)
-    recovery.advance(reduced=False)
+    heals.advance(reduced=False)
     with pytest.raises(RuntimeError, match="its weights are of no step"):
         recovery.follow(alone)
     recovery.pending = {"user": {}}

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from torchft._manager.edge import as_server
-from torchft._manager.quorum.rounds import LateRound, NativeRounds, Round, ThreadRounds
+from torchft._manager.quorum.rounds import LateRound, NativeRounds, Round, StandingRound, ThreadRounds
 from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 
 LONG = timedelta(seconds=60)
@@ -84,7 +84,8 @@ def client() -> Iterator[FakeClient]:
 
 def begin(rounds: NativeRounds, follow: Followed, **changes: Any) -> Round:
     request = replace(REQUEST, **changes)
-    return rounds.standing(follow, request) or rounds.begin(follow, request, LONG)
+    standing = rounds.standing(request)
+    return rounds.begin(follow, request, LONG) if standing is None else StandingRound(standing, follow)
 
 
 def first_round(rounds: NativeRounds, client: FakeClient) -> QuorumResult:
@@ -121,14 +122,13 @@ def test_a_result_without_a_change_is_followed_by_the_first_caller(client: FakeC
     assert client.first == [True, False]
 
 
-def test_a_quorum_that_stands_is_followed_when_it_is_needed(client: FakeClient) -> None:
+def test_a_quorum_that_stands_is_followed_at_once(client: FakeClient) -> None:
     rounds = NativeRounds(client)
     result = first_round(rounds, client)
     client.stands = True
     for step in (1, 2):
         followed = Followed()
         begun = begin(rounds, followed, step=step)
-        assert not begun.ended() and followed.by == []
         assert begun.answer() is result and result.max_step == step
         begun.result()
         begun.result()
@@ -242,7 +242,7 @@ def test_a_call_that_waits_for_a_quorum_is_made_on_a_thread() -> None:
         return answer
 
     rounds, followed = ThreadRounds(ask), Followed()
-    assert rounds.standing(followed, REQUEST) is None
+    assert rounds.standing(REQUEST) is None
     rounds.begin(followed, REQUEST, LONG).result()
     assert followed.by == [(result, "torchft_quorum")]
     begun = rounds.begin(followed, REQUEST, LONG)

@@ -131,7 +131,7 @@ class Recovery:
     @property
     def inconsistent(self) -> bool:
         """Whether this group's weights are of no step: a heal has changed some of them, and has not ended."""
-        return self._inconsistent
+        return self._inconsistent or (self.in_passing is not None and self.in_passing.wrote)
 
     @property
     def joining(self) -> bool:
@@ -146,8 +146,7 @@ class Recovery:
         """
         if self.in_passing is not None:
             self.in_passing.follow(plan)
-            self._inconsistent = self._inconsistent or self.in_passing.wrote
-        if self._inconsistent and not plan.heal:
+        if self.inconsistent and not plan.heal:
             raise RuntimeError(
                 f"a heal of this group did not get to its end, so its weights are of no step, and quorum "
                 f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
@@ -260,7 +259,6 @@ class Recovery:
     ) -> Position:
         assert plan.source is not None
         source: Source = plan.source
-        self._inconsistent = self._inconsistent or (self.in_passing is not None and self.in_passing.wrote)
         self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"), bounded(f"healing from {source.manager_address}"):
             metadata = self._ask_source(self._reach(source.manager_address))
@@ -373,30 +371,6 @@ class Recovery:
     def _ask(self, client: ManagerClient, timeout: timedelta) -> str:
         """Requests the address of a state. The client closes its connection when it is garbage collected."""
         return client._checkpoint_metadata(self._group_rank, timeout=timeout)
-
-    def stop_joining(self) -> None:
-        """Drops the parts that have arrived, in a step whose gradients this group does not receive: they are
-        of an earlier step, and are fetched again.
-        """
-        if self.in_passing is not None:
-            self.in_passing.stop()
-
-    def how_far(self) -> str:
-        """The progress of a state that arrives in parts, for the log."""
-        assert self.in_passing is not None
-        return self.in_passing.how_far()
-
-    def advance(self, reduced: bool, optimizer: Optional[Optimizer] = None) -> None:
-        """Ends a step in which this group trains along, before it votes: see :meth:`InPassing.advance`."""
-        assert self.in_passing is not None
-        self.in_passing.advance(reduced, optimizer)
-        self._inconsistent = self._inconsistent or self.in_passing.wrote
-
-    def steps_too(self, optimizer: Optimizer) -> None:
-        """Ends a step in which this group trains along for another optimizer, which shares the vote."""
-        if self.in_passing is not None:
-            self.in_passing.steps_too(optimizer)
-            self._inconsistent = self._inconsistent or self.in_passing.wrote
 
     def refuse(self) -> None:
         """Tells the other ranks that this one receives no state in this step: they do not load theirs

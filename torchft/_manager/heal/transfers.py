@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Optional
 from torchft._manager.heal.in_passing import StillHealing
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from torchft._manager.checks.loader import Data
     from torchft._manager.edge import Transport
     from torchft._manager.heal.recovery import Recovery
@@ -96,18 +94,6 @@ class Transfers:
             self._recovery.refuse()
             return False
         return True
-
-    def advance(self, step: Step, optimizer: Optional[Optimizer]) -> None:
-        """Ends a step of a group that trains along, before its vote: it does not commit the step.
-
-        Args:
-            step: the step.
-            optimizer: the one that steps if the step is committed; None: not known.
-        """
-        if self._recovery.joining:
-            assert step.plan is not None
-            self._recovery.advance(step.error is None and step.collectives.usable, optimizer)
-            step.failed(StillHealing(self._recovery.how_far()))
 
     def load(self, step: Step) -> bool:
         """Loads the fetched state. Returns False if this rank or another one of its group has none, or if the

@@ -122,9 +122,9 @@ class LateRound(Round):
 class Rounds(Protocol):
     """Begins the rounds of one rank, one after the other."""
 
-    def standing(self, follow: Follow, request: QuorumRequest) -> Optional[Round]:
-        """The round of a quorum that stands, without a request: the answer is the last one. None: it does not
-        stand, and :meth:`begin` comes next.
+    def standing(self, request: QuorumRequest) -> Optional[QuorumResult]:
+        """The result of a quorum that stands: the last one, without a request. None: it does not stand, and
+        :meth:`begin` comes next.
         """
         ...
 
@@ -232,37 +232,26 @@ class _NativeRound(Round):
             self.end()
 
 
-class _StandingRound(Round):
-    """The round of a quorum that stands: its result is known, and is followed when it is first needed.
-
-    It has no events: no other thread ends it, and its result never comes late.
+class StandingRound(Round):
+    """The round of a quorum that stands. It ends when it is made, without events: its result is the last one.
 
     Args:
-        follow: acts on the result.
         result: the last result, with the number of the step.
+        follow: acts on the result.
     """
 
-    def __init__(self, follow: Follow, result: QuorumResult) -> None:
-        self._follow: Optional[Follow] = follow
+    def __init__(self, result: QuorumResult, follow: Follow) -> None:
         self._result = result
         self._error = None
-        self._lock = threading.Lock()
+        try:
+            follow(result)
+        except Exception as e:
+            self._error = e
 
     def ended(self) -> bool:
-        return self._follow is None
+        return True
 
-    def wait(self) -> None:
-        with self._lock:
-            if self._follow is None:
-                return
-            try:
-                self._follow(self._result)
-            except BaseException as e:
-                self._error = e
-                if isinstance(e, KeyboardInterrupt):
-                    raise
-            finally:
-                self._follow = None
+    def wait(self) -> None: ...
 
     def answer(self) -> QuorumResult:
         return self._result
@@ -280,14 +269,14 @@ class NativeRounds:
         self._closed: Optional[Exception] = None
         self._thread = _Thread(self._follow_changes)
 
-    def standing(self, follow: Follow, request: QuorumRequest) -> Optional[Round]:
+    def standing(self, request: QuorumRequest) -> Optional[QuorumResult]:
         last = self._last
         if not self._client._stands_for(request, last) or last is None:
             return None
         if self._closed is not None:
             raise self._closed
         last.max_step = request.step
-        return _StandingRound(follow, last)
+        return last
 
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         self._thread.start()
@@ -340,7 +329,7 @@ class ThreadRounds:
         self._begun: queue.SimpleQueue[Optional[tuple[Round, Callable[[], None]]]] = queue.SimpleQueue()
         self._thread = _Thread(self._run)
 
-    def standing(self, follow: Follow, request: QuorumRequest) -> None:
+    def standing(self, request: QuorumRequest) -> None:
         return None
 
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:

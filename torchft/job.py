@@ -14,8 +14,6 @@ docs/training_loops.md.
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -100,7 +98,6 @@ class Job:
             )
         self._checkpoints = Checkpoints(checkpoint_dir, checkpoint_every, group_name())
         self.device = pick_device(device)
-        self._owns = manager is None
         if manager is None:
             end_with_torchrun()
             manager = connect(self.device, isolated, reproducible_reduction=reproducible, **settings)
@@ -117,7 +114,6 @@ class Job:
         self._loader: Optional[ElasticDataLoader] = None
         self._mesh: Optional[DeviceMesh] = None
         manager.register_state_dict_fn(_STATE_KEY, self._load_state, self._state)
-        atexit.register(_close, weakref.ref(self))
 
     # Before the loop
 
@@ -335,17 +331,6 @@ class Job:
         self.manager.shutdown(finished=not self.manager.draining())
 
 
-def _close(ref: weakref.ref[Job]) -> None:
-    """Ends what is left when the process exits."""
-    job = ref()
-    if job is None or not job._owns:
-        return
-    job.manager.shutdown(wait=False)
-    job.manager._pg.shutdown()  # type: ignore[attr-defined]
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 class JobLoader(Iterator["JobStep"]):
     """The steps of a job, each a batch of all groups together. A step that is not committed comes again."""
 
@@ -448,6 +433,11 @@ class JobStep:
             raise RuntimeError(f"step.{what} belongs into `for batch in step`, once for each batch")
         return self._unit
 
+    def _batches_ended(self, what: str) -> None:
+        """Refuses what would use gradients that the last batch, or its end, has not completed."""
+        if self._unit is not None:
+            raise RuntimeError(f"step.{what}() belongs after `for batch in step`, run to its end")
+
     @property
     def loss(self) -> float:
         """The mean of the losses over the samples of all groups' batches (with LocalSGD and DiLoCo, of this
@@ -464,7 +454,11 @@ class JobStep:
 
         Returns:
             The norm of all gradients before, a tensor of one element.
+
+        Raises:
+            RuntimeError: it was called before the end of the batches.
         """
+        self._batches_ended("clip")
         job = self._job
         if job._scaler is not None:
             for optimizer in job._steppers:
@@ -481,10 +475,11 @@ class JobStep:
             Whether the step counts. If not, its batch comes again. With LocalSGD and DiLoCo always True.
 
         Raises:
-            RuntimeError: it was called before in this step.
+            RuntimeError: it was called before in this step, or before the end of the batches.
         """
         if self.ended:
             raise RuntimeError("step.commit() was called twice: a step ends once")
+        self._batches_ended("commit")
         self.ended = True
         job = self._job
         for optimizer in job._steppers:

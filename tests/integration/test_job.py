@@ -191,6 +191,12 @@ def body(name: str) -> Callable[[JobStep, nn.Module], None]:
             if name == "raises":
                 raise KeyError("label")
             step.backward(loss)
+            if name == "clips a batch":
+                step.clip(1.0)
+            if name == "commits a batch" and step._unit.last:
+                step.commit()
+            if name == "left early":
+                break
             if name == "early loss" and not step._unit.last:
                 step.loss  # noqa: B018
         step.commit()
@@ -211,6 +217,9 @@ def body(name: str) -> Callable[[JobStep, nn.Module], None]:
         ("raises", KeyError, "label"),
         ("early loss", RuntimeError, "step.loss is known after the last batch"),
         ("twice", RuntimeError, "called twice"),
+        ("clips a batch", RuntimeError, r"step.clip\(\) belongs after `for batch in step`"),
+        ("commits a batch", RuntimeError, r"step.commit\(\) belongs after `for batch in step`"),
+        ("left early", RuntimeError, r"step.commit\(\) belongs after .*, run to its end"),
     ],
 )
 def test_a_mistake_of_the_loop_is_named(mistake: str, error: type[Exception], text: str) -> None:

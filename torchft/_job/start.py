@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import socket
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +79,21 @@ def connect(device: torch.device, isolated: bool, **settings: Any) -> Manager:
     settings.setdefault("replay_failed_step", True)
     group = getattr(process_group, f"ProcessGroup{'Baby' * isolated}{kind}")()
     manager = Manager(group, load_state_dict=None, state_dict=None, **settings)
+    atexit.register(_end, weakref.ref(manager))
     if threading.current_thread() is threading.main_thread():
         manager.leave_on(signal.SIGTERM)
     return manager
+
+
+def _end(ref: weakref.ref[Manager]) -> None:
+    """Ends what is left when the process exits."""
+    manager = ref()
+    if manager is None:
+        return
+    manager.shutdown(wait=False)
+    manager._pg.shutdown()  # type: ignore[attr-defined]
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def group_mesh(device: torch.device) -> DeviceMesh:

@@ -26,7 +26,8 @@ criterion = nn.CrossEntropyLoss()
 def main(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)  # each rank makes the whole model, and keeps its shard
     torch.set_num_threads(1)  # `torchft run` starts all groups on one machine
-    job = torchft.Job(device=args.device, checkpoint_dir=args.checkpoint_dir)
+    settings = {"checkpoint_dir": args.checkpoint_dir, "reproducible": args.reproducible}
+    job = torchft.Job(device=args.device, **settings)
     net = Transformer(args.width, args.layers).to(job.device)
     for block in net.blocks:
         fully_shard(block, mesh=job.mesh)
@@ -87,6 +88,7 @@ def parse_args() -> argparse.Namespace:
     add("--layers", type=int, default=2)
     add("--lr", type=float, default=1e-3)
     add("--device", default="auto", help="auto, cpu or cuda")
+    add("--reproducible", action="store_true", help="make the sum of gradients independent of its order")
     add("--checkpoint-dir", help="a folder to resume from, and to save to")
     return parser.parse_args()
 

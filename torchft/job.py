@@ -165,7 +165,7 @@ class Job:
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if self._averages_weights:
             return model
-        for module in sharded:
+        for module in sharded if not self._reproducible else ():  # then the loader reduces
             module.set_all_reduce_hook(self._average)
         return model if sharded else DistributedDataParallel(self.manager, model)
 

@@ -110,14 +110,16 @@ class Training:
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(
-    "data", [lambda: Files([9, 4, 0, 7, 11, 3]), lambda: Sequential(29)], ids=["shards", "sequential"]
+    "data",
+    [lambda: Files([9, 4, 0, 7, 11, 3, 2, 5, 6]), lambda: Sequential(29)],
+    ids=["shards", "sequential"],
 )
 def test_each_sample_once(data: Any, groups: int) -> None:
     training = Training(data(), groups)
     training.check(training.run())
     if groups == 1:
         # Each source once an epoch, and nothing is read in vain.
-        sources = 4 if isinstance(training.data, Files) else 1
+        sources = 8 if isinstance(training.data, Files) else 1
         assert training.data.log["read"] == sum(len(training.data.samples(epoch)) for epoch in range(3))
         assert training.data.log["opened"] == 3 * sources
 
@@ -126,7 +128,7 @@ def test_each_sample_once(data: Any, groups: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_fail_and_are_replaced(seed: int, replays: bool) -> None:
     rng = random.Random(seed)
-    data = Files([rng.randint(0, 12) for _ in range(8)]) if seed else Sequential(60)
+    data = Files([rng.randint(0, 12) for _ in range(6 + 4 * seed)]) if seed else Sequential(60)
     training = Training(data, groups=2 + seed, kills=(2, 7), manager={"replay_failed_step": replays})
     ended = training.run()
     assert len(training.failed) == 2 and len(ended) == 2 + seed
@@ -179,7 +181,7 @@ def test_reproducible_sums_are_refused() -> None:
         results(cluster.start(loop, group=0))
 
 
-@pytest.mark.parametrize("lengths", [[9, 4, 2, 7, 11, 3], [1, 0, 0, 20]])
+@pytest.mark.parametrize("lengths", [[9, 4, 2, 7, 11, 3, 1, 5, 8, 2, 4, 7], [1, 0, 0, 20]])
 def test_ranks_of_a_group_read_different_sources(lengths: list[int]) -> None:
     """They find the end of an epoch together, whichever of them has samples."""
     data = Files(lengths)

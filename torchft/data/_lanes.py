@@ -67,12 +67,14 @@ class Lanes:
 
     Args:
         lanes: at least one.
-        lane_of: number of the lane that reads a unit, by the number of the unit in its batch.
+        lane_of: number of the lane that reads a unit.
+        turns: number of batches after which the lanes of units come again.
     """
 
-    def __init__(self, lanes: list[Lane], lane_of: Callable[[int], int]) -> None:
+    def __init__(self, lanes: list[Lane], lane_of: Callable[[Key], int], turns: int = 1) -> None:
         self.lanes = lanes
         self._lane_of = lane_of
+        self._turns = turns
 
     def expect(self, forecast: Callable[[], Iterator[Task]]) -> None:
         """Sets the units that will be taken.
@@ -89,9 +91,11 @@ class Lanes:
         """The tasks of a lane. Ends where a lane has nothing to read for an unchanged membership, since the
         forecast may be endless.
         """
+        idle = 0
         for later, (_, batch) in enumerate(itertools.groupby(forecast, lambda task: task.key.position)):
-            own = [task for task in batch if self._lane_of(task.key.unit) == number]
-            if later and not own:
+            own = [task for task in batch if self._lane_of(task.key) == number]
+            idle = 0 if own or not later else idle + 1
+            if idle == self._turns:
                 return
             yield from own
 
@@ -101,7 +105,7 @@ class Lanes:
         Raises:
             ReadFailed: it could not be read.
         """
-        return self.lanes[self._lane_of(key.unit)].prefetcher.take(key)
+        return self.lanes[self._lane_of(key)].prefetcher.take(key)
 
     def stop(self) -> None:
         """Ends the worker processes of all lanes."""
@@ -118,7 +122,7 @@ def lanes_of_indices(dataset: Any, seed: Optional[Seed], **dataloader: Any) -> L
         dataloader: arguments of the DataLoader.
     """
     read: Any = dataset if seed is None else _Seeded(dataset)
-    return Lanes([Lane(read, Batches(seed), **dataloader)], lambda unit: 0)
+    return Lanes([Lane(read, Batches(seed), **dataloader)], lambda key: 0)
 
 
 def lanes_of_stream(dataset: Any, plan: StreamPlan, **dataloader: Any) -> Lanes:
@@ -140,7 +144,7 @@ def lanes_of_stream(dataset: Any, plan: StreamPlan, **dataloader: Any) -> Lanes:
         Lane(StreamReader(dataset, plan, ahead + 2), Units(), collate_fn=collate, **dataloader)
         for _ in range(count)
     ]
-    return Lanes(lanes, lambda unit: unit // plan.blocks % count)
+    return Lanes(lanes, lambda key: plan.block(key.position, key.unit).source % count, plan.turns)
 
 
 class _SeededIndices(list[int]):

@@ -110,7 +110,7 @@ class StreamReader:
 
     def _source(self, number: int, position: DataPosition) -> Source:
         plan = self._plan
-        first = position.batch * plan.blocks
+        first = position.batch // plan.turns * plan.blocks
         samples = self._open(number, position.epoch, first * plan.micro_batch_size)
         return Source(samples, first, plan.micro_batch_size, self._keep)
 

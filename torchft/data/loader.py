@@ -156,7 +156,9 @@ class ElasticDataLoader:
         if self._stream is not None and self._data_world_size > 1:
             self._in_group = group_of_ranks(manager, self._data_world_size, data_group, "a stream")
         self._kept_counted = 0  # of a stream: what this rank has counted in the last attempt at a step
-        self._following: Optional[DataPosition] = None  # of a stream: the position after this step
+        self._ended = 0  # of a stream: the turns that have ended in this epoch, see StreamPlan.after
+        # of a stream: position and ended turns after this step
+        self._following: Optional[tuple[DataPosition, int]] = None
         # membership and position of the forecast's next step
         self._forecast: Optional[tuple[Membership, DataPosition]] = None
         # The last unit of a group that does not participate. One that heals over several steps stays at its
@@ -210,6 +212,8 @@ class ElasticDataLoader:
         """A digest (64 bits in hex) of the stamp and the scales of ``reproducible_reduction``, equal in all
         groups.
         """
+        if self._ended:
+            return hashlib.sha256(f"{self.stamp.digest} {self._ended}".encode()).hexdigest()[:16]
         if self._exact is None:
             return self.stamp.digest
         return hashlib.sha256(f"{self.stamp.digest} {self._exact.digest}".encode()).hexdigest()[:16]
@@ -232,6 +236,8 @@ class ElasticDataLoader:
             state["samples"] = self._account.save()
         if self._exact is not None:
             state["scales"] = self._exact.state_dict()
+        if self._stream is not None:
+            state["ended"] = self._ended
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -254,7 +260,7 @@ class ElasticDataLoader:
         if self._exact is not None:
             self._exact.load_state_dict(state_dict.get("scales"))
         self._manager._again.forget()
-        self._position = position
+        self._position, self._ended = position, state_dict.get("ended", 0)
 
     def __len__(self) -> int:
         """The number of steps of the whole job.
@@ -295,7 +301,7 @@ class ElasticDataLoader:
         if self._stream is None:
             self.share(None, participants).check(counted)
         else:
-            self._following = self._stream.after(self._position, counted)
+            self._following = self._stream.after(self._position, self._ended, counted)
 
     @property
     def is_stream(self) -> bool:
@@ -351,7 +357,10 @@ class ElasticDataLoader:
         if committed:
             if self._exact is not None:
                 self._exact.commit()
-            self._position = following or self._plan.advance(self._position)
+            if following is None:
+                self._position = self._plan.advance(self._position)
+            else:
+                self._position, self._ended = following
 
     # Steps
 
@@ -559,8 +568,14 @@ class ElasticDataLoader:
         """
         if self._forecast != (membership, share.position):
             self._lanes.expect(lambda: self._foresee(membership, share))
-        following = self._plan.advance(share.position)
+        following = self._next(share.position)
         self._forecast = None if membership.rank is None else (membership, following)
+
+    def _next(self, position: DataPosition) -> DataPosition:
+        """The next position, as far as it is known."""
+        if self._stream is None:
+            return self._plan.advance(position)
+        return self._stream.next(position, self._ended)
 
     def _foresee(self, membership: Membership, share: RankShare) -> Iterator[Task]:
         """Yields the units from this step on, for an unchanged membership. If the group does not participate,
@@ -569,7 +584,7 @@ class ElasticDataLoader:
         while True:
             position = share.position
             yield from (Task(Key(position, unit.number), unit) for unit in share.units)
-            position = self._plan.advance(position)
+            position = self._next(position)
             if membership.rank is None or position == self._plan.end:
                 return
             share = self._plan.share(position, *membership, self._data_rank, self._data_world_size)

@@ -1,14 +1,16 @@
 """The samples of each step of a job that trains on a stream: a dataset without indices. Pure, free of torch.
 
 A stream is read as *sources*, each of them sequential: shards of the dataset, or the dataset itself. The
-samples of a source form blocks of ``micro_batch_size``, and each batch takes the same number of blocks of
-each source. So a unit, that is a block, depends on the position alone, as in :mod:`torchft.data.position`,
-and a group whose membership is unchanged reads its own sources only, in their order.
+samples of a source form blocks of ``micro_batch_size``. A batch takes the same number of blocks of each
+source of its *turn*: batches take turns, so that a rank with few units in a batch has sources for several
+worker processes. So a unit, that is a block, depends on the position alone, as in
+:mod:`torchft.data.position`, and a group whose membership is unchanged reads its own sources only, in their
+order.
 
 Sources end at different places, which nobody knows before. The batches at the end of an epoch therefore lack
-samples. A sample has the same weight in all batches: 1 / ``global_batch_size``. With its last block before
-the next batch, each source tells whether it has more, and the groups add that up together with the number of
-samples: the epoch ends with the batch after which no source has more.
+samples. A sample has the same weight in all batches: 1 / ``global_batch_size``. With its last block of a
+batch, each source tells whether it has more, and the groups add that up together with the number of samples.
+So all groups know which turns have ended, and leave out their batches; the epoch ends with the last turn.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ _FORMAT = 1  # of a saved position
 _MORE = 40
 # No epoch of a stream has that many batches of 2**31 samples.
 _ENDLESS = 2**31
+# A worker process of a rank needs a source, and each turn of an epoch ends with a batch that lacks samples.
+MOST_TURNS = 4
 
 
 class StreamStamp(NamedTuple):
     """A plan and a position for comparison between peers, as :class:`torchft.data.position.Stamp`."""
 
     sources: int
+    turns: int
     global_batch_size: int
     micro_batch_size: int
     epochs: int
@@ -63,15 +68,21 @@ class StreamPlan(DataPlan):
 
     All but the last batches of an epoch are full, and the plan has no end of an epoch by itself:
     :meth:`after` is given what the groups have counted.
+
+    Args:
+        sources: number of sources.
+        turns: number of turns, which divides ``sources``.
     """
 
     sources: int = 1
+    turns: int = 1
 
     @classmethod
     def of(
         cls, global_batch_size: int, micro_batch_size: int, epochs: int, shards: Optional[int]
     ) -> StreamPlan:
-        """Chooses the number of sources: as many as divide the units of a batch.
+        """Chooses sources and turns: as many sources of a turn as divide the units of a batch, and up to
+        MOST_TURNS turns.
 
         Args:
             global_batch_size, micro_batch_size, epochs: those of :class:`DataPlan`.
@@ -82,25 +93,35 @@ class StreamPlan(DataPlan):
         """
         checked = DataPlan(_ENDLESS, global_batch_size, micro_batch_size, False, 0, epochs)
         units = checked.global_batch_size // checked.micro_batch_size
-        most = units if shards is None else max(1, shards)
-        sources = max(number for number in range(1, units + 1) if units % number == 0 and number <= most)
+        most = units * MOST_TURNS if shards is None else max(1, shards)
+        of_turn = max(number for number in range(1, units + 1) if units % number == 0 and number <= most)
+        turns = min(MOST_TURNS, most // of_turn)
         return cls(
-            _ENDLESS * global_batch_size, global_batch_size, micro_batch_size, False, 0, epochs, sources
+            _ENDLESS * global_batch_size,
+            global_batch_size,
+            micro_batch_size,
+            False,
+            0,
+            epochs,
+            of_turn * turns,
+            turns,
         )
 
     @property
     def blocks(self) -> int:
-        """The blocks of each source in a batch."""
-        return self.global_batch_size // self.micro_batch_size // self.sources
+        """The blocks of a source in each batch of its turn."""
+        return self.global_batch_size // self.micro_batch_size * self.turns // self.sources
 
     def block(self, position: DataPosition, unit: int) -> Block:
         """The place of a unit of a batch."""
-        source, slot = divmod(unit, self.blocks)
-        return Block(source, position.batch * self.blocks + slot, last=slot == self.blocks - 1)
+        number, slot = divmod(unit, self.blocks)
+        rounds, turn = divmod(position.batch, self.turns)
+        return Block(number * self.turns + turn, rounds * self.blocks + slot, last=slot == self.blocks - 1)
 
     def stamp(self, position: DataPosition) -> StreamStamp:  # type: ignore[override]
         return StreamStamp(
             self.sources,
+            self.turns,
             self.global_batch_size,
             self.micro_batch_size,
             self.epochs,
@@ -124,7 +145,7 @@ class StreamPlan(DataPlan):
             raise PositionDiffers(
                 f"the saved position has format {state['format']}: this version reads {_FORMAT}"
             )
-        for name in ("sources", "global_batch_size", "micro_batch_size"):
+        for name in ("sources", "turns", "global_batch_size", "micro_batch_size"):
             if state[name] != getattr(self, name):
                 raise PositionDiffers(
                     f"{name} is {getattr(self, name)}, and the saved position is of a run in which it was "
@@ -149,23 +170,39 @@ class StreamPlan(DataPlan):
         """
         return samples + (more << _MORE)
 
-    def after(self, position: DataPosition, counted: int) -> DataPosition:
-        """Returns the position after a committed step.
+    def next(self, position: DataPosition, ended: int) -> DataPosition:
+        """Returns the position of the next batch of an epoch, or of the next epoch.
+
+        Args:
+            position: of a batch.
+            ended: the turns of the epoch that have ended, as bits.
+        """
+        for batch in range(position.batch + 1, position.batch + 1 + self.turns):
+            if not ended >> (batch % self.turns) & 1:
+                return DataPosition(position.epoch, batch)
+        return DataPosition(position.epoch + 1, 0)
+
+    def after(self, position: DataPosition, ended: int, counted: int) -> tuple[DataPosition, int]:
+        """Returns the position after a committed step, and the turns that have ended in its epoch, as bits.
 
         Args:
             position: of the step.
+            ended: the turns that have ended before it.
             counted: the sum of what all ranks have counted, see :meth:`count`.
 
         Raises:
             SamplesDiffer: no such sum is possible; the step must not be committed.
         """
         more, samples = counted >> _MORE, counted % (1 << _MORE)
-        if not 0 < samples <= self.global_batch_size or not 0 <= more <= self.sources:
+        # The sources of a turn may all be empty, which is noticed in its first batch.
+        least = 0 if self.turns > 1 and position.batch < self.turns else 1
+        if not least <= samples <= self.global_batch_size or not 0 <= more <= self.sources // self.turns:
             raise SamplesDiffer(
                 f"batch {position.batch} of epoch {position.epoch}: {samples} samples were counted, and "
-                f"{more} of {self.sources} sources that have more; allowed are 1 to {self.global_batch_size} "
-                "samples. A stream must give the same samples whenever it is opened"
+                f"{more} of {self.sources // self.turns} sources that have more; allowed are {least} to "
+                f"{self.global_batch_size} samples. A stream must give the same samples whenever it is opened"
             )
-        if more:
-            return self.advance(position)
-        return DataPosition(position.epoch + 1, 0)
+        if not more:
+            ended |= 1 << (position.batch % self.turns)
+        following = self.next(position, ended)
+        return following, ended if following.epoch == position.epoch else 0

@@ -118,7 +118,7 @@ def test_changes_of_membership(workers: int) -> None:
             first = 2 * number
             assert unit.data == [(0, planned.number, first), (0, planned.number, first + 1)]
             assert unit.weight == (0 if rank is None else 2 / 12)
-        loader._following = plan.advance(position)
+        loader._following = plan.advance(position), 0
         manager.decide(True)
     loader._stop_reading()
 

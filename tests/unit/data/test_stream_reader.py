@@ -93,7 +93,7 @@ def test_other_units_of_a_batch_are_kept() -> None:
 
 
 def test_each_epoch_is_opened_with_its_number() -> None:
-    data = Files([4, 4, 4, 4, 4, 4, 4, 4])
+    data = Files(7 * [4])
     one = reader(data)
     orders = []
     for epoch in (0, 1, 2):

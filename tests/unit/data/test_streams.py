@@ -15,12 +15,55 @@ PLAN = StreamPlan.of(16, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
-    ("units", "shards", "sources"),
-    [(16, None, 16), (16, 1, 1), (16, 10, 8), (16, 16, 16), (16, 100, 16), (12, 5, 4), (7, 6, 1), (1, 9, 1)],
+    ("units", "shards", "sources", "turns"),
+    [
+        (16, None, 64, 4),
+        (16, 1, 1, 1),
+        (16, 10, 8, 1),
+        (16, 16, 16, 1),
+        (16, 40, 32, 2),
+        (16, 100, 64, 4),
+        (12, 5, 4, 1),
+        (7, 6, 4, 4),
+        (1, 9, 4, 4),
+    ],
 )
-def test_the_number_of_sources(units: int, shards: Optional[int], sources: int) -> None:
+def test_the_number_of_sources(units: int, shards: Optional[int], sources: int, turns: int) -> None:
     plan = StreamPlan.of(3 * units, 3, 1, shards)
-    assert (plan.sources, plan.blocks) == (sources, units // sources)
+    assert (plan.sources, plan.turns) == (sources, turns)
+    of_turns = [
+        {plan.block(DataPosition(0, batch), unit).source for unit in range(units)} for batch in range(turns)
+    ]
+    assert sorted(source for of_turn in of_turns for source in of_turn) == list(range(sources))
+
+
+def test_batches_take_turns() -> None:
+    plan = StreamPlan.of(8, 2, 1, 8)  # four units, two turns of four sources
+    found = [[plan.block(DataPosition(0, batch), unit)[:2] for unit in range(4)] for batch in range(4)]
+    even, odd = (0, 2, 4, 6), (1, 3, 5, 7)
+    assert found == [
+        [(source, number) for source in sources]
+        for sources, number in ((even, 0), (odd, 0), (even, 1), (odd, 1))
+    ]
+
+
+def test_a_turn_that_has_ended_is_left_out() -> None:
+    plan = StreamPlan.of(8, 2, 2, 8)
+    at, ended = DataPosition(0, 4), 0
+    seen = []
+    for more in (4, 0, 2, 1, 0, 3):  # sources that have more
+        seen.append((at.epoch, at.batch))
+        at, ended = plan.after(at, ended, plan.count(8, more))
+    assert seen == [(0, 4), (0, 5), (0, 6), (0, 8), (0, 10), (1, 0)]
+    assert (at, ended) == (DataPosition(1, 1), 0)
+
+
+def test_a_turn_may_be_empty() -> None:
+    """In its first batch only: later ones are left out."""
+    plan = StreamPlan.of(8, 2, 2, 8)
+    assert plan.after(DataPosition(0, 1), 0, 0) == (DataPosition(0, 2), 0b10)
+    with pytest.raises(SamplesDiffer):
+        plan.after(DataPosition(0, 3), 0, 0)
 
 
 def test_each_batch_continues_each_source() -> None:
@@ -56,17 +99,18 @@ def test_an_unchanged_membership_reads_the_same_sources() -> None:
 )
 def test_the_position_after_a_step(samples: int, more: int, after: DataPosition) -> None:
     parts = PLAN.count(samples - 1, more) + PLAN.count(1, 0)  # of two groups
-    assert PLAN.after(DataPosition(1, 7), parts) == after
+    assert PLAN.after(DataPosition(1, 7), 0, parts) == (after, 0)
 
 
 @pytest.mark.parametrize(("samples", "more"), [(0, 0), (0, 2), (17, 1), (16, 5), (-1, 0)])
 def test_sums_that_no_stream_gives(samples: int, more: int) -> None:
     with pytest.raises(SamplesDiffer, match=r"batch 7 of epoch 1: .* must give the same samples"):
-        PLAN.after(DataPosition(1, 7), PLAN.count(samples, more))
+        PLAN.after(DataPosition(1, 7), 0, PLAN.count(samples, more))
 
 
 def test_the_last_epoch_ends_the_job() -> None:
-    assert PLAN.after(DataPosition(2, 7), PLAN.count(3, 0)) == PLAN.end == DataPosition(3, 0)
+    assert PLAN.after(DataPosition(2, 7), 0, PLAN.count(3, 0)) == (DataPosition(3, 0), 0)
+    assert PLAN.end == DataPosition(3, 0)
 
 
 def test_a_position_is_saved_and_loaded() -> None:
@@ -108,11 +152,11 @@ def test_digests_differ_where_samples_do() -> None:
 
 
 def test_random_histories() -> None:
-    steps = sum(len(prove(seed)) for seed in range(often(1000)))
+    steps = sum(len(prove(seed)) for seed in range(often(500)))
     assert steps > 0
 
 
-@pytest.mark.slow  # a minute; test_random_histories has 200, or 1000 if SEED is set
+@pytest.mark.slow  # a minute; test_random_histories has 100, or 500 if SEED is set
 @pytest.mark.parametrize("part", range(4))
 def test_many_histories(part: int) -> None:
     first = todays(10_000 * part)
@@ -125,6 +169,14 @@ class AdvancesByOne(Group):
 
     def committed(self, counted: int) -> None:
         self.position = self.plan.advance(self.position)
+
+
+class ForgetsTheTurns(Group):
+    """A mistake: a group that heals does not get the turns that have ended."""
+
+    def committed(self, counted: int) -> None:
+        super().committed(counted)
+        self.ended &= 1
 
 
 class EndsAtAShortBatch(Group):
@@ -154,7 +206,7 @@ class KeepsTheEpoch(Group):
         return super().read(position, unit)
 
 
-@pytest.mark.parametrize("mistake", [AdvancesByOne, EndsAtAShortBatch, KeepsTheEpoch])
+@pytest.mark.parametrize("mistake", [AdvancesByOne, ForgetsTheTurns, EndsAtAShortBatch, KeepsTheEpoch])
 def test_mistakes_are_found(mistake: type[Group]) -> None:
     with pytest.raises((Broken, SamplesDiffer)):
         sum(len(prove(seed, mistake)) for seed in range(200))

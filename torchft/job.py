@@ -64,7 +64,7 @@ class Job:
         reproducible: weights have the same bits however many groups there are, and whatever fails
             (``Manager(reproducible_reduction=True)``); costs 8 bytes for each element of a parameter.
         checkpoint_dir: the folder to resume from and to save to, in the format of
-            torch.distributed.checkpoint; None: no checkpoints.
+            torch.distributed.checkpoint, shared by the hosts of a group; None: no checkpoints.
         checkpoint_every: committed steps between two checkpoints, at least 1.
         manager: a Manager to use in place of the one that is made; ``isolated`` and ``reproducible`` are its
             settings then.
@@ -111,6 +111,7 @@ class Job:
         self._schedulers: list[LRScheduler] = []
         self._scaler: Optional[GradScaler] = None
         self._others: dict[str, Any] = {}
+        self._stage: Optional[str] = None  # key of this rank's part of a checkpoint
         self._loader: Optional[ElasticDataLoader] = None
         self._mesh: Optional[DeviceMesh] = None
         manager.register_state_dict_fn(_STATE_KEY, self._load_state, self._state)
@@ -148,6 +149,7 @@ class Job:
         if is_stage(given):
             self._models.append(given.submod)
             self._wrapped.append(given.submod)
+            self._stage = f"stage {self.manager._settings.group_rank}"
             return given
         if isinstance(given, Optimizer):
             self._optimizers.append(given)
@@ -182,7 +184,8 @@ class Job:
 
         Args:
             name: of the object; the same in all groups.
-            given: an object with ``state_dict()`` and ``load_state_dict(state)``, equal in all groups.
+            given: an object with ``state_dict()`` and ``load_state_dict(state)``, equal in all groups. In a
+                checkpoint, tensors are those of one rank of a group, unless they are DTensors.
         """
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(given, method, None)):
@@ -262,21 +265,19 @@ class Job:
         """
         assert self._loader is not None
         model, optimizer = get_state_dict(root_of(self._models), self._optimizers)
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "manager": self.manager.state_dict(),
-            "data": self._loader.state_dict(),
-            **{name: each.state_dict() for name, each in self._others.items()},
-        }
+        others = {name: each.state_dict() for name, each in self._others.items()}
+        own = {"model": model, "optimizer": optimizer, **others}
+        common = {"manager": self.manager.state_dict(), "data": self._loader.state_dict()}
+        return {**common, **(own if self._stage is None else {self._stage: own})}
 
     def _resume(self, state: dict[str, Any]) -> None:
         assert self._loader is not None
-        model, optimizer = state["model"], state["optimizer"]
+        own = state if self._stage is None else state[self._stage]
+        model, optimizer = own["model"], own["optimizer"]
         set_state_dict(
             root_of(self._models), self._optimizers, model_state_dict=model, optim_state_dict=optimizer
         )
-        self._load_others(state)
+        self._load_others(own)
         self.manager.load_state_dict(state["manager"])
         self._loader.load_state_dict(state["data"])
 

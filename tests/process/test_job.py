@@ -15,6 +15,7 @@ from torchft.data.position import DataPlan, DataPosition
 from torchft.launch.group import ReplicaGroup
 
 SCRIPT = Path(__file__).with_name("pipeline_script.py")
+CHECKPOINTS = Path(__file__).with_name("stages_script.py")
 
 
 def one_process() -> tuple[list[float], list[float]]:
@@ -62,3 +63,20 @@ def test_stages_of_a_pipeline_are_the_ranks_of_a_group(tmp_path: Path) -> None:
             assert float(loss) == pytest.approx(losses[int(step) - 1], rel=1e-4)
         ends.append(sorted(re.findall(r"^rank \d step 8 weights \w+$", log, re.M)))
     assert ends[0] == ends[1] and len(ends[0]) == 2
+
+
+@pytest.mark.timeout(120)
+def test_ranks_resume_from_the_checkpoint_that_rank_0_finds_each_its_stage(tmp_path: Path) -> None:
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+    folders = [str(tmp_path / name) for name in ("all", "of_rank_0")]
+    group = ReplicaGroup(0, 1, [str(CHECKPOINTS), *folders], tmp_path / "0.log", nproc=2)
+    try:
+        group.start(lighthouse.address())
+        wait_for(lambda: group.status is not None, "the end", seconds=100)
+    finally:
+        group.kill()
+        lighthouse.shutdown()
+    log = group.log.read_text()
+    assert group.status == 0, log
+    weights = sorted(re.findall(r"^rank \d weight \S+$", log, re.M))
+    assert weights == ["rank 0 weight 10.0", "rank 1 weight 11.0"]

@@ -23,7 +23,7 @@ class Checkpoints:
     """The checkpoints of a job, which all groups may write to one folder, or each to its own.
 
     Args:
-        folder: where they are; None: nowhere.
+        folder: where they are, the same for all ranks of a group; None: nowhere.
         every: committed steps between two.
         group: the name of this group.
     """
@@ -60,7 +60,7 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def resume(self, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
-        """Loads the newest checkpoint, if there is one.
+        """Loads the newest checkpoint, if there is one. All ranks of the group call it.
 
         Args:
             state: returns the state with the tensors to read into.
@@ -69,9 +69,9 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is torn, or of another job.
         """
-        if not self._steps():
+        newest = self._newest()
+        if newest is None:
             return
-        newest = self._steps()[-1][1]
         read = state()
         try:
             with _alone():
@@ -82,6 +82,17 @@ class Checkpoints:
                 f"the checkpoint {newest} cannot be loaded: {e}; remove its folder to resume from the one "
                 "before"
             ) from e
+
+    def _newest(self) -> Optional[Path]:
+        """Returns the checkpoint that rank 0 finds: while a peer saves, another rank may find a later one."""
+        if self._folder is None:
+            return None
+        steps = [step for step, _ in self._steps()[-1:]]
+        if _several():
+            found = [steps]
+            dist.broadcast_object_list(found, 0)
+            (steps,) = found
+        return self._folder / f"step-{steps[0]}" if steps else None
 
     def _steps(self) -> list[tuple[int, Path]]:
         if self._folder is None or not self._folder.is_dir():

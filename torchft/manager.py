@@ -1127,6 +1127,8 @@ class Manager(Stateful, Stepping):
         try:
             if self._data.has_loader:
                 self._data.verify(step)
+                if step.error is None:
+                    self._again.verify(step)
             self._check_gradients(step)
         except Exception as e:
             self._logger.exception(f"the step is not committed: {e}")

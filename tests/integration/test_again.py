@@ -20,6 +20,7 @@ from torchft.data import ElasticDataLoader
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.manager import Manager
 from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
+from torchft.work import _DummyWork
 
 # 12 units in a batch: four groups compute 3 each, and the survivors of one 1 more.
 LOADER = {"micro_batch_size": 1}
@@ -246,6 +247,27 @@ def test_a_group_behind_the_others_heals_and_forgets_what_it_keeps(caplog: pytes
     assert votes[:2] == [True, True]
     assert "step 2 comes again without the 4 units of this group" in caplog.text
     assert "the kept gradients are of other weights" in caplog.text
+
+
+def test_a_loop_that_does_not_reduce_all_again_loses_what_it_keeps(caplog: pytest.LogCaptureFixture) -> None:
+    """The step must not be committed: kept gradients of the last parameter are not in the sum."""
+    job = Job(events={(0, 0, 2): fails("bucket0")})
+
+    def leaves_one_out(rank: Rank) -> None:
+        manager, attempt = rank.manager, len(job.units.get((1, 2), []))
+        assert manager is not None
+        reduce, left = Manager.allreduce, [3]
+
+        def allreduce(tensor: torch.Tensor, **more: Any) -> Any:
+            left[0] -= 1
+            return reduce(manager, tensor, **more) if left[0] >= 0 or attempt != 1 else _DummyWork(tensor)
+
+        manager.allreduce = allreduce  # type: ignore[method-assign]
+
+    job.events[1, 0, 2] = leaves_one_out
+    check(job, job.run(3))
+    assert "it reduced 3 tensors, and 4 in the attempt before" in caplog.text
+    assert [job.computed(2)[group] for group in (1, 2)] == [[4, 2, 3], [4, 2, 3]]
 
 
 def test_a_group_without_the_setting_keeps_nothing() -> None:

@@ -35,6 +35,7 @@ class Rank:
 
     def new_step(self, **fields: Any) -> Any:
         values = dict(participating_rank=0, healing=False, undecided=False, plan=self.plan(""))
+        values["collectives"] = MagicMock()
         return SimpleNamespace(inputs=Inputs(self.copies), **{**values, **fields})
 
     def plan(self, text: str, **fields: Any) -> Plan:
@@ -208,8 +209,12 @@ def test_fewer_tensors_than_before_are_not_kept(rank: Rank) -> None:
     assert rank.retain() == 1
     rank.begin({1})
     rank.reduce(torch.ones(2))
+    message = "it reduced 1 tensors, and 2 in the attempt before"
+    with pytest.raises(RuntimeError, match=message):
+        rank.again.verify(rank.step)  # the step must not be committed
+    rank.step.collectives.abort.assert_called_once_with()
     assert rank.retain() is None
-    assert "it reduced 1 tensors, and 2 in the attempt before" in rank.warned
+    assert message in rank.warned
 
 
 @pytest.mark.parametrize(

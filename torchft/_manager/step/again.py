@@ -21,6 +21,7 @@ from torchft.work import AnyReduceOp
 if TYPE_CHECKING:
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
+    from torchft._manager.step.inputs import Inputs
     from torchft._manager.step.step import Step
     from torchft.data.position import DataPosition
 
@@ -117,7 +118,14 @@ class Again:
             step.inputs.refuse(f"a tensor was reduced with {reduce_op}, so that attempts do not add up")
         step.inputs.keep(tensor, reduce_op, should_quantize)
 
-    # When it has ended without a commit
+    # When it has ended
+
+    def verify(self, step: Step) -> None:
+        """Raises an error if this rank has not added all that it keeps: the step must not be committed."""
+        inputs = step.inputs
+        if inputs.added != inputs.before:
+            step.collectives.abort()  # other groups may wait for a tensor that this rank did not reduce
+            raise RuntimeError(_differ(inputs))
 
     def retain(
         self, step: Step, at: tuple[int, int], check: Callable[[], None], vote: Callable[[bool], bool]
@@ -163,10 +171,14 @@ class Again:
             return inputs.refused
         if not inputs or not self.units | self._computes:
             return "nothing was reduced in it"
-        if inputs.before and inputs.before != len(inputs):
-            return f"it reduced {len(inputs)} tensors, and {inputs.before} in the attempt before"
+        if inputs.added != inputs.before:
+            return _differ(inputs)
         try:
             check()
         except Exception as e:
             return str(e)
         return inputs.twice()
+
+
+def _differ(inputs: Inputs) -> str:
+    return f"it reduced {inputs.added} tensors, and {inputs.before} in the attempt before"

@@ -49,12 +49,13 @@ class Inputs:
     Attributes:
         refused: the action of this rank that rules out a replay of the step; None if there was none.
         before: number of copies that hold the inputs of an earlier attempt, which :meth:`add` adds.
+        added: number of those that were added.
     """
 
     def __init__(self, copies: list[torch.Tensor]) -> None:
         self.refused: Optional[str] = None
         self.before = 0
-        self._added = 0
+        self.added = 0
         self._kept: list[Kept] = []
         self._copies = copies
 
@@ -90,16 +91,16 @@ class Inputs:
         Raises:
             ValueError: it was a tensor of another shape, dtype or device, or there was none.
         """
-        copy = self._copies[self._added] if self._added < self.before else None
+        copy = self._copies[self.added] if self.added < self.before else None
         if copy is None or _kind(copy) != _kind(tensor):
             there = "no other tensor" if copy is None else f"one with {_kind(copy)}"
             raise ValueError(
-                f"tensor {self._added} of this attempt has {_kind(tensor)}, and the attempt before reduced "
+                f"tensor {self.added} of this attempt has {_kind(tensor)}, and the attempt before reduced "
                 f"{there} in its place: the step is computed again as a whole"
             )
         with torch.no_grad():
             tensor.add_(copy)
-        self._added += 1
+        self.added += 1
 
     def _copy(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

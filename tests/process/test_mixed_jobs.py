@@ -42,3 +42,10 @@ def test_with_heals_in_passing_an_upstream_group_transfers_its_state_at_once() -
         run_mixed_job(job, (upstream_path("nightly"), ours_path()), ours_path(), ("--heal-along",))
         counts = [child.log_tail(1000).count("the state is transferred at once") for child in job.children]
     assert sum(counts) > 0, "our group says so when it heals"
+
+
+@pytest.mark.slow  # test_upstream_and_ours_share_a_job has the same job without FSDP2
+@pytest.mark.timeout(300)
+def test_an_upstream_group_shards_its_model_too() -> None:
+    with Job() as job:
+        run_mixed_job(job, (upstream_path("nightly"), ours_path()), ours_path(), ("--sharded",))

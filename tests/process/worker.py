@@ -13,9 +13,11 @@ import time
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from events import Commands, emit
 from torch import nn, optim
 from torch.distributed import TCPStore
+from torch.distributed.fsdp import fully_shard
 
 import torchft
 from torchft import Manager, Optimizer, ProcessGroupGloo
@@ -30,6 +32,9 @@ parser.add_argument(
     "--compute_s", type=float, default=0.04, help="seconds between zero_grad and the forward pass"
 )
 parser.add_argument("--width", type=int, default=16, help="width of the hidden layer")
+parser.add_argument(
+    "--sharded", action="store_true", help="train with FSDP2, whose hook sums over the groups"
+)
 parser.add_argument("--undeclared", action="store_true", help="wrap neither model nor optimizer")
 parser.add_argument("--isolated", action="store_true", help="run the collectives in a separate process")
 parser.add_argument("--set-fns", action="store_true", help="set the state after the Manager was made")
@@ -42,6 +47,11 @@ commands = Commands()
 torch.set_num_threads(1)
 torch.manual_seed(args.seed)
 model = nn.Sequential(nn.Linear(8, args.width), nn.Tanh(), nn.Linear(args.width, 4))
+if args.sharded:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    fully_shard(model)
+# Upstream calls state_dict() during the forward pass, in which FSDP2's would free the weights.
+weights = model.state_dict() if args.sharded else {}
 adam = optim.Adam(model.parameters(), lr=1e-2)
 emit("imported")
 command = commands.next()
@@ -50,14 +60,15 @@ assert command["do"] == "join"
 
 def digest() -> str:
     sha = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted((weights or model.state_dict()).items()):
         sha.update(name.encode())
-        sha.update(tensor.contiguous().numpy().tobytes())
+        local = getattr(tensor, "to_local", lambda t=tensor: t)()
+        sha.update(local.contiguous().numpy().tobytes())
     return sha.hexdigest()
 
 
 def state_dict() -> dict[str, dict]:
-    return {"model": model.state_dict(), "optim": adam.state_dict()}
+    return {"model": weights or model.state_dict(), "optim": adam.state_dict()}
 
 
 def load_state_dict(state: dict[str, dict]) -> None:
@@ -82,6 +93,8 @@ manager = Manager(
 if args.set_fns:
     manager.set_state_dict_fns(load_state_dict, state_dict)
 optimizer = None if args.undeclared else Optimizer(manager, adam)
+if args.sharded:
+    model.set_all_reduce_hook(lambda gradient: manager.allreduce(gradient).wait() and None)
 emit("ready", digest=digest(), torchft=os.path.dirname(torchft.__file__))
 assert commands.next()["do"] == "train"
 
@@ -106,7 +119,8 @@ while last_step is None or manager.current_step() < last_step:
     nn.functional.mse_loss(model(x), y).backward()
     # Not DistributedDataParallel: in upstream 0.2.0 its backward raises an error if a peer failed before the
     # call.
-    for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
+    gradients = [] if args.sharded else [p.grad for p in model.parameters() if p.grad is not None]
+    for work in [manager.allreduce(gradient) for gradient in gradients]:
         work.wait()
     if optimizer is not None:
         optimizer.step()
@@ -124,3 +138,5 @@ while last_step is None or manager.current_step() < last_step:
 
 emit("finished", step=manager.current_step(), digest=digest())
 manager.shutdown()
+if args.sharded:
+    dist.destroy_process_group()

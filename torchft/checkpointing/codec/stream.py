@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, List, Optional, Protocol, Tuple
 
 import torch
 import torch._weights_only_unpickler as restricted
-from torch.serialization import _load, location_tag
+from torch.serialization import _load, _serialization_tls, location_tag
 
 from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types, explain, pickle_allowed
 from torchft.checkpointing.memory.host import HostMemory, flat_storage
@@ -198,13 +198,15 @@ def _make_object(records: _Records, what: str, any_type: bool, home: Optional[Ho
     structure = records.data.get("data.pkl", b"")
     if b"torch.distributed.tensor" in structure:
         import torch.distributed.tensor  # noqa: F401  its import allows the parts of a DTensor
+
+    def place(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+        placed = storage if home is None else home(storage, device)
+        # A DTensor is made after its local tensor, on this device. PyTorch refuses a function here.
+        _serialization_tls.map_location = placed.device
+        return placed
+
     try:
-        return _load(
-            records,
-            home or (lambda storage, _: storage),
-            pickle if any_type else restricted,
-            encoding="utf-8",
-        )
+        return _load(records, place, pickle if any_type else restricted, encoding="utf-8")
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
     except Exception as error:

@@ -224,7 +224,13 @@ class Offer:
         for storage in stream.storages:
             if storage.nbytes() == 0:
                 continue
-            block = self._blocks[storage._cdata]
+            block = self._blocks.get(storage._cdata)
+            if block is None:  # the ranks of a DTensor's mesh: memory of the stream, which nobody changes
+                numbers = storage_bytes(storage)
+                pacer.wait(numbers.numel())
+                yield tensor_memory(numbers)
+                self._sent += numbers.numel()
+                continue
             start = 0
             if block.staged is not None and block.mine is None:
                 # device memory is in use only while a piece is copied, not while it is sent

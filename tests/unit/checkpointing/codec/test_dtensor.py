@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Iterator
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing._serialization import _streaming_load, _streaming_save
 from torchft.checkpointing.client.places import Places
 from torchft.checkpointing.codec.encoding import Encoded, decode
-from torchft.checkpointing.codec.stream import storage_bytes
+from torchft.checkpointing.codec.stream import read_object, storage_bytes
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError
 
@@ -59,6 +62,33 @@ def test_over_http(mesh: Any, num_chunks: int) -> None:
     finally:
         source.shutdown()
     check(got["w"], want)
+
+
+def check_all(got: Any, want: dict[str, Any]) -> None:
+    check(got["w"], want["w"])
+    check(got["other"], want["other"])
+    assert got["w"].device == torch.device("cpu") and torch.equal(got["plain"], want["plain"])
+
+
+def test_a_source_of_upstream(mesh: Any) -> None:
+    want = {"w": sharded(mesh, 2.0), "plain": torch.ones(2), "other": sharded(mesh, 3.0)}
+    file = io.BytesIO()
+    _streaming_save(want, file)  # type: ignore[arg-type]
+    file.seek(0)
+    check_all(read_object(file, "a stream"), want)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_a_target_of_upstream(mesh: Any) -> None:
+    want = {"w": sharded(mesh, 2.0), "plain": torch.ones(2), "other": sharded(mesh, 3.0)}
+    source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks=0)
+    source.send_checkpoint([1], 1, want, TIMEOUT)
+    try:
+        with urllib.request.urlopen(f"{source.metadata()}1/full", timeout=20) as answer:
+            sent = answer.read()
+    finally:
+        source.shutdown()
+    check_all(_streaming_load(io.BytesIO(sent), weights_only=False), want)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -30,12 +30,19 @@ class Training:
         groups: number of groups that begin.
         kills: numbers of commits after which a group fails, and is replaced.
         reduces: whether gradients are reduced; a group alone may leave that out.
+        plain: whether the loop itself reduces the gradients of a plain model.
     """
 
     def __init__(
-        self, data: Any, groups: int, kills: tuple[int, ...] = (), reduces: bool = True, **settings: Any
+        self,
+        data: Any,
+        groups: int,
+        kills: tuple[int, ...] = (),
+        reduces: bool = True,
+        plain: bool = False,
+        **settings: Any,
     ) -> None:
-        self.data, self.groups, self.reduces = data, groups, reduces
+        self.data, self.groups, self.reduces, self.plain = data, groups, reduces, plain
         self.again = 0  # number of steps in which only units of a failed group were computed again
         self.kills = list(kills)
         self.manager = settings.pop("manager", {})
@@ -52,7 +59,8 @@ class Training:
         manager = rank.start_manager(
             load_state_dict=net.load_state_dict, state_dict=net.state_dict, **self.manager
         )
-        model = DistributedDataParallel(manager, net) if self.reduces else net
+        wraps = self.reduces and not self.plain
+        model = DistributedDataParallel(manager, net) if wraps else net
         optimizer = Optimizer(manager, sgd)
         loader = ElasticDataLoader(manager, self.data, collate_fn=list, **self.settings)
         rank.cluster.wait_for_healthy(self.groups if not self.failed else 1)
@@ -73,6 +81,9 @@ class Training:
                     (model(torch.ones(1, 1).double()).sum() * unit.weight).backward()
                 data = unit.data[: len(unit.indices)] if unit.weight else []
                 samples += [(sample, unit.weight / len(data)) for sample in data]
+            for p in net.parameters() if self.plain else ():
+                assert p.grad is not None
+                manager.allreduce(p.grad).wait()
             optimizer.step()
             samples = [*kept, *samples] if step.again else samples
             kept = samples
@@ -133,6 +144,13 @@ def test_groups_fail_and_are_replaced(seed: int, replays: bool) -> None:
     ended = training.run()
     assert len(training.failed) == 2 and len(ended) == 2 + seed
     assert (training.again > 0) == replays
+    training.check(ended)
+
+
+def test_groups_of_a_plain_model_fail_and_are_replaced() -> None:
+    training = Training(Sequential(60), groups=3, kills=(2, 7), plain=True)
+    ended = training.run()
+    assert len(training.failed) == 2
     training.check(ended)
 
 

@@ -64,6 +64,9 @@ class Elastic:
     bf16: bool = False  # whether FSDP2 computes in bfloat16, and reduces in float32
     replays: bool = False  # replay_failed_step
     heal: str = "auto"  # as of the Manager
+    # Whether the dataset is a stream, read in its own order. `samples` fill its last batch then, in which a
+    # sample has the weight that it has in the others.
+    stream: bool = False
     device: str = "cpu"  # "late": the test accelerator, for groups that shard the model
     seed: int = 0
     places: tuple[str, ...] = PLACES
@@ -82,7 +85,7 @@ class Elastic:
             AssertionError: the final weights differ from those of training in one process, or a sample was
                 not counted exactly once in each epoch.
         """
-        self.plan = plan(self.samples)
+        self.plan = plan(self.samples, shuffle=not self.stream)
         steps = self.plan.batches_per_epoch * self.plan.epochs
         random_ = random.Random(self.seed)
         with Job() as self.job:
@@ -136,6 +139,7 @@ class Elastic:
                 "bf16": int(self.bf16),
                 "device": self.device,
                 "heal": self.heal,
+                "stream": int(self.stream),
                 "samples": self.samples,
                 # Each group begins with different weights, so that a missing heal changes the result. If
                 # groups have several ranks, those started before the first kill begin with equal weights: at
@@ -209,7 +213,7 @@ class Elastic:
     def _check(self) -> None:
         ended = [torch.load(path) for path in sorted(self.folder.glob("*.weights"))]
         assert len(ended) == len(self.ended)
-        expected = one_process(self.samples, self.reproducible, self.bf16)
+        expected = one_process(self.samples, self.reproducible, self.bf16, shuffle=not self.stream)
         for end in ended:
             assert end["history"] == ended[0]["history"]
             for name, value in expected.items():

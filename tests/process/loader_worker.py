@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Optional
 import torch
 import torch.distributed as dist
 from events import Commands, emit
-from loader_model import SETTINGS, dataset, loss_of, make_model, make_optimizer
+from loader_model import SETTINGS, Stream, dataset, loss_of, make_model, make_optimizer
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
@@ -47,6 +47,7 @@ parser.add_argument("--seed", type=int, required=True, help="seed of the first w
 parser.add_argument("--log", required=True, help="file for the samples of each step")
 parser.add_argument("--weights", required=True, help="file for the final weights")
 parser.add_argument("--num_workers", type=int, required=True, help="of the DataLoader")
+parser.add_argument("--stream", type=int, default=0, help="1: the dataset is a stream, in its own order")
 parser.add_argument("--restore", default="", help="file of a checkpoint")
 args = parser.parse_args()
 
@@ -165,9 +166,11 @@ if args.num_workers:
     # A new object, because worker processes close sys.stdin, and the command thread holds the lock of the old
     # object.
     sys.stdin = open(os.devnull)  # noqa: SIM115
+data = dataset(args.samples)
 loader = ElasticDataLoader(
     manager,
-    Broken(dataset(args.samples)),
+    Stream(data) if args.stream else Broken(data),
+    shuffle=not args.stream,
     num_workers=args.num_workers,
     reduction_in_group=reduction,
     **SETTINGS,

@@ -65,6 +65,14 @@ def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
     assert job.killed == 1
 
 
+@pytest.mark.slow  # tests/integration/test_streams.py has groups that do not shard
+@has_hsdp
+def test_groups_that_shard_the_model_train_on_a_stream(tmp_path: Path) -> None:
+    job = Elastic(tmp_path, [Part(2, 1), Part(2)], samples=72, kind="fsdp", ranks=2, stream=True, seed=3)
+    job.run()
+    assert job.killed == 1
+
+
 @has_hsdp
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="refused in this PyTorch")
 @pytest.mark.parametrize(

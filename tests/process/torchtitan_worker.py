@@ -89,11 +89,10 @@ if args.spare:
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 torch.manual_seed(args.seed)
 model = Model()
-if args.method is None:
-    mesh = init_device_mesh("cpu", (shards,), mesh_dim_names=("dp_shard",))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+mesh = init_device_mesh("cpu", (shards,), mesh_dim_names=("dp_shard",))
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
 
 fault_tolerance = FaultTolerance(
     enable=True,

@@ -20,8 +20,11 @@ from torchft._manager.checks.divergence import EXCHANGE, LEAST_SWEEP
 from torchft._manager.checks.replicas import Diverged
 from torchft.checkpointing.codec.digest import digest_all, memory_of
 from torchft.ddp import DistributedDataParallel
+from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
+
+Wrap = Callable[[Manager, nn.Module], nn.Module]
 
 GROUPS = 3
 SWEEP = 5  # commits
@@ -47,6 +50,7 @@ class Training:
     steps: int
     settings: dict[str, Any]
     groups: int = GROUPS
+    wrap: Wrap = DistributedDataParallel
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
     # By group: the step in whose forward pass it crashes.
@@ -67,7 +71,7 @@ class Training:
             state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
             **{"compare_commits": SWEEP, **self.settings},
         )
-        ddp = DistributedDataParallel(manager, model)
+        wrapped = self.wrap(manager, model)
         optimizer = OptimizerWrapper(manager, inner)
         left = [flip for flip in self.flips if flip.group == rank.group]
         rank.cluster.wait_for_healthy(self.groups)
@@ -76,12 +80,15 @@ class Training:
                 self.flip(left.pop(0), model, inner, step)
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(100 * step + rank.group)
-            loss = ddp(torch.randn(4, 8, generator=generator).to(device)).square().mean()
+            loss = wrapped(torch.randn(4, 8, generator=generator).to(device)).square().mean()
             if self.crashes.get(rank.group) == step:
                 manager.wait_quorum()  # the other groups expect this one in their reductions
                 rank.crash()
                 return None
             loss.backward()
+            for p in model.parameters() if wrapped is model else ():
+                assert p.grad is not None
+                manager.allreduce(p.grad).wait()
             try:
                 optimizer.step()
             except Diverged as e:
@@ -162,14 +169,20 @@ def test_a_flipped_bit_is_named_by_all_groups(tensor: int, reported: list[Any]) 
         assert 7 <= record.digested_step < 7 + SWEEP and record.step <= 7 + WITHIN
 
 
-def test_flipped_bits_are_healed(reported: list[Any]) -> None:
+def unwrapped(manager: Manager, model: nn.Module) -> nn.Module:
+    return model
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, unwrapped])
+def test_flipped_bits_are_healed(wrap: Wrap, reported: list[Any]) -> None:
     """Bits of mantissas only: a NaN would be in the next average, and so in all groups."""
     choose, every = random.Random(1), WITHIN + 3
     bits = [32 * choose.randrange(1000) + choose.randrange(16, 23) for _ in range(FLIPS)]
     flips = [
         Flip(5 + every * i, choose.randrange(GROUPS), choose.randrange(12), bit) for i, bit in enumerate(bits)
     ]
-    training = Training(flips, steps=5 + every * FLIPS + 1, settings={"on_divergence": "heal"})
+    settings = {"on_divergence": "heal"}
+    training = Training(flips, steps=5 + every * FLIPS + 1, settings=settings, wrap=wrap)
     run(training)
     assert len(set(training.ended.values())) == 1
     for flip in flips:

@@ -243,25 +243,39 @@ def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
     assert len(training.lost) >= 2
 
 
+def wrapped_by_torchft(manager: Manager, net: nn.Module) -> nn.Module:
+    return DistributedDataParallel(manager, net)
+
+
+def wrapped_one_by_one(manager: Manager, net: nn.Module) -> nn.Module:
+    return PureDistributedDataParallel(manager, net)
+
+
+def wrapped_by_pytorch(manager: Manager, net: nn.Module) -> nn.Module:
+    group = ManagedProcessGroup(manager)
+    return nn.parallel.DistributedDataParallel(net, process_group=group, find_unused_parameters=True)
+
+
 class ConnectsAtOnce(ProcessGroupGloo):
     connects_standby = False  # else the others could be at their end before the newcomer is connected
 
 
 @pytest.mark.parametrize(
-    ("settings", "workers", "little"),
+    ("settings", "workers", "little", "wrap"),
     [
-        ({"heal_along": True}, 0, None),
-        ({"heal_along": True}, 1, None),
-        ({"heal_along": True, "use_async_quorum": False}, 0, None),
-        ({}, 0, 0),
-        ({"use_async_quorum": False}, 0, 0),
-        ({}, 0, None),
+        ({"heal_along": True}, 0, None, Training.wrap),
+        ({"heal_along": True}, 1, None, wrapped_by_torchft),
+        ({"heal_along": True, "use_async_quorum": False}, 0, None, Training.wrap),
+        ({}, 0, 0, Training.wrap),
+        ({"use_async_quorum": False}, 0, 0, Training.wrap),
+        ({}, 0, None, Training.wrap),
     ],
 )
 def test_a_group_joins_while_its_state_arrives_in_parts(
     settings: dict[str, Any],
     workers: int,
     little: Optional[int],
+    wrap: Callable[[Manager, nn.Module], nn.Module],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -272,7 +286,7 @@ def test_a_group_joins_while_its_state_arrives_in_parts(
         monkeypatch.setattr(mode, "LITTLE", little)
         monkeypatch.setattr(mode.Figures, "mode", HealMode.IN_PASSING)
     monkeypatch.setitem(SETTINGS, "epochs", 40)
-    training = Training(start_with=3, settings=settings, loader={"num_workers": workers})
+    training = Training(start_with=3, settings=settings, loader={"num_workers": workers}, wrap=wrap)
     with caplog.at_level(logging.INFO):
         ended = ends_of_a_failure_and_a_join(training, lambda group: ConnectsAtOnce(timeout=DEADLINE))
     check(training, ended)
@@ -318,19 +332,6 @@ def test_a_group_that_loses_the_last_step_heals_before_the_others_end(settings: 
 
 def plain(manager: Manager, net: nn.Module) -> nn.Module:
     return net
-
-
-def wrapped_by_torchft(manager: Manager, net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(manager, net)
-
-
-def wrapped_one_by_one(manager: Manager, net: nn.Module) -> nn.Module:
-    return PureDistributedDataParallel(manager, net)
-
-
-def wrapped_by_pytorch(manager: Manager, net: nn.Module) -> nn.Module:
-    group = ManagedProcessGroup(manager)
-    return nn.parallel.DistributedDataParallel(net, process_group=group, find_unused_parameters=True)
 
 
 @pytest.mark.parametrize("wrap", [wrapped_by_torchft, wrapped_one_by_one, wrapped_by_pytorch])

@@ -21,6 +21,7 @@ from tests.bounded import often
 from tests.integration import local_sgd_papers as papers
 from tests.integration.cluster import Cluster, Gate, Rank, results
 from tests.integration.local_sgd_papers import Attempt, Settings, batch, two_layers
+from torchft.ddp import DistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import Manager
 
@@ -508,6 +509,29 @@ def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bo
         ran = results(cluster.start(train, group=0), cluster.start(train, group=1))
     # A NaN in DiLoCo's parameters persists, because the next average is computed from differences to them.
     assert ran == [[0, 1, 2, 2.0]] * 2 if diloco else [[0, 1, 1, 1.0]] * 2
+
+
+@pytest.mark.parametrize("averages", [0, 1])
+@pytest.mark.parametrize("diloco", [False, True])
+def test_a_model_whose_gradients_are_reduced_in_each_step_is_refused(diloco: bool, averages: int) -> None:
+    def train(rank: Rank) -> None:
+        net = nn.Linear(2, 1)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        manager = rank.start_manager(
+            load_state_dict=net.load_state_dict, state_dict=net.state_dict, use_async_quorum=False
+        )
+        model = DistributedDataParallel(manager, net)
+        outer = torch.optim.SGD(net.parameters(), lr=1.0)
+        algorithm = DiLoCo(manager, [net], inner, outer, 1) if diloco else LocalSGD(manager, net, inner, 1)
+        with algorithm:
+            for _ in range(averages):
+                inner.step()
+            assert manager.current_step() == averages
+            with pytest.raises(RuntimeError, match="backward: no step has begun"):
+                model(torch.ones(1, 2)).sum().backward()
+
+    with Cluster() as cluster:
+        results(cluster.start(train, group=0))
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])

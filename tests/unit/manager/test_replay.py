@@ -219,6 +219,19 @@ def test_the_quorum_of_an_impossible_replay_is_used_by_the_next_step(
     assert fixture.client._quorum.call_count == quorums
 
 
+def test_an_average_of_local_sgd_is_not_reduced_again(
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult]
+) -> None:
+    manager = fixture.manager(replay_failed_step=True)
+    fixture.client._quorum.return_value = make_quorum(replay=True)
+    manager.register_layout("LocalSGD", ["a"])
+    lose(manager)
+    refused = manager._current.inputs.refused
+    assert refused is not None and refused.startswith("with LocalSGD and DiLoCo")
+    assert not manager.should_commit()
+    assert fixture.client._quorum.call_count == 1
+
+
 def test_the_environment_switches_it_on(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_REPLAY_FAILED_STEP", "1")
     assert fixture.manager()._replayer.enabled

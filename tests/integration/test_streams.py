@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from typing import Any, Optional
@@ -151,6 +152,14 @@ def test_groups_of_a_plain_model_fail_and_are_replaced() -> None:
     training = Training(Sequential(60), groups=3, kills=(2, 7), plain=True)
     ended = training.run()
     assert len(training.failed) == 2
+    training.check(ended)
+
+
+def test_a_group_heals_in_passing(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(Sequential(60), groups=3, kills=(2,), manager={"heal": "in_passing"}, epochs=40)
+    with caplog.at_level(logging.INFO):
+        ended = training.run()
+    assert any("training along from step" in record.getMessage() for record in caplog.records)
     training.check(ended)
 
 

@@ -75,6 +75,7 @@ class Elastic:
     living: dict[int, list[Child]] = field(default_factory=dict)
     # how often a group kept its gradients of a step
     came_again: int = 0
+    in_passing: int = 0  # number of steps in which a rank had a part of the others' state
     started: int = 0  # number of groups that were started, in all parts
     new: list[int] = field(default_factory=list)  # groups that were started for this part
 
@@ -104,6 +105,7 @@ class Elastic:
                     orders[victim] |= {"place": random_.choice(self.places)}
                 self._train(orders, until, last)
             self.came_again = sum(child.log().count(_AGAIN) for child in self.job.children)
+            self.in_passing = sum(len(child.of("in_passing")) for child in self.job.children)
         self._check()
 
     def _bring(self, part: Part, begin: int) -> None:

@@ -90,6 +90,7 @@ def test_shards_of_a_killed_group_end_with_the_bits_of_one_process(
     job = Elastic(tmp_path, parts, samples=71, kind="fsdp", ranks=ranks, seed=3, **settings)
     job.run()
     assert job.killed == 1
+    assert (job.in_passing > 0) == ("heal" in more)
 
 
 # The rest is slow: more groups, steps and kills. The tests above have each kind once.

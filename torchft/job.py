@@ -218,6 +218,10 @@ class Job:
             micro_batch_size=micro_batch_size,
             **options,
         )
+        if self._scaler is not None and not self._averages_weights:
+            self._loader.compare(self._scaler.get_scale)
+            # A group that heals takes over the scale before gradients are multiplied and divided by it.
+            self.manager._use_async_quorum = False
         self._begin_alike()
         self._checkpoints.resume(self._checkpoint, self._resume)
         return JobLoader(self, self._loader)

@@ -303,3 +303,57 @@ def test_a_scaler_that_finds_infinities_gets_the_batch_again() -> None:
     assert committed == [False, True, True, True, True]
     assert scale == 2.0**39
     assert largest < 10
+
+
+def test_groups_of_which_one_finds_infinities_in_a_failed_step_have_one_scale() -> None:
+    def loop(rank: Rank) -> tuple[float, torch.Tensor]:
+        job = torchft.Job(manager=rank.start_manager(), device="cpu")
+        net = copy.deepcopy(_MODEL)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
+        model, _, _ = job.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), scaler)
+        data = job.loader(dataset(), **{**SETTINGS, "epochs": 1})
+        rank.cluster.wait_for_healthy(2)
+        fails = True
+        for step in data:
+            if job.step == 2 and fails and rank.group == 1:
+                job.manager.report_error(RuntimeError("a failure"))  # so no group gets the sum
+            for x, y in step:
+                loss = nn.functional.mse_loss(model(x), y)
+                step.backward(loss * float("inf") if job.step == 2 and fails and rank.group == 0 else loss)
+            fails = fails and job.step != 2
+            step.commit()
+        return scaler.get_scale(), flat(net)
+
+    with Cluster(min_replicas=2) as cluster:
+        (one, weights), (other, others) = results(*(cluster.start(loop, group) for group in range(2)))
+    assert one == other
+    assert torch.equal(weights, others)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_group_that_heals_in_a_step_unscales_with_the_scale_of_the_others(clips: bool) -> None:
+    def loop(rank: Rank) -> tuple[float, torch.Tensor]:
+        heals = rank.group == 1
+        job = torchft.Job(manager=rank.start_manager(heal="at_once"), device="cpu")
+        net = copy.deepcopy(_MODEL)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0 if heals else 512.0, growth_interval=10**6)
+        model, _, _ = job.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), scaler)
+        data = job.loader(dataset(), **SETTINGS)
+        for step in data:
+            if job.step == 3 and not heals:
+                started.open()
+                rank.cluster.wait_for_waiters(1)
+            for x, y in step:
+                step.backward(nn.functional.mse_loss(model(x), y))
+            if clips:
+                step.clip(1e9)
+            step.commit()
+        return scaler.get_scale(), flat(net)
+
+    started = Gate()
+    with Cluster(min_replicas=1) as cluster:
+        group = cluster.start(loop, 0)
+        cluster.wait(started)
+        (one, weights), (other, others) = results(group, cluster.start(loop, 1))
+    assert one == other == 512.0
+    assert torch.equal(weights, others)

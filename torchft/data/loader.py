@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
@@ -137,6 +137,7 @@ class ElasticDataLoader:
         self._data_rank = settings.group_rank if data_rank is None else data_rank
         self._data_world_size = settings.group_world_size if data_world_size is None else data_world_size
         self._factor = self._data_world_size if reduction_in_group == "mean" else 1
+        self._compared: list[Callable[[], float]] = []
         self._scale = 1.0  # factor for losses with LocalSGD and DiLoCo, whose groups do not sum gradients
         self._reduction_in_group = reduction_in_group
         self._reproducible_rng = reproducible_rng
@@ -209,14 +210,26 @@ class ElasticDataLoader:
 
     @property
     def digest(self) -> str:
-        """A digest (64 bits in hex) of the stamp and the scales of ``reproducible_reduction``, equal in all
-        groups.
+        """A digest (64 bits in hex) of the stamp, the scales of ``reproducible_reduction`` and the values of
+        :meth:`compare`, equal in all groups.
         """
         if self._ended:
             return hashlib.sha256(f"{self.stamp.digest} {self._ended}".encode()).hexdigest()[:16]
-        if self._exact is None:
+        more = [] if self._exact is None else [self._exact.digest]
+        more += [str(value()) for value in self._compared]
+        if not more:
             return self.stamp.digest
-        return hashlib.sha256(f"{self.stamp.digest} {self._exact.digest}".encode()).hexdigest()[:16]
+        return hashlib.sha256(" ".join([self.stamp.digest, *more]).encode()).hexdigest()[:16]
+
+    def compare(self, value: Callable[[], float]) -> None:
+        """Compares a value with the positions of the groups: the scale of a ``torch.amp.GradScaler``, which
+        one group alone lowers if a step fails before the others see its infinities. A group that differs from
+        the first one heals. Call it before the first step, in all groups.
+
+        Args:
+            value: returns the value, which is part of the state of a heal: ``scaler.get_scale``, say.
+        """
+        self._compared.append(value)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for a checkpoint. It belongs to the weights after the optimizer's step, so save both

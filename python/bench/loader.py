@@ -3,8 +3,9 @@ step.
 
 Throughput: two replica groups train with torchft on Gloo, with two loader processes each. One job reads its
 batches with an ElasticDataLoader, the other with PyTorch's DataLoader and DistributedSampler; they take
-turns. Order: a step requests its quorum at its beginning, and waits for it in the first allreduce (upstream)
-or at once, like the loader. Both orders run in the same processes, in turns.
+turns. Two more jobs do so with a stream of 16 shards, which the DataLoader's workers divide. Order: a step
+requests its quorum at its beginning, and waits for it in the first allreduce (upstream) or at once, like the
+loader. Both orders run in the same processes, in turns.
 """
 
 from __future__ import annotations
@@ -30,21 +31,24 @@ BATCH = 64  # samples per group
 COMMAND_TIMEOUT_S = 120
 COMPUTE_MS = {"0": 200, "100": 10}  # milliseconds of computation, and the number of such steps in a round
 ELASTIC, PLAIN = "ElasticDataLoader", "DataLoader"
+STREAM, PLAIN_STREAM = "ElasticDataLoader, stream", "DataLoader, stream"
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: int = 20) -> dict[str, Any]:
     """Return step times in milliseconds, and ratios within each round. Upstream has neither feature."""
     with Job() as job:
-        progress("loader: starting 6 processes, and 8 that read")
-        jobs = {kind: _job(job, ours) for kind in (ELASTIC, PLAIN, "order")}
-        for kind in (ELASTIC, PLAIN):
-            jobs[kind].do(START_TIMEOUT_S, do="data", elastic=kind == ELASTIC, batch=BATCH)
+        progress("loader: starting 10 processes, and 16 that read")
+        kinds = (ELASTIC, PLAIN, STREAM, PLAIN_STREAM)
+        jobs = {kind: _job(job, ours) for kind in (*kinds, "order")}
+        for kind in kinds:
+            elastic, stream = kind in (ELASTIC, STREAM), kind in (STREAM, PLAIN_STREAM)
+            jobs[kind].do(START_TIMEOUT_S, do="data", elastic=elastic, batch=BATCH, stream=stream)
             jobs[kind].do(START_TIMEOUT_S, do="model", plain=False, settings={})
             _train(jobs[kind], 5)
         for compute in COMPUTE_MS:
             _ordered(jobs["order"], 5, compute, True)
 
-        read: dict[str, list[float]] = {ELASTIC: [], PLAIN: []}
+        read: dict[str, list[float]] = {kind: [] for kind in kinds}
         order: dict[str, dict[bool, list[float]]] = {compute: {True: [], False: []} for compute in COMPUTE_MS}
         for number in range(rounds):
             for kind in rotated(list(read), number):
@@ -65,6 +69,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: 
         "throughput": {
             "ms": {kind: vars(Spread.of(values)) for kind, values in read.items()},
             "ratio": vars(Spread.of(p / e for p, e in zip(read[PLAIN], read[ELASTIC]))),
+            "stream_ratio": vars(Spread.of(p / e for p, e in zip(read[PLAIN_STREAM], read[STREAM]))),
         },
         "order": {
             compute: {
@@ -113,6 +118,17 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
             f">= {GOAL_THROUGHPUT}: {verdict(ratio.median >= GOAL_THROUGHPUT)}",
         ],
     ]
+    if "stream_ratio" in result["throughput"]:  # not in results of before
+        ratio = Spread(**result["throughput"]["stream_ratio"])
+        rows.append(
+            [
+                "of a stream, with DataLoader; with ElasticDataLoader",
+                Spread(**read[PLAIN_STREAM]).middle(1),
+                Spread(**read[STREAM]).middle(1),
+                f"{ratio.text(3)} of the throughput",
+                f">= {GOAL_THROUGHPUT}: {verdict(ratio.median >= GOAL_THROUGHPUT)}",
+            ]
+        )
     for compute, figures in result["order"].items():
         ratio = Spread(**figures["ratio"])
         rows.append(

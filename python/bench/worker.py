@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from events import Commands, emit
 from torch import nn, optim
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GROUP = int(os.environ["REPLICA_GROUP_ID"])
@@ -40,6 +41,24 @@ class Noise(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.randn(768, generator=torch.Generator().manual_seed(index))
+
+
+class NoiseStream(IterableDataset[torch.Tensor]):
+    """The same samples as a stream of 16 shards. By itself it is cut by worker process, as PyTorch asks."""
+
+    num_shards = 16
+
+    def __init__(self, shards: list[int]) -> None:
+        self.shards = shards
+
+    def shard(self, num_shards: int, index: int) -> NoiseStream:
+        return NoiseStream(self.shards[index::num_shards])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info, noise = get_worker_info(), Noise()
+        shards = self.shards if info is None else self.shards[info.id :: info.num_workers]
+        for shard in shards:
+            yield from (noise[index] for index in range(shard, len(noise), self.num_shards))
 
 
 def _resident_mb() -> float:
@@ -284,7 +303,7 @@ class Worker:
 
     # loader.py
 
-    def do_data(self, elastic: bool, batch: int) -> None:
+    def do_data(self, elastic: bool, batch: int, stream: bool = False) -> None:
         """Read `batch` samples per step, with two worker processes."""
         # Not with fork: a thread of this process holds the lock of stdin while it reads, and a child would
         # wait for it.
@@ -293,8 +312,14 @@ class Worker:
         if elastic:
             from torchft.data import ElasticDataLoader
 
-            sizes = {"global_batch_size": 2 * batch, "micro_batch_size": batch}
-            self.data = iter(ElasticDataLoader(self.manager, Noise(), **sizes, **settings))
+            sizes: dict[str, Any] = {"global_batch_size": 2 * batch, "micro_batch_size": batch}
+            shards = list(range(NoiseStream.num_shards))
+            dataset: Any = NoiseStream(shards) if stream else Noise()
+            sizes["shuffle"] = not stream
+            self.data = iter(ElasticDataLoader(self.manager, dataset, **sizes, **settings))
+        elif stream:
+            own = list(range(GROUP, NoiseStream.num_shards, 2))
+            self.data = iter(DataLoader(NoiseStream(own), batch, **settings))
         else:
             sampler = DistributedSampler(Noise(), num_replicas=2, rank=GROUP)
             self.data = iter(DataLoader(Noise(), batch, sampler=sampler, **settings))

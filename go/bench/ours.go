@@ -145,14 +145,14 @@ func (o *ours) handle(message *torchftpb.LighthouseMessage) (answers bool, err e
 			}
 		}
 		return true, nil
-	case *torchftpb.LighthouseMessage_ProgressAsked:
+	case *torchftpb.LighthouseMessage_Notice:
+		if m.Notice.GetKind() != torchftpb.Notice_PROGRESS_ASKED {
+			return false, nil // after a failure the group asks again in the next round
+		}
 		// always the same answer: a simulated group computes nothing, it only waits for quorums
 		return false, o.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
 			Progress: &torchftpb.GroupProgress{Phase: "waits for the other groups", Waits: true},
 		}})
-	case *torchftpb.LighthouseMessage_MemberFailed, *torchftpb.LighthouseMessage_MemberStalled:
-		// the group asks again in the next round
-		return false, nil
 	}
 	return false, fmt.Errorf("unexpected message of the lighthouse: %s", message)
 }

@@ -324,7 +324,7 @@ func TestAFailureIsReportedAfterItsQuorum(t *testing.T) {
 			l.Net.Heal(leader, host)
 		}
 		q := a.answered()
-		failed := a.receive().GetMemberFailed()
+		failed := a.receive().GetNotice()
 		assert.Equal(t, q.ID, failed.GetQuorumId())
 		assert.Equal(t, "b", failed.GetReplicaId())
 	})

@@ -287,18 +287,17 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.log.Info("torchft: the next quorum is called", "quorum_id", a.QuorumID,
 				"members", some(a.ReplicaIDs), "reason", a.Reason)
 			j.onceKept(func() {
-				j.streams.send(&torchftpb.LighthouseMessage{
-					Message: &torchftpb.LighthouseMessage_Call{Call: a.QuorumID},
-				}, a.ReplicaIDs...)
+				j.streams.notify(&torchftpb.Notice{Kind: torchftpb.Notice_CALLED, QuorumId: a.QuorumID},
+					a.ReplicaIDs...)
 			})
 		case quorum.Round:
 			j.onceKept(func() {
-				j.streams.send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Round{
-					Round: &torchftpb.Step{QuorumId: a.QuorumID, Step: a.Step},
-				}}, a.ReplicaIDs...)
+				j.streams.notify(&torchftpb.Notice{Kind: torchftpb.Notice_ROUND_KNOWN, QuorumId: a.QuorumID,
+					Step: a.Step}, a.ReplicaIDs...)
 			})
 		case quorum.Over:
-			j.streams.send(failedMessage(trouble{a.QuorumID, a.ReplicaID, a.Reason, 0}), a.ReplicaID)
+			j.streams.notify(&torchftpb.Notice{Kind: torchftpb.Notice_MEMBER_FAILED, QuorumId: a.QuorumID,
+				ReplicaId: a.ReplicaID, Reason: a.Reason}, a.ReplicaID)
 		case quorum.Advanced:
 			j.board.Advanced(a.Step, a.Members, now)
 		case quorum.Recall:
@@ -323,9 +322,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.AskProgress:
 			j.askProgress(a.ReplicaIDs, now)
 		case quorum.Drain:
-			j.streams.send(&torchftpb.LighthouseMessage{
-				Message: &torchftpb.LighthouseMessage_Drain{Drain: a.Reason},
-			}, a.ReplicaID)
+			j.streams.notify(drained(a.Reason), a.ReplicaID)
 		case quorum.Release:
 			j.streams.send(&torchftpb.LighthouseMessage{
 				Message: &torchftpb.LighthouseMessage_Released{Released: true},

@@ -190,9 +190,7 @@ func (s *stream) welcome(w quorum.Welcome) {
 		}},
 	}))
 	if w.Draining != "" {
-		s.post(encodeNews(&torchftpb.LighthouseMessage{
-			Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining},
-		}))
+		s.post(encodeNews(noticeMessage(drained(w.Draining))))
 	}
 }
 

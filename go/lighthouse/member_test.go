@@ -120,7 +120,7 @@ func TestAReasonIsBounded(t *testing.T) {
 		a.send(&torchftpb.MemberMessage{
 			Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "rank 1 " + strings.Repeat("ä", 1<<20)},
 		})
-		reason := b.receive().GetMemberFailed().GetReason()
+		reason := b.receive().GetNotice().GetReason()
 		assert.True(t, strings.HasPrefix(reason, "rank 1 ää"), reason[:min(len(reason), 100)])
 		assert.Less(t, len(reason), 2048)
 	})
@@ -478,14 +478,14 @@ func TestBadAnswersToACall(t *testing.T) {
 				b.tell(&torchftpb.MemberMessage{
 					Message: &torchftpb.MemberMessage_Changes{Changes: "another setting"},
 				})
-				require.Equal(t, q.ID, a.receive().GetCall())
-				require.Equal(t, q.ID, b.receive().GetCall())
+				require.Equal(t, q.ID, called(a))
+				require.Equal(t, q.ID, called(b))
 				if bad == nil {
 					a.alive(6)
 					a.stopped(q.ID, 3)
 					b.stopped(q.ID, 6)
-					assert.EqualValues(t, 7, b.receive().GetRound().GetStep())
-					assert.EqualValues(t, 7, a.receive().GetRound().GetStep())
+					assert.EqualValues(t, 7, roundOf(b))
+					assert.EqualValues(t, 7, roundOf(a))
 					return
 				}
 				bad(a, q.ID)
@@ -497,12 +497,12 @@ func TestBadAnswersToACall(t *testing.T) {
 				}
 				next := func() *torchftpb.LighthouseMessage {
 					m := b.receive()
-					for m.GetProgressAsked() {
+					for m.GetNotice().GetKind() == torchftpb.Notice_PROGRESS_ASKED {
 						m = b.receive()
 					}
 					return m
 				}
-				failed := next().GetMemberFailed()
+				failed := next().GetNotice()
 				assert.Equal(t, "a", failed.GetReplicaId())
 				assert.Contains(t, failed.GetReason(), "it has not answered the call of the next quorum")
 				b.ask(3, time.Minute)
@@ -510,4 +510,20 @@ func TestBadAnswersToACall(t *testing.T) {
 			})
 		})
 	}
+}
+
+// called returns the quorum after which the next one is called, 0 if the message is another one.
+func called(w *rawStream) int64 {
+	if n := w.receive().GetNotice(); n.GetKind() == torchftpb.Notice_CALLED {
+		return n.GetQuorumId()
+	}
+	return 0
+}
+
+// roundOf returns the step of the round, 0 if the message is another one.
+func roundOf(w *rawStream) int64 {
+	if n := w.receive().GetNotice(); n.GetKind() == torchftpb.Notice_ROUND_KNOWN {
+		return n.GetStep()
+	}
+	return 0
 }

@@ -21,9 +21,9 @@ const (
 	mostNews = 32
 )
 
-// news has the reports that have not been sent to all members yet, by kind. The job's lock guards it.
+// news has the notices that have not been sent to all members yet, by kind. The job's lock guards it.
 type news struct {
-	pending [kinds][]trouble
+	pending [kinds][]*torchftpb.Notice
 	next    time.Time   // the earliest time of the next report
 	timer   *time.Timer // runs sendLater
 }
@@ -38,28 +38,16 @@ const (
 	kinds // number of them
 )
 
-// kindsOfNews has the line of the log for each kind, the event in the history if there is one, and the
-// message to members.
+// kindsOfNews has the line of the log for each kind, and the event in the history if there is one.
 var kindsOfNews = [kinds]struct {
-	level   slog.Level
-	line    string
-	event   dashboard.Kind
-	message func(trouble) *torchftpb.LighthouseMessage
+	level slog.Level
+	line  string
+	event dashboard.Kind
 }{
-	failedNews: {slog.LevelWarn, "torchft: a member failed", dashboard.MemberFailed, failedMessage},
-	// The same message: the peers of an ended member must stop waiting for it, too.
-	endedNews: {slog.LevelInfo, "torchft: a member ended", dashboard.MemberEnded, failedMessage},
-	partedNews: {slog.LevelInfo, "torchft: a member has left the quorum, and asks for another one", "",
-		failedMessage},
-	stalledNews: {slog.LevelWarn, "torchft: a member makes no progress", "", stalledMessage},
-}
-
-// trouble is a member of a quorum that failed, ended or stalled.
-type trouble struct {
-	quorumID  int64
-	replicaID string
-	reason    string
-	step      int64
+	failedNews:  {slog.LevelWarn, "torchft: a member failed", dashboard.MemberFailed},
+	endedNews:   {slog.LevelInfo, "torchft: a member ended", dashboard.MemberEnded},
+	partedNews:  {slog.LevelInfo, "torchft: a member has left the quorum, and asks for another one", ""},
+	stalledNews: {slog.LevelWarn, "torchft: a member makes no progress", ""},
 }
 
 // announce reports the failures and stalls among the actions to every member: at once or, during the pause
@@ -67,22 +55,27 @@ type trouble struct {
 // caller holds mu.
 func (j *job) announce(actions []quorum.Action, now time.Time) {
 	fresh := false
-	add := func(kind int, t trouble) { j.news.pending[kind], fresh = append(j.news.pending[kind], t), true }
+	add := func(kind int, n *torchftpb.Notice) {
+		j.news.pending[kind], fresh = append(j.news.pending[kind], n), true
+	}
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Failed:
-			t := trouble{a.QuorumID, a.ReplicaID, a.Reason, a.Step}
+			// in each case the peers must stop waiting for it
+			n := &torchftpb.Notice{Kind: torchftpb.Notice_MEMBER_FAILED, QuorumId: a.QuorumID,
+				ReplicaId: a.ReplicaID, Reason: a.Reason, Step: a.Step}
 			switch a.Cause {
 			case quorum.ShutDown:
-				add(endedNews, t)
+				add(endedNews, n)
 			case quorum.Parts:
-				add(partedNews, t)
+				add(partedNews, n)
 			default:
 				j.board.Failed(a.Cause)
-				add(failedNews, t)
+				add(failedNews, n)
 			}
 		case quorum.Stalled:
-			add(stalledNews, trouble{a.QuorumID, a.ReplicaID, a.Reason, 0})
+			add(stalledNews, &torchftpb.Notice{Kind: torchftpb.Notice_STALLED, QuorumId: a.QuorumID,
+				ReplicaId: a.ReplicaID, Reason: a.Reason})
 		}
 	}
 	if !fresh {
@@ -106,25 +99,23 @@ func (j *job) sendLater() {
 // sendNews sends the pending reports to all members, and logs and records them. The caller holds mu.
 func (j *job) sendNews(now time.Time) {
 	pending := j.news.pending
-	j.news.pending = [kinds][]trouble{}
+	j.news.pending = [kinds][]*torchftpb.Notice{}
 	var messages []rpc.Encoded
 	for kind, of := range pending {
 		if len(of) == 0 {
 			continue
 		}
 		names := make([]string, len(of))
-		for i, t := range of {
-			names[i] = t.replicaID
+		for i, n := range of {
+			names[i] = n.GetReplicaId()
 		}
-		k := kindsOfNews[kind]
-		j.log.Log(context.Background(), k.level, k.line, "quorum_id", of[0].quorumID, "member", some(names),
-			"reason", of[0].reason)
+		k, id, reason := kindsOfNews[kind], of[0].GetQuorumId(), of[0].GetReason()
+		j.log.Log(context.Background(), k.level, k.line, "quorum_id", id, "member", some(names), "reason", reason)
 		if k.event != "" {
-			j.board.Record(dashboard.Event{Time: now, Kind: k.event, QuorumID: of[0].quorumID, Left: names,
-				Reason: of[0].reason})
+			j.board.Record(dashboard.Event{Time: now, Kind: k.event, QuorumID: id, Left: names, Reason: reason})
 		}
-		for _, t := range of[:min(len(of), mostNews)] {
-			messages = append(messages, encodeNews(k.message(t))...)
+		for _, n := range of[:min(len(of), mostNews)] {
+			messages = append(messages, encodeNews(noticeMessage(n))...)
 		}
 	}
 	if len(messages) == 0 {
@@ -132,20 +123,6 @@ func (j *job) sendNews(now time.Time) {
 	}
 	j.news.next = now.Add(time.Duration(j.streams.open) * newsPause)
 	j.tell(messages)
-}
-
-func stalledMessage(t trouble) *torchftpb.LighthouseMessage {
-	return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
-		MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID,
-			Reason: t.reason},
-	}}
-}
-
-func failedMessage(t trouble) *torchftpb.LighthouseMessage {
-	return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
-		MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason,
-			Step: t.step},
-	}}
 }
 
 // tell sends messages to all members, after the quorums that were formed before: they may be about such a
@@ -165,10 +142,8 @@ func (j *job) regresses(a quorum.Regressed, now time.Time) {
 		"come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
 	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Regressed, QuorumID: a.Quorum.ID,
 		Step: maxStep(a.Quorum), Reason: a.Reason})
-	message := encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Regressed{
-		Regressed: &torchftpb.JobRegressed{QuorumId: a.Quorum.ID, Reason: a.Reason},
-	}})
-	j.tell(message)
+	j.tell(encodeNews(noticeMessage(&torchftpb.Notice{Kind: torchftpb.Notice_REGRESSED, QuorumId: a.Quorum.ID,
+		Reason: a.Reason})))
 }
 
 // mostRefused is how many refused members are remembered: a group that is restarted after each refusal has a

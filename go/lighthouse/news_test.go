@@ -46,7 +46,7 @@ func TestManyFailuresAreReportedInFewMessages(t *testing.T) {
 			if m.GetFailure() != nil {
 				break
 			}
-			assert.IsType(t, &torchftpb.LighthouseMessage_MemberFailed{}, m.GetMessage())
+			assert.Equal(t, torchftpb.Notice_MEMBER_FAILED, m.GetNotice().GetKind())
 			reports++
 		}
 		assert.Positive(t, reports)
@@ -77,7 +77,7 @@ func TestManyStalledMembersAreReportedInFewMessages(t *testing.T) {
 			if m.GetFailure() != nil {
 				break
 			}
-			assert.IsType(t, &torchftpb.LighthouseMessage_MemberStalled{}, m.GetMessage())
+			assert.Equal(t, torchftpb.Notice_STALLED, m.GetNotice().GetKind())
 			reports++
 		}
 		assert.Positive(t, reports)

@@ -70,6 +70,20 @@ func (s *streams) send(message *torchftpb.LighthouseMessage, replicaIDs ...strin
 	}
 }
 
+// notify sends a notice to members.
+func (s *streams) notify(notice *torchftpb.Notice, replicaIDs ...string) {
+	s.send(noticeMessage(notice), replicaIDs...)
+}
+
+func noticeMessage(notice *torchftpb.Notice) *torchftpb.LighthouseMessage {
+	return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Notice{Notice: notice}}
+}
+
+// drained asks a member to leave; who requested that is the reason.
+func drained(reason string) *torchftpb.Notice {
+	return &torchftpb.Notice{Kind: torchftpb.Notice_DRAINED, Reason: reason}
+}
+
 // closing tells a member that its stream ends.
 var closing = encodeNews(&torchftpb.LighthouseMessage{
 	Message: &torchftpb.LighthouseMessage_Closing{Closing: true},

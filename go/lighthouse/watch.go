@@ -101,9 +101,7 @@ func (j *job) connect(address string) error {
 
 // askProgress asks members for their progress. The caller holds mu.
 func (j *job) askProgress(ids []string, now time.Time) {
-	j.streams.send(&torchftpb.LighthouseMessage{
-		Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true},
-	}, ids...)
+	j.streams.notify(&torchftpb.Notice{Kind: torchftpb.Notice_PROGRESS_ASKED}, ids...)
 	for _, id := range ids {
 		if len(j.streams.of[id]) == 0 {
 			// An upstream member cannot answer. It counts as waiting for others, so that it is never reported

@@ -9,7 +9,6 @@ import (
 
 	"github.com/torchft/torchft/go/internal/local"
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -20,7 +19,7 @@ type direct struct {
 	server      *Server
 	conn        *connection
 	closed      atomic.Bool
-	notices     <-chan membership.Notice
+	notices     <-chan *torchftpb.Notice
 	unsubscribe func()
 }
 
@@ -75,7 +74,7 @@ func (d *direct) Leave(ctx context.Context) error {
 	return d.server.leave(ctx)
 }
 
-func (d *direct) Notices() <-chan membership.Notice { return d.notices }
+func (d *direct) Notices() <-chan *torchftpb.Notice { return d.notices }
 
 func (d *direct) Report(report *torchftpb.RankRequest) { d.server.report(d.conn, report) }
 

@@ -15,9 +15,9 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // drain asks the lighthouse to drain a group.
@@ -65,7 +65,7 @@ func noFailure(t *testing.T, g *fttest.Group, rank int) {
 	for {
 		select {
 		case notice := <-g.Ranks[rank].Notices():
-			require.NotEqual(t, membership.MemberFailed, notice.Kind, "%+v", notice)
+			require.NotEqual(t, torchftpb.Notice_MEMBER_FAILED, notice.GetKind(), "%+v", notice)
 		default:
 			return
 		}
@@ -220,8 +220,8 @@ func TestTheEndOfARunIsNoFailure(t *testing.T) {
 		assert.Less(t, time.Since(began), 10*time.Millisecond)
 		// Without the notice, b would wait in a collective until its timeout if a had ended too early.
 		notice := nextFailure(t, b, 0)
-		assert.Equal(t, membership.Notice{Kind: membership.MemberFailed, QuorumID: notice.QuorumID,
-			ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
+		assert.Equal(t, "a", notice.GetReplicaId())
+		assert.Equal(t, "its manager server was shut down", notice.GetReason())
 		assert.InDelta(t, grace, time.Since(began), float64(10*time.Millisecond))
 
 		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())

@@ -150,7 +150,7 @@ func TestAnEvictedGroupMayCommitTheStepInFlight(t *testing.T) {
 					of := a.quorum
 					back := change(c.Net)
 					for _, g := range others {
-						assert.Equal(t, "a", nextFailure(t, g.Group, 0).ReplicaID)
+						assert.Equal(t, "a", nextFailure(t, g.Group, 0).GetReplicaId())
 						g.vote(t, false)
 					}
 					healed := order.play(t, a, others, func() {

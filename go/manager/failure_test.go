@@ -8,29 +8,30 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/lighthouse"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 const grace = 200 * time.Millisecond
 
 // nextFailure returns the next failure that a rank is notified of.
-func nextFailure(t *testing.T, g *fttest.Group, rank int) membership.Notice {
+func nextFailure(t *testing.T, g *fttest.Group, rank int) *torchftpb.Notice {
 	t.Helper()
 	deadline := time.After(time.Minute)
 	for {
 		select {
 		case notice := <-g.Ranks[rank].Notices():
-			if notice.Kind == membership.MemberFailed {
+			if notice.GetKind() == torchftpb.Notice_MEMBER_FAILED {
 				return notice
 			}
 		case <-deadline:
 			require.Fail(t, "the rank was not notified")
-			return membership.Notice{}
+			return nil
 		}
 	}
 }
@@ -48,11 +49,11 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 		groups[2].Host(-1).Kill()
 		failure := nextFailure(t, groups[0], 1)
 		assert.InDelta(t, grace, time.Since(failedAt), float64(atOnce))
-		assert.Equal(t, before[0].QuorumID, failure.QuorumID)
-		assert.Equal(t, "c", failure.ReplicaID)
-		assert.Contains(t, failure.Reason, "its connection broke")
-		assert.Equal(t, failure, nextFailure(t, groups[0], 0))
-		assert.Equal(t, failure, nextFailure(t, groups[1], 0))
+		assert.Equal(t, before[0].QuorumID, failure.GetQuorumId())
+		assert.Equal(t, "c", failure.GetReplicaId())
+		assert.Contains(t, failure.GetReason(), "its connection broke")
+		assert.True(t, proto.Equal(failure, nextFailure(t, groups[0], 0)))
+		assert.True(t, proto.Equal(failure, nextFailure(t, groups[1], 0)))
 
 		after := append(answers{first, groups[0].Quorum(1, 1, time.Minute)},
 			groups[1].QuorumOfAll(1, time.Minute)...).results(t)
@@ -73,7 +74,7 @@ func TestEachBreakOfARanksConnectionHasItsGrace(t *testing.T) {
 		time.Sleep(grace * 3 / 4)
 		a.Host(1).Kill()
 		killed := time.Now()
-		require.Equal(t, "a", nextFailure(t, b, 0).ReplicaID)
+		require.Equal(t, "a", nextFailure(t, b, 0).GetReplicaId())
 		require.InDelta(t, grace, time.Since(killed), float64(atOnce))
 	})
 }
@@ -134,8 +135,8 @@ func TestASilentHostIsReportedWhenItsHeartbeatIsTooOld(t *testing.T) {
 		silent := time.Now()
 		b.Host(-1).Freeze()
 		failure := nextFailure(t, a, 0)
-		assert.Equal(t, "b", failure.ReplicaID)
-		assert.Contains(t, failure.Reason, "no sign of life")
+		assert.Equal(t, "b", failure.GetReplicaId())
+		assert.Contains(t, failure.GetReason(), "no sign of life")
 		assert.InDelta(t, 5*time.Second, time.Since(silent), float64(200*time.Millisecond))
 	})
 }
@@ -162,7 +163,7 @@ func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 		for _, g := range []*fttest.Group{a, b} {
 			select {
 			case notice := <-g.Ranks[0].Notices():
-				assert.NotEqual(t, membership.MemberFailed, notice.Kind, "a false failure: %+v", notice)
+				assert.NotEqual(t, torchftpb.Notice_MEMBER_FAILED, notice.GetKind(), "a false failure: %+v", notice)
 			default:
 			}
 		}
@@ -201,7 +202,7 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 		round(t, 0, a, b)
 		failedAt := time.Now()
 		b.Host(1).Kill() // the manager server of b, in another process, stays alive
-		assert.Contains(t, nextFailure(t, a, 0).Reason, "rank 1 of replica group b has failed")
+		assert.Contains(t, nextFailure(t, a, 0).GetReason(), "rank 1 of replica group b has failed")
 		assert.InDelta(t, grace, time.Since(failedAt), float64(atOnce))
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
 		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
@@ -248,8 +249,8 @@ func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 		assert.Zero(t, c.Log.Count("a member failed"), "one report is not enough")
 		fttest.Suspect(b.Ranks[0], before[0].QuorumID, "d")
 		failure := nextFailure(t, a, 0)
-		assert.Equal(t, "d", failure.ReplicaID)
-		assert.Contains(t, failure.Reason, "its peers lost the connection with it")
+		assert.Equal(t, "d", failure.GetReplicaId())
+		assert.Contains(t, failure.GetReason(), "its peers lost the connection with it")
 		assert.InDelta(t, 3*time.Second, time.Since(at), float64(100*time.Millisecond))
 	})
 }
@@ -283,13 +284,13 @@ func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *
 		began := time.Now()
 		again := b.QuorumWith(rankclient.Request{Step: 1, ShrinkOnly: true}, time.Minute)
 		for reported := false; !reported; {
-			switch notice := <-a.Ranks[0].Notices(); notice.Kind {
-			case membership.ProgressAsked:
+			switch notice := <-a.Ranks[0].Notices(); notice.GetKind() {
+			case torchftpb.Notice_PROGRESS_ASKED:
 				fttest.ReportProgress(a.Ranks[0], 0, true, "waits in allreduce")
-			case membership.MemberFailed:
-				assert.Equal(t, before.QuorumID, notice.QuorumID)
-				assert.Equal(t, "b", notice.ReplicaID)
-				assert.Contains(t, notice.Reason,
+			case torchftpb.Notice_MEMBER_FAILED:
+				assert.Equal(t, before.QuorumID, notice.GetQuorumId())
+				assert.Equal(t, "b", notice.GetReplicaId())
+				assert.Contains(t, notice.GetReason(),
 					"it asks for the quorum of step 1, in which its peers wait for it")
 				reported = true
 			default:
@@ -318,7 +319,7 @@ func hangs(t *testing.T, a, b *fttest.Group, later time.Duration) (reason string
 			for {
 				select {
 				case notice := <-r.g.Ranks[r.rank].Notices():
-					if notice.Kind == membership.ProgressAsked {
+					if notice.GetKind() == torchftpb.Notice_PROGRESS_ASKED {
 						fttest.ReportProgress(r.g.Ranks[r.rank], r.rank, true, "waits in allreduce")
 					}
 				case <-done:
@@ -327,20 +328,20 @@ func hangs(t *testing.T, a, b *fttest.Group, later time.Duration) (reason string
 			}
 		}()
 	}
-	var named, out membership.Notice
-	for out.Reason == "" {
-		switch notice := <-b.Ranks[1].Notices(); notice.Kind {
-		case membership.Stalled:
+	var named, out *torchftpb.Notice
+	for out == nil {
+		switch notice := <-b.Ranks[1].Notices(); notice.GetKind() {
+		case torchftpb.Notice_STALLED:
 			named = notice
 			assert.InDelta(t, 5500*time.Millisecond+later, time.Since(began), float64(800*time.Millisecond))
-		case membership.MemberFailed:
+		case torchftpb.Notice_MEMBER_FAILED:
 			out = notice
 		default:
 		}
 	}
-	assert.Equal(t, "b", named.ReplicaID)
+	assert.Equal(t, "b", named.GetReplicaId())
 	assert.InDelta(t, 10*time.Second+later, time.Since(began), float64(1200*time.Millisecond))
-	return named.Reason, out.QuorumID
+	return named.GetReason(), out.GetQuorumId()
 }
 
 // No group asks: the heartbeats show that there is no progress.

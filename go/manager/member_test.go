@@ -331,20 +331,20 @@ func (f *caller) Attend(stream torchftpb.MemberService_AttendServer) error {
 
 func (f *caller) calls(quorumIDs ...int64) {
 	for _, id := range quorumIDs {
-		_ = (*f.stream.Load()).Send(&torchftpb.LighthouseMessage{
-			Message: &torchftpb.LighthouseMessage_Call{Call: id},
-		})
+		f.notify(&torchftpb.Notice{Kind: torchftpb.Notice_CALLED, QuorumId: id})
 	}
 	synctest.Wait()
 }
 
 func (f *caller) names(quorumID int64, steps ...int64) {
 	for _, step := range steps {
-		_ = (*f.stream.Load()).Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Round{
-			Round: &torchftpb.Step{QuorumId: quorumID, Step: step},
-		}})
+		f.notify(&torchftpb.Notice{Kind: torchftpb.Notice_ROUND_KNOWN, QuorumId: quorumID, Step: step})
 	}
 	synctest.Wait()
+}
+
+func (f *caller) notify(n *torchftpb.Notice) {
+	_ = (*f.stream.Load()).Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Notice{Notice: n}})
 }
 
 // The group answers each call of its quorum, and no other one. A round of another quorum, one that was not

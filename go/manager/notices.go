@@ -4,7 +4,6 @@ import (
 	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -25,33 +24,35 @@ func (s *Server) handleNotices() {
 	}
 }
 
-func (s *Server) handleNotice(notice membership.Notice) {
-	switch notice.Kind {
-	case membership.MemberFailed:
-		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID,
-			"member", notice.ReplicaID, "reason", notice.Reason)
-		s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID,
-			Reason: notice.Reason})
-	case membership.Stalled:
-		s.log.Info("torchft: a member makes no progress", "quorum_id", notice.QuorumID,
-			"member", notice.ReplicaID, "reason", notice.Reason)
-	case membership.Regressed: // no warning: each rank logs one
-		s.log.Info("torchft: THE JOB REGRESSES", "quorum_id", notice.QuorumID, "reason", notice.Reason)
-	case membership.Drained:
-		s.log.Info("torchft: this group is asked to leave at the end of a step", "reason", notice.Reason)
-		s.feed(round.Drained{})
-		return
-	case membership.Called:
-		s.feed(round.Called{QuorumID: notice.QuorumID})
-		return
-	case membership.RoundKnown:
-		s.feed(round.RoundKnown{QuorumID: notice.QuorumID, Step: notice.Step})
-		return
-	case membership.ProgressAsked:
+func (s *Server) handleNotice(n *torchftpb.Notice) {
+	id, reason := n.GetQuorumId(), n.GetReason()
+	switch n.GetKind() {
+	case torchftpb.Notice_MEMBER_FAILED:
+		s.log.Info("torchft: a peer failed or ended", "quorum_id", id, "member", n.GetReplicaId(),
+			"reason", reason)
+		s.feed(round.MemberFailed{QuorumID: id, ReplicaID: n.GetReplicaId(), Reason: reason})
+	case torchftpb.Notice_STALLED:
+		s.log.Info("torchft: a member makes no progress", "quorum_id", id, "member", n.GetReplicaId(),
+			"reason", reason)
+	case torchftpb.Notice_REGRESSED: // no warning: each rank logs one
+		s.log.Info("torchft: THE JOB REGRESSES", "quorum_id", id, "reason", reason)
+	case torchftpb.Notice_PROGRESS_ASKED:
 		s.feed(round.ProgressAsked{})
 		rpc.Go(&s.tasks, s.log, "progress", s.answerProgress)
+	case torchftpb.Notice_DRAINED:
+		s.log.Info("torchft: this group is asked to leave at the end of a step", "reason", reason)
+		s.feed(round.Drained{})
+		return
+	case torchftpb.Notice_CALLED:
+		s.feed(round.Called{QuorumID: id})
+		return
+	case torchftpb.Notice_ROUND_KNOWN:
+		s.feed(round.RoundKnown{QuorumID: id, Step: n.GetStep()})
+		return
+	default:
+		return
 	}
-	s.notices.Notify(notice)
+	s.notices.Notify(n)
 }
 
 // answerProgress waits until the ranks have answered, or answerTime is over, and sends the lighthouse their

@@ -14,13 +14,13 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rankclient"
@@ -231,7 +231,7 @@ func TestTheLighthouseMayStartAfterTheManagerServer(t *testing.T) {
 // rank 0 in production, and the other one must use the network.
 func TestTheShortcutInOneProcess(t *testing.T) {
 	started := startLighthouse(t, 1)
-	failing := &reporter{failures: make(chan membership.Notice)}
+	failing := &reporter{failures: make(chan *torchftpb.Notice)}
 	lighthouse, err := lighthouses.Dial(t.Context(), started.Address(), 10*time.Second, rpc.Dialing{})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, lighthouse.Close()) }()
@@ -260,10 +260,11 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	assert.Equal(t, []string{"a"}, r.ReplicaIDs)
 	require.NoError(t, (<-sibling).Err)
 
-	failed := membership.Notice{QuorumID: r.QuorumID, ReplicaID: "b", Reason: "it ended"}
+	failed := &torchftpb.Notice{Kind: torchftpb.Notice_MEMBER_FAILED, QuorumId: r.QuorumID, ReplicaId: "b",
+		Reason: "it ended"}
 	failing.failures <- failed
-	assert.Equal(t, failed, <-near.Notices())
-	assert.Equal(t, failed, <-far.Notices())
+	assert.True(t, proto.Equal(failed, <-near.Notices()))
+	assert.True(t, proto.Equal(failed, <-far.Notices()))
 
 	_, err = near.Quorum(context.Background(), rankclient.Request{GroupRank: 0})
 	assert.Equal(t, codes.InvalidArgument, status.Code(err),

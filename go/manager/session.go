@@ -43,7 +43,7 @@ func (s sessions) Session(
 	for {
 		select {
 		case n := <-notices:
-			o.notify(wire.NoticeToRank(n))
+			o.notify(n)
 		case err := <-received:
 			o.finish()
 			return err
@@ -232,8 +232,9 @@ func (o *openSession) answer(call *sessionCall, a answer) {
 
 // notify queues a notice. It is dropped if the rank does not read: its collectives then end by their
 // timeouts.
-func (o *openSession) notify(n *torchftpb.RankResponse) {
-	o.sender.Post(func() { _ = o.stream.Send(n) })
+func (o *openSession) notify(n *torchftpb.Notice) {
+	message := &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Notice{Notice: n}}
+	o.sender.Post(func() { _ = o.stream.Send(message) })
 }
 
 // votes are the answers to votes, encoded: all ranks of a group get the same one.

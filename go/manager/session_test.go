@@ -12,11 +12,11 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -131,25 +131,26 @@ func TestInvalidRequestsOfASession(t *testing.T) {
 // reporter is a membership with notices of failures.
 type reporter struct {
 	fake
-	failures chan membership.Notice
+	failures chan *torchftpb.Notice
 }
 
-func (t *reporter) Notices() <-chan membership.Notice { return t.failures }
+func (t *reporter) Notices() <-chan *torchftpb.Notice { return t.failures }
 
 func TestFailuresReachEveryRank(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		source := &reporter{failures: make(chan membership.Notice)}
+		source := &reporter{failures: make(chan *torchftpb.Notice)}
 		source.quorum = func(context.Context) (*quorum.Quorum, error) {
 			return &quorum.Quorum{ID: 7, Members: []quorum.Member{{ReplicaID: "a"}}}, nil
 		}
 		g := c.StartGroup("a", 2, func(cfg *manager.ServerConfig) { cfg.Membership = source })
 		round(t, 0, g) // opens the sessions
 
-		failed := membership.Notice{QuorumID: 7, ReplicaID: "b", Reason: "its connection broke"}
+		failed := &torchftpb.Notice{Kind: torchftpb.Notice_MEMBER_FAILED, QuorumId: 7, ReplicaId: "b",
+			Reason: "its connection broke"}
 		source.failures <- failed
 		for _, client := range g.Ranks {
-			assert.Equal(t, failed, <-client.Notices())
+			assert.True(t, proto.Equal(failed, <-client.Notices()))
 		}
 		g.Host(0).Cut()
 		synctest.Wait()
@@ -159,7 +160,7 @@ func TestFailuresReachEveryRank(t *testing.T) {
 		append(back, g.Quorum(1, 1, time.Minute)).results(t)
 		source.failures <- failed
 		for _, client := range g.Ranks {
-			assert.Equal(t, failed, <-client.Notices())
+			assert.True(t, proto.Equal(failed, <-client.Notices()))
 		}
 		close(source.failures)
 	})

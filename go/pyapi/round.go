@@ -60,9 +60,8 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
 		error) {
 		select {
-		case f := <-client.Notices():
-			return toJSON(notice{[...]string{"failed", "stalled", "progress", "regressed"}[f.Kind],
-				f.QuorumID, f.ReplicaID, f.Reason, f.Step})
+		case n := <-client.Notices():
+			return toJSON(notice{kinds[n.GetKind()], n.GetQuorumId(), n.GetReplicaId(), n.GetReason(), n.GetStep()})
 		case <-client.Closed():
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():
@@ -89,6 +88,12 @@ func ManagerReport(handle int64, report string) (found bool, err error) {
 		go client.Report(request)
 		return true, nil
 	})
+}
+
+// kinds are the names of notices in Python.
+var kinds = map[torchftpb.Notice_Kind]string{
+	torchftpb.Notice_MEMBER_FAILED: "failed", torchftpb.Notice_STALLED: "stalled",
+	torchftpb.Notice_PROGRESS_ASKED: "progress", torchftpb.Notice_REGRESSED: "regressed",
 }
 
 // notice is the JSON of a notice. The fields other than kind are the attributes of MemberFailure in

@@ -24,7 +24,7 @@ type session struct {
 	ctx       context.Context // ends with Close
 	cancel    context.CancelFunc
 	broadcast membership.Broadcast
-	notices   <-chan membership.Notice
+	notices   <-chan *torchftpb.Notice
 
 	opening chan struct{}          // a lock for opening a stream; waiting for it ends with a call's deadline
 	stream  atomic.Pointer[stream] // nil before the first call
@@ -80,7 +80,7 @@ func (s *session) CheckpointMetadata(ctx context.Context, groupRank int64) (stri
 	return resp.GetCheckpointMetadata(), err
 }
 
-func (s *session) Notices() <-chan membership.Notice { return s.notices }
+func (s *session) Notices() <-chan *torchftpb.Notice { return s.notices }
 
 // Report sends a report if the session is open, and drops it otherwise. It does not take the lock of opening:
 // a report must not wait for a stream that is being opened, and must not be dropped because a call checks the
@@ -147,7 +147,7 @@ func (s *session) connect(ctx context.Context) (*stream, error) {
 
 // receive passes a message of the server to the call or the listeners that it is for.
 func (s *session) receive(from *stream, resp *torchftpb.RankResponse) error {
-	if notice, ok := wire.NoticeFromRank(resp); ok {
+	if notice := resp.GetNotice(); notice != nil {
 		s.broadcast.Notify(notice)
 	} else if failure := resp.GetFailure(); failure != nil {
 		from.Answer(resp.GetCall(), nil, status.Error(codes.Code(failure.GetCode()), failure.GetMessage()))

@@ -13,7 +13,6 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -119,7 +118,7 @@ func (g *group) serve() (*manager.Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	o := observedMember{m, g, make(chan membership.Notice)}
+	o := observedMember{m, g, make(chan *torchftpb.Notice)}
 	g.j.tasks.Go(o.listen)
 	cfg.Membership = o
 	return fttest.NewManager(g.ctx, cfg)
@@ -129,10 +128,10 @@ func (g *group) serve() (*manager.Server, error) {
 type observedMember struct {
 	*lighthouses.Member
 	g       *group
-	notices chan membership.Notice
+	notices chan *torchftpb.Notice
 }
 
-func (o observedMember) Notices() <-chan membership.Notice { return o.notices }
+func (o observedMember) Notices() <-chan *torchftpb.Notice { return o.notices }
 
 // listen reports and forwards the notices of the lighthouse.
 func (o observedMember) listen() {
@@ -140,13 +139,13 @@ func (o observedMember) listen() {
 		select {
 		case n := <-o.Member.Notices():
 			o.g.note(func(judge *judge) {
-				switch n.Kind {
-				case membership.MemberFailed:
-					judge.noticed(o.g.life, n.QuorumID, n.ReplicaID, n.Reason)
-				case membership.Drained:
+				switch n.GetKind() {
+				case torchftpb.Notice_MEMBER_FAILED:
+					judge.noticed(o.g.life, n.GetQuorumId(), n.GetReplicaId(), n.GetReason())
+				case torchftpb.Notice_DRAINED:
 					judge.wants(o.g.life)
-				case membership.Regressed:
-					judge.regressed(n.QuorumID)
+				case torchftpb.Notice_REGRESSED:
+					judge.regressed(n.GetQuorumId())
 				}
 			})
 			select {

@@ -9,9 +9,9 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // rank is one rank of a group: the model of a rank, driven by a training loop that blocks in real calls.
@@ -144,18 +144,18 @@ func (r *rank) handleNotices() {
 		case <-r.ctx.Done():
 			return
 		case n := <-r.client.Notices():
-			switch n.Kind {
-			case membership.MemberFailed:
+			switch n.GetKind() {
+			case torchftpb.Notice_MEMBER_FAILED:
 				r.note(func(*judge) {
-					r.broken = max(r.broken, n.QuorumID)
-					if c := r.comm; c != nil && c.key.quorumID == n.QuorumID {
+					r.broken = max(r.broken, n.GetQuorumId())
+					if c := r.comm; c != nil && c.key.quorumID == n.GetQuorumId() {
 						c.abort(r)
 						if w := c.waiting[r.g.life.id]; w != nil && !w.complete {
 							c.end(w, false)
 						}
 					}
 				})
-			case membership.ProgressAsked:
+			case torchftpb.Notice_PROGRESS_ASKED:
 				waits := false
 				r.note(func(*judge) { waits = r.comm != nil && r.comm.waiting[r.g.life.id] != nil })
 				fttest.ReportProgress(r.client, int64(r.index), waits, "train")

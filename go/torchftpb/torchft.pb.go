@@ -30,6 +30,72 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type Notice_Kind int32
+
+const (
+	Notice_UNKNOWN Notice_Kind = 0 // of a later version: ignored
+	// A member of the quorum counts as failed: collectives of that quorum cannot complete, and are aborted.
+	Notice_MEMBER_FAILED Notice_Kind = 1
+	Notice_STALLED       Notice_Kind = 2 // a member of the quorum makes no progress while the others wait for it
+	// The quorum is below the step that the job had reached: later steps are lost unless their groups come back.
+	Notice_REGRESSED      Notice_Kind = 3
+	Notice_PROGRESS_ASKED Notice_Kind = 4 // the group, and each of its ranks, sends its progress
+	Notice_DRAINED        Notice_Kind = 5 // the group is asked to leave after a step
+	Notice_CALLED         Notice_Kind = 6 // the quorum after this one is called: the member answers with MemberMessage.stopped
+	Notice_ROUND_KNOWN    Notice_Kind = 7 // the member trains until a step, which needs another quorum than this one
+)
+
+// Enum value maps for Notice_Kind.
+var (
+	Notice_Kind_name = map[int32]string{
+		0: "UNKNOWN",
+		1: "MEMBER_FAILED",
+		2: "STALLED",
+		3: "REGRESSED",
+		4: "PROGRESS_ASKED",
+		5: "DRAINED",
+		6: "CALLED",
+		7: "ROUND_KNOWN",
+	}
+	Notice_Kind_value = map[string]int32{
+		"UNKNOWN":        0,
+		"MEMBER_FAILED":  1,
+		"STALLED":        2,
+		"REGRESSED":      3,
+		"PROGRESS_ASKED": 4,
+		"DRAINED":        5,
+		"CALLED":         6,
+		"ROUND_KNOWN":    7,
+	}
+)
+
+func (x Notice_Kind) Enum() *Notice_Kind {
+	p := new(Notice_Kind)
+	*p = x
+	return p
+}
+
+func (x Notice_Kind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Notice_Kind) Descriptor() protoreflect.EnumDescriptor {
+	return file_torchft_proto_enumTypes[0].Descriptor()
+}
+
+func (Notice_Kind) Type() protoreflect.EnumType {
+	return &file_torchft_proto_enumTypes[0]
+}
+
+func (x Notice_Kind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Notice_Kind.Descriptor instead.
+func (Notice_Kind) EnumDescriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{18, 0}
+}
+
 // One replica group, as described in its request for the next step.
 type QuorumMember struct {
 	state              protoimpl.MessageState `protogen:"open.v1"`
@@ -1396,10 +1462,7 @@ type RankResponse struct {
 	//	*RankResponse_Quorum
 	//	*RankResponse_ShouldCommit
 	//	*RankResponse_Failure
-	//	*RankResponse_MemberFailed
-	//	*RankResponse_MemberStalled
-	//	*RankResponse_ProgressAsked
-	//	*RankResponse_Regressed
+	//	*RankResponse_Notice
 	Response      isRankResponse_Response `protobuf_oneof:"response"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1476,37 +1539,10 @@ func (x *RankResponse) GetFailure() *CallFailure {
 	return nil
 }
 
-func (x *RankResponse) GetMemberFailed() *MemberFailed {
+func (x *RankResponse) GetNotice() *Notice {
 	if x != nil {
-		if x, ok := x.Response.(*RankResponse_MemberFailed); ok {
-			return x.MemberFailed
-		}
-	}
-	return nil
-}
-
-func (x *RankResponse) GetMemberStalled() *MemberStalled {
-	if x != nil {
-		if x, ok := x.Response.(*RankResponse_MemberStalled); ok {
-			return x.MemberStalled
-		}
-	}
-	return nil
-}
-
-func (x *RankResponse) GetProgressAsked() bool {
-	if x != nil {
-		if x, ok := x.Response.(*RankResponse_ProgressAsked); ok {
-			return x.ProgressAsked
-		}
-	}
-	return false
-}
-
-func (x *RankResponse) GetRegressed() *JobRegressed {
-	if x != nil {
-		if x, ok := x.Response.(*RankResponse_Regressed); ok {
-			return x.Regressed
+		if x, ok := x.Response.(*RankResponse_Notice); ok {
+			return x.Notice
 		}
 	}
 	return nil
@@ -1528,21 +1564,9 @@ type RankResponse_Failure struct {
 	Failure *CallFailure `protobuf:"bytes,4,opt,name=failure,proto3,oneof"`
 }
 
-type RankResponse_MemberFailed struct {
+type RankResponse_Notice struct {
 	// The responses below belong to no call.
-	MemberFailed *MemberFailed `protobuf:"bytes,5,opt,name=member_failed,json=memberFailed,proto3,oneof"`
-}
-
-type RankResponse_MemberStalled struct {
-	MemberStalled *MemberStalled `protobuf:"bytes,60,opt,name=member_stalled,json=memberStalled,proto3,oneof"`
-}
-
-type RankResponse_ProgressAsked struct {
-	ProgressAsked bool `protobuf:"varint,61,opt,name=progress_asked,json=progressAsked,proto3,oneof"` // the rank sends RankRequest.progress
-}
-
-type RankResponse_Regressed struct {
-	Regressed *JobRegressed `protobuf:"bytes,63,opt,name=regressed,proto3,oneof"`
+	Notice *Notice `protobuf:"bytes,5,opt,name=notice,proto3,oneof"`
 }
 
 func (*RankResponse_Quorum) isRankResponse_Response() {}
@@ -1551,39 +1575,36 @@ func (*RankResponse_ShouldCommit) isRankResponse_Response() {}
 
 func (*RankResponse_Failure) isRankResponse_Response() {}
 
-func (*RankResponse_MemberFailed) isRankResponse_Response() {}
+func (*RankResponse_Notice) isRankResponse_Response() {}
 
-func (*RankResponse_MemberStalled) isRankResponse_Response() {}
-
-func (*RankResponse_ProgressAsked) isRankResponse_Response() {}
-
-func (*RankResponse_Regressed) isRankResponse_Response() {}
-
-// A member of a quorum counts as failed: collectives of that quorum cannot complete, and are aborted.
-type MemberFailed struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
-	ReplicaId     string                 `protobuf:"bytes,2,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
-	Step          int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"` // it has done its part of the steps before this one: these are not aborted
+// What the lighthouse tells a member without a request. The manager server forwards the first four kinds to its ranks.
+type Notice struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Kind      Notice_Kind            `protobuf:"varint,1,opt,name=kind,proto3,enum=torchft.Notice_Kind" json:"kind,omitempty"`
+	QuorumId  int64                  `protobuf:"varint,2,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`   // that it is about; 0 for PROGRESS_ASKED and DRAINED
+	ReplicaId string                 `protobuf:"bytes,3,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"` // the member that has failed or is stalled
+	Reason    string                 `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`                        // for DRAINED: who requested it
+	// Of ROUND_KNOWN: the first step that needs another quorum. Of MEMBER_FAILED: the member has done its part of the
+	// steps before this one: these are not aborted.
+	Step          int64 `protobuf:"varint,5,opt,name=step,proto3" json:"step,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *MemberFailed) Reset() {
-	*x = MemberFailed{}
+func (x *Notice) Reset() {
+	*x = Notice{}
 	mi := &file_torchft_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *MemberFailed) String() string {
+func (x *Notice) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*MemberFailed) ProtoMessage() {}
+func (*Notice) ProtoMessage() {}
 
-func (x *MemberFailed) ProtoReflect() protoreflect.Message {
+func (x *Notice) ProtoReflect() protoreflect.Message {
 	mi := &file_torchft_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -1595,33 +1616,40 @@ func (x *MemberFailed) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use MemberFailed.ProtoReflect.Descriptor instead.
-func (*MemberFailed) Descriptor() ([]byte, []int) {
+// Deprecated: Use Notice.ProtoReflect.Descriptor instead.
+func (*Notice) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{18}
 }
 
-func (x *MemberFailed) GetQuorumId() int64 {
+func (x *Notice) GetKind() Notice_Kind {
+	if x != nil {
+		return x.Kind
+	}
+	return Notice_UNKNOWN
+}
+
+func (x *Notice) GetQuorumId() int64 {
 	if x != nil {
 		return x.QuorumId
 	}
 	return 0
 }
 
-func (x *MemberFailed) GetReplicaId() string {
+func (x *Notice) GetReplicaId() string {
 	if x != nil {
 		return x.ReplicaId
 	}
 	return ""
 }
 
-func (x *MemberFailed) GetReason() string {
+func (x *Notice) GetReason() string {
 	if x != nil {
 		return x.Reason
 	}
 	return ""
 }
 
-func (x *MemberFailed) GetStep() int64 {
+func (x *Notice) GetStep() int64 {
 	if x != nil {
 		return x.Step
 	}
@@ -2089,120 +2117,6 @@ func (x *GroupProgress) GetWaits() bool {
 	return false
 }
 
-// A member of a quorum makes no progress while the others wait for it.
-type MemberStalled struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
-	ReplicaId     string                 `protobuf:"bytes,2,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *MemberStalled) Reset() {
-	*x = MemberStalled{}
-	mi := &file_torchft_proto_msgTypes[26]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *MemberStalled) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*MemberStalled) ProtoMessage() {}
-
-func (x *MemberStalled) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use MemberStalled.ProtoReflect.Descriptor instead.
-func (*MemberStalled) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
-}
-
-func (x *MemberStalled) GetQuorumId() int64 {
-	if x != nil {
-		return x.QuorumId
-	}
-	return 0
-}
-
-func (x *MemberStalled) GetReplicaId() string {
-	if x != nil {
-		return x.ReplicaId
-	}
-	return ""
-}
-
-func (x *MemberStalled) GetReason() string {
-	if x != nil {
-		return x.Reason
-	}
-	return ""
-}
-
-// The quorum is below the step that the job had reached: later steps are lost unless their groups come back.
-type JobRegressed struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
-	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *JobRegressed) Reset() {
-	*x = JobRegressed{}
-	mi := &file_torchft_proto_msgTypes[27]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *JobRegressed) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*JobRegressed) ProtoMessage() {}
-
-func (x *JobRegressed) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use JobRegressed.ProtoReflect.Descriptor instead.
-func (*JobRegressed) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
-}
-
-func (x *JobRegressed) GetQuorumId() int64 {
-	if x != nil {
-		return x.QuorumId
-	}
-	return 0
-}
-
-func (x *JobRegressed) GetReason() string {
-	if x != nil {
-		return x.Reason
-	}
-	return ""
-}
-
 // The status with which the corresponding unary call would have ended.
 type CallFailure struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2214,7 +2128,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2226,7 +2140,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2239,7 +2153,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2287,7 +2201,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2299,7 +2213,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2312,7 +2226,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *MemberMessage) GetFinished() bool {
@@ -2535,7 +2449,7 @@ type MemberMessage_Past struct {
 }
 
 type MemberMessage_Stopped struct {
-	Stopped *Step `protobuf:"bytes,53,opt,name=stopped,proto3,oneof"` // the answer to a call: the first step of that quorum that no rank was allowed to begin
+	Stopped *Step `protobuf:"bytes,53,opt,name=stopped,proto3,oneof"` // the answer to CALLED: the first step of that quorum that no rank was allowed to begin
 }
 
 type MemberMessage_Parting struct {
@@ -2593,7 +2507,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2605,7 +2519,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2618,7 +2532,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Step) GetQuorumId() int64 {
@@ -2646,7 +2560,7 @@ type Parting struct {
 
 func (x *Parting) Reset() {
 	*x = Parting{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2658,7 +2572,7 @@ func (x *Parting) String() string {
 func (*Parting) ProtoMessage() {}
 
 func (x *Parting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2671,7 +2585,7 @@ func (x *Parting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Parting.ProtoReflect.Descriptor instead.
 func (*Parting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Parting) GetQuorumId() int64 {
@@ -2713,7 +2627,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2725,7 +2639,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2738,7 +2652,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2794,7 +2708,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2806,7 +2720,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2819,7 +2733,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *PastQuorum) GetPacked() []byte {
@@ -2855,7 +2769,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2867,7 +2781,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2880,7 +2794,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2947,18 +2861,12 @@ type LighthouseMessage struct {
 	//	*LighthouseMessage_Welcome
 	//	*LighthouseMessage_Failure
 	//	*LighthouseMessage_Closing
-	//	*LighthouseMessage_MemberFailed
-	//	*LighthouseMessage_MemberStalled
-	//	*LighthouseMessage_ProgressAsked
-	//	*LighthouseMessage_Regressed
+	//	*LighthouseMessage_Notice
 	//	*LighthouseMessage_Probe
 	//	*LighthouseMessage_Recall
-	//	*LighthouseMessage_Drain
 	//	*LighthouseMessage_Released
 	//	*LighthouseMessage_Alive
 	//	*LighthouseMessage_Delivery
-	//	*LighthouseMessage_Call
-	//	*LighthouseMessage_Round
 	Message       isLighthouseMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2966,7 +2874,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2978,7 +2886,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2991,7 +2899,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3035,37 +2943,10 @@ func (x *LighthouseMessage) GetClosing() bool {
 	return false
 }
 
-func (x *LighthouseMessage) GetMemberFailed() *MemberFailed {
+func (x *LighthouseMessage) GetNotice() *Notice {
 	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_MemberFailed); ok {
-			return x.MemberFailed
-		}
-	}
-	return nil
-}
-
-func (x *LighthouseMessage) GetMemberStalled() *MemberStalled {
-	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_MemberStalled); ok {
-			return x.MemberStalled
-		}
-	}
-	return nil
-}
-
-func (x *LighthouseMessage) GetProgressAsked() bool {
-	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_ProgressAsked); ok {
-			return x.ProgressAsked
-		}
-	}
-	return false
-}
-
-func (x *LighthouseMessage) GetRegressed() *JobRegressed {
-	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_Regressed); ok {
-			return x.Regressed
+		if x, ok := x.Message.(*LighthouseMessage_Notice); ok {
+			return x.Notice
 		}
 	}
 	return nil
@@ -3087,15 +2968,6 @@ func (x *LighthouseMessage) GetRecall() int64 {
 		}
 	}
 	return 0
-}
-
-func (x *LighthouseMessage) GetDrain() string {
-	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_Drain); ok {
-			return x.Drain
-		}
-	}
-	return ""
 }
 
 func (x *LighthouseMessage) GetReleased() bool {
@@ -3125,24 +2997,6 @@ func (x *LighthouseMessage) GetDelivery() *Delivery {
 	return nil
 }
 
-func (x *LighthouseMessage) GetCall() int64 {
-	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_Call); ok {
-			return x.Call
-		}
-	}
-	return 0
-}
-
-func (x *LighthouseMessage) GetRound() *Step {
-	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_Round); ok {
-			return x.Round
-		}
-	}
-	return nil
-}
-
 type isLighthouseMessage_Message interface {
 	isLighthouseMessage_Message()
 }
@@ -3159,20 +3013,8 @@ type LighthouseMessage_Closing struct {
 	Closing bool `protobuf:"varint,6,opt,name=closing,proto3,oneof"` // the lighthouse shuts down; the member ends the stream
 }
 
-type LighthouseMessage_MemberFailed struct {
-	MemberFailed *MemberFailed `protobuf:"bytes,7,opt,name=member_failed,json=memberFailed,proto3,oneof"`
-}
-
-type LighthouseMessage_MemberStalled struct {
-	MemberStalled *MemberStalled `protobuf:"bytes,60,opt,name=member_stalled,json=memberStalled,proto3,oneof"`
-}
-
-type LighthouseMessage_ProgressAsked struct {
-	ProgressAsked bool `protobuf:"varint,61,opt,name=progress_asked,json=progressAsked,proto3,oneof"`
-}
-
-type LighthouseMessage_Regressed struct {
-	Regressed *JobRegressed `protobuf:"bytes,63,opt,name=regressed,proto3,oneof"`
+type LighthouseMessage_Notice struct {
+	Notice *Notice `protobuf:"bytes,7,opt,name=notice,proto3,oneof"`
 }
 
 type LighthouseMessage_Probe struct {
@@ -3181,10 +3023,6 @@ type LighthouseMessage_Probe struct {
 
 type LighthouseMessage_Recall struct {
 	Recall int64 `protobuf:"varint,40,opt,name=recall,proto3,oneof"` // the lighthouse asks for the quorum with this id, which it does not know
-}
-
-type LighthouseMessage_Drain struct {
-	Drain string `protobuf:"bytes,80,opt,name=drain,proto3,oneof"` // the group is asked to leave after a step; the value names who requested it
 }
 
 type LighthouseMessage_Released struct {
@@ -3199,43 +3037,23 @@ type LighthouseMessage_Delivery struct {
 	Delivery *Delivery `protobuf:"bytes,85,opt,name=delivery,proto3,oneof"`
 }
 
-type LighthouseMessage_Call struct {
-	Call int64 `protobuf:"varint,83,opt,name=call,proto3,oneof"` // the quorum after this one is called: the member answers with stopped
-}
-
-type LighthouseMessage_Round struct {
-	Round *Step `protobuf:"bytes,84,opt,name=round,proto3,oneof"` // the first step that needs another quorum than this one: the member trains until then, and asks
-}
-
 func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Failure) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Closing) isLighthouseMessage_Message() {}
 
-func (*LighthouseMessage_MemberFailed) isLighthouseMessage_Message() {}
-
-func (*LighthouseMessage_MemberStalled) isLighthouseMessage_Message() {}
-
-func (*LighthouseMessage_ProgressAsked) isLighthouseMessage_Message() {}
-
-func (*LighthouseMessage_Regressed) isLighthouseMessage_Message() {}
+func (*LighthouseMessage_Notice) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Probe) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Recall) isLighthouseMessage_Message() {}
-
-func (*LighthouseMessage_Drain) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Released) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Alive) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Delivery) isLighthouseMessage_Message() {}
-
-func (*LighthouseMessage_Call) isLighthouseMessage_Message() {}
-
-func (*LighthouseMessage_Round) isLighthouseMessage_Message() {}
 
 // The detail of the status UNAVAILABLE with which a lighthouse of a cluster that does not lead answers a member's stream.
 type NotLeader struct {
@@ -3247,7 +3065,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3259,7 +3077,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3272,7 +3090,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3293,7 +3111,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3305,7 +3123,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3318,7 +3136,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3359,7 +3177,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3371,7 +3189,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3384,7 +3202,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3472,7 +3290,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3484,7 +3302,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3497,7 +3315,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3554,7 +3372,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3566,7 +3384,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3579,7 +3397,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3619,7 +3437,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3631,7 +3449,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3644,7 +3462,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{41}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3662,7 +3480,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3674,7 +3492,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3687,7 +3505,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{42}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3703,7 +3521,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[43]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3715,7 +3533,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[43]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3728,7 +3546,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{43}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3871,24 +3689,32 @@ const file_torchft_proto_rawDesc = "" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12,\n" +
 	"\acounted\x18T \x01(\v2\x10.torchft.CountedH\x00R\acounted\x12\x16\n" +
 	"\x05drain\x18U \x01(\bH\x00R\x05drainB\t\n" +
-	"\arequestJ\x04\bS\x10T\"\xbf\x03\n" +
+	"\arequestJ\x04\bS\x10T\"\x8b\x02\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
 	"\x06quorum\x18\x02 \x01(\v2\x1e.torchft.ManagerQuorumResponseH\x00R\x06quorum\x12D\n" +
 	"\rshould_commit\x18\x03 \x01(\v2\x1d.torchft.ShouldCommitResponseH\x00R\fshouldCommit\x120\n" +
-	"\afailure\x18\x04 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12<\n" +
-	"\rmember_failed\x18\x05 \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12?\n" +
-	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
-	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x125\n" +
-	"\tregressed\x18? \x01(\v2\x15.torchft.JobRegressedH\x00R\tregressedB\n" +
+	"\afailure\x18\x04 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12)\n" +
+	"\x06notice\x18\x05 \x01(\v2\x0f.torchft.NoticeH\x00R\x06noticeB\n" +
 	"\n" +
-	"\bresponse\"v\n" +
-	"\fMemberFailed\x12\x1b\n" +
-	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
+	"\bresponse\"\x9d\x02\n" +
+	"\x06Notice\x12(\n" +
+	"\x04kind\x18\x01 \x01(\x0e2\x14.torchft.Notice.KindR\x04kind\x12\x1b\n" +
+	"\tquorum_id\x18\x02 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
-	"replica_id\x18\x02 \x01(\tR\treplicaId\x12\x16\n" +
-	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x12\n" +
-	"\x04step\x18\x04 \x01(\x03R\x04step\"K\n" +
+	"replica_id\x18\x03 \x01(\tR\treplicaId\x12\x16\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x12\n" +
+	"\x04step\x18\x05 \x01(\x03R\x04step\"\x80\x01\n" +
+	"\x04Kind\x12\v\n" +
+	"\aUNKNOWN\x10\x00\x12\x11\n" +
+	"\rMEMBER_FAILED\x10\x01\x12\v\n" +
+	"\aSTALLED\x10\x02\x12\r\n" +
+	"\tREGRESSED\x10\x03\x12\x12\n" +
+	"\x0ePROGRESS_ASKED\x10\x04\x12\v\n" +
+	"\aDRAINED\x10\x05\x12\n" +
+	"\n" +
+	"\x06CALLED\x10\x06\x12\x0f\n" +
+	"\vROUND_KNOWN\x10\a\"K\n" +
 	"\rPeerSuspected\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
@@ -3927,15 +3753,7 @@ const file_torchft_proto_rawDesc = "" +
 	"group_rank\x18\x02 \x01(\x03R\tgroupRank\x12\x14\n" +
 	"\x05phase\x18\x03 \x01(\tR\x05phase\x12\x15\n" +
 	"\x06for_us\x18\x04 \x01(\x03R\x05forUs\x12\x14\n" +
-	"\x05waits\x18\x05 \x01(\bR\x05waits\"c\n" +
-	"\rMemberStalled\x12\x1b\n" +
-	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
-	"\n" +
-	"replica_id\x18\x02 \x01(\tR\treplicaId\x12\x16\n" +
-	"\x06reason\x18\x03 \x01(\tR\x06reason\"C\n" +
-	"\fJobRegressed\x12\x1b\n" +
-	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x16\n" +
-	"\x06reason\x18\x02 \x01(\tR\x06reason\";\n" +
+	"\x05waits\x18\x05 \x01(\bR\x05waits\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\"\xc5\x05\n" +
@@ -3990,24 +3808,18 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04step\x18\x05 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\x12 \n" +
-	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xff\x04\n" +
+	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xf6\x02\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12,\n" +
 	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x120\n" +
 	"\afailure\x18\x05 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12\x1a\n" +
-	"\aclosing\x18\x06 \x01(\bH\x00R\aclosing\x12<\n" +
-	"\rmember_failed\x18\a \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12?\n" +
-	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
-	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x125\n" +
-	"\tregressed\x18? \x01(\v2\x15.torchft.JobRegressedH\x00R\tregressed\x12\x16\n" +
+	"\aclosing\x18\x06 \x01(\bH\x00R\aclosing\x12)\n" +
+	"\x06notice\x18\a \x01(\v2\x0f.torchft.NoticeH\x00R\x06notice\x12\x16\n" +
 	"\x05probe\x18> \x01(\bH\x00R\x05probe\x12\x18\n" +
-	"\x06recall\x18( \x01(\x03H\x00R\x06recall\x12\x16\n" +
-	"\x05drain\x18P \x01(\tH\x00R\x05drain\x12\x1c\n" +
+	"\x06recall\x18( \x01(\x03H\x00R\x06recall\x12\x1c\n" +
 	"\breleased\x18Q \x01(\bH\x00R\breleased\x12\x16\n" +
 	"\x05alive\x18R \x01(\bH\x00R\x05alive\x12/\n" +
-	"\bdelivery\x18U \x01(\v2\x11.torchft.DeliveryH\x00R\bdelivery\x12\x14\n" +
-	"\x04call\x18S \x01(\x03H\x00R\x04call\x12%\n" +
-	"\x05round\x18T \x01(\v2\r.torchft.StepH\x00R\x05roundB\t\n" +
+	"\bdelivery\x18U \x01(\v2\x11.torchft.DeliveryH\x00R\bdeliveryB\t\n" +
 	"\amessage\"#\n" +
 	"\tNotLeader\x12\x16\n" +
 	"\x06leader\x18\x01 \x01(\tR\x06leader\"n\n" +
@@ -4071,122 +3883,118 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
+var file_torchft_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_torchft_proto_goTypes = []any{
-	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
-	(*Quorum)(nil),                      // 1: torchft.Quorum
-	(*LighthouseQuorumRequest)(nil),     // 2: torchft.LighthouseQuorumRequest
-	(*LighthouseQuorumResponse)(nil),    // 3: torchft.LighthouseQuorumResponse
-	(*LighthouseHeartbeatRequest)(nil),  // 4: torchft.LighthouseHeartbeatRequest
-	(*LighthouseHeartbeatResponse)(nil), // 5: torchft.LighthouseHeartbeatResponse
-	(*ManagerQuorumRequest)(nil),        // 6: torchft.ManagerQuorumRequest
-	(*ManagerQuorumResponse)(nil),       // 7: torchft.ManagerQuorumResponse
-	(*CheckpointMetadataRequest)(nil),   // 8: torchft.CheckpointMetadataRequest
-	(*CheckpointMetadataResponse)(nil),  // 9: torchft.CheckpointMetadataResponse
-	(*ShouldCommitRequest)(nil),         // 10: torchft.ShouldCommitRequest
-	(*ShouldCommitResponse)(nil),        // 11: torchft.ShouldCommitResponse
-	(*KillRequest)(nil),                 // 12: torchft.KillRequest
-	(*KillResponse)(nil),                // 13: torchft.KillResponse
-	(*LeaveRequest)(nil),                // 14: torchft.LeaveRequest
-	(*LeaveResponse)(nil),               // 15: torchft.LeaveResponse
-	(*RankRequest)(nil),                 // 16: torchft.RankRequest
-	(*RankResponse)(nil),                // 17: torchft.RankResponse
-	(*MemberFailed)(nil),                // 18: torchft.MemberFailed
-	(*PeerSuspected)(nil),               // 19: torchft.PeerSuspected
-	(*HealProgress)(nil),                // 20: torchft.HealProgress
-	(*Counted)(nil),                     // 21: torchft.Counted
-	(*Recovered)(nil),                   // 22: torchft.Recovered
-	(*PhaseTime)(nil),                   // 23: torchft.PhaseTime
-	(*RankProgress)(nil),                // 24: torchft.RankProgress
-	(*GroupProgress)(nil),               // 25: torchft.GroupProgress
-	(*MemberStalled)(nil),               // 26: torchft.MemberStalled
-	(*JobRegressed)(nil),                // 27: torchft.JobRegressed
-	(*CallFailure)(nil),                 // 28: torchft.CallFailure
-	(*MemberMessage)(nil),               // 29: torchft.MemberMessage
-	(*Step)(nil),                        // 30: torchft.Step
-	(*Parting)(nil),                     // 31: torchft.Parting
-	(*Greeting)(nil),                    // 32: torchft.Greeting
-	(*PastQuorum)(nil),                  // 33: torchft.PastQuorum
-	(*Ask)(nil),                         // 34: torchft.Ask
-	(*LighthouseMessage)(nil),           // 35: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 36: torchft.NotLeader
-	(*Welcome)(nil),                     // 37: torchft.Welcome
-	(*Delivery)(nil),                    // 38: torchft.Delivery
-	(*QuorumStates)(nil),                // 39: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 40: torchft.PlacedState
-	(*Frame)(nil),                       // 41: torchft.Frame
-	(*IdentifyRequest)(nil),             // 42: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 43: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 44: google.protobuf.Timestamp
+	(Notice_Kind)(0),                    // 0: torchft.Notice.Kind
+	(*QuorumMember)(nil),                // 1: torchft.QuorumMember
+	(*Quorum)(nil),                      // 2: torchft.Quorum
+	(*LighthouseQuorumRequest)(nil),     // 3: torchft.LighthouseQuorumRequest
+	(*LighthouseQuorumResponse)(nil),    // 4: torchft.LighthouseQuorumResponse
+	(*LighthouseHeartbeatRequest)(nil),  // 5: torchft.LighthouseHeartbeatRequest
+	(*LighthouseHeartbeatResponse)(nil), // 6: torchft.LighthouseHeartbeatResponse
+	(*ManagerQuorumRequest)(nil),        // 7: torchft.ManagerQuorumRequest
+	(*ManagerQuorumResponse)(nil),       // 8: torchft.ManagerQuorumResponse
+	(*CheckpointMetadataRequest)(nil),   // 9: torchft.CheckpointMetadataRequest
+	(*CheckpointMetadataResponse)(nil),  // 10: torchft.CheckpointMetadataResponse
+	(*ShouldCommitRequest)(nil),         // 11: torchft.ShouldCommitRequest
+	(*ShouldCommitResponse)(nil),        // 12: torchft.ShouldCommitResponse
+	(*KillRequest)(nil),                 // 13: torchft.KillRequest
+	(*KillResponse)(nil),                // 14: torchft.KillResponse
+	(*LeaveRequest)(nil),                // 15: torchft.LeaveRequest
+	(*LeaveResponse)(nil),               // 16: torchft.LeaveResponse
+	(*RankRequest)(nil),                 // 17: torchft.RankRequest
+	(*RankResponse)(nil),                // 18: torchft.RankResponse
+	(*Notice)(nil),                      // 19: torchft.Notice
+	(*PeerSuspected)(nil),               // 20: torchft.PeerSuspected
+	(*HealProgress)(nil),                // 21: torchft.HealProgress
+	(*Counted)(nil),                     // 22: torchft.Counted
+	(*Recovered)(nil),                   // 23: torchft.Recovered
+	(*PhaseTime)(nil),                   // 24: torchft.PhaseTime
+	(*RankProgress)(nil),                // 25: torchft.RankProgress
+	(*GroupProgress)(nil),               // 26: torchft.GroupProgress
+	(*CallFailure)(nil),                 // 27: torchft.CallFailure
+	(*MemberMessage)(nil),               // 28: torchft.MemberMessage
+	(*Step)(nil),                        // 29: torchft.Step
+	(*Parting)(nil),                     // 30: torchft.Parting
+	(*Greeting)(nil),                    // 31: torchft.Greeting
+	(*PastQuorum)(nil),                  // 32: torchft.PastQuorum
+	(*Ask)(nil),                         // 33: torchft.Ask
+	(*LighthouseMessage)(nil),           // 34: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 35: torchft.NotLeader
+	(*Welcome)(nil),                     // 36: torchft.Welcome
+	(*Delivery)(nil),                    // 37: torchft.Delivery
+	(*QuorumStates)(nil),                // 38: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 39: torchft.PlacedState
+	(*Frame)(nil),                       // 40: torchft.Frame
+	(*IdentifyRequest)(nil),             // 41: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 42: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 43: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
-	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	44, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
-	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	33, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
-	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
-	6,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
-	10, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
-	19, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
-	24, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
-	20, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
-	22, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
-	21, // 11: torchft.RankRequest.counted:type_name -> torchft.Counted
-	7,  // 12: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	11, // 13: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	28, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	18, // 15: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
-	26, // 16: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
-	27, // 17: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
-	23, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	32, // 19: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	34, // 20: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	19, // 21: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	25, // 22: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	20, // 23: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	22, // 24: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	33, // 25: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	30, // 26: torchft.MemberMessage.stopped:type_name -> torchft.Step
-	31, // 27: torchft.MemberMessage.parting:type_name -> torchft.Parting
-	30, // 28: torchft.Greeting.stands:type_name -> torchft.Step
-	0,  // 29: torchft.Ask.member:type_name -> torchft.QuorumMember
-	37, // 30: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	28, // 31: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	18, // 32: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	26, // 33: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	27, // 34: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
-	38, // 35: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	30, // 36: torchft.LighthouseMessage.round:type_name -> torchft.Step
-	39, // 37: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	44, // 38: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	40, // 39: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	2,  // 40: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 41: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 42: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 43: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 44: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 45: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	16, // 46: torchft.RankService.Session:input_type -> torchft.RankRequest
-	14, // 47: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
-	29, // 48: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	41, // 49: torchft.ClusterService.Link:input_type -> torchft.Frame
-	42, // 50: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	3,  // 51: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 52: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 53: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 54: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 55: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 56: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	17, // 57: torchft.RankService.Session:output_type -> torchft.RankResponse
-	15, // 58: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
-	35, // 59: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	41, // 60: torchft.ClusterService.Link:output_type -> torchft.Frame
-	43, // 61: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	51, // [51:62] is the sub-list for method output_type
-	40, // [40:51] is the sub-list for method input_type
-	40, // [40:40] is the sub-list for extension type_name
-	40, // [40:40] is the sub-list for extension extendee
-	0,  // [0:40] is the sub-list for field type_name
+	1,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
+	43, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	1,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
+	32, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	2,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
+	7,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
+	11, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
+	20, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
+	25, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	21, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
+	23, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
+	22, // 11: torchft.RankRequest.counted:type_name -> torchft.Counted
+	8,  // 12: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	12, // 13: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	27, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	19, // 15: torchft.RankResponse.notice:type_name -> torchft.Notice
+	0,  // 16: torchft.Notice.kind:type_name -> torchft.Notice.Kind
+	24, // 17: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	31, // 18: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	33, // 19: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	20, // 20: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	26, // 21: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	21, // 22: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	23, // 23: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	32, // 24: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	29, // 25: torchft.MemberMessage.stopped:type_name -> torchft.Step
+	30, // 26: torchft.MemberMessage.parting:type_name -> torchft.Parting
+	29, // 27: torchft.Greeting.stands:type_name -> torchft.Step
+	1,  // 28: torchft.Ask.member:type_name -> torchft.QuorumMember
+	36, // 29: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	27, // 30: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	19, // 31: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
+	37, // 32: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	38, // 33: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	43, // 34: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	39, // 35: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	3,  // 36: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	5,  // 37: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	7,  // 38: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	9,  // 39: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	11, // 40: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	13, // 41: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	17, // 42: torchft.RankService.Session:input_type -> torchft.RankRequest
+	15, // 43: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
+	28, // 44: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	40, // 45: torchft.ClusterService.Link:input_type -> torchft.Frame
+	41, // 46: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	4,  // 47: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	6,  // 48: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	8,  // 49: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	10, // 50: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	12, // 51: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	14, // 52: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	18, // 53: torchft.RankService.Session:output_type -> torchft.RankResponse
+	16, // 54: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
+	34, // 55: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	40, // 56: torchft.ClusterService.Link:output_type -> torchft.Frame
+	42, // 57: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	47, // [47:58] is the sub-list for method output_type
+	36, // [36:47] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -4211,12 +4019,9 @@ func file_torchft_proto_init() {
 		(*RankResponse_Quorum)(nil),
 		(*RankResponse_ShouldCommit)(nil),
 		(*RankResponse_Failure)(nil),
-		(*RankResponse_MemberFailed)(nil),
-		(*RankResponse_MemberStalled)(nil),
-		(*RankResponse_ProgressAsked)(nil),
-		(*RankResponse_Regressed)(nil),
+		(*RankResponse_Notice)(nil),
 	}
-	file_torchft_proto_msgTypes[29].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[27].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_Withdraw)(nil),
@@ -4234,24 +4039,18 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Changes)(nil),
 		(*MemberMessage_Drain)(nil),
 	}
-	file_torchft_proto_msgTypes[35].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[33].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
-		(*LighthouseMessage_MemberFailed)(nil),
-		(*LighthouseMessage_MemberStalled)(nil),
-		(*LighthouseMessage_ProgressAsked)(nil),
-		(*LighthouseMessage_Regressed)(nil),
+		(*LighthouseMessage_Notice)(nil),
 		(*LighthouseMessage_Probe)(nil),
 		(*LighthouseMessage_Recall)(nil),
-		(*LighthouseMessage_Drain)(nil),
 		(*LighthouseMessage_Released)(nil),
 		(*LighthouseMessage_Alive)(nil),
 		(*LighthouseMessage_Delivery)(nil),
-		(*LighthouseMessage_Call)(nil),
-		(*LighthouseMessage_Round)(nil),
 	}
-	file_torchft_proto_msgTypes[38].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
 		(*Delivery_Whole)(nil),
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
@@ -4261,13 +4060,14 @@ func file_torchft_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   44,
+			NumEnums:      1,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   5,
 		},
 		GoTypes:           file_torchft_proto_goTypes,
 		DependencyIndexes: file_torchft_proto_depIdxs,
+		EnumInfos:         file_torchft_proto_enumTypes,
 		MessageInfos:      file_torchft_proto_msgTypes,
 	}.Build()
 	File_torchft_proto = out.File

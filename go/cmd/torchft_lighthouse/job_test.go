@@ -21,9 +21,9 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // job is the groups of a training job, in this process, and what they did. Their manager servers and clients
@@ -165,17 +165,17 @@ func sleep(ctx context.Context, d time.Duration) {
 }
 
 // abortFailed ends the collectives of a quorum of which a member has failed.
-func (g *group) abortFailed(ctx context.Context, notices <-chan membership.Notice) {
+func (g *group) abortFailed(ctx context.Context, notices <-chan *torchftpb.Notice) {
 	for {
 		select {
 		case n := <-notices:
-			if n.Kind != membership.MemberFailed {
+			if n.GetKind() != torchftpb.Notice_MEMBER_FAILED {
 				continue
 			}
 			g.j.mu.Lock()
-			g.broken = max(g.broken, n.QuorumID)
+			g.broken = max(g.broken, n.GetQuorumId())
 			for key, c := range g.j.comms {
-				if key.quorumID == n.QuorumID {
+				if key.quorumID == n.GetQuorumId() {
 					c.end(false)
 				}
 			}

@@ -17,7 +17,6 @@ import (
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
@@ -103,7 +102,7 @@ func (NoMembership) Attend(ctx context.Context, _ time.Duration, reached func())
 }
 
 // Notices has no notice.
-func (NoMembership) Notices() <-chan membership.Notice { return nil }
+func (NoMembership) Notices() <-chan *torchftpb.Notice { return nil }
 
 // Report, Trains, Leave, Finish and Close do nothing.
 func (NoMembership) Report(*torchftpb.MemberMessage) {}

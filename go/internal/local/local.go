@@ -8,7 +8,6 @@ import (
 	"sync"
 
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -26,7 +25,7 @@ type Calls interface {
 	Leave(ctx context.Context) error
 	// Notices returns the channel of the notices that the server forwards from the lighthouse. It is nil if
 	// the server forwards none.
-	Notices() <-chan membership.Notice
+	Notices() <-chan *torchftpb.Notice
 	Close() error
 }
 

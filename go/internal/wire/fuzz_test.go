@@ -36,7 +36,7 @@ func FuzzMessages(f *testing.F) {
 			Call:     1,
 			Response: &torchftpb.RankResponse_Quorum{Quorum: &torchftpb.ManagerQuorumResponse{Heal: true}},
 		},
-		&torchftpb.MemberFailed{QuorumId: -1, ReplicaId: "a"},
+		&torchftpb.Notice{QuorumId: -1, ReplicaId: "a"},
 	} {
 		encoded, err := proto.Marshal(m)
 		require.NoError(f, err)
@@ -52,7 +52,7 @@ func FuzzMessages(f *testing.F) {
 			&torchftpb.MemberMessage{}, &torchftpb.LighthouseMessage{}, &torchftpb.RankRequest{},
 			&torchftpb.RankResponse{},
 			&torchftpb.LighthouseQuorumResponse{}, &torchftpb.ManagerQuorumResponse{},
-			&torchftpb.MemberFailed{},
+			&torchftpb.Notice{},
 		} {
 			if codec.Unmarshal(mem.BufferSlice{mem.SliceBuffer(encoded)}, m) != nil {
 				continue
@@ -82,7 +82,6 @@ func FuzzMessages(f *testing.F) {
 }
 
 func convertResponse(resp *torchftpb.RankResponse) {
-	_, _ = wire.NoticeFromRank(resp)
 	if q := resp.GetQuorum(); q != nil {
 		_ = wire.ResultFromProto(q)
 	}

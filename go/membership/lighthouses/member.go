@@ -33,7 +33,7 @@ type Member struct {
 	ctx       context.Context // ends with Close
 	cancel    context.CancelFunc
 	broadcast membership.Broadcast
-	notices   <-chan membership.Notice
+	notices   <-chan *torchftpb.Notice
 	stream    atomic.Pointer[memberStream] // nil before the first; opening guards changes
 
 	// the last quorum of the member: a restarted lighthouse restores its state from it
@@ -204,7 +204,7 @@ func (m *Member) beat(ctx context.Context, client *Client, interval time.Duratio
 }
 
 // Notices has a value for each notice of the lighthouse.
-func (m *Member) Notices() <-chan membership.Notice { return m.notices }
+func (m *Member) Notices() <-chan *torchftpb.Notice { return m.notices }
 
 func (m *Member) Trains(quorumID, step int64) {
 	m.standsIn.Store(quorumID)

@@ -12,7 +12,6 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
-	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -120,29 +119,8 @@ func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
 	case *torchftpb.LighthouseMessage_Failure:
 		s.Answer(message.GetNumber(), nil, status.Error(codes.Code(m.Failure.GetCode()),
 			m.Failure.GetMessage()))
-	case *torchftpb.LighthouseMessage_MemberFailed:
-		f := m.MemberFailed
-		s.member.broadcast.Notify(membership.Notice{
-			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(),
-			Reason: f.GetReason(),
-			Step:   f.GetStep(),
-		})
-	case *torchftpb.LighthouseMessage_MemberStalled:
-		f := m.MemberStalled
-		s.member.broadcast.Notify(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(),
-			ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
-	case *torchftpb.LighthouseMessage_Regressed:
-		s.member.broadcast.Notify(membership.Notice{Kind: membership.Regressed,
-			QuorumID: m.Regressed.GetQuorumId(), Reason: m.Regressed.GetReason()})
-	case *torchftpb.LighthouseMessage_ProgressAsked:
-		s.member.broadcast.Notify(membership.Notice{Kind: membership.ProgressAsked})
-	case *torchftpb.LighthouseMessage_Drain:
-		s.member.broadcast.Notify(membership.Notice{Kind: membership.Drained, Reason: m.Drain})
-	case *torchftpb.LighthouseMessage_Call:
-		s.member.broadcast.Notify(membership.Notice{Kind: membership.Called, QuorumID: m.Call})
-	case *torchftpb.LighthouseMessage_Round:
-		s.member.broadcast.Notify(membership.Notice{Kind: membership.RoundKnown,
-			QuorumID: m.Round.GetQuorumId(), Step: m.Round.GetStep()})
+	case *torchftpb.LighthouseMessage_Notice:
+		s.member.broadcast.Notify(m.Notice)
 	case *torchftpb.LighthouseMessage_Released:
 		s.released.Do(func() { close(s.free) })
 	case *torchftpb.LighthouseMessage_Probe:

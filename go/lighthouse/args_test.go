@@ -11,6 +11,7 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/lighthouse"
+	"github.com/torchft/torchft/go/quorum"
 )
 
 func TestParseArgs(t *testing.T) {
@@ -33,10 +34,11 @@ func TestParseArgs(t *testing.T) {
 		"--allow-remote-kill", "--max_connections=4", "--max-joins-per-second=5", "--state-dir=/s",
 		"--forbid_regression", "--max_jobs=7", "--max-calls-per-job=8"})
 	require.NoError(t, err)
-	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", MinReplicas: 3, JoinTimeout: time.Millisecond,
-		QuorumTick: 2 * time.Millisecond, HeartbeatTimeout: 3 * time.Millisecond,
+	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", QuorumTick: 2 * time.Millisecond,
+		Policy: quorum.Policy{MinReplicas: 3, JoinTimeout: time.Millisecond,
+			HeartbeatTimeout: 3 * time.Millisecond, ForbidRegression: true},
 		Security: auth.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4,
-		MaxJoinsPerSecond: 5, StateDir: "/s", ForbidRegression: true, MaxJobs: 7, MaxCallsPerJob: 8}, cfg)
+		MaxJoinsPerSecond: 5, StateDir: "/s", MaxJobs: 7, MaxCallsPerJob: 8}, cfg)
 }
 
 func TestHelpIsUsage(t *testing.T) {

@@ -23,28 +23,11 @@ type Config struct {
 	// Hostname is the host in the announced address; empty means this machine's name, or localhost if that
 	// name does not resolve.
 	Hostname string
-	// MinReplicas is the least number of replica groups in a quorum.
-	MinReplicas int
-	// JoinTimeout is how long a quorum waits for members that are alive and have not asked yet.
-	JoinTimeout time.Duration
+	// Policy decides when a quorum forms.
+	quorum.Policy
 	// QuorumTick is the interval at which the machine checks the conditions that depend on time alone, such
 	// as timeouts.
 	QuorumTick time.Duration
-	// HeartbeatTimeout: a member counts as failed when its last heartbeat is this old.
-	HeartbeatTimeout time.Duration
-	// SuspectGrace is how long a member whose connection broke may take to reconnect before it counts as
-	// failed.
-	SuspectGrace time.Duration
-	// StalledAfter: a member is reported as stalled when it has made no progress for this long while others
-	// wait for it. 0: ten times the median duration of a step, but at least 5 s, and at least 1 ms for each
-	// member.
-	StalledAfter time.Duration
-	// EjectStalledAfter: a stalled member is evicted from the quorum when it has made no progress for this
-	// long; 0: never.
-	EjectStalledAfter time.Duration
-	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached.
-	// Without it, such a quorum is formed, and logged.
-	ForbidRegression bool
 	// MaxJobs is how many jobs there may be at once.
 	MaxJobs int
 	// MaxCallsPerJob bounds the calls and the members' streams that one job may have open at once, so that a
@@ -87,15 +70,17 @@ type Config struct {
 // DefaultConfig returns the defaults of the command. MinReplicas has no default: only the user knows it.
 func DefaultConfig() Config {
 	return Config{
-		Bind: "[::]:29510",
-		// Long enough for every group of a large job to load its model. A quorum of all healthy groups is
-		// formed without this wait.
-		JoinTimeout: time.Minute,
-		QuorumTick:  100 * time.Millisecond,
-		// Fifty heartbeats of 100 ms: longer than a pause of a group's garbage collector.
-		HeartbeatTimeout: 5 * time.Second,
-		// A live process replaces a broken connection within some 50 ms.
-		SuspectGrace: 200 * time.Millisecond,
+		Bind:       "[::]:29510",
+		QuorumTick: 100 * time.Millisecond,
+		Policy: quorum.Policy{
+			// Long enough for every group of a large job to load its model. A quorum of all healthy groups is
+			// formed without this wait.
+			JoinTimeout: time.Minute,
+			// Fifty heartbeats of 100 ms: longer than a pause of a group's garbage collector.
+			HeartbeatTimeout: 5 * time.Second,
+			// A live process replaces a broken connection within some 50 ms.
+			SuspectGrace: 200 * time.Millisecond,
+		},
 		// Several times the number of groups in the largest measured job. A connection costs some 55 kB.
 		MaxConnections: 50_000,
 		// Twice the rate at which 10,000 groups on one host reconnect within a second.
@@ -104,14 +89,6 @@ func DefaultConfig() Config {
 		MaxJobs: 1000,
 		// Half of the connections.
 		MaxCallsPerJob: 25_000,
-	}
-}
-
-func (c Config) policy() quorum.Policy {
-	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout,
-		HeartbeatTimeout: c.HeartbeatTimeout, SuspectGrace: c.SuspectGrace,
-		ForbidRegression: c.ForbidRegression,
-		StalledAfter:     c.StalledAfter, EjectStalledAfter: c.EjectStalledAfter,
 	}
 }
 
@@ -126,7 +103,7 @@ func (c Config) Validate() error {
 			return err
 		}
 	}
-	if err := c.policy().Validate(); err != nil {
+	if err := c.Policy.Validate(); err != nil {
 		return err
 	}
 	if c.QuorumTick <= 0 {

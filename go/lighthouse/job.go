@@ -83,7 +83,7 @@ func newJob(s *Server, name string) *job {
 	j.rendezvousTimer = rpc.AfterFunc(j.log, "rendezvous", j.rendezvousDue)
 	j.news.timer = rpc.AfterFunc(j.log, "news", j.sendLater)
 	j.term = int64(s.term())
-	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now(), j.term)
+	j.machine = quorum.NewMachine(s.cfg.Policy, time.Now(), j.term)
 	j.board = dashboard.NewFeed(name, j.shown)
 	if s.cluster != nil {
 		j.board.InCluster()
@@ -185,25 +185,18 @@ func (j *job) feed(event quorum.Event) error {
 
 // safely calls the machine. After a panic the machine's state is unknown: all pending requests get an error,
 // and a new machine starts, which continues after the latest quorum, as after a restart. The caller holds mu.
-func (j *job) safely(use func()) (err error) {
-	sound := false
-	defer func() {
-		if !sound {
-			j.machine = quorum.NewMachine(j.cfg.policy(), time.Now(), j.term)
-			j.inUse, j.waitLog = quorum.InUse{}, waitLog{}
-			j.waiters.AnswerAll(answer{err: err})
-			j.streams.renew() // the new machine does not know their greetings
-			if j.kept.Highest > 0 {
-				var again error // without the latest quorum, should that be the cause: its members show it
-				defer rpc.Recovered(j.log, "the lighthouse", &again)
-				j.do(quorum.Recalled{Past: j.kept.Past, Highest: j.kept.Highest}, time.Now())
-			}
+func (j *job) safely(use func()) error {
+	return rpc.Guarded(j.log, "the lighthouse", use, func(err error) {
+		j.machine = quorum.NewMachine(j.cfg.Policy, time.Now(), j.term)
+		j.inUse, j.waitLog = quorum.InUse{}, waitLog{}
+		j.waiters.AnswerAll(answer{err: err})
+		j.streams.renew() // the new machine does not know their greetings
+		if j.kept.Highest > 0 {
+			var again error // without the latest quorum, should that be the cause: its members show it
+			defer rpc.Recovered(j.log, "the lighthouse", &again)
+			j.do(quorum.Recalled{Past: j.kept.Past, Highest: j.kept.Highest}, time.Now())
 		}
-	}()
-	defer rpc.Recovered(j.log, "the lighthouse", &err)
-	use()
-	sound = true
-	return nil
+	})
 }
 
 // describe returns the machine's description of its state. It changes nothing, so a panic costs only the
@@ -356,7 +349,7 @@ func (j *job) deliver(to []quorum.WaiterID, d *delivery) {
 	})
 }
 
-// recalled handles the quorum that a member remembers: the answer to a recall, or a part of a unary request.
+// recalled handles the quorum that a member remembers, the answer to a recall.
 func (j *job) recalled(from string, p *torchftpb.PastQuorum) error {
 	q, err := wire.PastFromProto(p)
 	if err == nil {

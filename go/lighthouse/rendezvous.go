@@ -125,18 +125,16 @@ func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) pla
 // place feeds the rendezvous machine one event, and carries out its actions. The caller holds mu, so nothing
 // in here may block.
 func (j *job) place(event rendezvous.Event) {
-	var err error
-	sound := false
-	defer func() {
-		if !sound {
-			// the machine panicked, and may be in any state: a new one starts, and learns the rounds from the
-			// nodes' next requests
-			j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
-			j.nodes.AnswerAll(placed{err: err})
-		}
-	}()
-	defer rpc.Recovered(j.log, "the rendezvous", &err)
-	actions := j.rendezvous.Step(event, time.Now())
+	_ = rpc.Guarded(j.log, "the rendezvous", func() {
+		j.carryOut(j.rendezvous.Step(event, time.Now()))
+	}, func(err error) {
+		// a new machine starts, and learns the rounds from the nodes' next requests
+		j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
+		j.nodes.AnswerAll(placed{err: err})
+	})
+}
+
+func (j *job) carryOut(actions []rendezvous.Action) {
 	for _, action := range actions {
 		if a, ok := action.(rendezvous.Keep); ok { // before the nodes are told
 			j.kept.Rendezvous = a.State
@@ -160,7 +158,6 @@ func (j *job) place(event rendezvous.Event) {
 			j.rendezvousTimer.Reset(time.Until(a.At))
 		}
 	}
-	sound = true
 }
 
 // rendezvousDue feeds the rendezvous machine the event of its timer.

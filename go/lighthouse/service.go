@@ -75,11 +75,6 @@ func (s service) answerQuorum(
 		return nil, err
 	}
 	defer job.done()
-	if p := req.GetKnownQuorum(); p != nil {
-		if err := job.recalled(req.GetRequester().GetReplicaId(), p); err != nil {
-			return nil, err
-		}
-	}
 	span := tracing.Continue(tracing.Incoming(ctx), "lighthouse.quorum", req.GetRequester().GetStep(),
 		attribute.String("torchft.replica_id", req.GetRequester().GetReplicaId()))
 	d, err := job.quorum(ctx, quorum.Asked{

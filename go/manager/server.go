@@ -155,14 +155,13 @@ func (s *Server) failed(event round.Event, f round.Failure) error {
 // step feeds the machine one event, and carries out its actions. The caller holds mu, so nothing in here may
 // block.
 func (s *Server) step(event round.Event) {
-	var err error
-	sound := false
-	defer func() {
-		if sound {
-			return
-		}
-		// The machine panicked, and may be in any state: all pending calls get the error, and a new machine
-		// begins.
+	_ = rpc.Guarded(s.log, "the manager server", func() {
+		now := time.Now()
+		actions := s.machine.Step(event, now)
+		s.membership.Trains(s.machine.Standing()) // before the actions: a stop or a request must not overtake it
+		s.meters.observe(event, actions, now)
+		s.carryOut(event, actions)
+	}, func(err error) { // all pending calls get the error, and a new machine begins
 		for _, cancel := range s.asking {
 			cancel()
 		}
@@ -171,12 +170,10 @@ func (s *Server) step(event round.Event) {
 			s.machine.Step(round.Closed{}, time.Now())
 		}
 		s.waiters.AnswerAll(answer{err: err})
-	}()
-	defer rpc.Recovered(s.log, "the manager server", &err)
-	now := time.Now()
-	actions := s.machine.Step(event, now)
-	s.membership.Trains(s.machine.Standing()) // before the actions: a stop or a request must not overtake it
-	s.meters.observe(event, actions, now)
+	})
+}
+
+func (s *Server) carryOut(event round.Event, actions []round.Action) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case round.AskLighthouse:
@@ -215,5 +212,4 @@ func (s *Server) step(event round.Event) {
 			s.waiters.Answer(a.Waiter, answer{err: s.failed(event, a.Failure)})
 		}
 	}
-	sound = true
 }

@@ -16,7 +16,7 @@ type Policy struct {
 	HeartbeatTimeout time.Duration // a group whose last heartbeat is as old as this counts as failed
 	SuspectGrace     time.Duration // how long a group whose connection broke may take to come back
 	// StalledAfter is how long a group may make no progress while others wait for it before it is reported;
-	// 0: ten median steps, at least 5 s.
+	// 0: ten median steps, at least 5 s, and at least 1 ms for each group.
 	StalledAfter time.Duration
 	// EjectStalledAfter is how long such a group may make no progress before it is evicted from the quorum;
 	// 0: never.

@@ -134,10 +134,7 @@ func (h *lighthouseHost) begin() {
 	}
 	s := h.j.setup
 	h.server = h.j.cluster.LighthouseOn(lighthouseName, s.policy.MinReplicas, func(cfg *lighthouse.Config) {
-		cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = s.policy.JoinTimeout,
-			s.policy.HeartbeatTimeout, s.policy.SuspectGrace
-		cfg.StalledAfter, cfg.EjectStalledAfter = s.policy.StalledAfter, s.policy.EjectStalledAfter
-		cfg.QuorumTick, cfg.StateDir = s.tick, h.dir
+		cfg.Policy, cfg.QuorumTick, cfg.StateDir = s.policy, s.tick, h.dir
 		cfg.Logger = slog.New(slog.NewTextHandler(h.j.cluster.Log, nil))
 	})
 	h.j.note(func(judge *judge) { judge.lighthouse(true) })

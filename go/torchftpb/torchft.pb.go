@@ -312,8 +312,6 @@ type LighthouseQuorumRequest struct {
 	// newer one is answered with ABORTED, because its step is out of date.
 	RequestNumber uint64 `protobuf:"varint,101,opt,name=request_number,json=requestNumber,proto3" json:"request_number,omitempty"`
 	Lighthouses   uint32 `protobuf:"varint,102,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"` // as Greeting.lighthouses; 0: not reported
-	// The last quorum this member was part of: a restarted lighthouse continues after it.
-	KnownQuorum   *PastQuorum `protobuf:"bytes,110,opt,name=known_quorum,json=knownQuorum,proto3" json:"known_quorum,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -374,13 +372,6 @@ func (x *LighthouseQuorumRequest) GetLighthouses() uint32 {
 		return x.Lighthouses
 	}
 	return 0
-}
-
-func (x *LighthouseQuorumRequest) GetKnownQuorum() *PastQuorum {
-	if x != nil {
-		return x.KnownQuorum
-	}
-	return nil
 }
 
 type LighthouseQuorumResponse struct {
@@ -3602,13 +3593,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06Quorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x129\n" +
 	"\fparticipants\x18\x02 \x03(\v2\x15.torchft.QuorumMemberR\fparticipants\x124\n" +
-	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"\xf7\x01\n" +
+	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"\xbf\x01\n" +
 	"\x17LighthouseQuorumRequest\x123\n" +
 	"\trequester\x18\x01 \x01(\v2\x15.torchft.QuorumMemberR\trequester\x12&\n" +
 	"\x0fknown_quorum_id\x18d \x01(\x03R\rknownQuorumId\x12%\n" +
 	"\x0erequest_number\x18e \x01(\x04R\rrequestNumber\x12 \n" +
-	"\vlighthouses\x18f \x01(\rR\vlighthouses\x126\n" +
-	"\fknown_quorum\x18n \x01(\v2\x13.torchft.PastQuorumR\vknownQuorum\"C\n" +
+	"\vlighthouses\x18f \x01(\rR\vlighthouses\"C\n" +
 	"\x18LighthouseQuorumResponse\x12'\n" +
 	"\x06quorum\x18\x01 \x01(\v2\x0f.torchft.QuorumR\x06quorum\";\n" +
 	"\x1aLighthouseHeartbeatRequest\x12\x1d\n" +
@@ -3935,66 +3925,65 @@ var file_torchft_proto_depIdxs = []int32{
 	1,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
 	43, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	1,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	32, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
-	2,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
-	7,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
-	11, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
-	20, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
-	25, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
-	21, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
-	23, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
-	22, // 11: torchft.RankRequest.counted:type_name -> torchft.Counted
-	8,  // 12: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	12, // 13: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	27, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	19, // 15: torchft.RankResponse.notice:type_name -> torchft.Notice
-	0,  // 16: torchft.Notice.kind:type_name -> torchft.Notice.Kind
-	24, // 17: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	31, // 18: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	33, // 19: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	20, // 20: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	26, // 21: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	21, // 22: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	23, // 23: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	32, // 24: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	29, // 25: torchft.MemberMessage.stopped:type_name -> torchft.Step
-	30, // 26: torchft.MemberMessage.parting:type_name -> torchft.Parting
-	29, // 27: torchft.Greeting.stands:type_name -> torchft.Step
-	1,  // 28: torchft.Ask.member:type_name -> torchft.QuorumMember
-	36, // 29: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	27, // 30: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	19, // 31: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
-	37, // 32: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	38, // 33: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	43, // 34: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	39, // 35: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	3,  // 36: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	5,  // 37: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	7,  // 38: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	9,  // 39: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	11, // 40: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	13, // 41: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	17, // 42: torchft.RankService.Session:input_type -> torchft.RankRequest
-	15, // 43: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
-	28, // 44: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	40, // 45: torchft.ClusterService.Link:input_type -> torchft.Frame
-	41, // 46: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	4,  // 47: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	6,  // 48: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	8,  // 49: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	10, // 50: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	12, // 51: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	14, // 52: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	18, // 53: torchft.RankService.Session:output_type -> torchft.RankResponse
-	16, // 54: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
-	34, // 55: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	40, // 56: torchft.ClusterService.Link:output_type -> torchft.Frame
-	42, // 57: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	47, // [47:58] is the sub-list for method output_type
-	36, // [36:47] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	2,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
+	7,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
+	11, // 5: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
+	20, // 6: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
+	25, // 7: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	21, // 8: torchft.RankRequest.healing:type_name -> torchft.HealProgress
+	23, // 9: torchft.RankRequest.recovered:type_name -> torchft.Recovered
+	22, // 10: torchft.RankRequest.counted:type_name -> torchft.Counted
+	8,  // 11: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	12, // 12: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	27, // 13: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	19, // 14: torchft.RankResponse.notice:type_name -> torchft.Notice
+	0,  // 15: torchft.Notice.kind:type_name -> torchft.Notice.Kind
+	24, // 16: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	31, // 17: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	33, // 18: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	20, // 19: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	26, // 20: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	21, // 21: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	23, // 22: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	32, // 23: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	29, // 24: torchft.MemberMessage.stopped:type_name -> torchft.Step
+	30, // 25: torchft.MemberMessage.parting:type_name -> torchft.Parting
+	29, // 26: torchft.Greeting.stands:type_name -> torchft.Step
+	1,  // 27: torchft.Ask.member:type_name -> torchft.QuorumMember
+	36, // 28: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	27, // 29: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	19, // 30: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
+	37, // 31: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	38, // 32: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	43, // 33: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	39, // 34: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	3,  // 35: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	5,  // 36: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	7,  // 37: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	9,  // 38: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	11, // 39: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	13, // 40: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	17, // 41: torchft.RankService.Session:input_type -> torchft.RankRequest
+	15, // 42: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
+	28, // 43: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	40, // 44: torchft.ClusterService.Link:input_type -> torchft.Frame
+	41, // 45: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	4,  // 46: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	6,  // 47: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	8,  // 48: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	10, // 49: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	12, // 50: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	14, // 51: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	18, // 52: torchft.RankService.Session:output_type -> torchft.RankResponse
+	16, // 53: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
+	34, // 54: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	40, // 55: torchft.ClusterService.Link:output_type -> torchft.Frame
+	42, // 56: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	46, // [46:57] is the sub-list for method output_type
+	35, // [35:46] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }

@@ -51,6 +51,21 @@ func Recovered(log *slog.Logger, what string, err *error) {
 	}
 }
 
+// Guarded calls use. If it panics, Guarded logs and returns the error, and passes it to broken before, which
+// replaces what use has left in an unknown state.
+func Guarded(log *slog.Logger, what string, use func(), broken func(error)) (err error) {
+	sound := false
+	defer func() {
+		if !sound {
+			broken(err)
+		}
+	}()
+	defer Recovered(log, what, &err)
+	use()
+	sound = true
+	return nil
+}
+
 func recoverUnary(log *slog.Logger) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 		handler grpc.UnaryHandler) (resp any, err error) {

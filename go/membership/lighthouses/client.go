@@ -109,14 +109,6 @@ func newClient(addr string, with rpc.Dialing, dial func() (*grpc.ClientConn, err
 
 // Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
 func (c *Client) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
-	return c.quorum(ctx, m, knownQuorumID, nil)
-}
-
-// quorum is Quorum. Unless last is nil, it also sends last, the member's last quorum, from which a restarted
-// lighthouse restores its state.
-func (c *Client) quorum(
-	ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum,
-) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	req := &torchftpb.LighthouseQuorumRequest{
@@ -124,14 +116,6 @@ func (c *Client) quorum(
 		KnownQuorumId: knownQuorumID,
 		RequestNumber: c.number.Add(1),
 		Lighthouses:   uint32(c.of),
-	}
-	if last != nil {
-		past, err := wire.PastToProto(last)
-		if err != nil {
-			return nil, rpc.Wrap("quorum", c.peer,
-				status.Errorf(codes.Internal, "encode quorum %d: %s", last.ID, err))
-		}
-		req.KnownQuorum = past
 	}
 	if err := wire.CheckRequest(req, req.GetRequester()); err != nil {
 		return nil, rpc.Wrap("quorum", c.peer, err)

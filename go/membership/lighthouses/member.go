@@ -103,12 +103,6 @@ func (m *Member) Quorum(
 	}
 	if status.Code(err) == codes.Unimplemented {
 		q, err := client.Quorum(ctx, member, knownQuorumID)
-		if last := m.last.Load(); last != nil && status.Code(err) == codes.InvalidArgument {
-			// The id of the known quorum is ahead of the lighthouse's clock. The lighthouse accepts such an
-			// id only with the list of that quorum's members; on a stream it would have asked for the list
-			// (Recall).
-			q, err = client.quorum(ctx, member, knownQuorumID, last)
-		}
 		m.mayBeAnother(ctx, client, err)
 		if q != nil {
 			m.last.Store(q)

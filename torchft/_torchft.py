@@ -256,9 +256,8 @@ class ManagerClient(_Native):
             **further,
         )
         go = self._go
-        result = go.run(
-            go.pyapi_ManagerQuorumStart, self._handle, request._to_json(), _micros("timeout", timeout)
-        )
+        timeout_us = _micros("timeout", timeout)
+        result = go.run(go.pyapi_ManagerRoundStart, self._handle, request._to_json(), True, timeout_us)
         return QuorumResult(**json.loads(result))
 
     # `_quorum` in three calls, for a caller that requests a quorum at each step and needs no thread for it.

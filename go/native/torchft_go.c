@@ -702,30 +702,6 @@ PyObject * _wrap__torchft_go_pyapi_ManagerNoticeStart(PyObject * PYBINDGEN_UNUSE
 
 
 PyObject *
-_wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    int64_t retval;
-    int64_t handle;
-    char *request;
-    int64_t timeoutUs;
-    const char *keywords[] = {"handle", "request", "timeoutUs", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LsL", (char **) keywords, &handle, &request, &timeoutUs)) {
-        return NULL;
-    }
-    retval = pyapi_ManagerQuorumStart(handle, request, timeoutUs);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "L", retval);
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
 _wrap__torchft_go_pyapi_ManagerReport(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -1021,7 +997,6 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerLeaveStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerLeaveStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerLeaveStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerNoticeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerNoticeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerNoticeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, request, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerReport", (PyCFunction) _wrap__torchft_go_pyapi_ManagerReport, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerReport(handle, report)\n\ntype: handle: int64_t\ntype: report: char *" },
     {(char *) "pyapi_ManagerRoundStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundStart(handle, request, first, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: first: bool\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerServerFinish", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerFinish, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerFinish(handle)\n\ntype: handle: int64_t" },

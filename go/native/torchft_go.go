@@ -405,18 +405,6 @@ func pyapi_ManagerNoticeStart(handle C.longlong, timeoutUs C.longlong) C.longlon
 	return C.longlong(cret)
 }
 
-//export pyapi_ManagerQuorumStart
-func pyapi_ManagerQuorumStart(handle C.longlong, request *C.char, timeoutUs C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerQuorumStart(int64(handle), C.GoString(request), int64(timeoutUs))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
 //export pyapi_ManagerReport
 func pyapi_ManagerReport(handle C.longlong, report *C.char) C.char {
 	cret, __err := pyapi.ManagerReport(int64(handle), C.GoString(report))

@@ -2,17 +2,13 @@ package pyapi
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
-	"fmt"
-	"strings"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 )
 
 // ManagerServerStart connects to the lighthouse and serves; the result is a handle for Address and
@@ -72,40 +68,11 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}), nil
 }
 
-// ManagerQuorumStart waits for the group and for the lighthouse. request is the JSON of rankclient.Request,
-// the result is the JSON of quorumResult.
-func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	req, err := parseRequest(request)
-	if err != nil {
-		return 0, err
-	}
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
-		error) {
-		result, err := client.Quorum(ctx, req)
-		if err != nil {
-			return nil, ops.CallFailed(err)
-		}
-		return toJSON(newQuorumResult(result))
-	})
-}
-
-// parseRequest refuses unknown fields, which would be dropped silently.
-func parseRequest(text string) (req rankclient.Request, err error) {
-	decoder := json.NewDecoder(strings.NewReader(text))
-	decoder.DisallowUnknownFields()
-	if err := decoder.Decode(&req); err != nil {
-		return req, ops.As(ops.Value, fmt.Errorf("request: %w", err))
-	}
-	return req, nil
-}
-
 // ManagerCheckpointMetadataStart requests the checkpoint address that a group rank announced; the result is
 // text.
 func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
-		error) {
-		metadata, err := client.CheckpointMetadata(ctx, groupRank)
+	return start(handle, micros(timeoutUs), func(ctx context.Context, c *rankclient.Client) (any, error) {
+		metadata, err := c.CheckpointMetadata(ctx, groupRank)
 		return metadata, ops.CallFailed(err)
 	})
 }
@@ -131,9 +98,8 @@ func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
 // ManagerLeaveStart announces that the group has completed its last step, and waits until its peers no longer
 // need its data.
 func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
-		error) {
-		return nil, ops.CallFailed(client.Leave(ctx))
+	return start(handle, micros(timeoutUs), func(ctx context.Context, c *rankclient.Client) (any, error) {
+		return nil, ops.CallFailed(c.Leave(ctx))
 	})
 }
 
@@ -144,21 +110,4 @@ func connectFailed(err error) error {
 		return nil
 	}
 	return ops.As(ops.Runtime, errors.New(rpc.Message(err)))
-}
-
-// quorumResult is a result with the fields of its one source under the names of QuorumResult in
-// torchft/_records.py.
-type quorumResult struct {
-	recovery.Result
-	RecoverSrcManagerAddress string `json:"recover_src_manager_address"`
-	RecoverSrcReplicaRank    *int64 `json:"recover_src_replica_rank"`
-}
-
-func newQuorumResult(r recovery.Result) quorumResult {
-	q := quorumResult{Result: r}
-	if len(r.Sources) > 0 {
-		q.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
-		q.RecoverSrcReplicaRank = &r.Sources[0].ReplicaRank
-	}
-	return q
 }

@@ -34,9 +34,8 @@ func LighthouseQuorumStart(handle int64, member string, timeoutUs int64) (op int
 	if err := json.Unmarshal([]byte(member), &asks); err != nil {
 		return 0, ops.As(ops.Value, fmt.Errorf("member: %w", err))
 	}
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any,
-		error) {
-		q, err := client.Quorum(ctx, asks, 0)
+	return start(handle, micros(timeoutUs), func(ctx context.Context, c *lighthouses.Client) (any, error) {
+		q, err := c.Quorum(ctx, asks, 0)
 		if err != nil {
 			return nil, ops.CallFailed(err)
 		}
@@ -46,9 +45,8 @@ func LighthouseQuorumStart(handle int64, member string, timeoutUs int64) (op int
 
 // LighthouseHeartbeatStart sends the heartbeat of a replica; there is no result.
 func LighthouseHeartbeatStart(handle int64, replicaID string, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *lighthouses.Client) (any,
-		error) {
-		return nil, ops.CallFailed(client.Heartbeat(ctx, replicaID))
+	return start(handle, micros(timeoutUs), func(ctx context.Context, c *lighthouses.Client) (any, error) {
+		return nil, ops.CallFailed(c.Heartbeat(ctx, replicaID))
 	})
 }
 

@@ -66,10 +66,7 @@ func start[T any](
 
 // Address returns the address of a handle's server.
 func Address(handle int64) (address string, err error) {
-	return with(handle, func(server interface{ Address() string }) (string, error) {
-		return server.Address(),
-			nil
-	})
+	return with(handle, func(s interface{ Address() string }) (string, error) { return s.Address(), nil })
 }
 
 // ReleaseStart closes the object of a handle; the result is false if it was closed already.

@@ -2,50 +2,78 @@ package pyapi
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 
 	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ManagerRoundStart does the same as ManagerQuorumStart for a rank that follows changes of the quorum
-// (ManagerChangeStart). The result is the JSON of quorumResult or, if only the step differs from the last
-// round and this group takes part in no heal, the number max_step. first: the caller has no earlier result,
-// and so needs the whole result. Every result in JSON also ends a wait of ManagerChangeStart.
+// ManagerRoundStart waits for the group and for the lighthouse. request is the JSON of rankclient.Request. The
+// result is the JSON of quorumResult or, if only the step differs from the last round and this group takes
+// part in no heal, the number max_step. first: the caller has no earlier result, and so needs the whole
+// result. Every result in JSON also ends a wait of ManagerChangeStart.
 func ManagerRoundStart(handle int64, request string, first bool, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	req, err := parseRequest(request)
 	if err != nil {
 		return 0, err
 	}
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
-		error) {
-		result, err := client.Quorum(ctx, req)
+	return start(handle, micros(timeoutUs), func(ctx context.Context, c *rankclient.Client) (any, error) {
+		result, err := c.Quorum(ctx, req)
 		if err != nil {
 			return nil, ops.CallFailed(err)
 		}
-		if !client.Changed(result) && !first {
+		if !c.Changed(result) && !first {
 			return result.MaxStep, nil
 		}
-		client.Notify()
+		c.Notify()
 		return toJSON(newQuorumResult(result))
 	})
+}
+
+// parseRequest refuses unknown fields, which would be dropped silently.
+func parseRequest(text string) (req rankclient.Request, err error) {
+	decoder := json.NewDecoder(strings.NewReader(text))
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(&req); err != nil {
+		return req, ops.As(ops.Value, fmt.Errorf("request: %w", err))
+	}
+	return req, nil
+}
+
+// quorumResult is a result with the fields of its one source under the names of QuorumResult in
+// torchft/_records.py.
+type quorumResult struct {
+	recovery.Result
+	RecoverSrcManagerAddress string `json:"recover_src_manager_address"`
+	RecoverSrcReplicaRank    *int64 `json:"recover_src_replica_rank"`
+}
+
+func newQuorumResult(r recovery.Result) quorumResult {
+	q := quorumResult{Result: r}
+	if len(r.Sources) > 0 {
+		q.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
+		q.RecoverSrcReplicaRank = &r.Sources[0].ReplicaRank
+	}
+	return q
 }
 
 // ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundStart).
 // ManagerChangeStart's own result is true, or false if there was no such round within the timeout.
 func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
-		error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, c *rankclient.Client) (any, error) {
 		select {
-		case <-client.Change:
+		case <-c.Change:
 			return true, nil
-		case <-client.Closed():
+		case <-c.Closed():
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():
 			return false, nil
@@ -57,12 +85,11 @@ func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 // the lighthouse asks for the progress of this rank. The result is the JSON of notice, or nil if there was
 // none within the timeout.
 func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, client *rankclient.Client) (any,
-		error) {
+	return start(handle, micros(timeoutUs), func(ctx context.Context, c *rankclient.Client) (any, error) {
 		select {
-		case n := <-client.Notices():
+		case n := <-c.Notices():
 			return toJSON(notice{kinds[n.GetKind()], n.GetQuorumId(), n.GetReplicaId(), n.GetReason(), n.GetStep()})
-		case <-client.Closed():
+		case <-c.Closed():
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():
 			return nil, nil

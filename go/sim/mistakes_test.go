@@ -238,8 +238,10 @@ var mistakes = []mistake{
 		nil, []string{ruleEarly},
 	},
 	{
-		"failures not passed on", "membership/lighthouses/stream.go", "		f := m.MemberFailed\n",
-		"		f := m.MemberFailed\n		if $ {\n			return nil\n		}\n",
+		"failures not passed on", "membership/lighthouses/stream.go",
+		"		s.member.broadcast.Notify(m.Notice)\n",
+		"		if !$ || m.Notice.GetKind() != torchftpb.Notice_MEMBER_FAILED {\n" +
+			"			s.member.broadcast.Notify(m.Notice)\n		}\n",
 		only(vanish), []string{ruleReported},
 	},
 	{

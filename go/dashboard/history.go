@@ -6,6 +6,7 @@ package dashboard
 
 import (
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -40,7 +41,7 @@ const (
 	// Such a failure adds five: the failure, the quorums without and with the group, its heal, and the
 	// recovery of the others.
 	mostEvents = 1000
-	// mostNames is how many members an event names.
+	// mostNames is how many members an event, or a line of the log, names.
 	mostNames = 8
 	// longestReason is the length in bytes to which reasons are shortened.
 	longestReason = 512
@@ -108,7 +109,7 @@ type History struct {
 func (h *History) Add(e Event) Event {
 	e.ID = h.next + 1
 	h.next++
-	e.Joined, e.Left = names(e.Joined), names(e.Left)
+	e.Joined, e.Left = Names(e.Joined), Names(e.Left)
 	if len(e.Reason) > longestReason {
 		e.Reason = e.Reason[:longestReason] + "…"
 	}
@@ -186,9 +187,10 @@ func (h *History) add(step int64, groups int, trained int64, now time.Time) {
 // Points returns the points, the oldest first.
 func (h *History) Points() []Point { return append([]Point{}, h.points...) }
 
-func names(all []string) []string {
+// Names returns the first names of a list, for people: a list may have thousands.
+func Names(all []string) []string {
 	if len(all) <= mostNames {
 		return all
 	}
-	return append(append([]string(nil), all[:mostNames]...), fmt.Sprintf("and %d more", len(all)-mostNames))
+	return append(slices.Clone(all[:mostNames]), fmt.Sprintf("and %d more", len(all)-mostNames))
 }

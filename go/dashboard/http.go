@@ -34,8 +34,7 @@ func (f *Feed) Register(mux *http.ServeMux) {
 	for _, path := range []string{"/{$}", "/app.js", "/style.css"} {
 		mux.Handle("GET "+path, page())
 	}
-	mux.HandleFunc("GET /api/v1/status", func(w http.ResponseWriter,
-		_ *http.Request) {
+	mux.HandleFunc("GET /api/v1/status", func(w http.ResponseWriter, _ *http.Request) {
 		Answer(w, f.status())
 	})
 	mux.HandleFunc("GET /api/v1/events", f.serveEvents)

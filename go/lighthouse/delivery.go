@@ -35,12 +35,10 @@ func newDelivery(q *quorum.Quorum, before *delivery) *delivery {
 	d.answer = sync.OnceValues(func() (rpc.Encoded, error) {
 		return proto.Marshal(&torchftpb.LighthouseQuorumResponse{Quorum: wire.QuorumToProto(q)})
 	})
-	d.states = sync.OnceValues(func() (rpc.Encoded,
-		error) {
+	d.states = sync.OnceValues(func() (rpc.Encoded, error) {
 		return encodeDelivery(wire.StatesToProto(q, d.list), nil)
 	})
-	d.whole = sync.OnceValues(func() (rpc.Encoded,
-		error) {
+	d.whole = sync.OnceValues(func() (rpc.Encoded, error) {
 		return encodeDelivery(wire.WholeToProto(q, d.list))
 	})
 	return d

@@ -84,7 +84,7 @@ func FuzzMemberStream(f *testing.F) {
 		"http://lighthouse:29510", 10*time.Second)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = conn.Close() })
-	past, err := wire.PastToProto(&quorum.Quorum{ID: 1 << 62})
+	past, err := wire.PackPast(&quorum.Quorum{ID: 1 << 62})
 	require.NoError(f, err)
 	fttest.FuzzStream(f, conn, log, torchftpb.MemberService_Attend_FullMethodName,
 		[][]*torchftpb.MemberMessage{

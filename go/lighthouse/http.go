@@ -28,8 +28,7 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("GET /status", s.serveStatus)
 	mux.HandleFunc("GET /jobs", s.serveJobs)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
-		_,
-			_ = fmt.Fprintln(w, "ok")
+		_, _ = fmt.Fprintln(w, "ok") // fails only if the client has disconnected
 	})
 	mux.HandleFunc("GET /readyz", s.serveReady)
 	mux.Handle("GET /metrics", dashboard.Metrics(s.boards))
@@ -125,10 +124,7 @@ func unknownJob(name string) error {
 // refusalOf returns how an error is answered: in JSON for the API, and for the command torchft.
 func refusalOf(r *http.Request) func(w http.ResponseWriter, code int, why string) {
 	if strings.HasPrefix(r.URL.Path, "/api/") || r.Header.Get("Accept") == "application/json" {
-		return func(w http.ResponseWriter, code int,
-			why string) {
-			dashboard.Refuse(w, code, errors.New(why))
-		}
+		return func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 	}
 	return plainly
 }

@@ -2,10 +2,8 @@ package lighthouse
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"net/http"
-	"slices"
 	"sync"
 	"time"
 
@@ -278,7 +276,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.keepState()
 		case quorum.Call:
 			j.log.Info("torchft: the next quorum is called", "quorum_id", a.QuorumID,
-				"members", some(a.ReplicaIDs), "reason", a.Reason)
+				"members", dashboard.Names(a.ReplicaIDs), "reason", a.Reason)
 			j.onceKept(func() {
 				j.streams.notify(&torchftpb.Notice{Kind: torchftpb.Notice_CALLED, QuorumId: a.QuorumID},
 					a.ReplicaIDs...)
@@ -306,7 +304,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.regresses(a, now)
 		case quorum.Changed:
 			j.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
-				"joined", some(a.Joined), "left", some(a.Left), "reason", a.Reason)
+				"joined", dashboard.Names(a.Joined), "left", dashboard.Names(a.Left), "reason", a.Reason)
 			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.QuorumChanged, QuorumID: a.Quorum.ID,
 				Step:    maxStep(a.Quorum),
 				Members: len(a.Quorum.Members), Joined: a.Joined, Left: a.Left, Reason: a.Reason})
@@ -350,8 +348,8 @@ func (j *job) deliver(to []quorum.WaiterID, d *delivery) {
 }
 
 // recalled handles the quorum that a member remembers, the answer to a recall.
-func (j *job) recalled(from string, p *torchftpb.PastQuorum) error {
-	q, err := wire.PastFromProto(p)
+func (j *job) recalled(from string, packed []byte) error {
+	q, err := wire.Unpack(packed)
 	if err == nil {
 		err = q.Past().Validate()
 	}
@@ -367,15 +365,6 @@ func maxStep(q *quorum.Quorum) int64 {
 		step = max(step, m.Step)
 	}
 	return step
-}
-
-// some returns the first names of a list, for logs: a list may have thousands.
-func some(names []string) []string {
-	const most = 8
-	if more := len(names) - most; more > 0 {
-		return append(slices.Clone(names[:most]), fmt.Sprintf("and %d more", more))
-	}
-	return names
 }
 
 // status returns the machine's description of its state, with the progress of heals and the trouble with the

@@ -110,7 +110,7 @@ func (j *job) sendNews(now time.Time) {
 			names[i] = n.GetReplicaId()
 		}
 		k, id, reason := kindsOfNews[kind], of[0].GetQuorumId(), of[0].GetReason()
-		j.log.Log(context.Background(), k.level, k.line, "quorum_id", id, "member", some(names), "reason", reason)
+		j.log.Log(context.Background(), k.level, k.line, "quorum_id", id, "member", dashboard.Names(names), "reason", reason)
 		if k.event != "" {
 			j.board.Record(dashboard.Event{Time: now, Kind: k.event, QuorumID: id, Left: names, Reason: reason})
 		}

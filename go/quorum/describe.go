@@ -127,10 +127,8 @@ func (m *Machine) Describe(now time.Time) Status {
 		}
 		s.Members = append(s.Members, ms)
 	}
-	slices.SortFunc(s.Members, func(a, b MemberStatus) int {
-		return strings.Compare(a.ReplicaID,
-			b.ReplicaID)
-	})
+	slices.SortFunc(s.Members,
+		func(a, b MemberStatus) int { return strings.Compare(a.ReplicaID, b.ReplicaID) })
 	return s
 }
 

@@ -24,6 +24,12 @@ const (
 	different
 )
 
+// properties are those in which the members of a job must be alike, with the reason to refuse one that is not.
+var properties = []struct {
+	compare func(a, b *Member) likeness
+	reason  func(of, than *Member) string
+}{{alikeInSize, otherSize}, {alikeInLayout, otherLayout}}
+
 // misfit returns the reason to refuse a new member that differs from the present ones; empty if it is
 // accepted. What the others do not announce is not compared.
 func (m *memory) misfit(e Asked) string {
@@ -31,11 +37,10 @@ func (m *memory) misfit(e Asked) string {
 	if r := m.roster.members[id]; !e.Recallable || r != nil && r.previous {
 		return ""
 	}
-	if other := m.unlike(id, func(o *Member) likeness { return alikeInSize(&e.Member, o) }); other != nil {
-		return otherSize(&e.Member, other)
-	}
-	if other := m.unlike(id, func(o *Member) likeness { return alikeInLayout(&e.Member, o) }); other != nil {
-		return otherLayout(&e.Member, other)
+	for _, p := range properties {
+		if other := m.unlike(id, func(o *Member) likeness { return p.compare(&e.Member, o) }); other != nil {
+			return p.reason(&e.Member, other)
+		}
 	}
 	return ""
 }
@@ -53,16 +58,12 @@ func (m *memory) outfit(e Asked) {
 		if r.previous || !r.newest().recallable {
 			continue
 		}
-		var reason string
-		switch {
-		case alikeInSize(r.member(), &e.Member) == different:
-			reason = otherSize(r.member(), &e.Member)
-		case alikeInLayout(r.member(), &e.Member) == different:
-			reason = otherLayout(r.member(), &e.Member)
-		default:
-			continue
+		for _, p := range properties {
+			if of := r.member(); p.compare(of, &e.Member) == different {
+				m.misfits(r.id, r.waiters(anyRequest), p.reason(of, &e.Member))
+				break
+			}
 		}
-		m.misfits(r.id, r.waiters(anyRequest), reason)
 	}
 }
 

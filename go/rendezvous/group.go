@@ -109,10 +109,8 @@ func (g *group) members() (members []*node) {
 			members = append(members, n)
 		}
 	}
-	slices.SortFunc(members, func(a, b *node) int {
-		return cmp.Or(cmp.Compare(a.rank, b.rank),
-			cmp.Compare(a.name, b.name))
-	})
+	slices.SortFunc(members,
+		func(a, b *node) int { return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.name, b.name)) })
 	return members
 }
 

@@ -101,8 +101,8 @@ func (d *disk) LastIndex() (uint64, error)  { return get(d, "reading the log", d
 // GetLog returns an entry without effect after a failure.
 func (d *disk) GetLog(index uint64, to *raft.Log) error {
 	read, err := get(d, "reading the log", func() (l raft.Log, err error) {
-		return l,
-			d.store.GetLog(index, &l)
+		err = d.store.GetLog(index, &l) // not in the return: Go may evaluate l first
+		return l, err
 	})
 	switch {
 	case errors.Is(err, raft.ErrLogNotFound):

@@ -248,6 +248,7 @@ type Quorum struct {
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
 	Participants  []*QuorumMember        `protobuf:"bytes,2,rep,name=participants,proto3" json:"participants,omitempty"` // ordered by replica_id
 	Created       *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=created,proto3" json:"created,omitempty"`
+	Stands        bool                   `protobuf:"varint,100,opt,name=stands,proto3" json:"stands,omitempty"` // the members train on, and do not ask, until the next quorum is called
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -301,6 +302,13 @@ func (x *Quorum) GetCreated() *timestamppb.Timestamp {
 		return x.Created
 	}
 	return nil
+}
+
+func (x *Quorum) GetStands() bool {
+	if x != nil {
+		return x.Stands
+	}
+	return false
 }
 
 type LighthouseQuorumRequest struct {
@@ -2333,7 +2341,7 @@ func (x *MemberMessage) GetShuttingDown() bool {
 	return false
 }
 
-func (x *MemberMessage) GetPast() *PastQuorum {
+func (x *MemberMessage) GetPast() []byte {
 	if x != nil {
 		if x, ok := x.Message.(*MemberMessage_Past); ok {
 			return x.Past
@@ -2436,7 +2444,9 @@ type MemberMessage_ShuttingDown struct {
 }
 
 type MemberMessage_Past struct {
-	Past *PastQuorum `protobuf:"bytes,40,opt,name=past,proto3,oneof"` // the answer to a recall
+	// The answer to a recall: the Quorum as the member received it last, encoded and compressed (DEFLATE). It is all that
+	// a lighthouse needs to continue after it, and to redeliver it.
+	Past []byte `protobuf:"bytes,40,opt,name=past,proto3,oneof"`
 }
 
 type MemberMessage_Stopped struct {
@@ -2688,59 +2698,6 @@ func (x *Greeting) GetStands() *Step {
 	return nil
 }
 
-// A quorum as a member received it last: all that a lighthouse needs to continue after it, and to redeliver it.
-type PastQuorum struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Packed        []byte                 `protobuf:"bytes,4,opt,name=packed,proto3" json:"packed,omitempty"`  // a Quorum, encoded and compressed (DEFLATE)
-	Stands        bool                   `protobuf:"varint,5,opt,name=stands,proto3" json:"stands,omitempty"` // as Delivery.stands
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *PastQuorum) Reset() {
-	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[31]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *PastQuorum) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*PastQuorum) ProtoMessage() {}
-
-func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
-func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
-}
-
-func (x *PastQuorum) GetPacked() []byte {
-	if x != nil {
-		return x.Packed
-	}
-	return nil
-}
-
-func (x *PastQuorum) GetStands() bool {
-	if x != nil {
-		return x.Stands
-	}
-	return false
-}
-
 // A request for a quorum. It replaces an earlier ask of this stream.
 type Ask struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2760,7 +2717,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2772,7 +2729,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2785,7 +2742,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2865,7 +2822,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2877,7 +2834,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2890,7 +2847,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3056,7 +3013,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3068,7 +3025,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3081,7 +3038,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3102,7 +3059,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3114,7 +3071,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3127,7 +3084,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3153,12 +3110,10 @@ func (x *Welcome) GetTerm() int64 {
 
 // A quorum for its members. The list of the members is sent once on a stream, and again when it has changed.
 type Delivery struct {
-	state  protoimpl.MessageState `protogen:"open.v1"`
-	List   uint64                 `protobuf:"varint,1,opt,name=list,proto3" json:"list,omitempty"`     // the number of the list of members, chosen by the lighthouse; lists that differ have different ones
-	Stands bool                   `protobuf:"varint,5,opt,name=stands,proto3" json:"stands,omitempty"` // the members train on, and do not ask, until the next quorum is called
+	state protoimpl.MessageState `protogen:"open.v1"`
+	List  uint64                 `protobuf:"varint,1,opt,name=list,proto3" json:"list,omitempty"` // the number of the list of members, chosen by the lighthouse; lists that differ have different ones
 	// Types that are valid to be assigned to Form:
 	//
-	//	*Delivery_Whole
 	//	*Delivery_Packed
 	//	*Delivery_States
 	Form          isDelivery_Form `protobuf_oneof:"form"`
@@ -3168,7 +3123,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3180,7 +3135,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3193,7 +3148,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3203,25 +3158,9 @@ func (x *Delivery) GetList() uint64 {
 	return 0
 }
 
-func (x *Delivery) GetStands() bool {
-	if x != nil {
-		return x.Stands
-	}
-	return false
-}
-
 func (x *Delivery) GetForm() isDelivery_Form {
 	if x != nil {
 		return x.Form
-	}
-	return nil
-}
-
-func (x *Delivery) GetWhole() []byte {
-	if x != nil {
-		if x, ok := x.Form.(*Delivery_Whole); ok {
-			return x.Whole
-		}
 	}
 	return nil
 }
@@ -3248,10 +3187,6 @@ type isDelivery_Form interface {
 	isDelivery_Form()
 }
 
-type Delivery_Whole struct {
-	Whole []byte `protobuf:"bytes,2,opt,name=whole,proto3,oneof"` // a Quorum, encoded
-}
-
 type Delivery_Packed struct {
 	Packed []byte `protobuf:"bytes,3,opt,name=packed,proto3,oneof"` // a Quorum, encoded and compressed (DEFLATE): the records of members differ little
 }
@@ -3259,8 +3194,6 @@ type Delivery_Packed struct {
 type Delivery_States struct {
 	States *QuorumStates `protobuf:"bytes,4,opt,name=states,proto3,oneof"` // the list is that of the last delivery on this stream
 }
-
-func (*Delivery_Whole) isDelivery_Form() {}
 
 func (*Delivery_Packed) isDelivery_Form() {}
 
@@ -3275,13 +3208,14 @@ type QuorumStates struct {
 	CommittedQuorumId int64                  `protobuf:"varint,5,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	Others            []*PlacedState         `protobuf:"bytes,7,rep,name=others,proto3" json:"others,omitempty"`
+	Stands            bool                   `protobuf:"varint,8,opt,name=stands,proto3" json:"stands,omitempty"` // as Quorum.stands
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3293,7 +3227,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3306,7 +3240,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3351,6 +3285,13 @@ func (x *QuorumStates) GetOthers() []*PlacedState {
 	return nil
 }
 
+func (x *QuorumStates) GetStands() bool {
+	if x != nil {
+		return x.Stands
+	}
+	return false
+}
+
 type PlacedState struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	Place             uint32                 `protobuf:"varint,1,opt,name=place,proto3" json:"place,omitempty"` // index in the list
@@ -3363,7 +3304,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3375,7 +3316,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3388,7 +3329,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3428,7 +3369,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3440,7 +3381,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3453,7 +3394,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3471,7 +3412,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3483,7 +3424,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3496,7 +3437,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3512,7 +3453,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3524,7 +3465,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3537,7 +3478,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{41}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3589,11 +3530,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13committed_quorum_id\x18d \x01(\x03R\x11committedQuorumId\x121\n" +
 	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12%\n" +
 	"\x0easks_each_step\x18\x8e\x01 \x01(\bR\fasksEachStep\x12\x19\n" +
-	"\alayouts\x18\x8d\x01 \x03(\tR\alayouts\"\x96\x01\n" +
+	"\alayouts\x18\x8d\x01 \x03(\tR\alayouts\"\xae\x01\n" +
 	"\x06Quorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x129\n" +
 	"\fparticipants\x18\x02 \x03(\v2\x15.torchft.QuorumMemberR\fparticipants\x124\n" +
-	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"\xbf\x01\n" +
+	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x16\n" +
+	"\x06stands\x18d \x01(\bR\x06stands\"\xbf\x01\n" +
 	"\x17LighthouseQuorumRequest\x123\n" +
 	"\trequester\x18\x01 \x01(\v2\x15.torchft.QuorumMemberR\trequester\x12&\n" +
 	"\x0fknown_quorum_id\x18d \x01(\x03R\rknownQuorumId\x12%\n" +
@@ -3746,7 +3688,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05waits\x18\x05 \x01(\bR\x05waits\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xc5\x05\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xb0\x05\n" +
 	"\rMemberMessage\x12\x1a\n" +
 	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
@@ -3761,8 +3703,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\aleaving\x18P \x01(\bH\x00R\aleaving\x121\n" +
 	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12%\n" +
-	"\rshutting_down\x18S \x01(\bH\x00R\fshuttingDown\x12)\n" +
-	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04past\x12)\n" +
+	"\rshutting_down\x18S \x01(\bH\x00R\fshuttingDown\x12\x14\n" +
+	"\x04past\x18( \x01(\fH\x00R\x04past\x12)\n" +
 	"\astopped\x185 \x01(\v2\r.torchft.StepH\x00R\astopped\x12,\n" +
 	"\aparting\x186 \x01(\v2\x10.torchft.PartingH\x00R\aparting\x12\x1a\n" +
 	"\achanges\x187 \x01(\tH\x00R\achanges\x12\x16\n" +
@@ -3784,11 +3726,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\x12\x1d\n" +
 	"\n" +
 	"known_step\x18, \x01(\x03R\tknownStep\x12%\n" +
-	"\x06stands\x182 \x01(\v2\r.torchft.StepR\x06stands\"<\n" +
-	"\n" +
-	"PastQuorum\x12\x16\n" +
-	"\x06packed\x18\x04 \x01(\fR\x06packed\x12\x16\n" +
-	"\x06stands\x18\x05 \x01(\bR\x06stands\"\xa2\x02\n" +
+	"\x06stands\x182 \x01(\v2\r.torchft.StepR\x06stands\"\xa2\x02\n" +
 	"\x03Ask\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
 	"\n" +
@@ -3816,21 +3754,20 @@ const file_torchft_proto_rawDesc = "" +
 	"\aWelcome\x12*\n" +
 	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x12#\n" +
 	"\ranswers_alive\x18\x03 \x01(\bR\fanswersAlive\x12\x12\n" +
-	"\x04term\x18( \x01(\x03R\x04term\"\xa1\x01\n" +
+	"\x04term\x18( \x01(\x03R\x04term\"q\n" +
 	"\bDelivery\x12\x12\n" +
-	"\x04list\x18\x01 \x01(\x04R\x04list\x12\x16\n" +
-	"\x06stands\x18\x05 \x01(\bR\x06stands\x12\x16\n" +
-	"\x05whole\x18\x02 \x01(\fH\x00R\x05whole\x12\x18\n" +
+	"\x04list\x18\x01 \x01(\x04R\x04list\x12\x18\n" +
 	"\x06packed\x18\x03 \x01(\fH\x00R\x06packed\x12/\n" +
 	"\x06states\x18\x04 \x01(\v2\x15.torchft.QuorumStatesH\x00R\x06statesB\x06\n" +
-	"\x04form\"\xfc\x01\n" +
+	"\x04form\"\x94\x02\n" +
 	"\fQuorumStates\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x124\n" +
 	"\acreated\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x12\n" +
 	"\x04step\x18\x04 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x05 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12,\n" +
-	"\x06others\x18\a \x03(\v2\x14.torchft.PlacedStateR\x06others\"\x90\x01\n" +
+	"\x06others\x18\a \x03(\v2\x14.torchft.PlacedStateR\x06others\x12\x16\n" +
+	"\x06stands\x18\b \x01(\bR\x06stands\"\x90\x01\n" +
 	"\vPlacedState\x12\x14\n" +
 	"\x05place\x18\x01 \x01(\rR\x05place\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12.\n" +
@@ -3874,7 +3811,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 }
 
 var file_torchft_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_torchft_proto_goTypes = []any{
 	(Notice_Kind)(0),                    // 0: torchft.Notice.Kind
 	(*QuorumMember)(nil),                // 1: torchft.QuorumMember
@@ -3908,22 +3845,21 @@ var file_torchft_proto_goTypes = []any{
 	(*Step)(nil),                        // 29: torchft.Step
 	(*Parting)(nil),                     // 30: torchft.Parting
 	(*Greeting)(nil),                    // 31: torchft.Greeting
-	(*PastQuorum)(nil),                  // 32: torchft.PastQuorum
-	(*Ask)(nil),                         // 33: torchft.Ask
-	(*LighthouseMessage)(nil),           // 34: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 35: torchft.NotLeader
-	(*Welcome)(nil),                     // 36: torchft.Welcome
-	(*Delivery)(nil),                    // 37: torchft.Delivery
-	(*QuorumStates)(nil),                // 38: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 39: torchft.PlacedState
-	(*Frame)(nil),                       // 40: torchft.Frame
-	(*IdentifyRequest)(nil),             // 41: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 42: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 43: google.protobuf.Timestamp
+	(*Ask)(nil),                         // 32: torchft.Ask
+	(*LighthouseMessage)(nil),           // 33: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 34: torchft.NotLeader
+	(*Welcome)(nil),                     // 35: torchft.Welcome
+	(*Delivery)(nil),                    // 36: torchft.Delivery
+	(*QuorumStates)(nil),                // 37: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 38: torchft.PlacedState
+	(*Frame)(nil),                       // 39: torchft.Frame
+	(*IdentifyRequest)(nil),             // 40: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 41: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 42: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	1,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	43, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	42, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	1,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
 	2,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	7,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
@@ -3940,50 +3876,49 @@ var file_torchft_proto_depIdxs = []int32{
 	0,  // 15: torchft.Notice.kind:type_name -> torchft.Notice.Kind
 	24, // 16: torchft.Recovered.phases:type_name -> torchft.PhaseTime
 	31, // 17: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	33, // 18: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	32, // 18: torchft.MemberMessage.ask:type_name -> torchft.Ask
 	20, // 19: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
 	26, // 20: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
 	21, // 21: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
 	23, // 22: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	32, // 23: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	29, // 24: torchft.MemberMessage.stopped:type_name -> torchft.Step
-	30, // 25: torchft.MemberMessage.parting:type_name -> torchft.Parting
-	29, // 26: torchft.Greeting.stands:type_name -> torchft.Step
-	1,  // 27: torchft.Ask.member:type_name -> torchft.QuorumMember
-	36, // 28: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	27, // 29: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	19, // 30: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
-	37, // 31: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	38, // 32: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	43, // 33: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	39, // 34: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	3,  // 35: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	5,  // 36: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	7,  // 37: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	9,  // 38: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	11, // 39: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	13, // 40: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	17, // 41: torchft.RankService.Session:input_type -> torchft.RankRequest
-	15, // 42: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
-	28, // 43: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	40, // 44: torchft.ClusterService.Link:input_type -> torchft.Frame
-	41, // 45: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	4,  // 46: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	6,  // 47: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	8,  // 48: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	10, // 49: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	12, // 50: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	14, // 51: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	18, // 52: torchft.RankService.Session:output_type -> torchft.RankResponse
-	16, // 53: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
-	34, // 54: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	40, // 55: torchft.ClusterService.Link:output_type -> torchft.Frame
-	42, // 56: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	46, // [46:57] is the sub-list for method output_type
-	35, // [35:46] is the sub-list for method input_type
-	35, // [35:35] is the sub-list for extension type_name
-	35, // [35:35] is the sub-list for extension extendee
-	0,  // [0:35] is the sub-list for field type_name
+	29, // 23: torchft.MemberMessage.stopped:type_name -> torchft.Step
+	30, // 24: torchft.MemberMessage.parting:type_name -> torchft.Parting
+	29, // 25: torchft.Greeting.stands:type_name -> torchft.Step
+	1,  // 26: torchft.Ask.member:type_name -> torchft.QuorumMember
+	35, // 27: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	27, // 28: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	19, // 29: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
+	36, // 30: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	37, // 31: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	42, // 32: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	38, // 33: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	3,  // 34: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	5,  // 35: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	7,  // 36: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	9,  // 37: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	11, // 38: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	13, // 39: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	17, // 40: torchft.RankService.Session:input_type -> torchft.RankRequest
+	15, // 41: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
+	28, // 42: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	39, // 43: torchft.ClusterService.Link:input_type -> torchft.Frame
+	40, // 44: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	4,  // 45: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	6,  // 46: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	8,  // 47: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	10, // 48: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	12, // 49: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	14, // 50: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	18, // 51: torchft.RankService.Session:output_type -> torchft.RankResponse
+	16, // 52: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
+	33, // 53: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	39, // 54: torchft.ClusterService.Link:output_type -> torchft.Frame
+	41, // 55: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	45, // [45:56] is the sub-list for method output_type
+	34, // [34:45] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -4028,7 +3963,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Changes)(nil),
 		(*MemberMessage_Drain)(nil),
 	}
-	file_torchft_proto_msgTypes[33].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[32].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
@@ -4039,8 +3974,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Alive)(nil),
 		(*LighthouseMessage_Delivery)(nil),
 	}
-	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
-		(*Delivery_Whole)(nil),
+	file_torchft_proto_msgTypes[35].OneofWrappers = []any{
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
 	}
@@ -4050,7 +3984,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   42,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

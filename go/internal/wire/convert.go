@@ -75,7 +75,7 @@ func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
 
 // QuorumToProto returns the wire form of a quorum.
 func QuorumToProto(q *quorum.Quorum) *torchftpb.Quorum {
-	p := &torchftpb.Quorum{QuorumId: q.ID, Created: timestamppb.New(q.Created)}
+	p := &torchftpb.Quorum{QuorumId: q.ID, Created: timestamppb.New(q.Created), Stands: q.Stands}
 	p.Participants = make([]*torchftpb.QuorumMember, len(q.Members))
 	for i, m := range q.Members {
 		p.Participants[i] = MemberToProto(m)
@@ -85,7 +85,7 @@ func QuorumToProto(q *quorum.Quorum) *torchftpb.Quorum {
 
 // QuorumFromProto is the inverse of QuorumToProto.
 func QuorumFromProto(p *torchftpb.Quorum) *quorum.Quorum {
-	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime()}
+	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime(), Stands: p.GetStands()}
 	q.Members = make([]quorum.Member, len(p.GetParticipants()))
 	for i, m := range p.GetParticipants() {
 		q.Members[i] = MemberFromProto(m)

@@ -1,16 +1,11 @@
 package wire
 
 import (
-	"bytes"
-	"compress/flate"
 	"fmt"
-	"io"
 	"slices"
 
-	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
-	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -19,34 +14,17 @@ import (
 // had the same list, with their states only. The states are usually the same for all members, so the most
 // frequent one is sent once.
 
-// packFrom is the size in bytes of the smallest quorum that is compressed.
-const packFrom = 1 << 10
-
 // WholeToProto returns the wire form of a quorum with its members; list is the number of the list of members.
 func WholeToProto(q *quorum.Quorum, list uint64) (*torchftpb.Delivery, error) {
-	plain, err := proto.Marshal(QuorumToProto(q))
-	if err != nil {
-		return nil, err
-	}
-	if len(plain) >= packFrom {
-		packed, err := pack(plain)
-		if err != nil {
-			return nil, err
-		}
-		if len(packed) < len(plain) {
-			return &torchftpb.Delivery{List: list, Stands: q.Stands,
-				Form: &torchftpb.Delivery_Packed{Packed: packed}}, nil
-		}
-	}
-	return &torchftpb.Delivery{List: list, Stands: q.Stands, Form: &torchftpb.Delivery_Whole{Whole: plain}},
-		nil
+	packed, err := pack(q)
+	return &torchftpb.Delivery{List: list, Form: &torchftpb.Delivery_Packed{Packed: packed}}, err
 }
 
 // StatesToProto returns the wire form of a quorum for a stream whose last delivery had the same list.
 func StatesToProto(q *quorum.Quorum, list uint64) *torchftpb.Delivery {
 	common := commonState(q.Members)
 	p := &torchftpb.QuorumStates{
-		QuorumId: q.ID, Created: timestamppb.New(q.Created),
+		QuorumId: q.ID, Created: timestamppb.New(q.Created), Stands: q.Stands,
 		Step: common.Step, CommittedQuorumId: common.CommittedQuorumID, CommitFailures: common.CommitFailures,
 	}
 	for i := range q.Members {
@@ -57,7 +35,7 @@ func StatesToProto(q *quorum.Quorum, list uint64) *torchftpb.Delivery {
 			})
 		}
 	}
-	return &torchftpb.Delivery{List: list, Stands: q.Stands, Form: &torchftpb.Delivery_States{States: p}}
+	return &torchftpb.Delivery{List: list, Form: &torchftpb.Delivery_States{States: p}}
 }
 
 // commonState returns the most frequent state.
@@ -85,13 +63,8 @@ func (d *Delivered) Next(p *torchftpb.Delivery) error {
 	var q *quorum.Quorum
 	var err error
 	switch form := p.GetForm().(type) {
-	case *torchftpb.Delivery_Whole:
-		q, err = wholeFromProto(form.Whole)
 	case *torchftpb.Delivery_Packed:
-		var plain []byte
-		if plain, err = unpack(form.Packed); err == nil {
-			q, err = wholeFromProto(plain)
-		}
+		q, err = Unpack(form.Packed)
 	case *torchftpb.Delivery_States:
 		if d.Quorum == nil || d.list != p.GetList() {
 			return fmt.Errorf("the quorum refers to list %d of members, and the last one on this stream "+
@@ -102,30 +75,14 @@ func (d *Delivered) Next(p *torchftpb.Delivery) error {
 		return fmt.Errorf("the delivery of a quorum has no quorum")
 	}
 	if err == nil {
-		q.Stands = p.GetStands()
 		*d = Delivered{Quorum: q, list: p.GetList()}
 	}
 	return err
 }
 
-func wholeFromProto(plain []byte) (*quorum.Quorum, error) {
-	var p torchftpb.Quorum
-	if err := proto.Unmarshal(plain, &p); err != nil {
-		return nil, fmt.Errorf("decode a quorum: %w", err)
-	}
-	q := QuorumFromProto(&p)
-	for i := 1; i < len(q.Members); i++ {
-		// a member's replica rank is its index, so all groups must have the same order
-		if q.Members[i-1].ReplicaID >= q.Members[i].ReplicaID {
-			return nil, fmt.Errorf("members %q and %q of quorum %d are not in order",
-				q.Members[i-1].ReplicaID, q.Members[i].ReplicaID, q.ID)
-		}
-	}
-	return q, nil
-}
-
 func statesFromProto(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.Quorum, error) {
-	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime(), Members: slices.Clone(list)}
+	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime(), Stands: p.GetStands(),
+		Members: slices.Clone(list)}
 	common := StateFromProto(p)
 	for i := range q.Members {
 		q.Members[i].SetState(common)
@@ -137,30 +94,4 @@ func statesFromProto(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.Q
 		q.Members[other.GetPlace()].SetState(StateFromProto(other))
 	}
 	return q, nil
-}
-
-func pack(plain []byte) ([]byte, error) {
-	var packed bytes.Buffer
-	w, err := flate.NewWriter(&packed, flate.BestSpeed)
-	if err != nil {
-		return nil, err
-	}
-	if _, err := w.Write(plain); err != nil {
-		return nil, err
-	}
-	err = w.Close()
-	return packed.Bytes(), err
-}
-
-// unpack is the inverse of pack. It bounds the unpacked size: a small message can unpack to one that exceeds
-// the memory.
-func unpack(packed []byte) ([]byte, error) {
-	plain, err := io.ReadAll(io.LimitReader(flate.NewReader(bytes.NewReader(packed)), rpc.MaxMessage+1))
-	if err != nil {
-		return nil, fmt.Errorf("decompress a quorum: %w", err)
-	}
-	if len(plain) > rpc.MaxMessage {
-		return nil, fmt.Errorf("a quorum has more than %d bytes", rpc.MaxMessage)
-	}
-	return plain, nil
 }

@@ -72,7 +72,7 @@ func FuzzMessages(f *testing.F) {
 				convertResponse(m)
 			case *torchftpb.MemberMessage:
 				if past := m.GetPast(); past != nil {
-					if q, err := wire.PastFromProto(past); err == nil {
+					if q, err := wire.Unpack(past); err == nil {
 						_ = q.Past().Validate()
 					}
 				}

@@ -97,7 +97,7 @@ func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
 		close(s.welcomed)
 	case *torchftpb.LighthouseMessage_Recall:
 		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
-			past, err := wire.PastToProto(q)
+			past, err := wire.PackPast(q)
 			if err != nil {
 				return status.Errorf(codes.Internal, "encode quorum %d: %s", q.ID, err)
 			}

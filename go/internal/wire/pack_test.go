@@ -24,9 +24,9 @@ func TestAQuorumIsShownAsItIs(t *testing.T) {
 						random.Uint64(), i))
 			}
 		}
-		p, err := PastToProto(q)
+		p, err := PackPast(q)
 		require.NoError(t, err)
-		shown, err := PastFromProto(p)
+		shown, err := Unpack(p)
 		require.NoError(t, err)
 		require.Equal(t, q, shown)
 	}
@@ -42,10 +42,10 @@ func TestAQuorumThatIsTooLargeIsShownWithoutItsRecords(t *testing.T) {
 		}
 		q.Members[i].Data, q.Members[i].Step = string(noise[i:]), 7
 	}
-	p, err := PastToProto(q)
+	p, err := PackPast(q)
 	require.NoError(t, err)
-	require.Less(t, len(p.GetPacked()), 1000)
-	shown, err := PastFromProto(p)
+	require.Less(t, len(p), 1000)
+	shown, err := Unpack(p)
 	require.NoError(t, err)
 	require.Equal(t, q.Past(), shown.Past())
 	require.Empty(t, shown.Members[0].Data)

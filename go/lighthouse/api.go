@@ -100,15 +100,14 @@ func (j *job) drain(replicaID, why string) error {
 func ask[B body](
 	s *Server, what string, follow func(http.ResponseWriter, *http.Request, B),
 ) http.HandlerFunc {
-	refuse := func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 	return func(w http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodPost {
 			w.Header().Set("Allow", http.MethodPost)
-			refuse(w, http.StatusMethodNotAllowed,
+			inJSON(w, http.StatusMethodNotAllowed,
 				fmt.Sprintf("%s %s is not allowed; allowed: POST", r.Method, r.URL.Path))
 			return
 		}
-		s.guarded(what, refuse, func(w http.ResponseWriter, r *http.Request) {
+		s.guarded(what, inJSON, func(w http.ResponseWriter, r *http.Request) {
 			var b B
 			code, err := readBody(w, r, b.want(), &b)
 			if err == nil {

@@ -124,10 +124,12 @@ func unknownJob(name string) error {
 // refusalOf returns how an error is answered: in JSON for the API, and for the command torchft.
 func refusalOf(r *http.Request) func(w http.ResponseWriter, code int, why string) {
 	if strings.HasPrefix(r.URL.Path, "/api/") || r.Header.Get("Accept") == "application/json" {
-		return func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
+		return inJSON
 	}
 	return plainly
 }
+
+func inJSON(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 
 // plainly answers with an error in plain text.
 func plainly(w http.ResponseWriter, code int, why string) { http.Error(w, why, code) }

@@ -110,9 +110,11 @@ func (j *job) sendNews(now time.Time) {
 			names[i] = n.GetReplicaId()
 		}
 		k, id, reason := kindsOfNews[kind], of[0].GetQuorumId(), of[0].GetReason()
-		j.log.Log(context.Background(), k.level, k.line, "quorum_id", id, "member", dashboard.Names(names), "reason", reason)
+		j.log.Log(context.Background(), k.level, k.line, "quorum_id", id, "member", dashboard.Names(names),
+			"reason", reason)
 		if k.event != "" {
-			j.board.Record(dashboard.Event{Time: now, Kind: k.event, QuorumID: id, Left: names, Reason: reason})
+			j.board.Record(dashboard.Event{Time: now, Kind: k.event, QuorumID: id, Left: names,
+				Reason: reason})
 		}
 		for _, n := range of[:min(len(of), mostNews)] {
 			messages = append(messages, encodeNews(noticeMessage(n))...)

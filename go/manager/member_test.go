@@ -344,7 +344,9 @@ func (f *caller) names(quorumID int64, steps ...int64) {
 }
 
 func (f *caller) notify(n *torchftpb.Notice) {
-	_ = (*f.stream.Load()).Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Notice{Notice: n}})
+	_ = (*f.stream.Load()).Send(&torchftpb.LighthouseMessage{
+		Message: &torchftpb.LighthouseMessage_Notice{Notice: n},
+	})
 }
 
 // The group answers each call of its quorum, and no other one. A round of another quorum, one that was not

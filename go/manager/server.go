@@ -158,7 +158,8 @@ func (s *Server) step(event round.Event) {
 	_ = rpc.Guarded(s.log, "the manager server", func() {
 		now := time.Now()
 		actions := s.machine.Step(event, now)
-		s.membership.Trains(s.machine.Standing()) // before the actions: a stop or a request must not overtake it
+		// before the actions: a stop or a request must not overtake it
+		s.membership.Trains(s.machine.Standing())
 		s.meters.observe(event, actions, now)
 		s.carryOut(event, actions)
 	}, func(err error) { // all pending calls get the error, and a new machine begins

@@ -18,7 +18,7 @@ type Membership interface {
 	// Attend sends heartbeats until one fails or ctx ends. It calls reached after each successful one.
 	// interval is the time between two heartbeats, unless the other side asks for another interval.
 	Attend(ctx context.Context, interval time.Duration, reached func()) error
-	// Notices returns the channel of the lighthouse's notices, which save the members from waiting for timeouts.
+	// Notices returns the channel of the lighthouse's notices, which save members from waiting for timeouts.
 	Notices() <-chan *torchftpb.Notice
 	// Report sends a message that is not answered. It does not block.
 	Report(message *torchftpb.MemberMessage)

@@ -16,9 +16,9 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ManagerRoundStart waits for the group and for the lighthouse. request is the JSON of rankclient.Request. The
-// result is the JSON of quorumResult or, if only the step differs from the last round and this group takes
-// part in no heal, the number max_step. first: the caller has no earlier result, and so needs the whole
+// ManagerRoundStart waits for the group and for the lighthouse. request is the JSON of rankclient.Request.
+// The result is the JSON of quorumResult or, if only the step differs from the last round and this group
+// takes part in no heal, the number max_step. first: the caller has no earlier result, and so needs the whole
 // result. Every result in JSON also ends a wait of ManagerChangeStart.
 func ManagerRoundStart(handle int64, request string, first bool, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
@@ -88,7 +88,8 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, c *rankclient.Client) (any, error) {
 		select {
 		case n := <-c.Notices():
-			return toJSON(notice{kinds[n.GetKind()], n.GetQuorumId(), n.GetReplicaId(), n.GetReason(), n.GetStep()})
+			return toJSON(notice{kinds[n.GetKind()], n.GetQuorumId(), n.GetReplicaId(), n.GetReason(),
+				n.GetStep()})
 		case <-c.Closed():
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():

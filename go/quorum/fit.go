@@ -24,7 +24,7 @@ const (
 	different
 )
 
-// properties are those in which the members of a job must be alike, with the reason to refuse one that is not.
+// properties are those in which the members of a job must be alike, with the reason to refuse another one.
 var properties = []struct {
 	compare func(a, b *Member) likeness
 	reason  func(of, than *Member) string

@@ -17,9 +17,9 @@ import (
 // the other fields of a request.
 const largestPast = rpc.MaxRequest * 3 / 4
 
-// PackPast packs the quorum that a member received last. If it is too large for a request, with more than some
-// 10,000 members with 8 handles each, the result contains only what a lighthouse needs to continue after the
-// quorum, and not what it needs to redeliver it.
+// PackPast packs the quorum that a member received last. If it is too large for a request, with more than
+// some 10,000 members with 8 handles each, the result contains only what a lighthouse needs to continue after
+// the quorum, and not what it needs to redeliver it.
 func PackPast(q *quorum.Quorum) ([]byte, error) {
 	packed, err := pack(q)
 	if err == nil && len(packed) > largestPast {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -369,7 +370,7 @@ func (s *source) conclude(errs []error) (err error) {
 // recovered turns a panic into an error, since a panic must not end the training.
 func recovered(err *error) {
 	if p := recover(); p != nil {
-		slog.Error("checkpoint transfer: internal error", "panic", p)
+		slog.Error("checkpoint transfer: internal error", "panic", p, "stack", string(debug.Stack()))
 		*err = fmt.Errorf("a bug in torchft (panic): %v", p)
 	}
 }

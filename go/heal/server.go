@@ -255,12 +255,7 @@ func busy(after time.Duration) []byte {
 }
 
 func (c *connection) serve() (err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			err = fmt.Errorf("a bug in torchft (panic): %v", p)
-			slog.Error("checkpoint server: internal error", "panic", p)
-		}
-	}()
+	defer recovered(&err)
 	var hello [helloSize]byte
 	if _, err := io.ReadFull(c, hello[:]); err != nil {
 		return err

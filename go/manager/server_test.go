@@ -245,7 +245,8 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	defer server.Shutdown()
 	near, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rpc.Dialing{})
 	require.NoError(t, err)
-	far, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rpc.Dialing{NoShortcut: true})
+	far, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second,
+		rpc.Dialing{Network: fttest.OtherTCP})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, far.Close()) }()
 
@@ -331,7 +332,7 @@ func TestGarbageDoesNotEndTheServer(t *testing.T) {
 	defer server.Shutdown()
 	fttest.SendGarbage(t, server.Address())
 	client, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second,
-		rpc.Dialing{NoShortcut: true})
+		rpc.Dialing{Network: fttest.OtherTCP})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, client.Close()) }()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)

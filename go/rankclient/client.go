@@ -48,10 +48,8 @@ func newClient(peer string, calls local.Calls) *Client {
 // Dial connects to the manager server at addr, and retries until connectTimeout is over.
 func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing) (*Client, error) {
 	peer := "manager at " + addr
-	if !with.NoShortcut {
-		if calls := local.Connect(with.Network, addr); calls != nil {
-			return newClient(peer, calls), nil
-		}
+	if calls := local.Connect(with.Network, addr); calls != nil {
+		return newClient(peer, calls), nil
 	}
 	conn, err := rpc.Dial(ctx, with, "manager", addr, connectTimeout)
 	if err != nil {

@@ -141,7 +141,7 @@ func (g *group) run(ctx context.Context) {
 	}
 	defer g.server.Shutdown()
 	client, err := rankclient.Dial(ctx, g.server.Address(), 10*time.Second,
-		rpc.Dialing{NoShortcut: true, Security: auth.SecurityFromEnv()})
+		rpc.Dialing{Network: fttest.OtherTCP, Security: auth.SecurityFromEnv()})
 	if err != nil {
 		return
 	}

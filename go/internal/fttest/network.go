@@ -18,6 +18,9 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
+// OtherTCP is TCP by another name: a client does not find a server in its own process there.
+var OtherTCP rpc.Network = struct{ rpc.Network }{rpc.TCP}
+
 // Network connects hosts in memory. The string keys of its maps are names of hosts, except in listeners
 // (addresses) and in paused (names of machines, see machineOf).
 type Network struct {

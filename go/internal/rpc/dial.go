@@ -20,10 +20,9 @@ import (
 
 // Dialing has the settings of a client's connections.
 type Dialing struct {
-	Network    Network       // TCP if nil
-	Security   auth.Security // the client's own files
-	Job        string        // its id; TORCHFT_JOB_ID of the environment if empty
-	NoShortcut bool          // use the network even for a server in this process
+	Network  Network       // TCP if nil
+	Security auth.Security // the client's own files
+	Job      string        // its id; TORCHFT_JOB_ID of the environment if empty
 }
 
 // LogLongWait logs in two seconds that a connection is waited for, unless the returned function is called

@@ -4,7 +4,6 @@ import (
 	"context"
 	"log/slog"
 	"net"
-	"runtime/debug"
 	"sync"
 	"time"
 
@@ -71,13 +70,8 @@ func (g *Gate) listen(lis net.Listener) net.Listener {
 func (g *Gate) option() grpc.ServerOption { return grpc.InTapHandle(g.enter) }
 
 func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, err error) {
-	defer func() { // a tap runs on gRPC's goroutine of the connection, which does not recover from panics
-		if r := recover(); r != nil {
-			g.refused.logger.Error("torchft: internal error", "in", "the gate", "panic", r,
-				"stack", string(debug.Stack()))
-			err = status.Errorf(codes.Internal, "internal error: %v", r)
-		}
-	}()
+	// a tap runs on gRPC's goroutine of the connection, which does not recover from panics
+	defer Recovered(g.refused.logger, "the gate", &err)
 	if check := g.CheckToken(call.Header.Get("authorization")); check == auth.TokenMissing ||
 		check == auth.TokenWrong {
 		g.refused.log("torchft: a call was refused", addressOf(ctx), check, "call", call.FullMethodName)

@@ -2,7 +2,6 @@ package rpc
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"net/http"
 	"runtime/debug"
@@ -46,9 +45,13 @@ func AfterFunc(log *slog.Logger, name string, f func()) *time.Timer {
 // Recovered turns a panic into an error. Use it deferred, with the address of the named result.
 func Recovered(log *slog.Logger, what string, err *error) {
 	if r := recover(); r != nil {
-		log.Error("torchft: internal error", "in", what, "panic", r, "stack", string(debug.Stack()))
-		*err = status.Error(codes.Internal, fmt.Sprintf("internal error in %s: %v", what, r))
+		*err = panicked(log, what, r)
 	}
+}
+
+func panicked(log *slog.Logger, what string, r any) error {
+	log.Error("torchft: internal error", "in", what, "panic", r, "stack", string(debug.Stack()))
+	return status.Errorf(codes.Internal, "internal error in %s: %v", what, r)
 }
 
 // Guarded calls use. If it panics, Guarded logs and returns the error, and passes it to broken before, which
@@ -84,26 +87,17 @@ func recoverStream(log *slog.Logger) grpc.StreamServerInterceptor {
 
 func recoverHTTP(log *slog.Logger, h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		var err error
-		// a reverse proxy ends so if its client or its server leaves; net/http closes the connection, without
-		// a line
-		aborted := false
-		func() {
-			defer Recovered(log, r.URL.Path, &err)
-			defer func() {
-				if p := recover(); p == http.ErrAbortHandler { //nolint:errorlint // as net/http compares it
-					aborted = true
-				} else if p != nil {
-					panic(p)
-				}
-			}()
-			h.ServeHTTP(w, r)
+		defer func() {
+			switch p := recover(); p { //nolint:errorlint // as net/http compares it
+			case nil:
+			case http.ErrAbortHandler:
+				// a reverse proxy ends so if its client or its server leaves; net/http closes the connection,
+				// without a line
+				panic(p)
+			default:
+				http.Error(w, panicked(log, r.URL.Path, p).Error(), http.StatusInternalServerError)
+			}
 		}()
-		if aborted {
-			panic(http.ErrAbortHandler)
-		}
-		if err != nil {
-			http.Error(w, err.Error(), http.StatusInternalServerError)
-		}
+		h.ServeHTTP(w, r)
 	})
 }

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchft._job.checkpoints import Checkpoints
-from torchft._job.parameters import check_parameters, clip, is_stage, reduce_plain, root_of
+from torchft._job.parameters import check_parameters, check_plain, clip, is_stage, reduce_plain, root_of
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
 from torchft._job.values import MeanLoss, on_device
 from torchft.data.loader import ElasticDataLoader
@@ -142,6 +142,7 @@ class Job:
         return made[0] if len(made) == 1 else made
 
     def _prepare(self, given: Any) -> Any:
+        check_plain(given)
         if isinstance(given, nn.Module):
             self._models.append(given)
             self._wrapped.append(self._wrap(given))
@@ -395,9 +396,8 @@ class JobStep:
                 yield on_device(unit.data, job.device)
                 if not self._backward:
                     raise RuntimeError(
-                        "a batch had no backward pass: call step.backward(loss) for each batch of a step; a "
-                        "batch "
-                        "that must not count has a loss multiplied by 0"
+                        "a batch had no backward pass: call step.backward(loss) for each batch of a step; "
+                        "one that must not count has a loss multiplied by 0"
                     )
         self._unit = None
         job._reduce()

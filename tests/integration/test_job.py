@@ -244,6 +244,10 @@ def mistakes(job: torchft.Job, name: str) -> None:
         job.prepare(net, adam, object())
     elif name == "name taken":
         job.state("model", schedule)
+    elif name == "reduces by itself":
+        job.prepare(torchft.DistributedDataParallel(job.manager, net), adam)
+    elif name == "votes by itself":
+        job.prepare(net, torchft.Optimizer(job.manager, adam))
     elif name == "two scalers":
         job.prepare(torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu"))
     else:
@@ -266,6 +270,8 @@ def mistakes(job: torchft.Job, name: str) -> None:
         ("not in a model", ValueError, r"Adam|SGD has a parameter of shape \(1, 1\) that is in no model"),
         ("no state", TypeError, "object.* has no state_dict"),
         ("name taken", ValueError, "name='model' is taken"),
+        ("reduces by itself", ValueError, "given DistributedDataParallel, which reduces"),
+        ("votes by itself", ValueError, "given OptimizerWrapper, which votes"),
         ("two scalers", ValueError, "a GradScaler was given already"),
         ("two loops", ValueError, "a loop already"),
         ("late", ValueError, r"prepare\(\) comes before loader\(\)"),

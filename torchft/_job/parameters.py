@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import parallel
 from torch.optim import Optimizer
+
+from torchft._wrapped_optimizer import WrappedOptimizer
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -43,6 +45,20 @@ def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
                     f"{type(each).__name__} has a parameter of shape {tuple(parameter.shape)} that is in no "
                     "model of prepare(): no group would get the others' gradients of it"
                 )
+
+
+def check_plain(given: Any) -> None:
+    """Raises a ValueError for what would reduce gradients, or vote, in addition to the job."""
+    if isinstance(given, (parallel.DistributedDataParallel, FullyShardedDataParallel)):
+        raise ValueError(
+            f"prepare() was given {type(given).__name__}, which reduces gradients by itself, so they would "
+            "be added twice: give its `module`, the plain one, or shard that by fully_shard"
+        )
+    if isinstance(given, WrappedOptimizer):
+        raise ValueError(
+            f"prepare() was given {type(given).__name__}, which votes on each step by itself: give its "
+            "`optim`, the plain optimizer"
+        )
 
 
 def is_stage(given: Any) -> bool:

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchft._job.checkpoints import Checkpoints
-from torchft._job.parameters import check_parameters, check_plain, clip, is_stage, reduce_plain, root_of
+from torchft._job.parameters import check_models, check_plain, clip, finite, is_stage, reduce_plain, root_of
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
 from torchft._job.values import MeanLoss, on_device
 from torchft.data.loader import ElasticDataLoader
@@ -65,7 +65,8 @@ class Job:
             (``Manager(reproducible_reduction=True)``); costs 8 bytes for each element of a parameter.
         checkpoint_dir: the folder to resume from and to save to, in the format of
             torch.distributed.checkpoint, shared by the hosts of a group; None: no checkpoints.
-        checkpoint_every: committed steps between two checkpoints, at least 1.
+        checkpoint_every: committed steps between two checkpoints, at least 1. One is written when the loop
+            asks for the next step.
         manager: a Manager to use in place of the one that is made; ``isolated`` and ``reproducible`` are its
             settings then.
         settings: further arguments of :class:`Manager`: ``timeout``, ``heal``, ``compare_commits``, …
@@ -233,12 +234,9 @@ class Job:
                 "checkpoint_dir: with LocalSGD or DiLoCo a checkpoint needs the outer optimizers, too; save "
                 "it by hand, as docs/local_sgd.md says"
             )
-        check_parameters(self._models, self._optimizers)
-        if (
-            self._scaler is not None
-            and self._ranks > 1
-            and any(isinstance(m, FSDPModule) for m in self._models)
-        ):
+        check_models(self._models, self._optimizers)
+        sharded = any(isinstance(model, FSDPModule) for model in self._models)
+        if self._scaler is not None and self._ranks > 1 and sharded:
             raise ValueError(
                 "a GradScaler and a sharded model: each rank sees the infinities of its own shard only; use "
                 "bfloat16, which needs no scaler"
@@ -293,9 +291,8 @@ class Job:
         """The number of committed steps."""
         return self.manager.current_step()
 
-    def _committed(self) -> None:
-        for scheduler in self._schedulers:
-            scheduler.step()
+    def _save(self) -> None:
+        """Saves the state after a committed step, with what the loop has changed since, such as an average."""
         if self._checkpoints.due(self.step) and self.manager.participating_rank() == 0:
             self._checkpoints.save(self.step, self._checkpoint())
 
@@ -353,6 +350,8 @@ class JobLoader(Iterator["JobStep"]):
             )
             job.manager.report_error(error)  # the other groups must not wait for this one
             raise error
+        if self._last is not None and self._last.counted:
+            job._save()
         try:
             step = next(self._loader)
         except StopIteration:
@@ -373,7 +372,7 @@ class JobStep:
         self._unit: Optional[Unit] = None
         self._backward = False  # whether the unit had its backward pass
         self._mean = job._mean_loss()
-        self.ended = False
+        self.ended = self.counted = False
 
     @property
     def epoch(self) -> int:
@@ -487,14 +486,14 @@ class JobStep:
         self._batches_ended("commit")
         self.ended = True
         job = self._job
-        for optimizer in job._steppers:
-            if job._scaler is None:
-                optimizer.step()
-            else:
-                job._scaler.step(optimizer)  # not if there are infinities: then the batch comes again
+        # With infinities there is no vote: then the batch comes again.
+        for optimizer in job._steppers if finite(job._scaler, job._steppers) else ():
+            optimizer.step() if job._scaler is None else job._scaler.step(optimizer)
         if job._scaler is not None:
             job._scaler.update()
         if self._step.committed is False or (self._step.committed is None and not job._averages_weights):
             return False
-        job._committed()
+        self.counted = True
+        for scheduler in job._schedulers:
+            scheduler.step()
         return True

@@ -363,3 +363,69 @@ def test_a_group_that_heals_in_a_step_unscales_with_the_scale_of_the_others(clip
         (one, weights), (other, others) = results(group, cluster.start(loop, 1))
     assert one == other == 512.0
     assert torch.equal(weights, others)
+
+
+def test_infinities_in_the_gradients_of_one_optimizer_are_a_batch_for_none() -> None:
+    def loop(rank: Rank) -> tuple[list[bool], list[torch.Tensor], float]:
+        job = torchft.Job(manager=rank.start_manager(), device="cpu")
+        first, second = nn.Linear(4, 3).double(), nn.Linear(3, 1).double()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10**6)
+        sgd = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (first, second)]
+        one, two, *_ = job.prepare(first, second, *sgd, scaler)
+        committed, infinite, changes = [], True, []
+        for step in job.loader(dataset(), **{**SETTINGS, "epochs": 1}):
+            before = flat(first), flat(second)
+            for x, y in step:
+                between = one(x)
+                if infinite:
+                    between.register_hook(lambda gradient: gradient * float("inf"))
+                step.backward(nn.functional.mse_loss(two(torch.tanh(between)), y))
+            infinite = False
+            committed.append(step.commit())
+            changes += [(flat(net) - old).abs().sum() for net, old in zip((first, second), before)]
+        return committed, changes, scaler.get_scale()
+
+    with Cluster() as cluster:
+        ((committed, changes, scale),) = results(cluster.start(loop, 0))
+    assert committed == [False, True, True, True, True]
+    assert [float(change) > 0 for change in changes] == [False] * 2 + [True] * 8
+    assert scale == 2.0
+
+
+@dataclass
+class Count:
+    """Stands for an average of the weights, which a loop updates after each commit."""
+
+    steps: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def test_a_checkpoint_has_what_the_loop_does_after_a_commit(tmp_path: Path) -> None:
+    def run(until: int) -> int:
+        def loop(rank: Rank) -> int:
+            job = torchft.Job(
+                manager=rank.start_manager(), device="cpu", checkpoint_dir=tmp_path, checkpoint_every=1
+            )
+            net, adam, schedule = parts()
+            model, _, _ = job.prepare(net, adam, schedule)
+            count = job.state("count", Count())
+            for step in job.loader(dataset(), **SETTINGS):
+                if job.step == until:
+                    rank.crash()
+                    return 0
+                for x, y in step:
+                    step.backward(nn.functional.mse_loss(model(x), y))
+                if step.commit():
+                    count.steps += 1
+            return int(count.steps)
+
+        with Cluster() as cluster:
+            return results(cluster.start(loop, 0))[0]
+
+    run(until=5)
+    assert run(until=STEPS) == STEPS

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import parallel
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torchft.manager import Manager
 
 
-def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+def check_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises a ValueError unless the optimizers step exactly the parameters of the models."""
     if not optimizers or not models:
         raise ValueError("prepare() was given no model or no optimizer: the groups have nothing to average")
@@ -117,3 +118,18 @@ def clip(parameters: Iterable[torch.Tensor], max_norm: float, stages: bool) -> t
         norm = squared.sqrt()
     nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm
+
+
+def finite(scaler: Optional[GradScaler], optimizers: Sequence[Optimizer]) -> bool:
+    """Whether the optimizers are to step. A GradScaler decides for each alone, and a batch counts for all or
+    for none.
+    """
+    if scaler is None or len(optimizers) < 2 or not scaler.is_enabled():
+        return True
+    states = scaler._per_optimizer_states
+    for optimizer in optimizers:
+        if not states[id(optimizer)]["found_inf_per_device"]:  # not unscaled yet
+            scaler.unscale_(optimizer)
+    return not any(
+        found.item() for each in optimizers for found in states[id(each)]["found_inf_per_device"].values()
+    )

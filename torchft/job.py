@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchft._job.checkpoints import Checkpoints
 from torchft._job.parameters import check_models, check_plain, clip, finite, is_stage, reduce_plain, root_of
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
-from torchft._job.values import MeanLoss, on_device
+from torchft._job.values import MeanLoss, check_reduced_once, on_device
 from torchft.data.loader import ElasticDataLoader
 from torchft.ddp import DistributedDataParallel
 from torchft.manager import Manager
@@ -191,9 +191,7 @@ class Job:
         """
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(given, method, None)):
-                raise TypeError(
-                    f"{name}: a {type(given).__name__} has no {method}, so a group could not heal it"
-                )
+                raise TypeError(f"{name}: a {type(given).__name__} has no {method}, so none could heal it")
         if name in self._others or name in _OWN_KEYS:
             raise ValueError(f"name={name!r} is taken: allowed is any name but {[*_OWN_KEYS, *self._others]}")
         self._others[name] = given
@@ -292,7 +290,7 @@ class Job:
         return self.manager.current_step()
 
     def _save(self) -> None:
-        """Saves the state after a committed step, with what the loop has changed since, such as an average."""
+        """Saves the state after a committed step, with what the loop has changed since, say an average."""
         if self._checkpoints.due(self.step) and self.manager.participating_rank() == 0:
             self._checkpoints.save(self.step, self._checkpoint())
 
@@ -372,7 +370,7 @@ class JobStep:
         self._unit: Optional[Unit] = None
         self._backward = False  # whether the unit had its backward pass
         self._mean = job._mean_loss()
-        self.ended = self.counted = False
+        self.ended, self.counted, self._reduced = False, False, 0
 
     @property
     def epoch(self) -> int:
@@ -400,6 +398,7 @@ class JobStep:
                     )
         self._unit = None
         job._reduce()
+        self._reduced = len(job.manager._current.inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Runs the backward pass of a batch. The gradients of the last batch's pass are reduced meanwhile.
@@ -484,6 +483,7 @@ class JobStep:
         if self.ended:
             raise RuntimeError("step.commit() was called twice: a step ends once")
         self._batches_ended("commit")
+        check_reduced_once(self._job.manager, self._reduced)
         self.ended = True
         job = self._job
         # With infinities there is no vote: then the batch comes again.

@@ -429,3 +429,25 @@ def test_a_checkpoint_has_what_the_loop_does_after_a_commit(tmp_path: Path) -> N
 
     run(until=5)
     assert run(until=STEPS) == STEPS
+
+
+def test_a_loop_that_reduces_gradients_by_itself_is_refused() -> None:
+    def loop(rank: Rank) -> None:
+        job = torchft.Job(manager=rank.start_manager(replay_failed_step=True), device="cpu")
+        net, adam, schedule = parts()
+        model, _, _ = job.prepare(net, adam, schedule)
+        for step in job.loader(dataset(), **SETTINGS):
+            for x, y in step:
+                step.backward(nn.functional.mse_loss(model(x), y))
+            count = torch.ones(1)
+            job.manager.allreduce(count).wait()  # another tensor is nobody's business
+            if job.step == 1:
+                for parameter in net.parameters():
+                    assert parameter.grad is not None
+                    job.manager.allreduce(parameter.grad).wait()
+            step.commit()
+
+    with Cluster() as cluster:
+        (ended,) = cluster.start(loop, 0)
+        with pytest.raises(RuntimeError, match="reduced gradients that the job has reduced"):
+            ended.result(timeout=60)

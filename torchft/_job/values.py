@@ -1,4 +1,4 @@
-"""Values of a step: batches on a device, and the mean of the losses."""
+"""Values of a step: batches on a device, the mean of the losses, and gradients that are added once."""
 
 from __future__ import annotations
 
@@ -25,6 +25,23 @@ def on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(on_device(each, device) for each in value)
     return value
+
+
+def check_reduced_once(manager: Manager, reduced: int) -> None:
+    """Raises a RuntimeError if the loop has reduced gradients by itself since its batches ended.
+
+    Args:
+        manager: of this rank; without ``replay_failed_step`` it does not know.
+        reduced: the number of tensors that were reduced then.
+    """
+    inputs = manager._current.inputs
+    if len(inputs) > reduced and inputs.twice() is not None:
+        error = RuntimeError(
+            "the loop has reduced gradients that the job has reduced, so they were added twice: leave it to "
+            "`for batch in step`"
+        )
+        manager.report_error(error)  # the other groups must not wait for this one
+        raise error
 
 
 class MeanLoss:

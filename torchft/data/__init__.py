@@ -1,15 +1,19 @@
 """Data loading: divides the samples of a job among the ranks of its groups.
 
-``loader``: :class:`ElasticDataLoader`: each sample counts once per epoch, in batches that do not depend on
-the groups ``sampler``: :class:`DistributedSampler`, a fixed part for each rank of each group ``position``:
-the samples of each step, and the part of each rank in them ``workers``: worker processes that survive the
-SIGTERM that drains their group ``agreement``: whether the groups of a quorum are at the same position
-``kept``: the units whose gradients groups keep of a step that was not committed ``permutation``: the order of
-an epoch ``local_steps``: the samples of LocalSGD's and DiLoCo's inner steps ``exact_sum``: sums of gradients
-that depend neither on their order nor on the ranks that compute them
+- ``loader``: :class:`ElasticDataLoader`: each sample counts once per epoch, in batches that do not depend on
+  the groups
+- ``sampler``: :class:`DistributedSampler`, a fixed part for each rank of each group
+- ``position``: the samples of each step, and the part of each rank in them
+- ``streams``: the same for a dataset without indices
+- ``workers``: worker processes that survive the SIGTERM that drains their group
+- ``agreement``: whether the groups of a quorum are at the same position
+- ``kept``: the units whose gradients groups keep of a step that was not committed
+- ``permutation``: the order of an epoch
+- ``local_steps``: the samples of LocalSGD's and DiLoCo's inner steps
+- ``exact_sum``: sums of gradients that depend neither on their order nor on the ranks that compute them
 
-``position``, ``agreement``, ``kept``, ``permutation`` and ``local_steps`` are pure and free of torch, so
-names are resolved on first use.
+``position``, ``streams``, ``agreement``, ``kept``, ``permutation`` and ``local_steps`` are pure and free of
+torch, so names are resolved on first use.
 """
 
 from __future__ import annotations

@@ -5,4 +5,5 @@ aborted ones of earlier steps. work: the futures that an allreduce returns. back
 device, and the stream of a heal. errors: which error of a step is kept, and what it ends. failures: failures
 of peers end collectives. replayer: reduces a failed step again, by the decisions of replay (pure) and with
 the copies that inputs keeps. again: keeps them for a loader, whose step comes again with what is missing.
+uncommitted: when a rank says that it commits nothing (pure).
 """

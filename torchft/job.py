@@ -35,6 +35,7 @@ from torchft._job.checkpoints import Checkpoints
 from torchft._job.parameters import check_models, check_plain, clip, finite, is_stage, reduce_plain, root_of
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
 from torchft._job.values import MeanLoss, check_reduced_once, on_device
+from torchft.data._stream_reader import is_stream
 from torchft.data.loader import ElasticDataLoader
 from torchft.ddp import DistributedDataParallel
 from torchft.manager import Manager
@@ -204,13 +205,14 @@ class Job:
         groups at once, or when this group is drained.
 
         Args:
-            dataset: as in :class:`ElasticDataLoader`, like the other arguments. Random numbers depend on the
-                unit alone (``reproducible_rng``), unless the caller says otherwise.
+            dataset: as in :class:`ElasticDataLoader`, like the other arguments. Unless it is a stream, random
+                numbers depend on the unit alone (``reproducible_rng``).
         """
         if self._loader is not None:
             raise ValueError("this job has a loop already: one serves all epochs (epochs=...)")
         self._check()
-        options.setdefault("reproducible_rng", True)
+        for name in ("shuffle", "reproducible_rng"):  # a stream has an order and random numbers of its own
+            options.setdefault(name, not is_stream(dataset))
         self._loader = ElasticDataLoader(
             self.manager,
             dataset,

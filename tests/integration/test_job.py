@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -11,7 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import torchft
 from tests.integration.cluster import Cluster, Gate, Rank, results
@@ -118,7 +118,7 @@ def test_a_group_that_fails_and_returns_changes_no_weight(heal: str, replay: boo
         return True
 
     def wait(rank: Rank) -> bool:
-        rank.cluster.wait_for_waiters(1) if rank.group == 0 and len(rank.cluster.ranks) > 2 else None
+        rank.cluster.wait_for_another()
         return False
 
     settings = {"heal": heal, "replay_failed_step": replay}
@@ -146,6 +146,27 @@ def test_with_reproducible_sums_weights_and_losses_have_the_same_bits_with_one_g
     assert len(ends) == 3
     assert ends[0] == ends[1] == ends[2]
     assert [max(ends[0][1][step]) for step in range(STEPS)] == pytest.approx(one_process()[1], rel=1e-5)
+
+
+def test_a_stream_needs_no_settings() -> None:
+    class Stream(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(dataset().tensors[0])
+
+    def loop(rank: Rank) -> int:
+        job = torchft.Job(manager=rank.start_manager(), device="cpu")
+        net = nn.Linear(4, 1).double()
+        model, _ = job.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        samples = 0
+        for step in job.loader(Stream(), global_batch_size=12, micro_batch_size=2):
+            for x in step:
+                samples += len(x) if step.weight else 0  # else a copy, for a rank without data
+                step.backward(model(x).square().mean())
+            step.commit()
+        return samples
+
+    with Cluster() as cluster:
+        assert results(cluster.start(loop, 0)) == [SAMPLES]
 
 
 def test_a_job_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:

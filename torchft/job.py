@@ -263,9 +263,7 @@ class Job:
             each.load_state_dict(state[name])
 
     def _checkpoint(self) -> dict[str, Any]:
-        """Returns the state of a checkpoint, with the names of parameters, so that other numbers of ranks can
-        read it.
-        """
+        """Returns the state of a checkpoint, by the names of parameters: for any number of ranks."""
         assert self._loader is not None
         model, optimizer = get_state_dict(root_of(self._models), self._optimizers)
         others = {name: each.state_dict() for name, each in self._others.items()}

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import torchft
 from tests.integration.cluster import Cluster, Gate, Rank, results
+from torchft._job.checkpoints import Checkpoints
 from torchft.data.position import DataPlan, DataPosition
 from torchft.job import JobStep
 
@@ -424,6 +425,18 @@ class Count:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.steps = state["steps"]
+
+
+def test_groups_that_save_the_same_step_or_failed_while_saving_leave_one_checkpoint(tmp_path: Path) -> None:
+    left = tmp_path / ".step-1.0"
+    left.mkdir()
+    for step in range(1, 6):
+        for group in ("0", "1"):
+            Checkpoints(tmp_path, 1, group).save(step, {"weight": torch.full((2,), float(step))})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
+    read = {"weight": torch.zeros(2)}
+    Checkpoints(tmp_path, 1, "0").resume(lambda: read, lambda state: None)
+    assert read["weight"].tolist() == [5, 5]
 
 
 def test_a_checkpoint_has_what_the_loop_does_after_a_commit(tmp_path: Path) -> None:

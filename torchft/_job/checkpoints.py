@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 KEPT = 3  # the newest ones; the others are deleted
 _NAME = re.compile(r"step-(\d+)")
+_PARTIAL = re.compile(r"\.step-(\d+)\..*")  # one that is being written, or was when its group failed
 
 
 class Checkpoints:
@@ -52,11 +53,19 @@ class Checkpoints:
         with _alone():
             dcp.save(state, checkpoint_id=partial, no_dist=not _several())
         if not _several() or dist.get_rank() == 0:
-            if complete.exists():  # another group's, of the same step
-                shutil.rmtree(partial)
-            else:
+            try:
                 partial.rename(complete)
-            for _, old in self._steps()[:-KEPT]:
+            except OSError:
+                if not complete.exists():  # else another group's, of the same step
+                    raise
+                shutil.rmtree(partial)
+            self._prune()
+
+    def _prune(self) -> None:
+        """Deletes all but the newest checkpoints, and what groups that failed have left of earlier ones."""
+        oldest = self._steps(_NAME)[-KEPT:][0][0]
+        for step, old in [*self._steps(_NAME), *self._steps(_PARTIAL)]:
+            if step < oldest:
                 shutil.rmtree(old, ignore_errors=True)
 
     def resume(self, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
@@ -87,18 +96,18 @@ class Checkpoints:
         """Returns the checkpoint that rank 0 finds: while a peer saves, another rank may find a later one."""
         if self._folder is None:
             return None
-        steps = [step for step, _ in self._steps()[-1:]]
+        steps = [step for step, _ in self._steps(_NAME)[-1:]]
         if _several():
             found = [steps]
             dist.broadcast_object_list(found, 0)
             (steps,) = found
         return self._folder / f"step-{steps[0]}" if steps else None
 
-    def _steps(self) -> list[tuple[int, Path]]:
+    def _steps(self, name: re.Pattern[str]) -> list[tuple[int, Path]]:
         if self._folder is None or not self._folder.is_dir():
             return []
-        found = [(_NAME.fullmatch(each.name), each) for each in self._folder.iterdir()]
-        return sorted((int(name[1]), each) for name, each in found if name)
+        found = [(name.fullmatch(each.name), each) for each in self._folder.iterdir()]
+        return sorted((int(match[1]), each) for match, each in found if match)
 
 
 def _several() -> bool:

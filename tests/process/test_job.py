@@ -51,17 +51,18 @@ def test_stages_of_a_pipeline_are_the_ranks_of_a_group(tmp_path: Path) -> None:
         for group in groups:
             group.kill()
         lighthouse.shutdown()
-    ends = []
+    ends, found = [], set()
     for group in groups:
         log = group.log.read_text()
         assert group.status == 0, log
         steps = re.findall(r"^step (\d+) norm (\S+) loss (\S+)$", log, re.M)
-        assert sorted({int(step) for step, _, _ in steps}) == list(range(1, 9))
+        found |= {int(step) for step, _, _ in steps}
         norms, losses = one_process()
         for step, norm, loss in steps:
             assert float(norm) == pytest.approx(norms[int(step) - 1], rel=1e-4)
             assert float(loss) == pytest.approx(losses[int(step) - 1], rel=1e-4)
         ends.append(sorted(re.findall(r"^rank \d step 8 weights \w+$", log, re.M)))
+    assert sorted(found) == list(range(1, 9))  # one group trains on while the other one connects
     assert ends[0] == ends[1] and len(ends[0]) == 2
 
 

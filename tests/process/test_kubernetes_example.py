@@ -4,6 +4,7 @@ needed.
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from programs import check
 from test_train_demo import EXAMPLES
+
+from torchft._job import start
 
 MANIFESTS = EXAMPLES / "kubernetes"
 REPOSITORY = EXAMPLES.parent.parent
@@ -107,4 +110,5 @@ def test_the_script_of_a_pod_leaves_on_the_signal_of_its_termination() -> None:
     (job,) = manifests(MANIFESTS / "groups.yaml")
     ((text,),) = (container["args"] for container in job["spec"]["template"]["spec"]["containers"])
     (script,) = re.findall(r"[\w/]+\.py", text)
-    assert "manager.leave_on(signal.SIGTERM)" in (REPOSITORY / script).read_text()
+    assert "torchft.Job(" in (REPOSITORY / script).read_text()
+    assert "leave_on(signal.SIGTERM)" in inspect.getsource(start.connect)

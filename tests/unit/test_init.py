@@ -62,6 +62,7 @@ def test_exports_are_pinned() -> None:
     assert torchft.__all__ == [
         "DistributedDataParallel",
         "DistributedSampler",
+        "Job",
         "Manager",
         "Optimizer",
         "ProcessGroupBabyNCCL",

@@ -476,7 +476,9 @@ class Channel:
         """Why the worker cannot be used any more; None if it can."""
         return self._broken
 
-    def __len__(self) -> int:
+    @property
+    def in_flight(self) -> int:
+        """The number of operations that have not ended."""
         return len(self._ops)
 
     def _forget(self) -> None:

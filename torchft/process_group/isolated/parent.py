@@ -213,7 +213,7 @@ class ProcessGroupBaby(ProcessGroup):
     def num_active_work(self) -> int:
         """The number of operations that have not ended."""
         worker = self._worker
-        return 0 if worker is None or worker.broken is not None else len(worker)
+        return 0 if worker is None or worker.broken is not None else worker.in_flight
 
     def set_timeout(self, timeout: timedelta) -> None:
         check_positive("timeout", timeout)

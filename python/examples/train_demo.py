@@ -37,7 +37,7 @@ PAUSE_SEC = 1.0
 
 def main() -> None:
     options, rest = parse_args()
-    sys.argv = [sys.argv[0], *rest]
+    sys.argv = [f"{options.script}.py", *rest]  # the job has its name
     script = import_module(options.script)
     args = script.parse_args()
     use(options)

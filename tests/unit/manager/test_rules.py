@@ -357,5 +357,7 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
                 job.quorum_id += 1  # the step failed in all groups
             else:
                 job.commit(gradient)
-        assert all(target.heal.abandoned is None for target in targets), seed
+        reasons = [target.heal.abandoned for target in targets if target.heal.abandoned is not None]
+        # A gradient that cannot be applied is rare, but so are four of them in one heal.
+        assert all("a committed step was missed" in reason for reason in reasons), (seed, reasons)
     assert healed > 0.9 * histories and again > 0

@@ -100,10 +100,12 @@ class Watch:
     def step(self) -> int:
         return self._manager.current_step()
 
-    def begins(self, manager: Any, position: DataPosition, participants: int) -> None:
-        self._manager, self._position = manager, position
+    def begins(self, manager: Any, step: Any) -> None:
+        self._manager, self._position, participants = manager, step.position, step.participants
         if not self._averages:
-            self._indices, self._losses = [], []
+            self._losses = []
+            if not step.again:  # else the gradients of this rank's earlier units are kept
+                self._indices = []
         if not self._started:
             self._started = True
             self._events.write("start", step=manager.current_step(), pid=os.getpid())
@@ -163,7 +165,7 @@ class Watch:
         class Loader(ElasticDataLoader):
             def __next__(self) -> Any:
                 step = super().__next__()
-                watch.begins(self._manager, step.position, step.participants)
+                watch.begins(self._manager, step)
                 return step
 
             def _read(self, *of: Any) -> Any:  # type: ignore[override]

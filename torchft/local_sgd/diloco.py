@@ -158,7 +158,11 @@ class DiLoCo(InnerSteps):
 
     def synchronise(self) -> None:
         self._start()
-        self._finish()
+        if self._fragment_sync_delay and self._manager.current_step() > 0:
+            # A group that joins: the others take inner steps until this average arrives, so it does, too.
+            self._local_step = self._sync_every // len(self._fragments) - self._fragment_sync_delay
+        else:
+            self._finish()
 
     def _after_step(self) -> None:
         self._local_step += 1

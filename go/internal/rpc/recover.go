@@ -88,7 +88,7 @@ func recoverStream(log *slog.Logger) grpc.StreamServerInterceptor {
 func recoverHTTP(log *slog.Logger, h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer func() {
-			switch p := recover(); p { //nolint:errorlint // as net/http compares it
+			switch p := recover(); p { // as net/http compares it
 			case nil:
 			case http.ErrAbortHandler:
 				// a reverse proxy ends so if its client or its server leaves; net/http closes the connection,

@@ -613,7 +613,7 @@ class Manager(Stateful, Stepping):
         return sent
 
     def _quorum_request(self, request: StepRequest, aborted: bool, keeps: str) -> QuorumRequest:
-        """What this rank says when it asks for a quorum."""
+        """The request of this rank for a quorum."""
         connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
         layout = self._layout.for_lighthouse()
         local_sgd = self._layout.lines is not None and not self._data.adds_gradients  # or DiLoCo

@@ -5,7 +5,6 @@ events.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -18,12 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchft import DistributedSampler, Manager
 from train_ddp import load_images as load_digits
+from train_fsdp import sha256_of as sha256_of
 
 
 def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool:
@@ -150,15 +149,6 @@ def bits_per_byte(net: nn.Module, text: Tensor, context: int) -> float:
         logits = net(part[:, :-1]).flatten(0, 1)
         total += nn.functional.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum").item()
     return total / (pieces.shape[0] * context) / math.log(2)
-
-
-def sha256_of(net: nn.Module) -> str:
-    """The digest of the whole weights. If they are sharded, all ranks of the group must call it."""
-    digest = hashlib.sha256()
-    for weight in net.parameters():
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 class Events:

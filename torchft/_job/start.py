@@ -1,4 +1,4 @@
-"""What a job makes from the environment: device, process groups, Manager, signals."""
+"""The parts of a job that the environment decides: device, process groups, Manager, signals."""
 
 from __future__ import annotations
 

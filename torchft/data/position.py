@@ -15,7 +15,7 @@ position after the last batch of the last epoch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Optional
@@ -199,15 +199,7 @@ class DataPlan:
         Raises:
             PositionDiffers: it belongs to another dataset or other batches, or is after the end of this plan.
         """
-        missing = [name for name in ("format", *Stamp._fields) if name not in state]
-        if missing:
-            raise PositionDiffers(
-                f"the saved position has no {', '.join(missing)}: it was not saved by this loader"
-            )
-        if state["format"] != _FORMAT:
-            raise PositionDiffers(
-                f"the saved position has format {state['format']}: this version reads {_FORMAT}"
-            )
+        check_saved(state, Stamp._fields, _FORMAT, "this loader")
         ours = self.stamp(DataPosition())._asdict()
         for name in ("length", "global_batch_size", "shuffle", "seed"):
             if state[name] != ours[name]:
@@ -338,6 +330,22 @@ class DataPlan:
         """The number of samples in a range of units, without ``stop``."""
         size = self.batch_size(position)
         return min(stop * self.micro_batch_size, size) - min(start * self.micro_batch_size, size)
+
+
+def check_saved(state: Mapping[str, int], fields: Iterable[str], number: int, by: str) -> None:
+    """Raises PositionDiffers unless a saved position has these fields, and the format of this number.
+
+    Args:
+        state: the saved position.
+        fields: names, besides "format".
+        number: of the format.
+        by: the writer of such a position, for the error.
+    """
+    missing = [name for name in ("format", *fields) if name not in state]
+    if missing:
+        raise PositionDiffers(f"the saved position has no {', '.join(missing)}: it was not saved by {by}")
+    if state["format"] != number:
+        raise PositionDiffers(f"the saved position has format {state['format']}: this version reads {number}")
 
 
 # Cached, because a unit is requested when it is read ahead, and again in its step.

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from torchft.data.position import DataPlan, DataPosition, PositionDiffers, SamplesDiffer
+from torchft.data.position import DataPlan, DataPosition, PositionDiffers, SamplesDiffer, check_saved
 
 _FORMAT = 1  # of a saved position
 # In the number that groups add up, the samples are below this bit, the sources that have more are above.
@@ -136,15 +136,7 @@ class StreamPlan(DataPlan):
         Raises:
             PositionDiffers: it belongs to another dataset or other units, or is after the end of this plan.
         """
-        missing = [name for name in ("format", *StreamStamp._fields) if name not in state]
-        if missing:
-            raise PositionDiffers(
-                f"the saved position has no {', '.join(missing)}: it was not saved by a loader of a stream"
-            )
-        if state["format"] != _FORMAT:
-            raise PositionDiffers(
-                f"the saved position has format {state['format']}: this version reads {_FORMAT}"
-            )
+        check_saved(state, StreamStamp._fields, _FORMAT, "a loader of a stream")
         for name in ("sources", "turns", "global_batch_size", "micro_batch_size"):
             if state[name] != getattr(self, name):
                 raise PositionDiffers(

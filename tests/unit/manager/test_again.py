@@ -24,7 +24,7 @@ AT = DataPosition(0, 4)
 
 
 class Rank:
-    """What a Manager does with the kept gradients of one rank, without peers."""
+    """The part of a Manager that keeps the gradients of one rank, without peers."""
 
     def __init__(self) -> None:
         self.logger: MagicMock = create_autospec(_ManagerLogger, instance=True)

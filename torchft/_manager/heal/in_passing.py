@@ -51,7 +51,7 @@ class Fetch(Enum):
 
 
 class Obstacles:
-    """What keeps the groups of this job from training along while the state of one of them arrives.
+    """The reasons why groups of this job do not train along while the state of one of them arrives.
 
     Args:
         transport: moves the state.

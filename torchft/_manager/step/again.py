@@ -55,7 +55,7 @@ class Again:
     # When an attempt begins
 
     def announces(self, left: Step, step: int, committed_quorum_id: int) -> str:
-        """What this group announces in the request for its next quorum.
+        """The announcement of this group in the request for its next quorum.
 
         Args:
             left: the attempt before. If it was left without a vote, its gradients may be in the copies of

@@ -1,0 +1,446 @@
+"""Slots: copies of ranks' states in shared memory, as files that outlive the process.
+
+    ROOT/<job>/<group>/rank-<r>/{0,1}     two slots of a rank; one is complete while the other is written
+    ROOT/<job>/<group>/rank-<r>/lock      held by the trainer of that rank while it lives
+
+ROOT is TORCHFT_SNAPSHOT_MEMORY, or /dev/shm/torchft-<uid>. Names are quoted as in a URL. A slot:
+
+    0      magic, length and CRC of the header, the header as JSON, zeros: one page of 4096 bytes
+    4096   the regions of tensors' memory, each padded with zeros to a multiple of 64 bytes
+           the structure (JSON of `codec/encoding.py`)
+           the table of regions (JSON): for each its offset, length, the digests of its pieces of 16 MiB, and
+           its device in the trainer
+
+The page is zeroed before anything is written, and is written last, so a slot is complete only with it. Every
+byte of a slot is covered by a check: header, structure and table by a CRC, regions with their padding by
+digests.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from urllib.parse import quote
+
+import torch
+
+from torchft.checkpointing.codec.digest import digest_bytes
+from torchft.checkpointing.codec.encoding import Encoded, Replace, decode
+from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
+from torchft.checkpointing.memory.host import HostMemory
+from torchft.checkpointing.memory.staging import Staged, copies_for
+
+ROOT_ENV = "TORCHFT_SNAPSHOT_MEMORY"
+JOB_ENV = "TORCHFT_JOB_ID"
+SLOTS = ("0", "1")
+
+MAGIC = b"TFTSLOT1"
+PAGE = 4096
+PIECE = 16 << 20  # bytes with a digest of their own
+_ALIGNED = 64
+_LEAD = struct.Struct("<8sII")  # magic, length and CRC of the header
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+
+
+class SlotError(RuntimeError):
+    """A slot cannot be written, or holds no complete state; the message names the slot and the cause."""
+
+
+class Header(NamedTuple):
+    """The header of a slot.
+
+    Attributes:
+        job, group: names of the job and of the group, without the group's UUID.
+        group_rank, group_world_size: which rank's state it is, of how many.
+        step: the step of the state.
+        batches: batches committed until then.
+        quorum: the quorum in which the step was committed.
+        saved: when the copy was complete, in seconds since 1970.
+        nbytes: size of the whole file.
+        structure, regions: offset, length and CRC of the structure and of the table of regions.
+        disk: where this state is to be written to as well: folder, every, part, parts; None: nowhere.
+    """
+
+    job: str
+    group: str
+    group_rank: int
+    group_world_size: int
+    step: int
+    batches: int
+    quorum: int
+    saved: float
+    disk: Optional[Dict[str, Any]] = None
+    nbytes: int = 0
+    structure: Tuple[int, int, int] = (0, 0, 0)
+    regions: Tuple[int, int, int] = (0, 0, 0)
+
+
+def root() -> Path:
+    """Returns the folder of all slots of this user, and makes it.
+
+    Raises:
+        SlotError: it cannot be made, or another user owns it or may write to it.
+    """
+    path = Path(os.environ.get(ROOT_ENV) or f"/dev/shm/torchft-{os.getuid()}")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise SlotError(f"{path}, the folder of snapshots ({ROOT_ENV}): {error.strerror}") from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise SlotError(
+            f"{path}, the folder of snapshots ({ROOT_ENV}), belongs to user {found.st_uid} with mode "
+            f"{found.st_mode & 0o777:o}: it must be this user's ({os.getuid()}), and no other one may write "
+            "to it"
+        )
+    return path
+
+
+def job_name() -> str:
+    """Returns the name of the job: TORCHFT_JOB_ID, or one made of the script, its arguments and the working
+    folder.
+    """
+    if given := os.environ.get(JOB_ENV):
+        return given
+    told = json.dumps([os.getcwd(), sys.argv]).encode()
+    return f"{Path(sys.argv[0]).stem or 'python'}-{hashlib.blake2b(told, digest_size=4).hexdigest()}"
+
+
+def quoted(name: str) -> str:
+    """Returns the name of a job or group as the name of its folder."""
+    return quote(name, safe="").replace(".", "%2E") if name.strip(".") == "" else quote(name, safe="")
+
+
+def folder_of(job: str, group: str, rank: int) -> Path:
+    """Returns the folder of a rank's slots. It need not exist.
+
+    Raises:
+        SlotError: as in :func:`root`.
+    """
+    return root() / quoted(job) / quoted(group) / f"rank-{rank}"
+
+
+def hold(folder: Path) -> Optional[int]:
+    """Makes the folder of a rank, and locks it for this process until its end, or until the returned file is
+    closed. Returns None if another process, or another part of this one, has locked it.
+
+    Raises:
+        SlotError: the folder cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SlotError(f"{folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
+def remove(folder: Path) -> None:
+    """Removes the slots of a rank, its folder, and the folders of group and job if they are empty then."""
+    with suppress(OSError):
+        for name in (*SLOTS, "lock"):
+            (folder / name).unlink(missing_ok=True)
+        for each in (folder, *folder.parents[:2]):
+            each.rmdir()
+
+
+def read_header(path: Path) -> Header:
+    """Returns the header of a slot. Regions and structure may still be damaged.
+
+    Raises:
+        SlotError: there is no complete header.
+    """
+    try:
+        with open(path, "rb") as file:
+            return _header(path, file.read(PAGE), os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise SlotError(f"{path}: {error.strerror}") from error
+
+
+def found(job: str, group: str, rank: int, say: Callable[[str], None]) -> List[Tuple[Path, Header]]:
+    """Returns the slots of a rank of any group of a job in this host's memory, the newest first; of several
+    of one step, those of the rank's own group come first. Their regions are not verified.
+
+    Args:
+        job, group, rank: of the rank that would restore one.
+        say: called with the reason for each slot that has no complete header.
+
+    Raises:
+        SlotError: as in :func:`root`.
+    """
+    own = folder_of(job, group, rank)
+    slots = []
+    for path in sorted(own.parent.parent.glob(f"*/rank-{rank}/[01]")):
+        try:
+            slots.append((path, read_header(path)))
+        except SlotError as error:
+            say(str(error))
+    return sorted(slots, key=lambda slot: (-slot[1].step, -slot[1].quorum, slot[0].parent != own))
+
+
+def _header(path: Path, page: bytes, nbytes: int) -> Header:
+    if len(page) < PAGE or not any(page):
+        raise SlotError(f"{path}: it is not complete, its writer has ended before")
+    magic, length, crc = _LEAD.unpack_from(page)
+    text, rest = page[_LEAD.size : _LEAD.size + length], page[_LEAD.size + length :]
+    if magic != MAGIC:
+        raise SlotError(
+            f"{path}: it begins with {magic!r} instead of {MAGIC!r}; another version may have made it"
+        )
+    if len(text) != length or zlib.crc32(text) != crc or any(rest):
+        raise SlotError(f"{path}: its header is damaged")
+    try:
+        fields = json.loads(text)
+        header = Header(**{name: fields[name] for name in Header._fields})
+        # JSON has lists
+        header = header._replace(structure=_section(header.structure), regions=_section(header.regions))
+    except (ValueError, TypeError, KeyError) as error:
+        raise SlotError(f"{path}: its header is of another version: {error!r}") from error
+    if header.nbytes != nbytes:
+        raise SlotError(f"{path}: it has {nbytes} bytes, its header says {header.nbytes}")
+    return header
+
+
+def _section(values: Sequence[int]) -> Tuple[int, int, int]:
+    offset, length, crc = values
+    return offset, length, crc
+
+
+class Slot:
+    """A complete slot, all of whose bytes were verified.
+
+    Attributes:
+        path: the file.
+        header: its header.
+        tree: the structure, decoded from JSON.
+        flats: the memory of each region, as flat tensors of bytes in host memory.
+        devices: the device of each region in the trainer, such as "cpu".
+    """
+
+    def __init__(
+        self, path: Path, header: Header, tree: Any, flats: List[torch.Tensor], devices: List[str]
+    ) -> None:
+        self.path = path
+        self.header = header
+        self.tree = tree
+        self.flats = flats
+        self.devices = devices
+
+    @classmethod
+    def open(cls, path: Path, copy: bool = False) -> Slot:
+        """Opens and verifies a slot.
+
+        Args:
+            path: the file.
+            copy: whether the regions are copied to memory of this process. Otherwise they are views of the
+                file, and change when the trainer writes its next copy there: after reading, compare the
+                header with that of :func:`read_header`. What a caller writes to them does not reach the file.
+
+        Raises:
+            SlotError: it is not complete, or damaged.
+        """
+        try:
+            with open(path, "rb") as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                header = _header(path, file.read(PAGE), nbytes)
+                table = json.loads(_checked(path, file.fileno(), header.regions, "table of regions"))
+                tree = json.loads(_checked(path, file.fileno(), header.structure, "structure"))
+                read = _copied(file.fileno()) if copy else _mapped(file.fileno(), nbytes)
+                flats, devices = [], []
+                for number, (offset, length, digests, device) in enumerate(table):
+                    flats.append(_region(f"{path}: region {number}", read, offset, length, digests))
+                    devices.append(device)
+        except SlotError:
+            raise
+        except OSError as error:
+            raise SlotError(f"{path}: {error.strerror}") from error
+        except (ValueError, TypeError, MemoryError) as error:
+            raise SlotError(f"{path}: it cannot be read: {error!r}") from error
+        return cls(path, header, tree, flats, devices)
+
+    def state(self, replace: Optional[Replace] = None) -> Any:
+        """Returns the state. Its tensors have the memory of :attr:`flats`, unless ``replace`` gives others,
+        as in `codec/encoding.decode`.
+
+        Raises:
+            CheckpointError: it holds a type that is not allowed; or DTensors, and torch.distributed is not
+                initialized.
+        """
+        return decode(self.tree, self.flats, str(self.path), replace)
+
+
+# Given offset and length, returns the bytes of a region as a flat tensor, and its padding.
+_Read = Callable[[int, int], Tuple[torch.Tensor, bytes]]
+
+
+def _checked(path: Path, file: int, section: Tuple[int, int, int], what: str) -> bytes:
+    offset, length, crc = section
+    read = os.pread(file, length, offset)
+    if len(read) != length or zlib.crc32(read) != crc:
+        raise SlotError(f"{path}: its {what} is damaged")
+    return read
+
+
+def _mapped(file: int, nbytes: int) -> _Read:
+    # Copy on write: PyTorch takes no memory that is read-only.
+    mapping = mmap.mmap(file, nbytes, access=mmap.ACCESS_COPY)
+
+    def read(offset: int, length: int) -> Tuple[torch.Tensor, bytes]:
+        end = offset + length
+        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=offset)
+        return flat, mapping[end : end + -length % _ALIGNED]
+
+    return read
+
+
+def _copied(file: int) -> _Read:
+    memory = HostMemory()
+
+    def read(offset: int, length: int) -> Tuple[torch.Tensor, bytes]:
+        flat, done = memory.take(length), 0
+        into = tensor_memory(flat)
+        while done < length:
+            count = os.preadv(file, [into[done : done + PIECE]], offset + done)
+            if count == 0:
+                raise ValueError(f"it ends at {offset + done}")
+            done += count
+        return flat, os.pread(file, -length % _ALIGNED, offset + length)
+
+    return read
+
+
+def _region(what: str, read: _Read, offset: int, length: int, digests: List[str]) -> torch.Tensor:
+    if not length:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat, padding = read(offset, length)
+    if [_digest(piece) for piece in flat.split(PIECE)] != digests or any(padding):
+        raise SlotError(f"{what} is damaged")
+    return flat
+
+
+def _digest(piece: torch.Tensor) -> str:
+    return f"{int(digest_bytes(piece).item()) & (1 << 64) - 1:016x}"
+
+
+def pick(headers: Sequence[Optional[Header]], kept: Callable[[Header], bool] = lambda header: False) -> int:
+    """Chooses the slot for the next copy: one that is not complete, else the older one, but none that is kept
+    while there is another.
+
+    Args:
+        headers: of the slots; None: it is not complete.
+        kept: whether a slot's state is still to be written elsewhere.
+    """
+
+    def worth(number: int) -> Tuple[bool, float, int]:
+        header = headers[number]
+        return (False, 0.0, 0) if header is None else (kept(header), header.saved, header.step)
+
+    return min(range(len(headers)), key=worth)
+
+
+def write(path: Path, header: Header, encoded: Encoded) -> Iterator[int]:
+    """Writes a state to a slot, one piece for each item that is taken from the returned iterator: the number
+    of bytes written. Only after the last one is the slot complete.
+
+    Args:
+        path: the slot; what it held is lost with the first item.
+        header: without sizes and sections; ``saved`` is set at the end.
+        encoded: the state. Its tensors must not change until the end. Those on devices are copied on a side
+            stream, behind the work that is queued on the current stream at this call.
+
+    Raises:
+        SlotError: from the iterator: there is no room, or the header is too large. The slot is not complete
+            then.
+    """
+    flats = [storage_bytes(storage) for storage in encoded.storages]
+    devices = {flat.device for flat in flats}
+    copies = {device: kind(device) for device in devices if (kind := copies_for(device.type)) is not None}
+    sources: List[_Source] = [
+        (flat, Staged(flat, copies[flat.device]) if flat.device in copies and flat.numel() else None)
+        for flat in flats
+    ]
+    return _written(path, header, encoded, sources)
+
+
+_Source = Tuple[torch.Tensor, Optional[Staged]]  # a region, and how it is read on a device
+
+
+def _written(path: Path, header: Header, encoded: Encoded, sources: Sequence[_Source]) -> Iterator[int]:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            yield from _write(file, header, encoded, sources)
+        finally:
+            os.close(file)
+            for _, staged in sources:
+                if staged is not None:
+                    staged.close(wait=False)
+    except OSError as error:
+        if error.errno in _FULL:
+            nbytes = PAGE + len(encoded.structure) + sum(flat.numel() for flat, _ in sources)
+            raise SlotError(f"{path}: no room for a copy of {nbytes} bytes: {error.strerror}") from error
+        raise SlotError(f"{path}: {error.strerror}") from error
+
+
+def _write(file: int, header: Header, encoded: Encoded, sources: Sequence[_Source]) -> Iterator[int]:
+    _put(file, bytes(PAGE), 0)
+    yield PAGE
+    table, offset = [], PAGE
+    for flat, staged in sources:
+        begin, digests = offset, []
+        for piece in _pieces(flat, staged):
+            _put(file, tensor_memory(piece), offset)
+            digests.append(_digest(piece))
+            offset += piece.numel()
+            yield piece.numel()
+        padding = -flat.numel() % _ALIGNED
+        _put(file, bytes(padding), offset)
+        offset += padding
+        table.append([begin, flat.numel(), digests, str(flat.device)])
+    sections = []
+    for section in (encoded.structure, json.dumps(table, separators=(",", ":")).encode()):
+        _put(file, section, offset)
+        sections.append((offset, len(section), zlib.crc32(section)))
+        offset += len(section)
+        yield len(section)
+    os.ftruncate(file, offset)
+    structure, regions = sections
+    header = header._replace(saved=time.time(), nbytes=offset, structure=structure, regions=regions)
+    text = json.dumps(header._asdict(), separators=(",", ":")).encode()
+    if _LEAD.size + len(text) > PAGE:
+        raise SlotError(f"the header of a slot takes {len(text)} bytes, and at most {PAGE - _LEAD.size} fit")
+    _put(file, (_LEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text).ljust(PAGE, b"\0"), 0)
+    yield PAGE
+
+
+def _pieces(flat: torch.Tensor, staged: Optional[Staged]) -> Iterator[torch.Tensor]:
+    """Yields the pieces of a region in host memory, each valid until the next."""
+    if staged is None:  # in host memory, or on a device of a type whose copies wait on the host
+        yield from (piece.cpu() for piece in flat.split(PIECE) if flat.numel())
+        return
+    for block in staged.read(0):  # of a multiple of 16 MiB, but the last
+        yield from block.split(PIECE)
+
+
+def _put(file: int, data: Union[bytes, memoryview], offset: int) -> None:
+    view = memoryview(data)
+    while len(view):
+        done = os.pwrite(file, view, offset)
+        view, offset = view[done:], offset + done

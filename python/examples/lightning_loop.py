@@ -27,7 +27,7 @@ class Module(lightning.LightningModule):
         for (x,) in step:
             step.backward(model(x).sum())
         if step.commit():
-            self.log("loss", step.loss)
+            self.log("loss", step.loss, batch_size=10)
 
     def configure_optimizers(self):
         return optimizer.optim  # for Lightning's checkpoints

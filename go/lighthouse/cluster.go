@@ -24,7 +24,7 @@ import (
 
 // cluster is the place of a lighthouse among several that agree by Raft (package replica). Only the one that
 // leads has jobs, and answers; the others forward (forward.go). A new leader continues each job from its
-// state in the log (keeper.go).
+// state in the log (saver.go).
 //
 // Invariants:
 //

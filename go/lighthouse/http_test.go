@@ -73,7 +73,7 @@ func TestStatusHasTheMembersAndTheReasonWhyThereIsNoQuorum(t *testing.T) {
 
 		require.NoError(t, (<-ask(dial(t, c, "b"), quorum.Member{ReplicaID: "b"}, 10*time.Second)).Err)
 		require.NoError(t, (<-waiting).Err)
-		// within this time, the lighthouse would serve the same status again (snapshot.go)
+		// within this time, the lighthouse would serve the same status again (shared.go)
 		time.Sleep(time.Millisecond)
 		_, body = get(t, client, "/status")
 		require.NoError(t, json.Unmarshal([]byte(body), &status))

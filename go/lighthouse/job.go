@@ -46,7 +46,7 @@ type job struct {
 	stepped time.Time       // time of the machine's last event
 	asleep  time.Duration   // for how long the host had been suspended at the last tick
 	wake    *time.Timer     // runs when the grace of a suspect is over
-	keeper  *keeper         // of the state, nil if none is kept
+	saver   *saver          // of the state, nil if none is kept
 	heals   map[string]heal // by replica_id, as reported
 	refused map[string]bool // members whose refusal is logged and in the history
 	blamed  int64           // id of the last quorum with a failure whose cost was reported
@@ -60,7 +60,7 @@ type job struct {
 
 	greeting *stream // the stream whose greeting is being handled
 
-	snapshot snapshot // has a lock of its own
+	shared shared // has a lock of its own
 }
 
 // answer is the result of a quorum request.
@@ -91,7 +91,7 @@ func newJob(s *Server, name string) *job {
 	if s.store != nil {
 		j.begin(s.store)
 	}
-	rpc.Go(&s.tasks, j.log, "dashboard", func() { j.board.Run(j.stop) }) // last: it reads the keeper, too
+	rpc.Go(&s.tasks, j.log, "dashboard", func() { j.board.Run(j.stop) }) // last: it reads the saver, too
 	return j
 }
 
@@ -335,7 +335,7 @@ func (j *job) keepState() {
 	if s.Highest > 0 && j.server.cluster == nil {
 		s.Highest += stateAhead
 	}
-	j.keeper.keep(s)
+	j.saver.keep(s)
 }
 
 // deliver sends a quorum to its members. The caller holds mu.
@@ -375,7 +375,7 @@ func (j *job) status() dashboard.Status {
 	status := dashboard.Status{Status: j.describe(time.Now())}
 	status.Members = j.withHeals(status.Status.Members)
 	status.Status.Members = nil
-	if why, unkept := j.keeper.trouble(time.Now()); why != "" {
+	if why, unkept := j.saver.trouble(time.Now()); why != "" {
 		status.Unkept, status.UnkeptMS = why, unkept.Milliseconds()
 	}
 	return status

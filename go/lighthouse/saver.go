@@ -22,13 +22,13 @@ type store interface {
 	Propose(term uint64, job string, state []byte) error
 }
 
-// keeper keeps the state of a job in the store, so that the next leader, or the restarted lighthouse,
+// saver keeps the state of a job in the store, so that the next leader, or the restarted lighthouse,
 // continues from it.
 //
 // Invariant in a cluster: nobody hears of a quorum, or of a round of the rendezvous, before the log has it.
 // The job passes each new state to keep, and then each answer to once. Without a cluster nothing waits for
 // the disk: it may fail or hang.
-type keeper struct {
+type saver struct {
 	log     *slog.Logger
 	tasks   *sync.WaitGroup
 	propose func(state []byte) error
@@ -47,7 +47,7 @@ type keeper struct {
 }
 
 // keep proposes a state. It does not block. States that follow each other quickly are proposed together.
-func (k *keeper) keep(s state) {
+func (k *saver) keep(s state) {
 	if k == nil {
 		return
 	}
@@ -65,7 +65,7 @@ func (k *keeper) keep(s state) {
 
 // once calls do, on another goroutine, when the log has all states that were passed to keep, and returns
 // true. If nothing has to wait for the log, it returns false, and does not call do.
-func (k *keeper) once(do func()) (later bool) {
+func (k *saver) once(do func()) (later bool) {
 	if k == nil || k.disk != nil {
 		return false
 	}
@@ -86,7 +86,7 @@ func (k *keeper) once(do func()) (later bool) {
 
 var errAnswer = errors.New("an answer failed with an internal error")
 
-func (k *keeper) run() {
+func (k *saver) run() {
 	err := errAnswer // if an answer panics
 	defer func() {
 		if err != nil {
@@ -119,7 +119,7 @@ func (k *keeper) run() {
 
 // next returns the answers for which the log has the state now, and the state that is to be proposed after
 // them.
-func (k *keeper) next() (due []func(), s *state) {
+func (k *saver) next() (due []func(), s *state) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	due, s = k.inFlight, k.pending
@@ -128,7 +128,7 @@ func (k *keeper) next() (due []func(), s *state) {
 	return due, s
 }
 
-func (k *keeper) fail() {
+func (k *saver) fail() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.failed, k.waiting, k.inFlight = true, nil, nil
@@ -136,7 +136,7 @@ func (k *keeper) fail() {
 
 // wrote records the result of a write to disk. After a failure it waits for the next attempt. It returns
 // false if there is none: the job has been closed.
-func (k *keeper) wrote(s *state, err error) bool {
+func (k *saver) wrote(s *state, err error) bool {
 	k.mu.Lock()
 	before := k.err
 	k.err = err
@@ -172,7 +172,7 @@ func (k *keeper) wrote(s *state, err error) bool {
 
 // trouble returns why the latest state is not on disk, and for how long it has not been; empty if the last
 // write did not fail.
-func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
+func (k *saver) trouble(now time.Time) (why string, unkept time.Duration) {
 	if k == nil {
 		return "", 0
 	}
@@ -189,13 +189,13 @@ func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 func (j *job) begin(in store) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.keeper = &keeper{
+	j.saver = &saver{
 		log: j.log, tasks: &j.server.tasks,
 		propose: func(state []byte) error { return in.Propose(uint64(j.term), j.name, state) },
 		lost:    func(err error) { j.server.dropJob(j, err) },
 	}
 	if j.server.cluster == nil {
-		j.keeper.disk = j.stop
+		j.saver.disk = j.stop
 	}
 	j.restore(in.States()[j.name])
 }
@@ -232,7 +232,7 @@ func (j *job) restore(text []byte) {
 // onceKept calls do, with mu held: in a cluster once the log has the present state, otherwise at once. The
 // caller holds mu.
 func (j *job) onceKept(do func()) {
-	if !j.keeper.once(func() {
+	if !j.saver.once(func() {
 		j.mu.Lock()
 		defer j.mu.Unlock()
 		do()

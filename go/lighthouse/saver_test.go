@@ -99,9 +99,9 @@ func TestAHangingDiskBlocksNoQuorumAndNoShutdownForLong(t *testing.T) {
 		synctest.Wait()
 		start := time.Now()
 		for id := range int64(3) {
-			j.keeper.keep(ofQuorum(id + 1))
+			j.saver.keep(ofQuorum(id + 1))
 			synctest.Wait()
-			require.False(t, j.keeper.once(func() {}))
+			require.False(t, j.saver.once(func() {}))
 		}
 		assert.Zero(t, time.Since(start), "no quorum waits for a write")
 		assert.Empty(t, j.status().Unkept, "a slow disk is not reported at once")
@@ -128,7 +128,7 @@ func TestAFailedWriteIsReportedAndRetried(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			f := &faulty{err: fault}
 			j, log := kept(f)
-			j.keeper.keep(ofQuorum(7))
+			j.saver.keep(ofQuorum(7))
 			time.Sleep(2*writeAgain + writeAgain/2)
 			assert.Equal(t, fault.Error(), j.status().Unkept)
 			assert.Positive(t, j.status().UnkeptMS)
@@ -151,7 +151,7 @@ func TestTheLatestStateIsWritten(t *testing.T) {
 		f := &faulty{writing: make(chan struct{})}
 		j, _ := kept(f)
 		for id := range int64(5) {
-			j.keeper.keep(ofQuorum(id + 1))
+			j.saver.keep(ofQuorum(id + 1))
 			synctest.Wait()
 		}
 		close(f.writing)
@@ -199,9 +199,9 @@ func TestAMissingDirectoryIsOnThePageAndInMetrics(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "state")
 	s, log := startOn(t, dir)
 	s.testAsk(t, "a", 7)
-	// The keeper may put a file into the directory while it is being removed.
+	// The saver may put a file into the directory while it is being removed.
 	require.Eventually(t, func() bool { return os.RemoveAll(dir) == nil }, time.Minute, time.Millisecond)
-	s.jobs["default"].keeper.keep(ofQuorum(9))
+	s.jobs["default"].saver.keep(ofQuorum(9))
 	ask := func(path string) string {
 		answer := httptest.NewRecorder()
 		s.handler().ServeHTTP(answer, httptest.NewRequest(http.MethodGet, path, nil))
@@ -221,7 +221,7 @@ func TestAMissingDirectoryIsOnThePageAndInMetrics(t *testing.T) {
 
 // slowLog is a log of which each proposal waits for next.
 type slowLog struct {
-	keeper
+	saver
 	done sync.WaitGroup
 	next chan error
 	seen []string // what happened, in order
@@ -229,7 +229,7 @@ type slowLog struct {
 
 func newSlowLog() *slowLog {
 	l := &slowLog{next: make(chan error)}
-	l.keeper = keeper{
+	l.saver = saver{
 		log: slog.New(slog.DiscardHandler), tasks: &l.done,
 		propose: func([]byte) error { return <-l.next },
 		lost:    func(err error) { l.seen = append(l.seen, "lost") },

@@ -8,16 +8,16 @@ import (
 )
 
 const (
-	// snapshotOfMember, multiplied by the number of members, is how long one status is used for all requests.
+	// sharedPerMember, multiplied by the number of members, is how long one status is used for all requests.
 	// Making a status holds the job's lock for about 2 µs per member. So any number of pages and scripts
 	// takes at most 2 % of the lock's time.
-	snapshotOfMember = 100 * time.Microsecond
-	// longestSnapshot bounds that time. With 10,000 members it is reached.
-	longestSnapshot = time.Second
+	sharedPerMember = 100 * time.Microsecond
+	// longestShared bounds that time. With 10,000 members it is reached.
+	longestShared = time.Second
 )
 
-// snapshot is the status that requests share. The status is read-only.
-type snapshot struct {
+// shared is the status that requests share. The status is read-only.
+type shared struct {
 	mu     sync.Mutex // also held while a new status is made, so that concurrent requests share it
 	status dashboard.Status
 	until  time.Time
@@ -25,12 +25,12 @@ type snapshot struct {
 
 // shown returns a status that is recent enough to display. Code that makes decisions calls status instead.
 func (j *job) shown() dashboard.Status {
-	s := &j.snapshot
+	s := &j.shared
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if now := time.Now(); !now.Before(s.until) {
 		s.status = j.status()
-		s.until = now.Add(min(longestSnapshot, time.Duration(len(s.status.Members))*snapshotOfMember))
+		s.until = now.Add(min(longestShared, time.Duration(len(s.status.Members))*sharedPerMember))
 	}
 	return s.status
 }

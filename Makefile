@@ -54,13 +54,13 @@ INSTALL = $(PIP_INSTALL) --constraint $(LOCK)
 GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/toolchain.py include)"
 
 # The machines, which have no goroutine, lock or clock, so that nothing can race.
-GO_PURE := ./gossip/agree ./quorum ./recovery ./rendezvous ./round
+GO_PURE := ./gossip/agree ./quorum ./recovery ./rendezvous ./round ./slots
 # The simulation: with the race detector its histories take ten times as long, so it plays only some.
 GO_SIM := ./sim
 # These read files outside of the module, which Go's cache of results does not notice: they always run.
 GO_READERS := ./internal ./torchftpb
 # Servers and clients, with the race detector. A test in go/internal compares the three lists with the packages.
-GO_RACE := ./cmd/... ./dashboard ./gossip ./heal ./internal/auth ./internal/clock ./internal/fttest ./internal/admission ./internal/logging ./internal/rpc ./internal/testmain ./internal/tracing ./internal/wire ./lighthouse ./manager ./membership/... ./pyapi/... ./rankclient ./replica
+GO_RACE := ./cmd/... ./dashboard ./gossip ./heal ./internal/auth ./internal/clock ./internal/fttest ./internal/admission ./internal/logging ./internal/rpc ./internal/testmain ./internal/tracing ./internal/wire ./keeper ./lighthouse ./manager ./membership/... ./pyapi/... ./rankclient ./replica
 # Tools of a module of their own, so that its requirements are not those of the library.
 GO_TOOL = $(GO) tool -modfile=tools/go.mod
 GOLANGCI = $(GO_TOOL) golangci-lint

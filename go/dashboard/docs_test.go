@@ -15,8 +15,8 @@ import (
 // metricNames returns the names of all metrics, for a histogram also those with its suffixes.
 func metricNames(t *testing.T) []string {
 	families, err := registry(func() []*Feed {
-		return []*Feed{NewFeed("default",
-			(&job{}).current)}
+		step := int64(1)
+		return []*Feed{NewFeed("default", func() Status { return Status{Snapshots: Snapshots{Step: &step}} })}
 	}).Gather()
 	require.NoError(t, err)
 	var found []string

@@ -179,6 +179,17 @@ var (
 	unkeptDesc = prometheus.NewDesc("torchft_state_unkept_seconds",
 		"For how long the latest state of the job is not on disk, since that fails or hangs; 0: it is, or "+
 			"none is kept.", []string{"training_job"}, nil)
+	keepersDesc = prometheus.NewDesc("torchft_keepers",
+		"Hosts whose keeper has told what it holds of the job, within the last ten seconds.",
+		[]string{"training_job"}, nil)
+	snapshotStepDesc = prometheus.NewDesc("torchft_snapshot_step",
+		"Newest step of which the keepers hold all ranks; none if there is no such step.",
+		[]string{"training_job"}, nil)
+	snapshotBytesDesc = prometheus.NewDesc("torchft_snapshot_bytes",
+		"Bytes of the snapshots in the memory of all hosts.", []string{"training_job"}, nil)
+	snapshotIncompleteDesc = prometheus.NewDesc("torchft_snapshot_incomplete_slots",
+		"Slots that hold nothing to restore: they are being written, or torn.",
+		[]string{"training_job"}, nil)
 	signOfLifeDesc = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds",
 		"Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
 )
@@ -207,6 +218,13 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	gauge(stepDesc, float64(status.MaxStep))
 	gauge(unkeptDesc, float64(status.UnkeptMS)/1000)
 	gauge(signOfLifeDesc, float64(oldest)/1000)
+	held := status.Snapshots
+	gauge(keepersDesc, float64(held.Hosts))
+	gauge(snapshotBytesDesc, float64(held.Bytes))
+	gauge(snapshotIncompleteDesc, float64(held.Incomplete))
+	if held.Step != nil {
+		gauge(snapshotStepDesc, float64(*held.Step))
+	}
 	f.mu.Lock()
 	viewers := len(f.viewers)
 	f.mu.Unlock()

@@ -56,7 +56,8 @@ type Head struct {
 	Reason  string `json:"reason"`
 	Cluster bool   `json:"cluster,omitempty"` // whether GET /cluster describes lighthouses that agree
 	// why the latest state is not on the lighthouse's disk; empty: it is, or none is kept
-	Unkept string `json:"unkept"`
+	Unkept  string `json:"unkept"`
+	Keepers int    `json:"keepers,omitempty"` // hosts with snapshots, which GET /api/v1/keepers describes
 }
 
 // Change is the difference from one look to the next.
@@ -117,7 +118,7 @@ func headOf(old Head, s Status, now time.Time) Head {
 	h := Head{
 		QuorumID: s.QuorumID, Groups: len(s.Quorum), Healthy: s.Healthy, Waiting: s.Candidates,
 		MinReplicas: s.MinReplicas, Step: s.MaxStep, StepMicros: s.StepTime.Microseconds(), Reason: s.Reason,
-		Unkept: s.Unkept,
+		Unkept: s.Unkept, Keepers: s.Snapshots.Hosts,
 	}
 	// In a healthy job, the first group that asks for the next quorum waits for the others, for less than a
 	// step.

@@ -11,6 +11,16 @@ type Status struct {
 	// disk, or if no state is kept.
 	Unkept   string `json:"unkept,omitempty"`
 	UnkeptMS int64  `json:"unkept_ms,omitempty"`
+
+	Snapshots Snapshots `json:"snapshots"`
+}
+
+// Snapshots says what the keepers of a job's hosts hold.
+type Snapshots struct {
+	Hosts      int    `json:"hosts"`          // whose keepers have told within the last ten seconds
+	Step       *int64 `json:"step,omitempty"` // newest with all ranks; nil: there is none
+	Bytes      int64  `json:"bytes"`          // of all slots
+	Incomplete int    `json:"incomplete"`     // slots that hold nothing to restore
 }
 
 // Member is one replica group in Status.

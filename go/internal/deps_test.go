@@ -67,7 +67,7 @@ func isStandard(path string) bool {
 
 func TestImportsFollowTheDesign(t *testing.T) {
 	decides := []string{"quorum", "recovery", "rendezvous", "round"}
-	pure := append([]string{"gossip/agree"}, decides...)
+	pure := append([]string{"gossip/agree", "slots"}, decides...)
 	shared := append([]string{"torchftpb", "internal/auth", "internal/clock", "internal/logging",
 		"internal/rpc", "internal/tracing", "internal/wire"}, decides...)
 	client := append([]string{"membership"}, shared...)
@@ -90,7 +90,9 @@ func TestImportsFollowTheDesign(t *testing.T) {
 		"heal":                   {"internal/admission"},
 		"replica":                {"internal/auth", "internal/clock", "internal/rpc", "torchftpb"},
 		"dashboard":              {"internal/logging", "quorum"},
-		"lighthouse":             append([]string{"dashboard", "replica"}, shared...),
+		"slots":                  nil,
+		"keeper":                 {"internal/auth", "internal/rpc", "slots"},
+		"lighthouse":             append([]string{"dashboard", "replica", "slots"}, shared...),
 		"membership":             append([]string{"torchftpb"}, decides...),
 		"membership/lighthouses": client,
 		"internal/local":         client,

@@ -109,7 +109,7 @@ func ask[B body](
 		}
 		s.guarded(what, inJSON, func(w http.ResponseWriter, r *http.Request) {
 			var b B
-			code, err := readBody(w, r, b.want(), &b)
+			code, err := readBody(w, r, mostBody, b.want(), &b)
 			if err == nil {
 				code, err = http.StatusBadRequest, b.check()
 			}
@@ -122,15 +122,15 @@ func ask[B body](
 	}
 }
 
-// readBody reads the body of a request to its end: before that, net/http does not notice that the connection
-// has broken. If it returns an error, code is the HTTP status of the refusal. want is an example for the
-// error.
-func readBody(w http.ResponseWriter, r *http.Request, want string, to any) (code int, err error) {
+// readBody reads the body of a request, of at most most bytes, to its end: before that, net/http does not
+// notice that the connection has broken. If it returns an error, code is the HTTP status of the refusal. want
+// is an example for the error.
+func readBody(w http.ResponseWriter, r *http.Request, most int64, want string, to any) (code int, err error) {
 	want = "; wanted: " + want
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, mostBody))
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
 	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
 		return http.StatusRequestEntityTooLarge,
-			fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
+			fmt.Errorf("the body has more than %d bytes%s", most, want)
 	}
 	if err != nil {
 		return http.StatusBadRequest, fmt.Errorf("the body was not read: %w", err)

@@ -34,6 +34,7 @@ func (s *Server) handler() http.Handler {
 	mux.Handle("GET /metrics", dashboard.Metrics(s.boards))
 	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", plainly, s.serveKill))
 	mux.HandleFunc("POST /rendezvous", s.serveRendezvous)
+	mux.HandleFunc("/api/v1/keepers", s.serveKeepers)
 	mux.HandleFunc("/api/v1/kill", ask(s, "kill", s.apiKill))
 	mux.HandleFunc("/api/v1/drain", ask(s, "drain", s.apiDrain))
 	if s.cluster == nil {

@@ -378,5 +378,6 @@ func (j *job) status() dashboard.Status {
 	if why, unkept := j.saver.trouble(time.Now()); why != "" {
 		status.Unkept, status.UnkeptMS = why, unkept.Milliseconds()
 	}
+	status.Snapshots = j.server.keepers.snapshots(j.name, time.Now())
 	return status
 }

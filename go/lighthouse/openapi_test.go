@@ -18,8 +18,10 @@ import (
 
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/replica"
+	"github.com/torchft/torchft/go/slots"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -114,6 +116,11 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 		ask("GET", "/api/v1/openapi.json", "", 200)
 		ask("GET", "/healthz", "", 200)
 		ask("GET", "/readyz", "", 200)
+		ask("POST", "/api/v1/keepers", `{"address": "http://b:1", "host": "b", "snapshots": [{"job": "j", "group": "a",
+			"group_rank": 0, "slot": 1, "group_world_size": 1, "step": 3, "saved": 1.5, "bytes": 4096}]}`, 200)
+		ask("POST", "/api/v1/keepers", "", 400)
+		ask("POST", "/api/v1/keepers", `{}`, 403, "Origin", "http://evil.example")
+		ask("GET", "/api/v1/keepers", "", 200)
 		ask("GET", "/cluster", "", 404)
 		ask("POST", "/api/v1/cluster/add", `{"address": "http://b:1"}`, 404)
 		ask("POST", "/api/v1/cluster/remove", `{"address": "http://b:1"}`, 404)
@@ -158,6 +165,8 @@ func TestOpenAPINamesEachField(t *testing.T) {
 		"Status": dashboard.Status{}, "Member": dashboard.Member{}, "Event": dashboard.Event{},
 		"Point":   dashboard.Point{},
 		"Cluster": replica.Status{}, "ClusterMember": replica.Member{},
+		"Snapshots": dashboard.Snapshots{}, "Slot": slots.Slot{}, "Keeper": lighthouse.KeeperHeld{},
+		"Keepers": lighthouse.KeepersAnswer{},
 	} {
 		var fields, named []string
 		for _, field := range reflect.VisibleFields(reflect.TypeOf(value)) {

@@ -11,7 +11,6 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/dashboard"
-	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/rendezvous"
 )
@@ -35,30 +34,14 @@ func (c Config) rendezvousTiming() rendezvous.Timing {
 	return rendezvous.Timing{Grace: c.SuspectGrace, Timeout: c.HeartbeatTimeout}
 }
 
-// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). Their requests need the token, as
-// the calls of members do. Requests of browsers are always refused: where the lighthouse has no token, a page
-// of any web site could send them.
+// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py).
 func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
-	check := s.gate.CheckToken(r.Header.Values("Authorization"))
-	if check == auth.TokenMissing || check == auth.TokenWrong {
-		s.log.Warn("torchft: a request was refused", "request", "rendezvous", "from", r.RemoteAddr,
-			"reason", check)
-		w.Header().Set("WWW-Authenticate", "Bearer")
-		dashboard.Refuse(w, http.StatusUnauthorized, errors.New(check.String()))
-		return
-	}
-	if r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != "" {
-		dashboard.Refuse(w, http.StatusForbidden, errors.New("the rendezvous is for torchrun: a request of "+
-			"a browser is refused"))
-		return
-	}
-	if !rpc.AsMember(r) {
-		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New("too many connections are open "+
-			"(max_connections)"))
+	if !s.admits(w, r, "the rendezvous", "torchrun") {
 		return
 	}
 	var request rendezvous.Request
-	if code, err := readBody(w, r, "a request of torchft/dlrover/rendezvous.py", &request); err != nil {
+	const want = "a request of torchft/dlrover/rendezvous.py"
+	if code, err := readBody(w, r, mostBody, want, &request); err != nil {
 		dashboard.Refuse(w, code, err)
 		return
 	}

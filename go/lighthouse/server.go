@@ -28,6 +28,7 @@ type Server struct {
 	tasks   sync.WaitGroup
 
 	cluster *cluster // nil without one
+	keepers keepers
 
 	lock  *os.File // of the directory for states, nil without one
 	store store    // of the states of the jobs, nil without a directory
@@ -76,6 +77,7 @@ func New(cfg Config) (*Server, error) {
 		stop:    make(chan struct{}),
 		lock:    lock,
 		jobs:    map[string]*job{},
+		keepers: keepers{began: time.Now()},
 	}
 	var options []grpc.ServerOption
 	if len(cfg.Cluster) > 0 {

@@ -313,6 +313,24 @@ async function drawCluster() {
   }));
 }
 
+// The snapshots that the keepers of the hosts hold
+
+async function drawKeepers() {
+  at("keepers").hidden = !state.head?.keepers;
+  if (at("keepers").hidden) return;
+  const answer = await fetch(`api/v1/keepers?job=${encodeURIComponent(job || "default")}`).catch(() => null);
+  if (!answer || !answer.ok) return;
+  const held = (await answer.json()).keepers.flatMap((one) => (one.snapshots || []).map((slot) => ({ host: one.host, ...slot })));
+  at("slots").replaceChildren(...held.slice(0, MOST_ROWS).map((slot) => {
+    const tr = element("tr");
+    const why = slot.incomplete;
+    tr.append(element("td", slot.host), element("td", slot.group), element("td", slot.group_rank, "number"),
+      element("td", why ? "" : slot.step, "number"), element("td", gigabytes(slot.bytes), "number"),
+      element("td", why ? "" : ago(1000 * slot.saved), "number"), element("td", why || "complete", why ? "waiting" : "training"));
+    return tr;
+  }));
+}
+
 // Ending a group
 
 const ASKS = {
@@ -349,6 +367,7 @@ setInterval(() => draw(true), 5000); // ages grow without news
 setInterval(redate, 60000);
 setInterval(drawJobs, 10000);
 setInterval(drawCluster, 2000);
+setInterval(drawKeepers, 2000);
 
 // The connection: the browser reconnects when it breaks, but not if it was refused
 
@@ -364,7 +383,7 @@ function connect() {
     at("link").className = "pill lost";
     if (source.readyState === EventSource.CLOSED) setTimeout(connect, AGAIN_MS);
   });
-  source.addEventListener("whole", (message) => { takeWhole(JSON.parse(message.data)); drawJobs(); drawCluster(); });
+  source.addEventListener("whole", (message) => { takeWhole(JSON.parse(message.data)); drawJobs(); drawCluster(); drawKeepers(); });
   source.addEventListener("change", (message) => takeChange(JSON.parse(message.data)));
   source.addEventListener("event", (message) => { keepEvent(JSON.parse(message.data)); draw(false); });
 }

@@ -1,0 +1,203 @@
+package lighthouse
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/torchft/torchft/go/dashboard"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/slots"
+)
+
+// The lighthouse knows what the keepers of a job's hosts hold, so that a rank finds a snapshot that its own
+// host lacks. No decision of the lighthouse depends on it. It is kept in memory alone: keepers repeat their
+// reports every two seconds (package keeper).
+
+const (
+	// keeperDeadline is how long a report counts: as long as five of them.
+	keeperDeadline = 10 * time.Second
+	// mostReport bounds a report, in bytes. A slot takes some 250, and a host has two for each rank.
+	mostReport = 256 << 10
+	// mostKeepers bounds the keepers of all jobs together.
+	mostKeepers = 4096
+	// longestName bounds the names in a report, in bytes: that of a file is no longer.
+	longestName = 255
+)
+
+// report is what a keeper says about one job.
+type report struct {
+	Address   string       `json:"address"` // http://host:port, from which others fetch its slots
+	Host      string       `json:"host"`
+	Snapshots []slots.Slot `json:"snapshots"`
+}
+
+const wantedReport = `{"address": "http://host:port", "host": "...", "snapshots": []}`
+
+func (r report) check() error {
+	if _, err := rpc.ParseAddress("address", r.Address); err != nil {
+		return err
+	}
+	for _, name := range []string{r.Address, r.Host} {
+		if len(name) > longestName {
+			return fmt.Errorf("a name has %d bytes: allowed are %d", len(name), longestName)
+		}
+	}
+	for _, s := range r.Snapshots {
+		if len(s.Job) > longestName || len(s.Group) > longestName || len(s.Incomplete) > mostBody {
+			return fmt.Errorf("the name of a slot has more than %d bytes", longestName)
+		}
+	}
+	return nil
+}
+
+// keepers are the reports by job and address of the keeper.
+type keepers struct {
+	began time.Time // when this lighthouse began to listen
+
+	mu sync.Mutex
+	of map[string]map[string]told
+	n  int
+}
+
+type told struct {
+	report
+	at time.Time
+}
+
+// hear records a report. It returns an error if there are too many keepers.
+func (k *keepers) hear(job string, r report, now time.Time) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.forget(now)
+	if _, known := k.of[job][r.Address]; !known {
+		if k.n >= mostKeepers {
+			return fmt.Errorf("this lighthouse hears %d keepers, which is the limit", k.n)
+		}
+		k.n++
+	}
+	if k.of == nil {
+		k.of = map[string]map[string]told{}
+	}
+	if k.of[job] == nil {
+		k.of[job] = map[string]told{}
+	}
+	k.of[job][r.Address] = told{r, now}
+	return nil
+}
+
+// forget removes reports that are too old. The caller holds mu.
+func (k *keepers) forget(now time.Time) {
+	for job, all := range k.of {
+		for address, h := range all {
+			if now.Sub(h.at) >= keeperDeadline {
+				delete(all, address)
+				k.n--
+			}
+		}
+		if len(all) == 0 {
+			delete(k.of, job)
+		}
+	}
+}
+
+// all returns the present reports about a job, in the order of the hosts.
+func (k *keepers) all(job string, now time.Time) []told {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.forget(now)
+	found := make([]told, 0, len(k.of[job]))
+	for _, h := range k.of[job] {
+		found = append(found, h)
+	}
+	slices.SortFunc(found, func(a, b told) int {
+		return cmp.Or(cmp.Compare(a.Host, b.Host), cmp.Compare(a.Address, b.Address))
+	})
+	return found
+}
+
+// KeepersAnswer is the answer to GET /api/v1/keepers.
+type KeepersAnswer struct {
+	// For how long this lighthouse has listened to keepers: within their interval it may not know all.
+	ListeningMS int64        `json:"listening_ms"`
+	Keepers     []KeeperHeld `json:"keepers"`
+}
+
+// KeeperHeld is what one keeper holds of a job.
+type KeeperHeld struct {
+	Address   string       `json:"address"`
+	Host      string       `json:"host"`
+	AgeMS     int64        `json:"age_ms"` // of its report
+	Snapshots []slots.Slot `json:"snapshots"`
+}
+
+// serveKeepers takes the report of a keeper about the job in the query, or lists those of the job. A job
+// needs no members for it: snapshots outlive them.
+func (s *Server) serveKeepers(w http.ResponseWriter, r *http.Request) {
+	job, now := cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob), time.Now()
+	switch r.Method {
+	case http.MethodGet:
+		answer := KeepersAnswer{now.Sub(s.listeningSince()).Milliseconds(), []KeeperHeld{}}
+		for _, h := range s.keepers.all(job, now) {
+			answer.Keepers = append(answer.Keepers,
+				KeeperHeld{h.Address, h.Host, now.Sub(h.at).Milliseconds(), h.Snapshots})
+		}
+		dashboard.Answer(w, answer)
+	case http.MethodPost:
+		if !s.admits(w, r, "the list of keepers", "`torchft keeper`") {
+			return
+		}
+		var said report
+		code, err := readBody(w, r, mostReport, wantedReport, &said)
+		if err == nil {
+			code, err = http.StatusBadRequest, cmp.Or(rpc.ValidateJob("job", job), said.check())
+		}
+		if err == nil {
+			code, err = http.StatusServiceUnavailable, s.keepers.hear(job, said, now)
+		}
+		if err != nil {
+			dashboard.Refuse(w, code, err)
+			return
+		}
+		dashboard.Answer(w, struct{}{})
+	default:
+		w.Header().Set("Allow", "GET, POST")
+		dashboard.Refuse(w, http.StatusMethodNotAllowed,
+			errors.New(r.Method+" "+r.URL.Path+" is not allowed; allowed: GET, POST"))
+	}
+}
+
+// listeningSince returns when this lighthouse began to get the reports of all keepers: in a cluster those go
+// to the leader.
+func (s *Server) listeningSince() time.Time {
+	since := s.keepers.began
+	if status := s.cluster.status(); status != nil {
+		if led := time.Now().Add(-time.Duration(status.SinceMS) * time.Millisecond); led.After(since) {
+			since = led
+		}
+	}
+	return since
+}
+
+// snapshots summarizes what the keepers of a job hold.
+func (k *keepers) snapshots(job string, now time.Time) (sum dashboard.Snapshots) {
+	var held []slots.Slot
+	for _, h := range k.all(job, now) {
+		sum.Hosts++
+		held = append(held, h.Snapshots...)
+	}
+	for _, s := range held {
+		sum.Bytes += s.Bytes
+		if s.Incomplete != "" {
+			sum.Incomplete++
+		}
+	}
+	if step, found := slots.Newest(held); found {
+		sum.Step = &step
+	}
+	return sum
+}

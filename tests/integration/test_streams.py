@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Optional
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
-from tests.unit.data.streaming import Files, Sample, Sequential
+from tests.unit.data.streaming import Files, Sample, Sequential, Whole
 from torchft import Optimizer
-from torchft.data import ElasticDataLoader
+from torchft.data import ElasticDataLoader, _source_states
 from torchft.data._prefetch import ReadFailed
 from torchft.ddp import DistributedDataParallel
 from torchft.local_sgd import LocalSGD
@@ -27,7 +30,7 @@ class Training:
     """A loop for any number of groups, and the samples that it has trained on.
 
     Args:
-        data: the stream; its samples are its own names.
+        data: the stream, whose samples are its own names; or a function that makes that of each group.
         groups: number of groups that begin.
         kills: numbers of commits after which a group fails, and is replaced.
         reduces: whether gradients are reduced; a group alone may leave that out.
@@ -44,6 +47,7 @@ class Training:
         **settings: Any,
     ) -> None:
         self.data, self.groups, self.reduces, self.plain = data, groups, reduces, plain
+        self.samples: Callable[[int], set[Sample]] = getattr(data, "samples", set)  # the oracle, of an epoch
         self.again = 0  # number of steps in which only units of a failed group were computed again
         self.kills = list(kills)
         self.manager = settings.pop("manager", {})
@@ -63,7 +67,8 @@ class Training:
         wraps = self.reduces and not self.plain
         model = DistributedDataParallel(manager, net) if wraps else net
         optimizer = Optimizer(manager, sgd)
-        loader = ElasticDataLoader(manager, self.data, collate_fn=list, **self.settings)
+        data = self.data() if callable(self.data) else self.data
+        loader = ElasticDataLoader(manager, data, collate_fn=list, **self.settings)
         rank.cluster.wait_for_healthy(self.groups if not self.failed else 1)
         kept: list[tuple[Sample, float]] = []  # of the last attempt
         for step in loader:
@@ -80,8 +85,8 @@ class Training:
                 with unit.accumulate(model):
                     # The gradient of the weight is the number of samples, over the global batch size.
                     (model(torch.ones(1, 1).double()).sum() * unit.weight).backward()
-                data = unit.data[: len(unit.indices)] if unit.weight else []
-                samples += [(sample, unit.weight / len(data)) for sample in data]
+                read = unit.data[: len(unit.indices)] if unit.weight else []
+                samples += [(sample, unit.weight / len(read)) for sample in read]
             for p in net.parameters() if self.plain else ():
                 assert p.grad is not None
                 manager.allreduce(p.grad).wait()
@@ -113,7 +118,7 @@ class Training:
             assert {weight for _, weight in samples} <= {1 / self.settings["global_batch_size"]}
         expected: Counter[Sample] = Counter()
         for epoch in range(epochs):
-            expected.update(self.data.samples(epoch))
+            expected.update(self.samples(epoch))
         assert seen == expected
         for weight, steps in ended:
             assert weight == pytest.approx(-expected.total() / self.settings["global_batch_size"])
@@ -153,6 +158,32 @@ def test_groups_of_a_plain_model_fail_and_are_replaced() -> None:
     ended = training.run()
     assert len(training.failed) == 2
     training.check(ended)
+
+
+class Resuming(Whole, IterableDataset):
+    pass
+
+
+# torchdata 0.11 calls what PyTorch 2.15 deprecates.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_groups_that_fail_are_replaced_by_ones_that_take_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group has torchdata's StatefulDataLoader; one that heals reads on where its source was."""
+    monkeypatch.setattr(_source_states, "_INTERVAL", 0)
+    data: list[Resuming] = []
+
+    def make() -> StatefulDataLoader[Any]:
+        data.append(Resuming(160))
+        return StatefulDataLoader(data[-1], batch_size=None, collate_fn=tuple)
+
+    training = Training(make, groups=3, kills=(15, 35), epochs=2)
+    training.samples = Sequential(160).samples
+    ended = training.run()
+    assert len(training.failed) == 2
+    training.check(ended)
+    for one in data[3:]:
+        assert one.log["by state"] > 0
+        # From the position of its heal, at batch 15 of 20, and one epoch; without a state it were 320.
+        assert one.log["read"] < 250
 
 
 def test_a_group_heals_in_passing(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from torchft._manager.signals import installed
 from torchft.data._prefetch import Key, Prefetcher, Task
+from torchft.data._source_states import SourceStates
 from torchft.data._stream_reader import Collate, StreamReader
 from torchft.data.streams import StreamPlan
 from torchft.data.workers import WorkerInit
@@ -125,23 +126,33 @@ def lanes_of_indices(dataset: Any, seed: Optional[Seed], **dataloader: Any) -> L
     return Lanes([Lane(read, Batches(seed), **dataloader)], lambda key: 0)
 
 
-def lanes_of_stream(dataset: Any, plan: StreamPlan, **dataloader: Any) -> Lanes:
+def lanes_of_stream(dataset: Any, plan: StreamPlan, states: SourceStates, **dataloader: Any) -> Lanes:
     """A lane for each worker process, or one if there are none.
 
     Args:
         dataset: the stream.
         plan: of the job.
+        states: of its sources; workers have those of the moment at which they start.
         dataloader: arguments of the DataLoader.
+
+    Raises:
+        ValueError: worker processes of the DataLoader would have to start those of the stream.
     """
     collate = Collate(dataloader.pop("collate_fn", None) or default_collate)
     workers = dataloader.pop("num_workers", 0)
     # A lost step asks for its batch again, and a change of membership for what was read ahead.
     ahead = (dataloader.get("prefetch_factor") or 2) if workers else 0
     if workers:
+        own = getattr(dataset, "num_workers", 0)
+        if isinstance(own, int) and own > 0:
+            raise ValueError(
+                f"num_workers is {workers}, and the dataset is a {type(dataset).__name__} with "
+                f"num_workers={own}: worker processes cannot start others; give one of them num_workers=0"
+            )
         dataloader["num_workers"] = 1
     count = min(max(1, workers), plan.sources)
     lanes = [
-        Lane(StreamReader(dataset, plan, ahead + 2), Units(), collate_fn=collate, **dataloader)
+        Lane(StreamReader(dataset, plan, ahead + 2, states), Units(), collate_fn=collate, **dataloader)
         for _ in range(count)
     ]
     return Lanes(lanes, lambda key: plan.block(key.position, key.unit).source % count, plan.turns)

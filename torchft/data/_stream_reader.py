@@ -6,6 +6,8 @@ whichever block it is asked for, it gives.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -15,8 +17,11 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker
 
 from torchft.data._prefetch import Key
+from torchft.data._source_states import Cadence, NotLoaded, Saved, SourceStates, has_state, load, save
 from torchft.data.position import DataPosition
 from torchft.data.streams import StreamPlan
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Read(NamedTuple):
@@ -28,11 +33,13 @@ class Read(NamedTuple):
         samples: the number of its samples, 0 or more.
         more: whether its source has samples for the next batch; told with the last unit of each source in a
             batch.
+        saved: the state of its source after some block, if one was taken.
     """
 
     data: Any
     samples: int
     more: bool
+    saved: Optional[Saved] = None
 
 
 class Source:
@@ -43,14 +50,31 @@ class Source:
         first: number of that block.
         size: samples of a block.
         keep: number of blocks that are kept: a lost step asks for some again.
+        data: the dataset that has the state of ``samples``; None: it has none.
+
+    Attributes:
+        data: see above.
+        cadence: decides when its state is taken.
     """
 
-    def __init__(self, samples: Iterator[Any], first: int, size: int, keep: int) -> None:
+    def __init__(self, samples: Iterator[Any], first: int, size: int, keep: int, data: Any = None) -> None:
+        self.data = data
+        self.cadence = Cadence()
         self._samples = samples
         self._size = size
         self._ahead: list[Any] = []  # at most one sample
         self._kept: deque[list[Any]] = deque(maxlen=keep)
         self._next = first
+
+    @property
+    def next(self) -> int:
+        """The block that is read next."""
+        return self._next
+
+    @property
+    def at_block(self) -> bool:
+        """Whether the last sample that was read is the last one of a full block."""
+        return not self._ahead and bool(self._kept) and len(self._kept[-1]) == self._size
 
     def has(self, number: int) -> bool:
         """Whether a block can be read without opening the source again."""
@@ -79,12 +103,14 @@ class StreamReader:
         dataset: the stream.
         plan: of the job.
         batches: number of batches for which blocks are kept.
+        states: states of sources, from which one that is opened may continue.
     """
 
-    def __init__(self, dataset: Any, plan: StreamPlan, batches: int) -> None:
+    def __init__(self, dataset: Any, plan: StreamPlan, batches: int, states: SourceStates) -> None:
         self._dataset = dataset
         self._plan = plan
         self._keep = batches * plan.blocks
+        self._states = states
         self._epoch = -1
         self._sources: dict[int, Source] = {}
         self._filler: list[Any] = []
@@ -95,41 +121,90 @@ class StreamReader:
             self._sources.clear()
             self._epoch = position.epoch
         block = self._plan.block(position, key.unit)
-        source = self._sources.get(block.source)
-        if source is None or not source.has(block.number):
-            # From the begin of the batch: this rank may get other blocks of it.
-            source = self._sources[block.source] = self._source(block.source, position)
-        samples = source.block(block.number)
-        more = block.last and source.has_after(block.number)
+        try:
+            source = self._source(block.source, block.number, position)
+            samples = source.block(block.number)
+            saved = self._save(block.source, source) if source.data is not None else None
+            more = block.last and source.has_after(block.number)
+        except BaseException:
+            # An iterator that has raised has ended, and samples that it gave before are not kept.
+            self._sources.pop(block.source, None)
+            raise
         if samples:
             self._filler = samples
-        return Read(samples or self._any_samples(), len(samples), more)
+        return Read(samples or self._any_samples(), len(samples), more, saved)
 
     def __getitem__(self, key: Key) -> Read:
         return self.__getitems__(key)
 
-    def _source(self, number: int, position: DataPosition) -> Source:
-        plan = self._plan
-        first = position.batch // plan.turns * plan.blocks
-        samples = self._open(number, position.epoch, first * plan.micro_batch_size)
-        return Source(samples, first, plan.micro_batch_size, self._keep)
+    def _source(self, number: int, block: int, position: DataPosition) -> Source:
+        """A source from which a block can be read."""
+        first = self._plan.first_block(position)
+        source = self._sources.get(number)
+        if source is not None and not source.has(block):
+            source = None
+        if source is not None and source.next >= first:
+            return source
+        saved = self._states.before(self._epoch, number, first)
+        if source is not None and (saved is None or saved.block <= source.next):
+            return source
+        # From the begin of the batch: this rank may get other blocks of it.
+        data, samples = self._open(number, first, saved)
+        source = Source(
+            samples, first, self._plan.micro_batch_size, self._keep, data if has_state(data) else None
+        )
+        self._sources[number] = source
+        return source
 
-    def _open(self, number: int, epoch: int, skipped: int) -> Iterator[Any]:
-        """Opens a source after some samples."""
+    def _open(self, number: int, first: int, saved: Optional[Saved]) -> tuple[Any, Iterator[Any]]:
+        """Opens a source before a block: with its state, with its ``skip``, or by reading. Returns its
+        dataset, and the samples.
+        """
+        data = self._shard(number)
+        blocks = first
+        if saved is not None and has_state(data) and self._load(data, saved):
+            blocks -= saved.block
+        skipped = blocks * self._plan.micro_batch_size
+        if skipped and hasattr(data, "skip"):
+            data, skipped = data.skip(skipped), 0
+            _set_epoch(data, self._epoch)
+        samples = iter(data)
+        deque(islice(samples, skipped), maxlen=0)
+        return data, samples
+
+    def _shard(self, number: int) -> Any:
         # A dataset that finds itself in a worker process reads a part only, or in another order (Hugging
         # Face's shuffle); a source must be the same whoever reads it.
         worker._worker_info = None
         data = self._dataset
-        _set_epoch(data, epoch)
+        _set_epoch(data, self._epoch)
         if self._plan.sources > 1:
             data = data.shard(num_shards=self._plan.sources, index=number)
-            _set_epoch(data, epoch)
-        if skipped and hasattr(data, "skip"):
-            data, skipped = data.skip(skipped), 0
-            _set_epoch(data, epoch)
-        samples = iter(data)
-        deque(islice(samples, skipped), maxlen=0)
-        return samples
+            _set_epoch(data, self._epoch)
+        return data
+
+    def _load(self, data: Any, saved: Saved) -> bool:
+        try:
+            state = load(saved.state)
+        except NotLoaded as e:
+            logger.warning(
+                "source %d of the stream is read from its begin up to block %d: %s",
+                saved.source,
+                saved.block,
+                e,
+            )
+            return False
+        data.load_state_dict(state)
+        return True
+
+    def _save(self, number: int, source: Source) -> Optional[Saved]:
+        """The state of a source, if it is due, and belongs to a block."""
+        begin = time.monotonic()
+        if not source.at_block or not source.cadence.due(begin):
+            return None
+        state = save(source.data.state_dict())
+        source.cadence.taken(begin, time.monotonic(), len(self._sources))
+        return Saved(self._epoch, number, source.next, state)
 
     def _any_samples(self) -> list[Any]:
         """Samples for a pass with weight 0."""
@@ -137,14 +212,16 @@ class StreamReader:
         while not self._filler:
             if number == self._plan.sources:
                 raise ValueError(f"the stream, a {type(self._dataset).__name__}, has no samples")
-            self._filler = list(islice(self._open(number, self._epoch, 0), 1))
+            self._filler = list(islice(self._open(number, 0, None)[1], 1))
             number += 1
         return self._filler
 
 
 def _set_epoch(data: Any, epoch: int) -> None:
-    if hasattr(data, "set_epoch"):
-        data.set_epoch(epoch)
+    # A DataLoader, as torchdata's StatefulDataLoader, leaves this to its dataset.
+    for each in (data, getattr(data, "dataset", None)):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
 
 
 class Collate:

@@ -24,6 +24,7 @@ from torchft._manager.checks.loader import device_of
 from torchft.data._lanes import lanes_of_indices, lanes_of_stream
 from torchft.data._prefetch import Key, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
+from torchft.data._source_states import SourceStates
 from torchft.data._step import LoaderStep, Membership, Unit, UnitsSkipped
 from torchft.data._stream_reader import Read, is_stream, shards_of
 from torchft.data.agreement import GroupAction, next_action
@@ -148,10 +149,12 @@ class ElasticDataLoader:
             self._exact = ReproducibleSum(manager, self._plan.num_units(DataPosition()), group)
             self._factor = 1
 
+        self._source_states = SourceStates()  # of a stream
+        self._states_loaded = False  # whether workers that run do not have those states
         self._lanes = (
             lanes_of_indices(dataset, self._seed if reproducible_rng else None, **dataloader)
             if self._stream is None
-            else lanes_of_stream(dataset, self._stream, **dataloader)
+            else lanes_of_stream(dataset, self._stream, self._source_states, **dataloader)
         )
         self._in_group: Optional[ProcessGroup] = None  # in which its ranks add up what they have read
         if self._stream is not None and self._data_world_size > 1:
@@ -233,7 +236,8 @@ class ElasticDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for a checkpoint. It belongs to the weights after the optimizer's step, so save both
-        then. It is the same in all groups, and a job may resume from it with any number of groups.
+        then. It is the same in all groups, but for the states of a stream's readers. A job may resume from it
+        with any number of groups.
 
         While this group heals in passing, its weights are of no step. A state of that time cannot be loaded,
         so that no job resumes from a checkpoint with such weights.
@@ -251,6 +255,9 @@ class ElasticDataLoader:
             state["scales"] = self._exact.state_dict()
         if self._stream is not None:
             state["ended"] = self._ended
+            at = self._position
+            if readers := self._source_states.save(at.epoch, self._stream.first_block(at)):
+                state["readers"] = readers
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -274,6 +281,9 @@ class ElasticDataLoader:
             self._exact.load_state_dict(state_dict.get("scales"))
         self._manager._again.forget()
         self._position, self._ended = position, state_dict.get("ended", 0)
+        if "readers" in state_dict:
+            self._source_states.load(position.epoch, state_dict["readers"])
+            self._states_loaded = True
 
     def __len__(self) -> int:
         """The number of steps of the whole job.
@@ -579,6 +589,9 @@ class ElasticDataLoader:
         """Makes the DataLoader read the units of this step and the next ones, unless it reads those
         already.
         """
+        if self._states_loaded:
+            self._states_loaded = False
+            self._stop_reading()
         if self._forecast != (membership, share.position):
             self._lanes.expect(lambda: self._foresee(membership, share))
         following = self._next(share.position)
@@ -635,6 +648,8 @@ class ElasticDataLoader:
             planned, indices=planned.indices[: read.samples], weight=samples / plan.global_batch_size
         )
         step.put(place, unit, plan.count(samples, more))
+        if read.saved is not None:
+            self._source_states.put(read.saved, step.position.epoch, plan.first_block(step.position))
         if planned.last:
             step.total = self._total(step.counted)
         return read.data, unit

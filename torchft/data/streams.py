@@ -112,6 +112,10 @@ class StreamPlan(DataPlan):
         """The blocks of a source in each batch of its turn."""
         return self.global_batch_size // self.micro_batch_size * self.turns // self.sources
 
+    def first_block(self, position: DataPosition) -> int:
+        """The first block of each source that a batch may need."""
+        return position.batch // self.turns * self.blocks
+
     def block(self, position: DataPosition, unit: int) -> Block:
         """The place of a unit of a batch."""
         number, slot = divmod(unit, self.blocks)

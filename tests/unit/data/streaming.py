@@ -6,14 +6,17 @@ begin with nothing. Reading is the real one. The oracle is a set: each sample of
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Optional
 
 from torchft.data._prefetch import Key
-from torchft.data._stream_reader import StreamReader, shards_of
+from torchft.data._source_states import SourceStates
+from torchft.data._stream_reader import Source, StreamReader, shards_of
 from torchft.data.position import DataPosition
 from torchft.data.streams import StreamPlan
 
@@ -91,8 +94,55 @@ class Sequential:
         return {(0, 0, number) for number in range(self.length)}
 
 
+class _State:
+    """The state of a stream: the place after the last sample that its newest iterator has given.
+
+    Attributes:
+        at: number of samples that were given.
+        begin: where the next iterator begins.
+    """
+
+    at = begin = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["at"]
+
+    def __iter__(self) -> Iterator[Sample]:
+        begin, self.begin = self.begin, 0
+        samples: Any = super().__iter__()  # type: ignore[misc]
+        skipped = list(islice(samples, begin))
+        self.log["read"] -= len(skipped)  # type: ignore[attr-defined]
+        self.log["by state"] += len(skipped)  # type: ignore[attr-defined]
+        for self.at, sample in enumerate(samples, begin + 1):
+            yield sample
+
+
+class Stateful(_State, Files):
+    """Has a state."""
+
+    def shard(self, num_shards: int, index: int) -> Files:
+        return Stateful(**vars(super().shard(num_shards, index)))
+
+
+class Whole(_State, Sequential):
+    """Has a state, and cannot be cut."""
+
+
 class Broken(AssertionError):
     """A violation of the guarantee."""
+
+
+class Reader(StreamReader):
+    """Takes the state of a source at random, and not at its times."""
+
+    random = random.Random(0)
+
+    def _save(self, number: int, source: Source) -> Any:
+        source.cadence._next = self.random.choice([float("-inf"), float("inf")])
+        return super()._save(number, source)
 
 
 class Group:
@@ -101,11 +151,25 @@ class Group:
     def __init__(self, dataset: Any, plan: StreamPlan, workers: int, batches: int) -> None:
         self.plan = plan
         self.position, self.ended = DataPosition(), 0
-        self.readers = [StreamReader(dataset, plan, batches) for _ in range(workers)]
+        self.states = SourceStates()
+        self.readers = [Reader(copy.copy(dataset), plan, batches, SourceStates()) for _ in range(workers)]
 
     def read(self, position: DataPosition, unit: int) -> Any:
         source = self.plan.block(position, unit).source
         return self.readers[source % len(self.readers)].__getitems__(Key(position, unit))
+
+    def took(self, read: Any) -> None:
+        if read.saved is not None:
+            self.states.put(read.saved, self.position.epoch, self.plan.first_block(self.position))
+
+    def save(self) -> Any:
+        return self.states.save(self.position.epoch, self.plan.first_block(self.position))
+
+    def heal(self, position: DataPosition, ended: int, states: Any) -> None:
+        self.position, self.ended = position, ended
+        self.states.load(position.epoch, states)
+        for reader in self.readers:  # worker processes that start then
+            reader._states.load(position.epoch, states)
 
     def committed(self, counted: int) -> None:
         self.position, self.ended = self.plan.after(self.position, self.ended, counted)
@@ -122,6 +186,8 @@ def train(
             Sequential(rng.randint(1, 60)),
             Files([rng.randint(0, 15) for _ in range(rng.randint(1, 30))]),
             Skipping([rng.randint(0, 15) for _ in range(rng.randint(1, 30))]),
+            Stateful([rng.randint(0, 15) for _ in range(rng.randint(1, 30))]),
+            Whole(rng.randint(1, 60)),
         ]
     )
     if not dataset.samples(0):
@@ -130,12 +196,12 @@ def train(
     data_ranks = rng.choice([1, 1, 1, 2, 3])
     ahead = rng.randint(0, 2)
 
-    def begin(position: DataPosition, ended: int) -> Group:
+    def begin(position: DataPosition, ended: int, states: Any) -> Group:
         group = make(dataset, plan, rng.randint(1, 3), ahead + 2)
-        group.position, group.ended = position, ended  # by a heal, or from a checkpoint
+        group.heal(position, ended, states)  # or from a checkpoint
         return group
 
-    groups = [begin(DataPosition(), 0)]
+    groups = [begin(DataPosition(), 0, [])]
     by_epoch: list[Counter[Sample]] = [Counter() for _ in range(epochs)]
     steps: list[list[Sample]] = []
     faults = rng.randint(0, 60)
@@ -146,8 +212,9 @@ def train(
         if faults and rng.random() < 0.3:
             faults -= 1
             number = rng.choice([8, 4, 2, 1, 4])
+            states = rng.choice(groups).save()
             groups = rng.sample(groups, min(len(groups), rng.randint(0, number)))
-            groups += [begin(position, ended) for _ in range(number - len(groups))]
+            groups += [begin(position, ended, states) for _ in range(number - len(groups))]
         counted, weights, samples = 0, 0.0, []
         for rank, group in enumerate(groups):
             if (group.position, group.ended) != (position, ended):
@@ -156,6 +223,7 @@ def train(
                 share = plan.share(position, rank, len(groups), data_rank, data_ranks)
                 for unit in share.units:
                     read = group.read(position, unit.number)
+                    group.took(read)
                     if not read.data:
                         raise Broken("a pass without samples")
                     if unit.weight:
@@ -179,10 +247,10 @@ def train(
     return dataset, by_epoch, steps
 
 
-def prove(seed: int, make: type[Group] = Group) -> list[list[Sample]]:
-    """Runs one history, and checks it with the oracle. Returns the samples of each step."""
+def prove(seed: int, make: type[Group] = Group) -> tuple[Any, list[list[Sample]]]:
+    """Runs one history, and checks it with the oracle. Returns the stream, and the samples of each step."""
     dataset, by_epoch, steps = train(seed, make)
     for epoch, seen in enumerate(by_epoch):
         if seen != Counter(dataset.samples(epoch)):
             raise Broken(f"seed {seed}: epoch {epoch} trained on {sorted(seen.elements())}")
-    return steps
+    return dataset, steps

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 from torch.utils.data import IterableDataset, TensorDataset
 
 from tests.unit.data.streaming import Files, Sequential, Skipping
 from torchft.data._prefetch import Key
+from torchft.data._source_states import SourceStates
 from torchft.data._stream_reader import Collate, Read, Source, StreamReader, is_stream, shards_of
 from torchft.data.position import DataPosition
 from torchft.data.streams import StreamPlan
 
 
-def reader(dataset: Any, units: int = 4, micro: int = 2, batches: int = 2) -> StreamReader:
-    return StreamReader(dataset, StreamPlan.of(units * micro, micro, 3, shards_of(dataset)), batches)
+def reader(
+    dataset: Any, units: int = 4, micro: int = 2, batches: int = 2, states: Optional[SourceStates] = None
+) -> StreamReader:
+    plan = StreamPlan.of(units * micro, micro, 3, shards_of(dataset))
+    return StreamReader(dataset, plan, batches, states or SourceStates())
 
 
 def read(of: StreamReader, batch: int, unit: int, epoch: int = 0) -> Read:
@@ -81,6 +85,28 @@ def test_a_lost_step_is_read_from_memory() -> None:
     assert data.log["opened"] == 4
     assert read(one, 0, 1).data[0] == (0, 1, 0)  # further back it is opened again
     assert data.log["opened"] == 5
+
+
+def test_a_source_that_has_raised_is_opened_again() -> None:
+    """Its iterator has ended by the error, which is not the end of the source."""
+
+    class Breaks(Sequential):
+        broken = True
+
+        def __iter__(self) -> Any:
+            for sample in super().__iter__():
+                if sample[2] == 5 and self.broken:
+                    self.broken = False
+                    raise OSError
+                yield sample
+
+    one = reader(Breaks(8))
+    assert read(one, 0, 0).data[0] == (0, 0, 0)
+    with pytest.raises(OSError):  # noqa: PT011
+        read(one, 0, 2)
+    assert [read(one, 0, unit).data for unit in (1, 2, 3)] == [
+        [(0, 0, first), (0, 0, first + 1)] for first in (2, 4, 6)
+    ]
 
 
 def test_other_units_of_a_batch_are_kept() -> None:

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchft._job import parameters
 from torchft._job.checkpoints import Checkpoints
-from torchft._job.parameters import check_models, check_plain, clip, finite, is_stage, reduce_plain, root_of
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
 from torchft._job.values import MeanLoss, check_reduced_once, on_device
 from torchft.data._stream_reader import is_stream
@@ -144,12 +144,12 @@ class Job:
         return made[0] if len(made) == 1 else made
 
     def _prepare(self, given: Any) -> Any:
-        check_plain(given)
+        parameters.check_plain(given)
         if isinstance(given, nn.Module):
             self._models.append(given)
             self._wrapped.append(self._wrap(given))
             return self._wrapped[-1]
-        if is_stage(given):
+        if parameters.is_stage(given):
             self._models.append(given.submod)
             self._wrapped.append(given.submod)
             self._stage = f"stage {self.manager._settings.group_rank}"
@@ -234,7 +234,7 @@ class Job:
                 "checkpoint_dir: with LocalSGD or DiLoCo a checkpoint needs the outer optimizers, too; save "
                 "it by hand, as docs/local_sgd.md says"
             )
-        check_models(self._models, self._optimizers)
+        parameters.check_models(self._models, self._optimizers)
         sharded = any(isinstance(model, FSDPModule) for model in self._models)
         if self._scaler is not None and self._ranks > 1 and sharded:
             raise ValueError(
@@ -246,14 +246,14 @@ class Job:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "model": get_model_state_dict(root_of(self._models)),
+            "model": get_model_state_dict(parameters.root_of(self._models)),
             # Not get_optimizer_state_dict: it gives a new optimizer a state by a step, which Adam counts.
             "optimizer": [optimizer.state_dict() for optimizer in self._optimizers],
             **{name: each.state_dict() for name, each in self._others.items()},
         }
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(root_of(self._models), state["model"])
+        set_model_state_dict(parameters.root_of(self._models), state["model"])
         for optimizer, of in zip(self._optimizers, state["optimizer"]):
             optimizer.load_state_dict(of)
         self._load_others(state)
@@ -265,7 +265,7 @@ class Job:
     def _checkpoint(self) -> dict[str, Any]:
         """Returns the state of a checkpoint, by the names of parameters: for any number of ranks."""
         assert self._loader is not None
-        model, optimizer = get_state_dict(root_of(self._models), self._optimizers)
+        model, optimizer = get_state_dict(parameters.root_of(self._models), self._optimizers)
         others = {name: each.state_dict() for name, each in self._others.items()}
         own = {"model": model, "optimizer": optimizer, **others}
         common = {"manager": self.manager.state_dict(), "data": self._loader.state_dict()}
@@ -275,9 +275,8 @@ class Job:
         assert self._loader is not None
         own = state if self._stage is None else state[self._stage]
         model, optimizer = own["model"], own["optimizer"]
-        set_state_dict(
-            root_of(self._models), self._optimizers, model_state_dict=model, optim_state_dict=optimizer
-        )
+        root = parameters.root_of(self._models)
+        set_state_dict(root, self._optimizers, model_state_dict=model, optim_state_dict=optimizer)
         self._load_others(own)
         self.manager.load_state_dict(state["manager"])
         self._loader.load_state_dict(state["data"])
@@ -319,11 +318,9 @@ class Job:
         """Reduces the gradients that the models or the loader do not reduce themselves."""
         if self._reproducible or self._averages_weights:
             return
-        reduce_plain(self._wrapped, self.manager)
-        for parameter in self._replicated():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self._ranks
+        parameters.reduce_plain(self._wrapped, self.manager)
+        if self._ranks > 1:
+            parameters.average_in_group(self._replicated(), dist.group.WORLD)
 
     def shutdown(self) -> None:
         """Leaves the job. The loop calls it at its end, and the process at its own."""
@@ -468,7 +465,7 @@ class JobStep:
                 job._scaler.unscale_(optimizer)
         assert job._loader is not None
         stages = job._ranks > 1 and job._loader.data_world_size == 1
-        return clip((p for model in job._models for p in model.parameters()), max_norm, stages)
+        return parameters.clip((p for model in job._models for p in model.parameters()), max_norm, stages)
 
     def commit(self) -> bool:
         """Ends the step: if all ranks of this group have the sum of all gradients, optimizers and schedulers
@@ -487,7 +484,7 @@ class JobStep:
         self.ended = True
         job = self._job
         # With infinities there is no vote: then the batch comes again.
-        for optimizer in job._steppers if finite(job._scaler, job._steppers) else ():
+        for optimizer in job._steppers if parameters.finite(job._scaler, job._steppers) else ():
             optimizer.step() if job._scaler is None else job._scaler.step(optimizer)
         if job._scaler is not None:
             job._scaler.update()

@@ -11,13 +11,16 @@ from typing import Any, Optional
 import pytest
 import torch
 from torch import nn
+from torch.distributed import Work
 from torch.utils.data import IterableDataset, TensorDataset
 
 import torchft
 from tests.integration.cluster import Cluster, Gate, Rank, results
 from torchft._job.checkpoints import Checkpoints
+from torchft._job.parameters import average_in_group, reduce_plain
 from torchft.data.position import DataPlan, DataPosition
 from torchft.job import JobStep
+from torchft.work import _DummyWork
 
 SAMPLES = 41  # a multiple of neither batch nor unit
 SETTINGS: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, seed=3, epochs=2)
@@ -485,3 +488,57 @@ def test_a_loop_that_reduces_gradients_by_itself_is_refused() -> None:
         (ended,) = cluster.start(loop, 0)
         with pytest.raises(RuntimeError, match="reduced gradients that the job has reduced"):
             ended.result(timeout=60)
+
+
+class Peers:
+    """The group of a rank whose peer has the same gradients, or a Manager with another group."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[torch.Tensor]] = []
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, given: Any) -> Work:
+        self.calls.append(given if isinstance(given, list) else [given])
+        for tensor in self.calls[-1]:
+            tensor *= 2
+        return _DummyWork(given)
+
+    allreduce_coalesced = allreduce
+
+
+def with_gradients() -> nn.Module:
+    """Parameters of two dtypes, one without a gradient, one with a sparse one; gradients are 1."""
+    net = nn.Sequential(
+        nn.Linear(4, 3), nn.Linear(3, 1).double(), nn.Linear(1, 1), nn.Embedding(2, 2, sparse=True)
+    )
+    for p in [*net[0].parameters(), *net[1].parameters(), net[2].weight]:
+        p.grad = torch.ones_like(p)
+    net[3](torch.tensor([0, 1])).sum().backward()
+    return net
+
+
+def gradients(net: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.to_dense() for p in net.parameters() if p.grad is not None]
+
+
+def test_gradients_of_one_dtype_are_averaged_in_one_collective_of_a_group() -> None:
+    net, group = with_gradients(), Peers()
+    own = [p.grad for p in net.parameters() if p.grad is not None]
+    average_in_group(net.parameters(), group)  # type: ignore[arg-type]
+    assert [len(tensors) for tensors in group.calls] == [3, 2, 1]
+    assert all(gradient.eq(1).all() for gradient in gradients(net))
+    assert all(p.grad is given for p, given in zip((p for p in net.parameters() if p.grad is not None), own))
+
+
+def test_gradients_of_one_dtype_are_summed_in_one_collective_of_the_groups() -> None:
+    net, manager = with_gradients(), Peers()
+    reduce_plain([net], manager)  # type: ignore[arg-type]
+    assert [tensors[0].numel() for tensors in manager.calls] == [16, 4, 4]
+    assert all(gradient.eq(2).all() for gradient in gradients(net))
+    assert [p.grad.shape for p in net.parameters() if p.grad is not None] == [
+        p.shape for p in net.parameters() if p.grad is not None
+    ]
+    packed = manager.calls[0][0]
+    assert net[0].weight.grad.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()  # no copy

@@ -14,7 +14,6 @@ from torchft.coordination import LighthouseServer
 from torchft.data.position import DataPlan, DataPosition
 from torchft.launch.group import ReplicaGroup
 
-SCRIPT = Path(__file__).with_name("pipeline_script.py")
 CHECKPOINTS = Path(__file__).with_name("stages_script.py")
 
 
@@ -40,9 +39,13 @@ def one_process() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.timeout(240)
-def test_stages_of_a_pipeline_are_the_ranks_of_a_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["pipeline_script.py", "ranks_script.py"])
+def test_ranks_of_a_group_are_stages_of_a_pipeline_or_read_different_data(
+    script: str, tmp_path: Path
+) -> None:
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)
-    groups = [ReplicaGroup(i, 2, [str(SCRIPT), "2"], tmp_path / f"{i}.log", nproc=2) for i in range(2)]
+    command = [str(Path(__file__).with_name(script)), "2"]
+    groups = [ReplicaGroup(i, 2, command, tmp_path / f"{i}.log", nproc=2) for i in range(2)]
     try:
         for group in groups:
             group.start(lighthouse.address())

@@ -81,15 +81,47 @@ def is_stage(given: Any) -> bool:
 
 
 def reduce_plain(models: Iterable[nn.Module], manager: Manager) -> None:
-    """Sums the gradients of models that are neither wrapped nor sharded over the groups."""
+    """Averages the gradients of models that are neither wrapped nor sharded over the groups. Those that one
+    collective reduces become views of one tensor.
+    """
+    plain = [
+        model
+        for model in models
+        if not isinstance(model, parallel.DistributedDataParallel)
+        and not any(isinstance(module, FSDPModule) for module in model.modules())
+    ]
     works = []
-    for model in models:
-        if not isinstance(model, parallel.DistributedDataParallel) and not any(
-            isinstance(module, FSDPModule) for module in model.modules()
-        ):
-            works += [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]
+    for parameters in _reduced_together(p for model in plain for p in model.parameters()):
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        packed = gradients[0]
+        if len(gradients) > 1:
+            packed = torch.cat([gradient.flatten() for gradient in gradients])
+            for parameter, part in zip(parameters, packed.split([each.numel() for each in gradients])):
+                parameter.grad = part.view_as(parameter)
+        works.append(manager.allreduce(packed))
     for work in works:
         work.wait()
+
+
+def average_in_group(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Averages gradients in place over the ranks of a process group."""
+    for together in _reduced_together(parameters):
+        gradients = [p.grad for p in together if p.grad is not None]
+        (group.allreduce(gradients) if len(gradients) == 1 else group.allreduce_coalesced(gradients)).wait()
+        for gradient in gradients:
+            gradient /= group.size()
+
+
+def _reduced_together(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Returns the parameters that have a gradient, in lists for one collective each: those of one dtype, and
+    each that has a sparse gradient.
+    """
+    lists: dict[tuple[torch.dtype, Optional[int]], list[torch.Tensor]] = {}
+    for i, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            alone = i if parameter.grad.is_sparse else None
+            lists.setdefault((parameter.grad.dtype, alone), []).append(parameter)
+    return list(lists.values())
 
 
 def root_of(models: Sequence[nn.Module]) -> nn.Module:

@@ -319,8 +319,8 @@ class Job:
         if self._reproducible or self._averages_weights:
             return
         parameters.reduce_plain(self._wrapped, self.manager)
-        if self._ranks > 1:
-            parameters.average_in_group(self._replicated(), dist.group.WORLD)
+        if (group := dist.group.WORLD) is not None:
+            parameters.average_in_group(self._replicated(), group)
 
     def shutdown(self) -> None:
         """Leaves the job. The loop calls it at its end, and the process at its own."""

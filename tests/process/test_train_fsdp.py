@@ -98,7 +98,8 @@ def digests(folder: Path, number: int, killed: int = 0) -> set[str]:
         lighthouse.shutdown()
     logs = [group.log.read_text() for group in living]
     assert not dying or all(re.search(rf"step 50 loss .* groups {number}$", log, re.M) for log in logs)
-    found = [re.findall(r"sha256 of the weights ([0-9a-f]{64})$", log, re.MULTILINE) for log in logs]
+    # Two ranks may print at once: Python writes the end of a line by itself, so two lines may be joined.
+    found = [re.findall(r"sha256 of the weights ([0-9a-f]{64})", log) for log in logs]
     assert all(len(each) == 2 for each in found), logs
     return {digest for each in found for digest in each}
 

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from tests.unit.data import packed
 from tests.unit.data.streaming import Files, Sample, Sequential, Whole
 from torchft import Optimizer
 from torchft.data import ElasticDataLoader, _source_states
@@ -184,6 +185,20 @@ def test_groups_that_fail_are_replaced_by_ones_that_take_a_state(monkeypatch: py
         assert one.log["by state"] > 0
         # From the position of its heal, at batch 15 of 20, and one epoch; without a state it were 320.
         assert one.log["read"] < 250
+
+
+@pytest.mark.parametrize("kind", [packed.Packed, packed.Resuming])
+def test_each_token_of_packed_sequences_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_source_states, "_INTERVAL", 0)
+    rng = random.Random(1)
+    data = kind([rng.randint(0, 40) for _ in range(24)], size=3)
+    training = Training(data, groups=3, kills=(3, 9))
+    ended = training.run()
+    assert len(training.failed) == 2
+    sequences = [sequence for step in training.committed.values() for sequence, _ in step]
+    assert packed.tokens(sequences) == Counter(dict.fromkeys(range(sum(data.lengths)), 3))
+    for weight, _ in ended:
+        assert weight == pytest.approx(-len(sequences) / SETTINGS["global_batch_size"])
 
 
 def test_a_group_heals_in_passing(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Optional
 
 from torchft.data.position import DataPlan, DataPosition, PositionDiffers, SamplesDiffer, check_saved
@@ -107,7 +108,7 @@ class StreamPlan(DataPlan):
             turns,
         )
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """The blocks of a source in each batch of its turn."""
         return self.global_batch_size // self.micro_batch_size * self.turns // self.sources

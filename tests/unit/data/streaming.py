@@ -176,12 +176,14 @@ class Group:
 
 
 def train(
-    seed: int, make: type[Group] = Group, epochs: int = 3
+    seed: int, make: type[Group] = Group, epochs: int = 3, dataset: Any = None
 ) -> tuple[Any, list[Counter[Sample]], list[list[Sample]]]:
-    """Runs one history. Returns the stream, the committed samples by epoch, and by step."""
+    """Runs one history, with a dataset or a random one. Returns it, the committed samples by epoch, and by
+    step.
+    """
     rng = random.Random(seed)
     units, micro = rng.choice([1, 2, 4, 6, 8, 12]), rng.randint(1, 3)
-    dataset: Any = rng.choice(
+    dataset = dataset or rng.choice(
         [
             Sequential(rng.randint(1, 60)),
             Files([rng.randint(0, 15) for _ in range(rng.randint(1, 30))]),
@@ -190,7 +192,7 @@ def train(
             Whole(rng.randint(1, 60)),
         ]
     )
-    if not dataset.samples(0):
+    if isinstance(dataset, Files) and not dataset.samples(0):
         dataset.lengths[-1] = 1
     plan = StreamPlan.of(units * micro, micro, epochs, shards_of(dataset))
     data_ranks = rng.choice([1, 1, 1, 2, 3])

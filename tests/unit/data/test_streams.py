@@ -159,10 +159,11 @@ def test_random_histories() -> None:
     assert log["by state"] and log["skipped"] and log["read"]
 
 
-@pytest.mark.slow  # a minute; test_random_histories has 100, or 500 if SEED is set
-@pytest.mark.parametrize("part", range(4))
-def test_many_histories(part: int) -> None:
-    first = todays(10_000 * part)
+@pytest.mark.slow(minutes=10)  # test_random_histories has 100, or 500 if SEED is set
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(20))
+def test_a_hundred_thousand_histories(part: int) -> None:
+    first = todays(5_000 * part)
     for seed in range(first, first + 5_000):
         prove(seed)
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +87,13 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("TORCHFT_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def memory_of_snapshots(no_settings_from_outside: None, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+    """The folder of the test's snapshots: no test goes on from the state of another one."""
+    memory = Path("/dev/shm")
+    path = Path(tempfile.mkdtemp(prefix="torchft-test-", dir=memory if memory.is_dir() else None))
+    monkeypatch.setenv("TORCHFT_SNAPSHOT_MEMORY", str(path))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

@@ -38,6 +38,7 @@ from torchft._manager.edge import GroupServer, Transport, as_peers, as_server
 from torchft._manager.extras import OwnExtras
 from torchft._manager.heal import hyperparameters
 from torchft._manager.heal.in_passing import InPassing, Obstacles, StillHealing
+from torchft._manager.heal.part_server import PartServer
 from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.state import Stateful
 from torchft._manager.heal.together import Agreement, Ranks
@@ -69,6 +70,7 @@ from torchft._manager.settings import (
     resolve,
 )
 from torchft._manager.signals import Signals, leave_on_from_env
+from torchft._manager.snapshots.copies import Snapshots, State
 from torchft._manager.step.again import Again
 from torchft._manager.step.background import Background
 from torchft._manager.step.collectives import Backlog, Collectives, check_reducible
@@ -170,6 +172,10 @@ class Manager(Stateful, Stepping):
             "at_once").
         heal_along: True stands for ``heal="in_passing"``, False for "at_once"; None: as TORCHFT_HEAL_ALONG
             says.
+        snapshots: number of steps between two copies of the state in shared memory, which outlive the
+            process: if all groups fail, the next ones go on from the newest. "auto": as many as keep the cost
+            below 1 % of the time; 0: none; None: as TORCHFT_SNAPSHOTS says (0; "auto" under ``torchft run``):
+            docs/total_loss.md. The group needs a ``replica_id``.
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -210,6 +216,7 @@ class Manager(Stateful, Stepping):
         on_divergence: Optional[str] = None,
         heal_along: Optional[bool] = None,
         heal: Optional[str] = None,
+        snapshots: Union[int, str, None] = None,
     ) -> None:
         prepare()
         self._maker = Maker("Manager")
@@ -233,6 +240,7 @@ class Manager(Stateful, Stepping):
             on_divergence=on_divergence,
             heal=heal,
             heal_along=heal_along,
+            snapshots=snapshots,
         )
         check_limits(min_replica_size, max_retries)
         default_signals = leave_on_from_env()
@@ -371,6 +379,15 @@ class Manager(Stateful, Stepping):
             data=self._data,
             errors=self._errors,
             logger=self._logger,
+        )
+        self._snapshots = Snapshots(
+            settings,
+            self._store,
+            self._replica_id,
+            State(self._manager_state_dict, self._load_manager_state_dict),
+            PartServer(self._replicas.state.optimizers).addresses,
+            Obstacles(self._transport, self._layout, self._data).to_snapshots,
+            self._logger,
         )
         self._failures.subscribe(self._recovery.peer_failed)
         self._failures.subscribe(self._connection.peer_failed)
@@ -551,6 +568,11 @@ class Manager(Stateful, Stepping):
             if not replays:
                 self._lost(self._current.why_lost() if self._current.cause is not None else NO_VOTE)
         self._discard_unloaded_heal()
+        if self._snapshots.on:
+            if first:
+                self._position = self._snapshots.restore(self._position)
+            elif not self._recovery.inconsistent:
+                self._snapshots.begin(self._position)
         last = self._current
         aborted = last.collectives.aborted
         same = None if aborted else self._same_request(request)
@@ -684,12 +706,13 @@ class Manager(Stateful, Stepping):
         self._recovery.follow(plan)
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, including a rank whose heal fails.
+            self._snapshots.abandon()
             self._recovery.begin(plan, self._position, step.began)
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id or self._connection.may_change(plan):
             self._quorum_id = plan.quorum_id
             self._incidents.ended("quorum")
-            made, new_here = self._connection.made, self._committed_quorum_id < 0
+            made, new_here = self._connection.made, self._committed_quorum_id < 0 or self._snapshots.restored
             with self._recovery.phases.measure("reconfigure") if plan.heal else nullcontext():
                 self._connection.follow(plan, new_here, self._reconfigure_pg)
             if self._connection.made > made:
@@ -1144,6 +1167,8 @@ class Manager(Stateful, Stepping):
             self._in_passing.decided(step.plan, committed)
         if self._transfers.busy:
             self._transfers.end_serving(step)
+        if committed and self._snapshots.on:
+            self._snapshots.end()
         return committed  # from now on the weights may change
 
     def _check_gradients(self, step: Step) -> None:
@@ -1299,6 +1324,9 @@ class Manager(Stateful, Stepping):
             heal_wait: Optional[HealWait] = self.__dict__.get("_heal_wait")
             if heal_wait is not None:
                 parts.callback(heal_wait.end)
+            snapshots: Optional[Snapshots] = self.__dict__.get("_snapshots")
+            if snapshots is not None:
+                parts.callback(snapshots.close, finished)
             if wait:
                 parts.callback(self._server.join)
             if rounds is not None:

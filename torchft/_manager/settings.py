@@ -23,6 +23,7 @@ HEAL_SOURCES_ENV: str = "TORCHFT_HEAL_SOURCES"
 REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
 COMPARE_COMMITS_ENV: str = "TORCHFT_COMPARE_COMMITS"
 ON_DIVERGENCE_ENV: str = "TORCHFT_ON_DIVERGENCE"
+SNAPSHOTS_ENV: str = "TORCHFT_SNAPSHOTS"
 HEAL_ENV: str = "TORCHFT_HEAL"
 HEAL_ALONG_ENV: str = "TORCHFT_HEAL_ALONG"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
@@ -83,6 +84,9 @@ class Settings:
     compares_by_default: bool = False
     on_divergence: OnDivergence = OnDivergence.REPORT
     heal: Optional[HealMode] = None  # None: auto with an ElasticDataLoader, else at once
+    # Number of steps between two copies of the state in shared memory; 0: none, because a script that knows
+    # nothing of them may restore a state of its own; None: chosen by their cost
+    snapshots: Optional[int] = 0
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -114,6 +118,7 @@ def resolve(
     on_divergence: Optional[str] = None,
     heal: Optional[str] = None,
     heal_along: Optional[bool] = None,
+    snapshots: Union[int, str, None] = None,
 ) -> Settings:
     """Takes settings that the caller left out from the environment, and checks all of them.
 
@@ -137,10 +142,11 @@ def resolve(
         replay_failed_step=switch(REPLAY_FAILED_STEP_ENV, given=replay_failed_step),
         reproducible_reduction=reproducible_reduction,
         heal_sources=heal_sources_from_env(),
-        compare_commits=_compare_commits(compare_commits),
+        compare_commits=_number_or_auto("compare_commits", compare_commits, COMPARE_COMMITS_ENV, "auto"),
         compares_by_default=compare_commits is None and COMPARE_COMMITS_ENV not in os.environ,
         on_divergence=_on_divergence(on_divergence),
         heal=_heal(heal, heal_along),
+        snapshots=_number_or_auto("snapshots", snapshots, SNAPSHOTS_ENV, "0"),
     )
     _check(settings)
     return settings
@@ -176,21 +182,24 @@ def duration_from_env(name: str, default: timedelta) -> timedelta:
     return value
 
 
-def _compare_commits(given: Union[int, str, None]) -> Optional[int]:
-    """Returns the number of commits per full comparison: 0 for none, None to choose by the size of the
-    state.
-    """
-    name = COMPARE_COMMITS_ENV if given is None else "compare_commits"
-    value = commits = os.environ.get(COMPARE_COMMITS_ENV, "auto") if given is None else given
+# What "auto" goes by, and what the number counts.
+_CHOSEN = {"compare_commits": ("commits", "the size"), "snapshots": ("steps", "their cost")}
+
+
+def _number_or_auto(argument: str, given: Union[int, str, None], env: str, default: str) -> Optional[int]:
+    """Returns the number of a setting: 0 for never, None for "auto"."""
+    name = env if given is None else argument
+    value = number = os.environ.get(env, default) if given is None else given
     if value == "auto":
         return None
     if given is None and isinstance(value, str) and value.isdecimal():
-        commits = int(value)
-    if not isinstance(commits, int) or isinstance(commits, bool) or commits < 0:
+        number = int(value)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        what, by = _CHOSEN[argument]
         raise ValueError(
-            f'{name}={value!r}: allowed are 0 (never), a number of commits, or "auto": chosen by the size'
+            f'{name}={value!r}: allowed are 0 (never), a number of {what}, or "auto": chosen by {by}'
         )
-    return commits
+    return number
 
 
 def _on_divergence(given: Optional[str]) -> OnDivergence:

@@ -199,6 +199,34 @@ def test_a_bad_number_of_commits_in_the_environment_is_refused(
         make()
 
 
+@pytest.mark.parametrize(
+    ("given", "variable", "steps"),
+    [
+        (None, None, 0),
+        (None, "auto", None),
+        ("auto", "0", None),
+        (8, None, 8),
+        (None, "8", 8),
+        (0, "auto", 0),
+    ],
+)
+def test_the_steps_between_two_snapshots(
+    given: Any, variable: str | None, steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("TORCHFT_SNAPSHOTS", variable)
+    assert make(snapshots=given).snapshots == steps
+
+
+def test_a_bad_number_of_steps_between_snapshots_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = ': allowed are 0 (never), a number of steps, or "auto": chosen by their cost'
+    with pytest.raises(ValueError, match=re.escape(f"snapshots=-1{why}")):
+        make(snapshots=-1)
+    monkeypatch.setenv("TORCHFT_SNAPSHOTS", "on")
+    with pytest.raises(ValueError, match=re.escape(f"TORCHFT_SNAPSHOTS='on'{why}")):
+        make()
+
+
 def test_the_action_of_a_group_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make().on_divergence.value == "report"
     assert make(on_divergence="evict").on_divergence.value == "evict"

@@ -76,6 +76,12 @@ class Obstacles:
             return "this group is at the end of its data, and waits for the groups that heal"
         return None
 
+    def to_snapshots(self) -> Optional[str]:
+        """Describes why a copy of this group's state is not one of the job; None: it is."""
+        if self._data.averages_weights or (self._layout.lines is not None and not self._data.adds_gradients):
+            return "with LocalSGD and DiLoCo each group has weights of its own between two averages"
+        return None
+
 
 class InPassing:
     """Heals of one rank, as source and as target.

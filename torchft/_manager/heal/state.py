@@ -170,6 +170,10 @@ class Stateful:
     def _manager_state_dict(self) -> Dict[str, Any]:
         return {"user": self._user_state.read(), "torchft": self.state_dict()}
 
+    def _load_manager_state_dict(self, state: Dict[str, Any]) -> None:
+        self._user_state.load(state["user"])
+        self.load_state_dict(state["torchft"])
+
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
     ) -> None:

@@ -128,7 +128,7 @@ class Places:
         differ = {
             path: how
             for path, tensor in own.items()
-            if (how := _difference(tensor, path, announced.get(path)))
+            if (how := difference(tensor, path, announced.get(path)))
         }
         if strict and differ:
             raise CheckpointError(f"{what}: {next(iter(differ.values()))}")
@@ -217,7 +217,7 @@ def _devices(structure: Structure) -> Dict[Path, str]:
     return devices
 
 
-def _difference(tensor: torch.Tensor, path: Path, node: Optional[List[Any]]) -> Optional[str]:
+def difference(tensor: torch.Tensor, path: Path, node: Optional[List[Any]]) -> Optional[str]:
     """The reason why a local tensor cannot be filled with the announced one."""
     if node is None:
         return (

@@ -1,0 +1,375 @@
+"""Copies of one rank's state, from which the job begins again after a failure of all groups.
+
+A copy begins when a step begins, with the state that the step before has left, and ends before the weights
+change: a thread writes it to a slot in shared memory (checkpointing/snapshots/slots.py) while the model runs.
+Whatever a forward pass may change is copied at once.
+
+All ranks of a group copy at the same steps. Unless the steps are given, rank 0 chooses them: with each copy
+it puts the step of the next one into the group's store, before it votes on the present step.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Optional
+
+from torchft._manager.rank import Position
+from torchft._manager.snapshots.rate import Rate
+from torchft._manager.snapshots.restore import Ranks, Reachable, choose
+from torchft.checkpointing.client.target import BufferMap
+from torchft.checkpointing.codec.encoding import Encoded
+from torchft.checkpointing.codec.layout import plain_node, tensor_nodes, tensors_by_path
+from torchft.checkpointing.snapshots import slots
+from torchft.checkpointing.snapshots.fits import misfit
+from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
+from torchft.checkpointing.source.offer import with_copies
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from torchft._manager.observe.log import _ManagerLogger
+    from torchft._manager.settings import Settings
+
+# The longest wait for the end of a copy. One that takes longer hangs, for example with the device.
+_LONGEST_WAIT_SEC = 15.0
+_POLL_SEC = 0.005
+_OFF = "off"  # instead of the step of the next copy
+
+
+class _Work:
+    """A copy that is being made."""
+
+    def __init__(self, pieces: Iterator[int], then: Callable[[], None], began: float) -> None:
+        self._pieces = pieces
+        self._then = then
+        self.began = began
+        self.waited = time.monotonic() - began  # by the training thread
+        self.took = 0.0
+        self.abandoned = False
+        self.complete = False
+        self.error: Optional[Exception] = None
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Makes the copy, on another thread."""
+        try:
+            for _ in self._pieces:
+                if self.abandoned:
+                    break
+            else:
+                self.complete = True
+            self._pieces.close()  # type: ignore[attr-defined]
+            self._then()
+        except Exception as error:
+            self.error = error
+        self.took = time.monotonic() - self.began
+        self.ended.set()
+
+
+def _make_copies(works: queue.SimpleQueue[Optional[_Work]]) -> None:
+    while (work := works.get()) is not None:
+        work.run()
+        del work  # keeps nothing of a step alive until the next copy
+
+
+def _nothing() -> None: ...
+
+
+class State:
+    """The state that is copied.
+
+    Args:
+        read: returns it. Called on the training thread, when a step begins.
+        load: loads it, on the training thread.
+        own: returns what a rank has before it loads, with the paths of ``read``: tensors that differ are
+            found before anything is loaded.
+    """
+
+    def __init__(
+        self, read: Callable[[], Any], load: Callable[[Any], None], own: Optional[Callable[[], Any]] = None
+    ) -> None:
+        self.read = read
+        self.load = load
+        self.own = own or read
+
+
+class Snapshots:
+    """Makes copies of one rank's state, and begins with one.
+
+    Args:
+        settings: of this rank; ``snapshots`` is the number of steps between two copies, 0 for none, None: as
+            many as keep the cost below 1 % of the time.
+        store: of the group.
+        replica_id: of this incarnation of the group.
+        state: the state.
+        unchanged: returns the addresses of tensors that change only when a step ends.
+        obstacle: returns why this job makes no copies; None: it can.
+        logger: of the Manager.
+
+    Attributes:
+        on: whether a step may have something to do here.
+        restored: whether this process goes on from a copy, and has committed nothing since.
+        state: the argument; a job replaces it before the first step.
+        disk: returns where a copy of a step is to be written to as well, for its header; None: nowhere.
+        kept: whether a slot's state is still to be written to disk, so that the next copy spares the slot.
+    """
+
+    restored = False
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        replica_id: str,
+        state: State,
+        unchanged: Callable[[], Collection[int]],
+        obstacle: Callable[[], Optional[str]],
+        logger: _ManagerLogger,
+    ) -> None:
+        self.on = settings.snapshots != 0
+        self.state = state
+        self.disk: Callable[[int], Optional[dict[str, Any]]] = lambda step: None
+        self.kept: Callable[[Header], bool] = lambda header: False
+        self._every = settings.snapshots
+        self._group, named, _ = replica_id.partition(":")
+        self._named = bool(named)
+        self._store = store
+        self._key = f"torchft/snapshots/{replica_id}"
+        self._ranks = Ranks(
+            store, replica_id, settings.group_rank, settings.group_world_size, settings.timeout
+        )
+        self._limit = min(_LONGEST_WAIT_SEC, settings.timeout.total_seconds())
+        self._unchanged = unchanged
+        self._obstacle = obstacle
+        self._logger = logger
+        self._lock: Optional[int] = None  # the file that is locked
+        self._rate = Rate()
+        self._number = 0  # of copies so far
+        self._last = -1  # step of the last copy
+        self._next: Optional[int] = None  # step of the next one, unless steps are given
+        self._began: Optional[tuple[int, float, bool]] = None  # step, time, and whether it has a copy
+        self._work: Optional[_Work] = None
+        self._works: queue.SimpleQueue[Optional[_Work]] = queue.SimpleQueue()
+        self._thread: Optional[threading.Thread] = None
+
+    # The begin of a job
+
+    def restore(self, before: Position) -> Position:
+        """Loads the newest copy that all ranks of the group have, if it is of a later step than this group's
+        state. Called by all ranks, on the training thread, before the first quorum. Returns the position.
+
+        Raises:
+            RuntimeError: another rank of this group did not answer; or a copy that fits could not be loaded.
+        """
+        reach: list[Reachable] = []
+        try:
+            if (why := self._obstacle()) is not None:
+                raise SlotError(why)
+            if not self._named:
+                raise SlotError("this group has no name that stays the same: give Manager a replica_id")
+            self._take_slots()
+            reach = [one for one in self._reachable() if one.step > before.step]
+        except SlotError as error:
+            self._turn_off(str(error))
+        slot = choose(self._ranks, reach, self._refuses, self._logger.warn)
+        if slot is None:
+            return before
+        header, where = slot.header, slot.path
+        began = time.monotonic()
+        try:
+            self.state.load(self._placed(slot))
+        except Exception as error:
+            raise RuntimeError(
+                f"the copy of step {header.step} in {where} could not be loaded, and some weights may have "
+                f"changed: {error}; with TORCHFT_SNAPSHOTS=0 the job begins without it"
+            ) from error
+        self.restored, self._last = True, header.step
+        self._logger.info(
+            f"goes on from step {header.step}, of which {where} has a copy: {header.nbytes >> 20} MiB loaded "
+            f"in {time.monotonic() - began:.2f} s"
+        )
+        return Position(header.step, header.batches, header.quorum)
+
+    def _take_slots(self) -> None:
+        self._job = slots.job_name()
+        self._folder = slots.folder_of(self._job, self._group, self._ranks.group_rank)
+        self._lock = slots.hold(self._folder)
+        if self._lock is None:
+            raise SlotError(
+                f"another process, which lives, has the slots of this rank: {self._folder}; each group needs "
+                f"its own replica_id, and each job on a host its own {slots.JOB_ENV}"
+            )
+
+    def _reachable(self) -> Iterator[Reachable]:
+        rank, ranks = self._ranks.group_rank, self._ranks.group_world_size
+        for path, header in slots.found(self._job, self._group, rank, self._logger.warn):
+            if header.group_world_size != ranks:
+                self._logger.warn(
+                    f"{path} is not loaded: it is of a group of {header.group_world_size} ranks, and this "
+                    f"one has {ranks}"
+                )
+                continue
+            yield Reachable(header.step, header.quorum, str(path), partial(Slot.open, path, copy=True))
+
+    def _refuses(self, slot: Slot) -> Optional[str]:
+        return misfit(slot.tree, self.state.own())
+
+    def _placed(self, slot: Slot) -> Any:
+        """The state of a slot. Tensors that this rank lacks are on a device if they were on one."""
+        own = tensors_by_path(self.state.own())
+        nodes = {path: plain_node(node)[1] for path, node in tensor_nodes(slot.tree, ())}
+        home = BufferMap(own, {path: slot.devices[region] for path, region in nodes.items()})
+        for region in {region for path, region in nodes.items() if path not in own}:
+            slot.flats[region] = slot.flats[region].to(home.of(slot.devices[region]))
+        return slot.state()
+
+    # Steps
+
+    def begin(self, position: Position) -> None:
+        """Begins a step: begins a copy if one is due. Called on the training thread, when the weights are
+        those of the position.
+        """
+        step, now = position.step, time.monotonic()
+        if self._began is not None and self._began[0] == step - 1:
+            self._rate.step(now - self._began[1], self._began[2])
+        again = self._began is not None and self._began[0] == step
+        self._began = None if again else (step, now, False)
+        if self._lock is None or position.committed_quorum_id < 0:
+            return
+        disk = self.disk(step)
+        if step <= self._last or not (disk is not None or self._due(step)):
+            return
+        if (why := self._obstacle()) is not None:
+            self._turn_off(why)
+            return
+        self._last = step
+        if self._began is not None:
+            self._began = step, now, True
+        try:
+            self._start(position, disk)
+        except Exception as error:
+            self._turn_off(f"its state cannot be copied: {error}")
+
+    def _due(self, step: int) -> bool:
+        if self._every is not None:
+            return step % self._every == 0
+        if self._next is None:
+            self._next = step + 1  # the step after the first, which takes longer than the others
+        return step >= self._next
+
+    def _start(self, position: Position, disk: Optional[dict[str, Any]]) -> None:
+        began = time.monotonic()
+        self._number += 1
+        state, _ = with_copies(self.state.read(), self._unchanged())
+        encoded = Encoded(state)
+        nbytes = sum(storage.nbytes() for storage in encoded.storages)
+        if self._every is None and self._ranks.group_rank == 0:
+            self._next = position.step + self._rate.next(nbytes)
+            self._tell(str(self._next), self._number)
+        header = Header(
+            self._job,
+            self._group,
+            self._ranks.group_rank,
+            self._ranks.group_world_size,
+            position.step,
+            position.batches_committed,
+            position.committed_quorum_id,
+            saved=0.0,
+            disk=disk,
+        )
+        path = self._folder / slots.SLOTS[slots.pick(self._headers(), self.kept)]
+        hears = self._every is None and self._ranks.group_rank > 0
+        then = partial(self._hear, f"{self._key}/{self._number}") if hears else _nothing
+        work = self._work = _Work(slots.write(path, header, encoded), then, began)
+        if self._thread is None:  # which does not keep the Manager alive between two copies
+            self._thread = threading.Thread(
+                target=_make_copies, args=[self._works], name="torchft_snapshots", daemon=True
+            )
+            self._thread.start()
+        self._works.put(work)
+
+    def _headers(self) -> list[Optional[Header]]:
+        headers: list[Optional[Header]] = []
+        for name in slots.SLOTS:
+            try:
+                headers.append(slots.read_header(self._folder / name))
+            except SlotError:
+                headers.append(None)
+        return headers
+
+    def _tell(self, following: str, number: int) -> None:
+        """Tells the other ranks of this group the step of the copy of a number."""
+        if self._ranks.group_world_size > 1:
+            self._store.set(f"{self._key}/{number}", following)
+            self._store.delete_key(f"{self._key}/{number - 2}")
+
+    def abandon(self) -> None:
+        """Ends a copy without a result, on any thread: the weights are about to change."""
+        work = self._work  # read once: the training thread may end it
+        if work is not None:
+            work.abandoned = True
+
+    def end(self) -> None:
+        """Waits for the copy in progress, on the training thread: the step is committed, and the weights are
+        about to change.
+        """
+        self.restored = False
+        work, self._work = self._work, None
+        if work is None:
+            return
+        began = time.monotonic()
+        if not work.ended.wait(self._limit):
+            work.abandoned = True
+            self._turn_off(f"a copy has not ended within {self._limit:g} s")
+            return
+        work.waited += time.monotonic() - began
+        if work.error is not None:
+            self._turn_off(str(work.error))
+        elif work.complete:
+            self._rate.copied(work.took, work.waited)
+
+    def _turn_off(self, why: str) -> None:
+        self._logger.warn(f"no copy of this rank's state is made in memory any more: {why}")
+        if self._every is None and self._ranks.group_rank == 0 and self._lock is not None:
+            # The others may have begun a copy that this rank has not.
+            for number in (self._number, self._number + 1):
+                self._tell(_OFF, number)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def close(self, finished: bool) -> None:
+        """Ends the thread, on any thread.
+
+        Args:
+            finished: whether the training has ended on purpose: its slots are removed.
+        """
+        self.abandon()
+        self._works.put(None)
+        if finished and self._lock is not None:
+            slots.remove(self._folder)
+        self._let_go()
+
+    def _hear(self, key: str) -> None:
+        """Gets the step of the next copy from rank 0.
+
+        Raises:
+            SlotError: rank 0 makes no copies, or did not say when.
+        """
+        until = time.monotonic() + self._limit
+        while not self._store.check([key]):  # a `get` would keep other threads from the store
+            if time.monotonic() > until:
+                raise SlotError("rank 0 of this group did not say when the next copy is due")
+            time.sleep(_POLL_SEC)
+        told = self._store.get(key).decode()
+        if told == _OFF:
+            raise SlotError("rank 0 of this group makes none")
+        self._next = int(told)

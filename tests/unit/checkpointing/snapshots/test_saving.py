@@ -1,0 +1,271 @@
+"""Processes that write one checkpoint together: it is complete or not there, whichever of them ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+
+from tests.unit.checkpointing.checkpoint_states import assert_same
+from tests.unit.checkpointing.snapshots.contents import content, load, plain, save
+from torchft.checkpointing.snapshots import disk, folders
+from torchft.checkpointing.snapshots.disk import Content, DiskError
+from torchft.checkpointing.snapshots.saving import Save, Unit
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # PyTorch 2.7's own writer
+]
+
+
+def write(one: Save, unit: Unit, of: Content) -> None:
+    written = one.write(unit, of)
+    assert written is not None
+    one.add(unit, written)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_groups_share_the_work_and_one_completes(tmp_path: Path) -> None:
+    groups = [Save(tmp_path / "new" / "folder", 7, "k", 1, 2) for _ in range(2)]
+    of = content(plain(7))
+    for one in groups:
+        one.announce(0, of)
+    assert groups[0].silent() == [] and groups[0].missing() == [(0, 0), (0, 1)]
+    write(groups[0], (0, 0), of)
+    assert groups[1].missing() == [(0, 1)] and not groups[1].done()
+    write(groups[1], (0, 1), of)
+    assert [one.complete() for one in groups] == [True, False]
+    assert groups[0].done() and groups[1].done()
+    assert names(groups[0].folder) == ["step-7"]
+    assert_same(load(groups[0].folder / "step-7", plain()), plain(7))
+
+
+def test_of_two_that_write_the_same_part_the_first_counts(tmp_path: Path) -> None:
+    groups = [Save(tmp_path, 7, "k", 1, 1) for _ in range(2)]
+    of = [content({**plain(7), "own": text}) for text in ("of group 0", "a longer one, of group 1")]
+    both = []
+    for one, each in zip(groups, of):
+        one.announce(0, each)
+        both.append(one.write((0, 0), each))
+    for one, written in zip(groups, both):
+        assert written is not None
+        one.add((0, 0), written)
+    assert groups[1].complete()
+    read = load(tmp_path / "step-7", {**plain(), "own": ""})
+    assert read["own"] == "of group 0"
+    assert len(list((tmp_path / "step-7").glob("*.distcp"))) == 1
+
+
+def test_one_that_wrote_late_finds_it_complete(tmp_path: Path) -> None:
+    late, of = Save(tmp_path, 7, "k", 1, 1), content(plain(7))
+    late.announce(0, of)
+    written = late.write((0, 0), of)
+    assert written is not None
+    save(tmp_path, 7)
+    late.add((0, 0), written)
+    assert late.write((0, 0), of) is None
+    assert not late.complete() and late.done()
+    assert names(tmp_path) == ["step-7"]
+
+
+def test_another_process_goes_on_in_place_of_one_that_completes_and_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, other, of = Save(tmp_path, 7, "k", 1, 1), Save(tmp_path, 7, "k", 1, 1), content(plain(7))
+    slow.announce(0, of)
+    write(slow, (0, 0), of)
+    finish, hangs, goes_on = disk.finish, threading.Event(), threading.Event()
+
+    def hanging(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            hangs.set()
+            assert goes_on.wait(60)
+        return finish(*args)
+
+    monkeypatch.setattr(disk, "finish", hanging)
+    ended: list[bool] = []
+    thread = threading.Thread(target=lambda: ended.append(slow.complete()))
+    thread.start()
+    assert hangs.wait(60)
+    claimed = other.claimed()
+    assert claimed == slow.own and not other.complete()
+    other.announce(0, of)  # begins nothing anew
+    assert other.complete(claimed) and other.done()
+    goes_on.set()
+    thread.join(60)
+    assert ended == [False]
+    assert names(tmp_path) == ["step-7"]
+    assert folders.damage(tmp_path / "step-7") is None
+
+
+def test_the_newest_three_stay(tmp_path: Path) -> None:
+    (tmp_path / ".step-1.k").mkdir(parents=True)
+    (tmp_path / "notes.txt").touch()
+    for step in range(1, 6):
+        save(tmp_path, step)
+    ahead = Save(tmp_path, 9, "k", 1, 1)
+    ahead.announce(0, content(plain()))
+    save(tmp_path, 6)
+    assert names(tmp_path) == [".step-9.k", "notes.txt", "step-4", "step-5", "step-6"]
+    assert Save(tmp_path, 3, "k", 1, 1).done()
+
+
+def test_a_step_of_another_history_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 7, key="first")
+    assert not Save(tmp_path, 7, "second", 1, 1).done()
+    save(tmp_path, 7, key="second", make=lambda step: plain(step + 10))
+    assert names(tmp_path) == ["step-7"]
+    assert_same(load(tmp_path / "step-7", plain()), plain(17))
+
+
+def test_states_that_differ_are_refused(tmp_path: Path) -> None:
+    one = Save(tmp_path, 7, "k", 1, 1)
+    one.announce(0, content({"w": torch.ones(2), "v": torch.ones(2)}))
+    with pytest.raises(DiskError, match=r"no v at .*: the groups' states differ"):
+        one.write((0, 0), content({"w": torch.ones(2)}))
+    assert names(tmp_path / ".step-7.k") == ["plan-0"]
+
+
+@pytest.mark.parametrize("name", ["plan-0", "part-0-0"])
+def test_a_damaged_part_is_written_again(tmp_path: Path, name: str) -> None:
+    one, of = Save(tmp_path, 7, "k", 1, 1), content(plain(7))
+    one.announce(0, of)
+    write(one, (0, 0), of)
+    path = tmp_path / ".step-7.k" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    again = Save(tmp_path, 7, "k", 1, 1)
+    with pytest.raises(DiskError, match=f"{name} is damaged"):
+        again.complete()
+    again.announce(0, of)
+    for unit in again.missing():
+        write(again, unit, of)
+    assert again.complete()
+    assert folders.damage(tmp_path / "step-7") is None
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    save(tmp_path, 7)
+    assert_same(load(tmp_path / "step-7", plain()), plain(7))
+
+
+@pytest.mark.parametrize("room", [0, 1000, 3000])
+def test_a_full_disk_leaves_nothing_and_the_same_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    write_to = disk._Checked.write
+
+    def full(self: Any, data: Any) -> int:
+        if self.size + memoryview(data).nbytes > room:
+            raise OSError(errno.ENOSPC, "No space left on device", "file")
+        return write_to(self, data)
+
+    monkeypatch.setattr(disk._Checked, "write", full)
+    one, of = Save(tmp_path, 7, "k", 1, 1), content(plain(7))
+    one.announce(0, of)
+    with pytest.raises(OSError, match="No space left"):
+        one.write((0, 0), of)
+    assert names(tmp_path / ".step-7.k") == ["plan-0"]
+    monkeypatch.setattr(disk._Checked, "write", write_to)
+    write(one, (0, 0), of)
+    monkeypatch.setattr(disk._Checked, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        one.complete()
+    assert one.claimed() == one.own and names(tmp_path) == [one.own]
+    monkeypatch.setattr(disk._Checked, "write", write_to)
+    assert one.complete(one.own)
+    assert_same(load(tmp_path / "step-7", plain()), plain(7))
+
+
+def _until(number: int, folder: Path) -> Optional[int]:
+    """Saves in a child process, which is killed before its change of this number to files. Returns None if
+    it had fewer.
+    """
+    child = os.fork()
+    if child == 0:
+        left = number
+
+        def event() -> bool:
+            nonlocal left
+            left -= 1
+            return left < 0
+
+        def hook(name: str, arguments: tuple[Any, ...]) -> None:
+            changes = name in ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir")
+            opens = name == "open" and str(arguments[0]).startswith(str(folder)) and arguments[1] != "rb"
+            if (changes or opens) and event():
+                os._exit(9)
+
+        write_to = disk._Checked.write
+
+        def torn(self: Any, data: Any) -> int:
+            if event():
+                write_to(self, memoryview(data)[: memoryview(data).nbytes // 2])
+                self.flush()
+                os._exit(9)
+            return write_to(self, data)
+
+        disk._Checked.write = torn  # type: ignore[method-assign]
+        try:
+            sys.addaudithook(hook)
+            save(folder, 7, parts=2)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9)
+    return None if status == 0 else status
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_killed_at_each_change_of_a_file(tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    for step in (3, 4, 5):
+        save(before, step)
+    number = 0
+    while True:
+        folder = tmp_path / "folder"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(before, folder)
+        killed = _until(number, folder)
+        found = folders.complete(folder)
+        assert [step for step, _ in found][-1] in (5, 7)
+        for step, checkpoint in found[-2:]:
+            assert folders.damage(checkpoint) is None, number
+            assert_same(load(checkpoint, plain()), plain(step))
+        other, of = Save(folder, 7, "k", 1, 2), content(plain(7))
+        if not other.done():
+            other.announce(0, of)
+            if (claimed := other.claimed()) is None:
+                for unit in other.missing():
+                    write(other, unit, of)
+            assert other.complete(claimed)
+        assert other.done()
+        save(folder, 8)
+        assert {"step-7", "step-8"} <= set(names(folder)) and not list(folder.glob(".*"))
+        assert_same(load(folder / "step-7", plain()), plain(7))
+        assert sorted(each.suffix for each in (folder / "step-7").iterdir()) == [
+            "",
+            ".distcp",
+            ".distcp",
+            ".json",
+        ]
+        if killed is None:
+            break
+        number += 1
+    assert number > 30

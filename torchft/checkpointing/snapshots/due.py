@@ -1,0 +1,91 @@
+"""Which states are to be written to disk, and what has become of it.
+
+The trainer marks a slot with a folder (``disk`` in its header, :class:`Due`). The writer says what it does in
+ROOT/<job>/disk.json (:class:`Status`, by folder). So neither waits for the other, nor the trainer for a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Optional
+
+from torchft.checkpointing.snapshots.slots import Header
+
+STATUS = "disk.json"
+FINISHED = "finished"  # a file beside the slots of a rank: they are removed when what is due is written
+
+
+class Due(NamedTuple):
+    """Where a state is to be written to, as the header of a slot has it.
+
+    Attributes:
+        folder: of the job's checkpoints, an absolute path.
+        every: steps between two checkpoints.
+        part, parts: the part of the group, of how many groups that share the work.
+        key: names this state: equal in all groups that committed the step together, and in no others.
+    """
+
+    folder: str
+    every: int
+    part: int
+    parts: int
+    key: str
+
+
+class Status(NamedTuple):
+    """What a writer does about a folder.
+
+    Attributes:
+        written: the step of the newest complete checkpoint that it knows; -1: none.
+        writing: the step that it writes; None: none.
+        nbytes: written of that so far.
+        problem: why it does not get on; None: it does.
+        since: when it began to write, or when the problem began, in seconds since 1970.
+    """
+
+    written: int = -1
+    writing: Optional[int] = None
+    nbytes: int = 0
+    problem: Optional[str] = None
+    since: float = 0.0
+
+
+def due(header: Header) -> Optional[Due]:
+    """Returns where the state of a slot is to be written to; None: nowhere."""
+    given = header.disk
+    if given is None or not all(name in given for name in Due._fields):
+        return None
+    return Due(*(given[name] for name in Due._fields))
+
+
+def kept(header: Header, status: Dict[str, Status]) -> bool:
+    """Whether a slot's state is still to be written, so that the next copy goes to the other slot. While an
+    earlier step is written to a slow disk, that one is kept and not the later ones.
+    """
+    to = due(header)
+    if to is None:
+        return False
+    known = status.get(to.folder, Status())
+    return header.step > known.written and known.writing in (None, header.step)
+
+
+def read_status(job: Path) -> Dict[str, Status]:
+    """Returns what the writer does about the folders of a job.
+
+    Args:
+        job: the job's folder in ROOT.
+    """
+    try:
+        told: Dict[str, Dict[str, Any]] = json.loads((job / STATUS).read_text())
+        return {folder: Status(**fields) for folder, fields in told.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # no writer has been here yet, or one of another version
+
+
+def write_status(job: Path, status: Dict[str, Status]) -> None:
+    """Says what the writer does."""
+    new = job / f"{STATUS}.new"
+    new.write_text(json.dumps({folder: each._asdict() for folder, each in status.items()}))
+    os.replace(new, job / STATUS)

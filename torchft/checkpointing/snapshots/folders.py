@@ -1,0 +1,105 @@
+"""The folder of a job's checkpoints: names, what is complete, what is damaged, what is deleted.
+
+step-S               a checkpoint: files of torch.distributed.checkpoint, and torchft.json with the size and
+                     the CRC of each. One without torchft.json was written by the user's script
+.step-S.…            one that is being written, or was when its writer ended
+damaged-step-S       one that a job refused to load
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+KEPT = 3  # the newest checkpoints; the others are deleted
+DIGESTS = "torchft.json"
+_NAME = re.compile(r"step-(\d+)")
+_PARTIAL = re.compile(r"\.step-(\d+)\..*")
+_AT_ONCE = 4 << 20  # bytes
+
+
+def complete(folder: Path) -> List[Tuple[int, Path]]:
+    """Returns the checkpoints of a folder by step, the newest last."""
+    return _named(folder, _NAME)
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> List[Tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    found = [(pattern.fullmatch(each.name), each) for each in folder.iterdir()]
+    return sorted((int(match[1]), each) for match, each in found if match)
+
+
+def describe(checkpoint: Path) -> Optional[Dict[str, Any]]:
+    """Returns what torchft.json says; None: there is none, or it is damaged."""
+    try:
+        found = json.loads((checkpoint / DIGESTS).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> Optional[str]:
+    """Says what is damaged in a checkpoint; None: nothing that can be found without loading it.
+
+    Args:
+        checkpoint: its folder.
+        share, shares: which part of the files is read, of how many parts, so that the ranks of a group read
+            each file once.
+    """
+    try:
+        if not (checkpoint / DIGESTS).exists():
+            return _short(checkpoint) if share == 0 else None
+        files = json.loads((checkpoint / DIGESTS).read_text())["files"]
+        for name, (size, crc) in sorted(files.items())[share::shares]:
+            if (found := _checksum(checkpoint / name)) != (size, crc):
+                return f"{name} has {found[0]} bytes with CRC {found[1]:08x} instead of {size} with {crc:08x}"
+    except Exception as error:  # pickle and JSON raise errors of any type
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _checksum(path: Path) -> Tuple[int, int]:
+    size, crc = 0, 0
+    with open(path, "rb") as file:
+        while block := file.read(_AT_ONCE):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
+
+
+def _short(checkpoint: Path) -> Optional[str]:
+    """Says what is missing in a checkpoint without digests."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    ends: Dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        if (size := (checkpoint / name).stat().st_size) < end:
+            return f"{name} has {size} bytes, and the last item ends at {end}"
+    return None
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Renames a damaged checkpoint, so that no job looks at it again."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+    except OSError:
+        pass  # another group has, or the folder is read-only
+
+
+def prune(folder: Path) -> None:
+    """Deletes all but the newest checkpoints, and what was begun of steps before the newest."""
+    found = complete(folder)
+    for _, old in found[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    newest = found[-1][0] if found else -1
+    for step, partial in _named(folder, _PARTIAL):
+        if step < newest:
+            shutil.rmtree(partial, ignore_errors=True)

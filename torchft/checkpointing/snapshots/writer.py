@@ -1,0 +1,378 @@
+"""Writes states that are due for disk from slots to checkpoints. The keeper of a host starts it:
+
+    python -m torchft.checkpointing.snapshots.writer ROOT
+
+It has the lowest priority and is alone for ROOT. It ends with its parent, or when no slot has named a folder
+for a while. Each folder has a thread of its own, because a disk may hang; the main thread goes on to say so
+(`due.Status`, and its log on stderr).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from torchft.checkpointing.snapshots import folders, slots
+from torchft.checkpointing.snapshots.disk import Content, DiskError
+from torchft.checkpointing.snapshots.due import (
+    FINISHED,
+    Due,
+    Status,
+    due,
+    kept,
+    read_status,
+    write_status,
+)
+from torchft.checkpointing.snapshots.saving import Save, Unit
+from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
+from torchft.checkpointing.transport import CheckpointError
+
+OTHERS = (
+    30.0  # seconds after which this process writes the parts of groups that have not, or says what is missing
+)
+_LOOK = 0.5  # seconds between two looks at the slots
+_POLL = 0.2  # seconds between two looks for the parts of others
+_RETRY = 10.0  # seconds after an error of the disk
+_IDLE = 10.0  # seconds without a slot that names a folder, after which the process ends
+
+_log = logging.getLogger("torchft.snapshots.writer")
+
+
+class Found(NamedTuple):
+    """A slot with a state that is to be written."""
+
+    path: Path
+    header: Header
+    due: Due
+
+
+class _Changed(Exception):
+    """The trainer has begun to write another state to the slot."""
+
+
+class FolderWriter:
+    """Writes the checkpoints of one folder, on a thread of its own.
+
+    Args:
+        folder: of the checkpoints.
+        others: seconds to wait for parts of others.
+        retry: seconds to wait after an error.
+    """
+
+    def __init__(self, folder: Path, others: float = OTHERS, retry: float = _RETRY) -> None:
+        self._folder = folder
+        self._others = others
+        self._retry = retry
+        self._found: List[Found] = []
+        self._wake = threading.Event()
+        self._ended = False
+        self._contents: Dict[Path, Tuple[Header, Content]] = {}
+        self._damaged: Dict[Path, Header] = {}
+        self._save: Optional[Save] = None
+        self._key: Tuple[int, str] = (-1, "")
+        self._written: Tuple[int, str] = (-1, "")
+        self._status = Status()
+        self._moved = time.monotonic()  # when the disk answered last
+        self._asked = False  # whether it is to answer
+        threading.Thread(target=self._run, name=f"checkpoints in {folder}", daemon=True).start()
+
+    def look(self, found: List[Found]) -> None:
+        """Says which slots there are now."""
+        self._found = found
+        self._wake.set()
+
+    def end(self) -> None:
+        """Ends the thread when the disk answers."""
+        self._ended = True
+        self._wake.set()
+
+    def status(self) -> Status:
+        """Returns what this does, from any thread."""
+        silent = time.monotonic() - self._moved
+        if self._asked and silent > self._others:
+            problem = f"{self._folder}: the disk has not answered for {silent:.0f} s"
+            return self._status._replace(problem=problem)
+        return self._status
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._wake.wait()
+            self._wake.clear()
+            self._asked, self._moved = True, time.monotonic()
+            try:
+                problem = self._pass()
+            except (OSError, DiskError, CheckpointError, SlotError) as error:
+                problem = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
+            except _Changed:
+                problem = None
+            except Exception as error:  # also one of PyTorch's writer, which must not end the thread
+                _log.exception("%s: it cannot be written", self._save or self._folder)
+                problem = f"{type(error).__name__}: {error}"
+            self._asked = False
+            if problem is not None:
+                self._trouble(f"{self._save or self._folder}: {problem}")
+                self._pause(self._retry)
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._ended and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL))
+
+    def _trouble(self, problem: str) -> None:
+        if problem != self._status.problem:
+            _log.warning("%s; the job trains on, and this is tried again every %g s", problem, self._retry)
+            self._status = self._status._replace(problem=problem, writing=None, since=time.time())
+        self._status = self._status._replace(writing=None)
+
+    def _pass(self) -> Optional[str]:
+        """Writes the newest state that is due. Returns why it could not be completed."""
+        found = [each for each in self._found if self._damaged.get(each.path) != each.header]
+        if not found:
+            return None
+        newest = max(found, key=lambda each: (each.header.step, each.header.saved))
+        step, key = newest.header.step, newest.due.key
+        if (step, key) == self._written:
+            return None
+        if (step, key) != self._key:
+            ranks = newest.header.group_world_size
+            self._save, self._key = Save(self._folder, step, key, ranks, newest.due.parts), (step, key)
+            self._contents.clear()
+        assert self._save is not None
+        if complete := folders.complete(self._folder):
+            self._status = self._status._replace(written=complete[-1][0])
+        if self._save.done():
+            return self._end(step)
+        if self._status.problem is None:  # else a newer step is kept, and taken as soon as there is one
+            self._status = self._status._replace(writing=step, nbytes=0, since=time.time())
+        begun = time.monotonic()
+        problem = self._write(
+            self._save, [each for each in found if (each.header.step, each.due.key) == self._key]
+        )
+        if problem is None and self._save.done():
+            _log.info("%s: complete after %.1f s", self._save, time.monotonic() - begun)
+            return self._end(step)
+        return problem
+
+    def _end(self, step: int) -> None:
+        self._contents.clear()
+        self._written = self._key
+        self._status = Status(written=max(step, self._status.written), since=time.time())
+
+    def _write(self, save: Save, found: Sequence[Found]) -> Optional[str]:
+        """Writes what is missing of a checkpoint, and completes it."""
+        own: Dict[Unit, Found] = {}
+        for each in found:
+            own.setdefault((each.header.group_rank, each.due.part), each)
+        ranks: Dict[int, Found] = {}
+        for each in found:
+            ranks.setdefault(each.header.group_rank, each)
+        self._announce(save, ranks)
+        waited = _Stopwatch()
+        while not self._ended:
+            self._touch(0)
+            if save.done():
+                return None
+            if (claimed := save.claimed()) is not None:
+                if claimed == save.own or waited.since(claimed) > self._others:
+                    save.complete(claimed)
+            elif silent := save.silent():
+                if waited.since(silent) > self._others:
+                    return (
+                        f"nothing was said by ranks {silent} for {self._others:g} s: their hosts have "
+                        "failed, or do not see the folder"
+                    )
+            elif not (missing := save.missing()):
+                save.complete()
+            elif mine := [unit for unit in missing if unit in own]:
+                self._unit(save, mine[0], own[mine[0]])
+                continue
+            elif waited.since(missing) > self._others:
+                others = [unit for unit in missing if unit[0] in ranks]
+                if not others:
+                    return f"no host has written part {missing[0]} (rank, part) for {self._others:g} s"
+                self._unit(save, others[0], ranks[others[0][0]])
+                continue
+            time.sleep(_POLL / 4)
+        return None
+
+    def _announce(self, save: Save, ranks: Dict[int, Found]) -> None:
+        for rank, each in ranks.items():
+            if save.claimed() is None and rank in save.silent():
+                content = self._content(each)
+                self._check(each)
+                save.announce(rank, content)
+
+    def _unit(self, save: Save, unit: Unit, each: Found) -> None:
+        written = save.write(unit, self._content(each), self._touch)
+        if written is None:
+            return
+        try:
+            self._check(each)
+        except _Changed:
+            save.drop(written)
+            raise
+        save.add(unit, written)
+
+    def _content(self, each: Found) -> Content:
+        known = self._contents.get(each.path)
+        if known is not None and known[0] == each.header:
+            return known[1]
+        try:
+            slot = Slot.open(each.path)
+        except SlotError as error:
+            self._check(each)
+            self._damaged[each.path] = each.header
+            raise DiskError(f"{error}; it is not written") from None
+        if slot.header != each.header:
+            raise _Changed
+        content = Content(slot.tree, slot.flats, slot.header.group_rank, str(each.path))
+        self._check(each)
+        self._contents[each.path] = slot.header, content
+        return content
+
+    def _check(self, each: Found) -> None:
+        """Raises an error if a slot does not have the state any more."""
+        try:
+            if slots.read_header(each.path) == each.header:
+                return
+        except SlotError:
+            pass
+        self._contents.pop(each.path, None)
+        raise _Changed
+
+    def _touch(self, count: int) -> None:
+        self._moved = time.monotonic()
+        self._status = self._status._replace(nbytes=self._status.nbytes + count)
+
+
+class _Stopwatch:
+    """How long something is as it is."""
+
+    def __init__(self) -> None:
+        self._what: object = None
+        self._since = 0.0
+
+    def since(self, what: object) -> float:
+        """Returns the seconds since this value was given for the first time in a row."""
+        if what != self._what:
+            self._what, self._since = what, time.monotonic()
+        return time.monotonic() - self._since
+
+
+class Writer:
+    """All folders of the slots of a host.
+
+    Args:
+        root: the folder of all slots.
+        make: makes the writer of a folder.
+    """
+
+    def __init__(self, root: Path, make: Callable[[Path], FolderWriter] = FolderWriter) -> None:
+        self._root = root
+        self._make = make
+        self._folders: Dict[str, FolderWriter] = {}
+
+    def look(self) -> bool:
+        """Looks at all slots, and says what it does about them. Returns whether any names a folder."""
+        named = False
+        by_folder: Dict[str, List[Found]] = {}
+        for job in (each for each in self._root.iterdir() if each.is_dir()):
+            found = list(_found(job))
+            for each in found:
+                by_folder.setdefault(each.due.folder, []).append(each)
+            named = named or bool(found)
+        for folder in by_folder:
+            if folder not in self._folders:
+                self._folders[folder] = self._make(Path(folder))
+        for folder, writer in list(self._folders.items()):
+            writer.look(by_folder.get(folder, []))
+        for job in (each for each in self._root.iterdir() if each.is_dir()):
+            self._tell(job)
+        return named
+
+    def _tell(self, job: Path) -> None:
+        names = {each.due.folder for each in _found(job)}
+        if names:
+            status = {folder: self._folders[folder].status() for folder in names if folder in self._folders}
+            if status != read_status(job):
+                write_status(job, status)
+        for mark in job.glob(f"*/rank-*/{FINISHED}"):
+            told = read_status(job)
+            if not any(kept(each.header, told) for each in _slots(mark.parent)):
+                mark.unlink(missing_ok=True)
+                slots.remove(mark.parent)
+        if not any(job.glob("*/rank-*")):
+            with suppress(OSError):
+                for left in job.glob("disk.json*"):
+                    left.unlink()
+                job.rmdir()
+
+    def end(self) -> None:
+        """Ends all threads that a disk answers."""
+        for writer in self._folders.values():
+            writer.end()
+
+
+def _found(job: Path) -> List[Found]:
+    return [each for folder in sorted(job.glob("*/rank-*")) for each in _slots(folder)]
+
+
+def _slots(folder: Path) -> List[Found]:
+    found = []
+    for name in slots.SLOTS:
+        with suppress(SlotError):
+            header = slots.read_header(folder / name)
+            if (to := due(header)) is not None:
+                found.append(Found(folder / name, header, to))
+    return found
+
+
+def _yield_to_others() -> None:
+    """Lets all other processes go before this one, at processors and disks."""
+    os.nice(19)
+    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())  # ioprio_set
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, 1, 0, 3 << 13)  # this process; the class "idle"
+    torch.set_num_threads(1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes until the parent ends, or nothing is left to be written."""
+    if len(arguments) != 1:
+        print("usage: python -m torchft.checkpointing.snapshots.writer ROOT", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    root, parent = Path(arguments[0]), os.getppid()
+    with open(root / "writer.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print(f"{root} has a writer already", file=sys.stderr)
+            return 0
+        _yield_to_others()
+        writer, idle = Writer(root), time.monotonic()
+        while os.getppid() == parent and time.monotonic() - idle < _IDLE:
+            if writer.look():
+                idle = time.monotonic()
+            time.sleep(_LOOK)
+        writer.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # a thread may wait for a disk that never answers

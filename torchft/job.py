@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchft._job import parameters
 from torchft._job.checkpoints import Checkpoints
+from torchft._job.snapshots import copy_in_memory
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
 from torchft._job.values import MeanLoss, check_reduced_once, on_device
 from torchft.data._stream_reader import is_stream
@@ -71,6 +72,7 @@ class Job:
         manager: a Manager to use in place of the one that is made; ``isolated`` and ``reproducible`` are its
             settings then.
         settings: further arguments of :class:`Manager`: ``timeout``, ``heal``, ``compare_commits``, …
+            ``snapshots`` is "auto": if all groups fail, the next ones go on from a copy in shared memory.
             ``replay_failed_step`` is on: when a group fails in mid-step, the others compute its units only.
             False saves the memory of a copy of the gradients.
 
@@ -226,6 +228,7 @@ class Job:
             self.manager._use_async_quorum = False
         self._begin_alike()
         self._checkpoints.resume(self._checkpoint, self._resume)
+        copy_in_memory(self)
         return JobLoader(self, self._loader)
 
     def _check(self) -> None:

@@ -33,9 +33,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchft._job import parameters
 from torchft._job.checkpoints import Checkpoints, check_every
-from torchft._job.snapshots import copy_in_memory
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
 from torchft._job.values import MeanLoss, check_reduced_once, on_device
+from torchft._manager.snapshots.copies import State
 from torchft.data._stream_reader import is_stream
 from torchft.data.loader import ElasticDataLoader
 from torchft.ddp import DistributedDataParallel
@@ -229,7 +229,7 @@ class Job:
             # A group that heals takes over the scale before gradients are multiplied and divided by it.
             self.manager._use_async_quorum = False
         self._begin_alike()
-        copy_in_memory(self)
+        self.manager._snapshots.state = State(self._checkpoint, self._resume, self._before_loading)
         self._checkpoints.resume(self._checkpoint, self._resume)
         return JobLoader(self, self._loader)
 
@@ -275,6 +275,14 @@ class Job:
         own = {"model": model, "optimizer": optimizer, **others}
         common = {"manager": self.manager.state_dict(), "data": self._loader.state_dict()}
         return {**common, **(own if self._stage is None else {self._stage: own})}
+
+    def _before_loading(self) -> dict[str, Any]:
+        """Returns what a rank has before it loads a copy. An optimizer has no state yet, and gets none here:
+        that would take a step of it.
+        """
+        others = {name: each.state_dict() for name, each in self._others.items()}
+        own = {"model": get_model_state_dict(parameters.root_of(self._models)), "optimizer": {}, **others}
+        return {"manager": {}, "data": {}, **(own if self._stage is None else {self._stage: own})}
 
     def _resume(self, state: dict[str, Any]) -> None:
         assert self._loader is not None

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchft._lazy import resolver
-from torchft._version import __version__ as __version__
+
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from torchft.data import DistributedSampler as DistributedSampler

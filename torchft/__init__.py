@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchft._lazy import resolver
-
-__version__ = "0.3.0"
+from torchft._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchft.data import DistributedSampler as DistributedSampler

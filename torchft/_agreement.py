@@ -17,6 +17,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Optional
 
+from torchft._version import __version__
+
 _PREFIX = "torchft_"
 _NATIVE = f" {_PREFIX}{{"
 
@@ -33,9 +35,13 @@ IN_PASSING = _PREFIX + "in_passing"
 CONNECTIONS = _PREFIX + "connections"
 # The units of a batch whose gradients this group keeps (data/kept.py).
 KEEPS = _PREFIX + "keeps"
+VERSION = _PREFIX + "version"  # of torchft in this group
 LOADER = _PREFIX + "loader"  # the kind of data loader that weights this group's gradients (layout.py)
 # Digest of the tensors that this rank reduces, and of its data (layout.py, go/quorum/fit.go).
 LAYOUT = "layout"
+
+
+_VERSIONS = "two neighbouring minor releases, while the groups are upgraded one by one"
 
 
 class Setting(NamedTuple):
@@ -127,3 +133,17 @@ def explained(key: str, ours: Mapping[str, str], who: str, theirs: Mapping[str, 
     setting = EQUAL[key]
     here, there = (repr(texts.get(key) or setting.absent) for texts in (ours, theirs))
     return difference(setting.name, here, who, there, setting.allowed)
+
+
+def other_version(handles: Mapping[str, str]) -> Optional[str]:
+    """Names a group with another version of torchft than this process; None if there is none. The groups of a
+    job are upgraded one by one, so this is no error.
+
+    Args:
+        handles: of the groups, by their names.
+    """
+    for who, handle in handles.items():
+        there = announced(handle, VERSION)
+        if there not in ("", __version__):
+            return difference("torchft's version", __version__, who, there, _VERSIONS)
+    return None

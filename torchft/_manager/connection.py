@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from torchft._agreement import CONNECTIONS, announced
+from torchft._agreement import CONNECTIONS, announced, other_version
 from torchft._manager.checks.layout import Layout, LayoutDiffers
 from torchft._manager.handover import Connections, Way, decide, name_of
 from torchft._manager.observe.ranges import ranged
@@ -106,6 +106,7 @@ class Connection:
         self._dumps = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         self._plan: Optional[Plan] = None  # the latest one that was followed
         self._name = ""  # of the connection in use; empty: there is none, or it has no name
+        self._version: Optional[str] = None  # names a group with another version of torchft
         self.members: list[str] = []
         self._next: Optional[_Next] = None
         self._failed = 0  # attempts in a row to make the next connection
@@ -274,6 +275,7 @@ class Connection:
         with self._failures.connecting(plan.quorum_id):
             self._failures.check()
             self._layout.check(plan, new_here)
+            self._name_version(plan)
             if name and self._next is not None and self._next.name == name:
                 self._peers.hand_over()
             elif plan.handles:
@@ -283,6 +285,11 @@ class Connection:
         self._name, self.unmade = name, False
         self._failed = self._without_memory = 0
         self.made += 1
+
+    def _name_version(self, plan: Plan) -> None:
+        before, self._version = self._version, other_version(dict(zip(plan.replica_ids, plan.handles)))
+        if self._version is not None and self._version != before:
+            self._logger.warn(self._version)
 
     def _connect_standby(self, name: str, plan: Plan) -> None:
         """Begins to make the next connection, unless that has begun."""

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from torchft import _torchft
-from torchft._agreement import AVERAGES, CALLS, HEALS, announce, bare
+from torchft._agreement import AVERAGES, CALLS, HEALS, VERSION, announce, bare
 from torchft._manager.quorum.notices import FailureListener
 from torchft._manager.quorum.plan import Plan
 from torchft._manager.quorum.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
+from torchft._version import __version__
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized
 from torchft.process_group._attempt import ConnectionAttempt
@@ -346,6 +347,7 @@ class Peers:
             (AVERAGES, "1" if _attribute(self.pg, _OfGroup, "_averages") else ""),
             (CALLS, "1" if self.ours else ""),
             (HEALS, "1" if self.ours or self._native else ""),
+            (VERSION, __version__),
         )
         return announce(self.pg.get_reconfigure_handle(), (*announces, *own), self._native)
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torchft
 from tests.unit.manager.quorums import Quorum, healing
+from torchft._agreement import VERSION, announce
 from torchft._manager.heal.in_passing import StillHealing
 from torchft.manager import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
@@ -115,6 +117,24 @@ def test_reconfigure_with_handles(fixture: Fixture, make_quorum: Quorum) -> None
     (opts,) = fixture.pg.reconfigure.call_args.args
     assert opts.uuid == 9 and list(opts.handles) == ["a", "b"] and opts.timeout == timedelta(seconds=10)
     fixture.pg.reconfigure.return_value.wait.assert_called_once()
+
+
+def test_a_group_with_another_version_is_named_once(
+    fixture: Fixture, make_quorum: Quorum, caplog: pytest.LogCaptureFixture
+) -> None:
+    fixture.pg.reconfigure = MagicMock()  # type: ignore[method-assign]
+    manager = fixture.manager()
+    handles = [announce('{"id": "a"}', ((VERSION, version),)) for version in (torchft.__version__, "9.1.0")]
+    for quorum_id in (2, 3):
+        fixture.client._quorum.return_value = make_quorum(reconfigure_handles=handles, quorum_id=quorum_id)
+        manager.start_quorum()
+        manager.wait_quorum()
+    found = [record.getMessage() for record in caplog.records if "version" in record.getMessage()]
+    assert len(found) == 1
+    assert (
+        f"torchft's version differs: {torchft.__version__} here, 9.1.0 in group_1:uuid; allowed: " in found[0]
+    )
+    assert fixture.pg.reconfigure.call_count == 2, "it is no error"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import torchft
 from tests.unit.manager.quorums import Quorum, healing, manager_state, peer_state
-from torchft._agreement import CALLS, HEALS, announce
+from torchft._agreement import CALLS, HEALS, VERSION, announce
 from torchft._torchft import ManagerClient
 from torchft.checkpointing.transport import CheckpointError
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
@@ -122,7 +123,9 @@ def test_the_quorum_request_has_all_fields(fixture: Fixture, make_quorum: Quorum
         timeout=timedelta(seconds=7),
         init_sync=False,
         commit_failures=0,
-        reconfigure_handle=announce(fixture.pg.get_reconfigure_handle(), ((CALLS, "1"), (HEALS, "1"))),
+        reconfigure_handle=announce(
+            fixture.pg.get_reconfigure_handle(), ((CALLS, "1"), (HEALS, "1"), (VERSION, torchft.__version__))
+        ),
     )
     assert (
         second["shrink_only"] and second["timeout"] == timedelta(seconds=3) and second["commit_failures"] == 1

@@ -10,6 +10,7 @@ from typing import Any, Optional
 import pytest
 import torch
 
+from tests.integration import test_job as jobs
 from tests.integration.cluster import Cluster, Rank, results
 from tests.integration.test_loader import Training, check, one_process
 from tests.integration.test_training import Loop
@@ -283,6 +284,44 @@ def test_one_group_of_a_running_job_that_returns_heals(monkeypatch: pytest.Monke
     for weights in ended:
         torch.testing.assert_close(weights, one_process(), rtol=0, atol=1e-9)
     assert steps.began[:2] == [0, 0] and steps.began[2] >= 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"reproducible_reduction": True}, {"heal": "in_passing"}])
+def test_a_job_goes_on_with_its_schedule_and_position(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch)
+
+    def stop(rank: Rank) -> bool:
+        rank.crash()
+        return True
+
+    loop = jobs.Loop(settings={**settings, "snapshots": 1}, start_with=2)
+    loop.events = {(0, 4): stop, (1, 4): stop}
+    ended = twice(loop, groups=2)
+    weights, losses = jobs.one_process()
+    for each in ended:
+        torch.testing.assert_close(each, weights, rtol=1e-6, atol=1e-9)
+    assert [max(loop.losses[step]) for step in range(jobs.STEPS)] == pytest.approx(losses, rel=1e-5)
+    assert max(steps.began[2:]) >= 3
+
+
+def test_a_job_refuses_another_model_and_trains_from_the_beginning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(rank: Rank) -> bool:
+        rank.crash()
+        return True
+
+    loop = jobs.Loop(settings={"snapshots": 1}, events={(0, 4): stop})
+    with Cluster() as cluster:
+        results(cluster.start(loop, 0))
+    other = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
+    monkeypatch.setattr(jobs, "_MODEL", other)
+    with Cluster() as cluster:
+        (ended,) = results(cluster.start(loop, 0))
+    torch.testing.assert_close(ended, jobs.one_process()[0], rtol=1e-9, atol=1e-12)
+    assert "['model']['0.weight'] is float64 [3, 4] there and float64 [5, 4] in this group" in caplog.text
 
 
 def test_local_sgd_makes_no_copies(caplog: pytest.LogCaptureFixture) -> None:

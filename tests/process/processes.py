@@ -52,6 +52,8 @@ _SETTINGS = ("TORCHFT_", "TORCHELASTIC_", "RUST_", "GODEBUG", "GOGC", "GOMAXPROC
 _SETTINGS += ("GRPC_", "OTEL_", "MALLOC_", "OMP_", "MKL_")
 # scikit-learn sets two of these in a process that imports it.
 _SETTINGS += ("KMP_",)
+# The folder of the test's snapshots, without which children would use that of the user.
+_MEMORY = "TORCHFT_SNAPSHOT_MEMORY"
 # Settings for each child: unbuffered output, few threads, and 1 s in place of 5 s for a lost answer of the
 # name server, which PyTorch's stores ask at each connection.
 _CHILD = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
@@ -61,7 +63,9 @@ def clean_environment(path: Path) -> dict[str, str]:
     """Return this process's environment without the variables of `_SETTINGS`, and with the torchft below
     `path` first on PYTHONPATH.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
+    kept = {
+        name: value for name, value in os.environ.items() if name == _MEMORY or not name.startswith(_SETTINGS)
+    }
     return {**kept, "PYTHONPATH": os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 

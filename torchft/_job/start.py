@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchft import process_group
+from torchft._manager.settings import SNAPSHOTS_ENV
 from torchft.manager import Manager
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def connect(device: torch.device, isolated: bool, **settings: Any) -> Manager:
     settings.setdefault("replica_id", f"{Path(sys.argv[0]).stem or 'job'}_{group_name()}")
     settings.setdefault("min_replica_size", 1)  # the lighthouse's --min_replicas decides
     settings.setdefault("replay_failed_step", True)
+    if SNAPSHOTS_ENV not in os.environ:
+        settings.setdefault("snapshots", "auto")
     group = getattr(process_group, f"ProcessGroup{'Baby' * isolated}{kind}")()
     manager = Manager(group, load_state_dict=None, state_dict=None, **settings)
     atexit.register(_end, weakref.ref(manager))

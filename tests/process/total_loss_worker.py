@@ -1,0 +1,61 @@
+"""A rank of a job that trains with FSDP2 and a loader, and is killed with all others. It writes an event for
+each step: its number, and the samples that this rank counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+
+import torch
+from events import emit
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+
+import torchft
+
+SAMPLES, BATCH, EPOCHS = 160, 16, 2
+STEPS = EPOCHS * SAMPLES // BATCH
+
+
+class Samples(Dataset):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(8, generator=generator), index
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    job = torchft.Job(device="cpu", reproducible=True, snapshots=int(os.environ["SNAPSHOTS"]))
+    fully_shard(net, mesh=job.mesh)
+    adam = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model, _, _ = job.prepare(net, adam, torch.optim.lr_scheduler.StepLR(adam, 7, 0.5))
+    loader = job.loader(Samples(), global_batch_size=BATCH, micro_batch_size=2, epochs=EPOCHS)
+    emit("ready")
+    for step in loader:
+        counted: list[int] = []
+        for x, index in step:
+            if step.weight:
+                counted += index.tolist()
+            step.backward(model(x).square().mean())
+        number = job.step
+        if step.commit():
+            emit("step", step=number, counted=counted)
+        time.sleep(float(os.environ["STEP_S"]))
+    digest = hashlib.sha256()
+    for parameter in net.parameters():
+        assert isinstance(parameter, DTensor)
+        digest.update(parameter.full_tensor().detach().numpy().tobytes())
+    emit("finished", weights=digest.hexdigest())
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/membership/lighthouses"
+	"github.com/torchft/torchft/go/quorum"
 )
 
 // comeback is the result of a benchmark in which a lighthouse with many groups is killed and restarted, and
@@ -83,7 +84,7 @@ func (r *returning) attend(ctx context.Context, group *lighthouses.Member) {
 				in, failed = true, 0
 				r.came(1)
 			}
-		})
+		}, func() (quorum.Phase, time.Duration) { return quorum.Training, 0 })
 		if in {
 			r.came(-1)
 		}

@@ -151,7 +151,7 @@ func (o *ours) handle(message *torchftpb.LighthouseMessage) (answers bool, err e
 		}
 		// always the same answer: a simulated group computes nothing, it only waits for quorums
 		return false, o.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
-			Progress: &torchftpb.GroupProgress{Phase: "waits for the other groups", Waits: true},
+			Progress: &torchftpb.GroupProgress{What: "waits for the other groups", Waits: true},
 		}})
 	}
 	return false, fmt.Errorf("unexpected message of the lighthouse: %s", message)

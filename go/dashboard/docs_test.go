@@ -10,13 +10,17 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/quorum"
 )
 
 // metricNames returns the names of all metrics, for a histogram also those with its suffixes.
 func metricNames(t *testing.T) []string {
 	families, err := registry(func() []*Feed {
 		step := int64(1)
-		return []*Feed{NewFeed("default", func() Status { return Status{Snapshots: Snapshots{Step: &step}} })}
+		status := Status{Snapshots: Snapshots{Step: &step}}
+		status.EjectAfterMS = map[string]int64{"training": 30_000}
+		return []*Feed{NewFeed("default", func() Status { return status })}
 	}).Gather()
 	require.NoError(t, err)
 	var found []string
@@ -32,7 +36,7 @@ func metricNames(t *testing.T) []string {
 
 func TestMetricsOfTheDocsAndTheGrafanaDashboardExist(t *testing.T) {
 	known := metricNames(t)
-	for _, path := range []string{"../../docs/grafana.json", "../../docs/operating.md"} {
+	for _, path := range []string{"../../docs/grafana.json", "../../docs/operating.md", "../../docs/alerts.yml"} {
 		text, err := os.ReadFile(path)
 		require.NoError(t, err)
 		if strings.HasSuffix(path, ".json") {
@@ -67,6 +71,23 @@ type panel struct {
 	Datasource struct{ Type, UID string }
 	GridPos    struct{ H, W, X, Y int }
 	Targets    []struct{ RefID, Expr, LegendFormat string }
+}
+
+// The alerting rules use labels that exist; their metrics are checked above.
+func TestTheAlertingRulesUseStatesAndCausesThatExist(t *testing.T) {
+	text, err := os.ReadFile("../../docs/alerts.yml")
+	require.NoError(t, err)
+	found := regexp.MustCompile(`expr: .*(state|cause)="(\w+)"`).FindAllStringSubmatch(string(text), -1)
+	require.NotEmpty(t, found)
+	for _, label := range found {
+		if label[1] == "cause" {
+			assert.Contains(t, quorum.Causes, quorum.Cause(label[2]))
+		} else {
+			assert.Contains(t, []State{Training, Healing, Waiting, Joining, Suspect, Stalled, Draining,
+				Failed}, State(label[2]))
+		}
+	}
+	assert.Equal(t, strings.Count(string(text), "- alert:"), strings.Count(string(text), "expr:"))
 }
 
 func TestTheGrafanaDashboardShowsEveryMetricAndIsWellMade(t *testing.T) {

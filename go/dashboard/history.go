@@ -7,6 +7,7 @@ package dashboard
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -34,6 +35,10 @@ const (
 	Regressed Kind = "regressed"
 	// Killed : a member was ended on request.
 	Killed Kind = "killed"
+	// MemberStalled : one or several members make no progress while others wait for them.
+	MemberStalled Kind = "stalled"
+	// Stacks : where the threads of one rank of such a member are.
+	Stacks Kind = "stacks"
 )
 
 const (
@@ -43,6 +48,8 @@ const (
 	mostEvents = 1000
 	// mostNames is how many members an event, or a line of the log, names.
 	mostNames = 8
+	// longestStacks is the length in bytes to which the stacks of a rank are shortened.
+	longestStacks = 16 << 10
 	// longestReason is the length in bytes to which reasons are shortened.
 	longestReason = 512
 	// mostPoints is how many points of the throughput are kept. With more, every other one is removed.
@@ -62,7 +69,8 @@ type Event struct {
 	Joined   []string  `json:"joined,omitempty"`  // replica_ids
 	Left     []string  `json:"left,omitempty"`
 	Reason   string    `json:"reason,omitempty"`
-	// The fields below are set for Healed and Recovered only.
+	Stacks   string    `json:"stacks,omitempty"` // of the rank that Reason names; for Stacks only
+	// The fields below are set for Healed and Recovered only, and Who for Stacks.
 	Who       string  `json:"who,omitempty"`    // replica_id
 	Bytes     int64   `json:"bytes,omitempty"`  // of the received state
 	Phases    []Phase `json:"phases,omitempty"` // the parts of its duration, in order
@@ -112,6 +120,9 @@ func (h *History) Add(e Event) Event {
 	e.Joined, e.Left = Names(e.Joined), Names(e.Left)
 	if len(e.Reason) > longestReason {
 		e.Reason = e.Reason[:longestReason] + "…"
+	}
+	if len(e.Stacks) > longestStacks {
+		e.Stacks = strings.ToValidUTF8(e.Stacks[:longestStacks], "") + "…"
 	}
 	if len(h.events) < mostEvents {
 		h.events = append(h.events, e)

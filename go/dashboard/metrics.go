@@ -49,6 +49,7 @@ type meters struct {
 	heartbeats prometheus.Counter
 	kills      prometheus.Counter
 	drains     prometheus.Counter
+	stalls     prometheus.Counter
 	heals      prometheus.Counter
 	healed     prometheus.Counter // bytes
 	lost       prometheus.Counter
@@ -88,7 +89,9 @@ func newMeters(job string) *meters {
 			"Heartbeats, which members send when they send nothing else."),
 		kills:  counter("torchft_kills_total", "Members that were ended on request."),
 		drains: counter("torchft_drains_total", "Members that were asked to leave at the end of a step."),
-		heals:  counter("torchft_heals_total", "Groups that took over the state of another."),
+		stalls: counter("torchft_member_stalls_total",
+			"Members that made no progress while others waited for them."),
+		heals: counter("torchft_heals_total", "Groups that took over the state of another."),
 		healed: counter("torchft_healed_bytes_total",
 			"Bytes of these states, of the first rank of each group."),
 		lost: counter("torchft_lost_steps_total", "Steps that the survivors of failures lost."),
@@ -116,7 +119,7 @@ func newMeters(job string) *meters {
 // all returns the metrics, for Prometheus.
 func (m *meters) all() []prometheus.Collector {
 	return []prometheus.Collector{
-		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.heals, m.healed, m.lost,
+		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.stalls, m.heals, m.healed, m.lost,
 		m.regressed, m.recovery, m.quorum, m.step,
 	}
 }
@@ -151,6 +154,8 @@ func (m *meters) event(e Event) {
 		m.kills.Add(float64(len(e.Left)))
 	case Drained:
 		m.drains.Add(float64(len(e.Left)))
+	case MemberStalled:
+		m.stalls.Add(float64(len(e.Left)))
 	case Regressed:
 		m.regressed.Inc()
 	case Healed:
@@ -168,6 +173,11 @@ func (m *meters) event(e Event) {
 var (
 	membersDesc = prometheus.NewDesc("torchft_members", "Members by state.",
 		[]string{"training_job", "state"}, nil)
+	phasesDesc = prometheus.NewDesc("torchft_members_in_phase", "Live members by the phase that they report.",
+		[]string{"training_job", "phase"}, nil)
+	ejectDesc = prometheus.NewDesc("torchft_eject_after_seconds",
+		"How long a member may be in a phase while others wait for it, before it is evicted.",
+		[]string{"training_job", "phase"}, nil)
 	quorumDesc = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.",
 		[]string{"training_job"}, nil)
 	inDesc = prometheus.NewDesc("torchft_quorum_members", "Members of the latest quorum.",
@@ -200,7 +210,14 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	states := map[State]int{Training: 0, Healing: 0, Waiting: 0, Joining: 0, Suspect: 0, Stalled: 0,
 		Draining: 0, Failed: 0}
 	oldest := int64(0)
+	phases := map[string]int{}
+	for _, p := range quorum.Phases() {
+		phases[p.String()] = 0
+	}
 	for _, m := range status.Members {
+		if m.Phase != "" {
+			phases[m.Phase]++
+		}
 		states[stateOf(m.MemberStatus)]++
 		if m.Healthy {
 			oldest = max(oldest, m.HeartbeatAgeMS)
@@ -212,6 +229,12 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	}
 	for state, n := range states {
 		gauge(membersDesc, float64(n), string(state))
+	}
+	for phase, n := range phases {
+		gauge(phasesDesc, float64(n), phase)
+	}
+	for phase, ms := range status.EjectAfterMS {
+		gauge(ejectDesc, float64(ms)/1000, phase)
 	}
 	gauge(quorumDesc, float64(status.QuorumID))
 	gauge(inDesc, float64(len(status.Quorum)))

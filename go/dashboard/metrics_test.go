@@ -18,7 +18,9 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	j := &job{}
 	failed := member("c", 3)
 	failed.Healthy = false
-	j.set(member("a", 7), member("b", 7), failed)
+	evaluates := member("a", 7)
+	evaluates.Phase = quorum.Evaluation.String()
+	j.set(evaluates, member("b", 7), failed)
 	f := NewFeed("default", j.current)
 	for i := range 5 {
 		f.Round(int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
@@ -39,6 +41,7 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	f.Record(Event{Kind: Recovered, Who: "a", StepsLost: 2, Phases: phases[2:]})
 	f.Record(Event{Kind: Drained, Left: []string{"b"}})
 	f.Record(Event{Kind: Killed, Left: []string{"c"}})
+	f.Record(Event{Kind: MemberStalled, Left: []string{"a", "b"}, Reason: "no progress"})
 	f.Record(Event{Kind: Regressed, Reason: "the job had reached step 9"})
 
 	require.NoError(t, testutil.CollectAndCompare(collector(func() []*Feed { return []*Feed{f} }), strings.NewReader(`
@@ -69,6 +72,19 @@ torchft_member_failures_total{cause="silent",training_job="default"} 1
 torchft_member_failures_total{cause="stalled",training_job="default"} 0
 torchft_member_failures_total{cause="unanswered",training_job="default"} 0
 torchft_member_failures_total{cause="unreachable",training_job="default"} 0
+# HELP torchft_member_stalls_total Members that made no progress while others waited for them.
+# TYPE torchft_member_stalls_total counter
+torchft_member_stalls_total{training_job="default"} 2
+# HELP torchft_members_in_phase Live members by the phase that they report.
+# TYPE torchft_members_in_phase gauge
+torchft_members_in_phase{phase="between_steps",training_job="default"} 0
+torchft_members_in_phase{phase="checkpoint",training_job="default"} 0
+torchft_members_in_phase{phase="ending",training_job="default"} 0
+torchft_members_in_phase{phase="evaluation",training_job="default"} 1
+torchft_members_in_phase{phase="first_steps",training_job="default"} 0
+torchft_members_in_phase{phase="healing",training_job="default"} 0
+torchft_members_in_phase{phase="starting",training_job="default"} 0
+torchft_members_in_phase{phase="training",training_job="default"} 0
 # HELP torchft_members Members by state.
 # TYPE torchft_members gauge
 torchft_members{state="failed",training_job="default"} 1
@@ -112,7 +128,7 @@ torchft_step_seconds_bucket{training_job="default",le="163.84"} 5
 torchft_step_seconds_bucket{training_job="default",le="+Inf"} 5
 torchft_step_seconds_sum{training_job="default"} 10.4
 torchft_step_seconds_count{training_job="default"} 5
-`), "torchft_drains_total", "torchft_healed_bytes_total", "torchft_heals_total", "torchft_heartbeats_total", "torchft_lost_steps_total", "torchft_kills_total", "torchft_member_failures_total", "torchft_members", "torchft_quorum_changes_total", "torchft_quorum_id",
+`), "torchft_drains_total", "torchft_healed_bytes_total", "torchft_heals_total", "torchft_heartbeats_total", "torchft_lost_steps_total", "torchft_kills_total", "torchft_member_failures_total", "torchft_member_stalls_total", "torchft_members_in_phase", "torchft_members", "torchft_quorum_changes_total", "torchft_quorum_id",
 		"torchft_quorum_rounds_total", "torchft_step_seconds"))
 }
 

@@ -38,6 +38,7 @@ type Row struct {
 	HealReceived int64  `json:"heal_received,omitempty"` // received bytes of the state of its peer
 	HealTotal    int64  `json:"heal_total,omitempty"`
 	Why          string `json:"why,omitempty"` // the reason of its state, if there is one
+	Phase        string `json:"phase,omitempty"`
 }
 
 // Head is the state of the job as a whole.
@@ -143,6 +144,7 @@ func follow(old Row, known bool, m Member, now time.Time) Row {
 		HeardOf: beat.Truncate(time.Second).UnixMilli(),
 		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
 		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining),
+		Phase: m.Phase,
 	}
 	if row.State != Failed {
 		row.HeardOf = 0 // not shown while it is alive: otherwise each heartbeat would change its row

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/replica"
 )
 
@@ -29,7 +30,9 @@ func ParseArgs(args []string) (Config, error) {
 	flags.SetNormalizeFunc(func(_ *pflag.FlagSet, name string) pflag.NormalizedName {
 		return pflag.NormalizedName(strings.ReplaceAll(name, "-", "_"))
 	})
-	duration := func(to *time.Duration, name, usage string) { flags.Var(milliseconds{name, to}, name, usage) }
+	duration := func(to *time.Duration, name, usage string) {
+		flags.Var(milliseconds{name, to, false}, name, usage)
+	}
 	flags.StringVar(&cfg.Bind, "bind", cfg.Bind, "host:port to listen on, for gRPC and the status page alike")
 	flags.IntVar(&cfg.MinReplicas, "min_replicas", 0, "least number of replica groups in a quorum (required)")
 	duration(&cfg.JoinTimeout, "join_timeout_ms",
@@ -42,8 +45,9 @@ func ParseArgs(args []string) (Config, error) {
 	duration(&cfg.StalledAfter, "stalled_after_ms", "how long a replica group may make no progress while "+
 		"others wait for it, before it is reported as stalled (0: ten median steps, at least 5 s, and 1 ms "+
 		"a group)")
-	duration(&cfg.EjectStalledAfter, "eject_stalled_after_ms", "how long a replica group may make no "+
-		"progress while others wait for it, before it is evicted from the quorum (0: never)")
+	flags.Var(milliseconds{"eject_stalled_after_ms", &cfg.EjectStalledAfter, true}, "eject_stalled_after_ms",
+		"how long a replica group may make no progress while others wait for it, before it is evicted from "+
+			"the quorum (auto: ten times what is usual in its phase, at least 30 s; 0: never)")
 	cfg.Security = auth.SecurityFromEnv()
 	file := func(to *string, name, env, usage string) {
 		flags.StringVar(to, name, *to, usage+" (environment: "+env+")")
@@ -123,12 +127,26 @@ const maxMilliseconds = int64((1<<63 - 1) / time.Millisecond)
 type milliseconds struct {
 	name string
 	to   *time.Duration
+	auto bool // whether it may be automatic
 }
 
-func (m milliseconds) String() string { return strconv.FormatInt(m.to.Milliseconds(), 10) }
-func (milliseconds) Type() string     { return "int" }
+// automatic is the text of quorum.EjectAuto.
+const automatic = "auto"
+
+func (m milliseconds) String() string {
+	if m.auto && *m.to == quorum.EjectAuto {
+		return automatic
+	}
+	return strconv.FormatInt(m.to.Milliseconds(), 10)
+}
+
+func (milliseconds) Type() string { return "int" }
 
 func (m milliseconds) Set(text string) error {
+	if text == automatic && m.auto {
+		*m.to = quorum.EjectAuto
+		return nil
+	}
 	ms, err := strconv.ParseInt(text, 0, 64)
 	if err != nil {
 		return err

@@ -80,6 +80,8 @@ func DefaultConfig() Config {
 			HeartbeatTimeout: 5 * time.Second,
 			// A live process replaces a broken connection within some 50 ms.
 			SuspectGrace: 200 * time.Millisecond,
+			// Ten times what is usual: the others would wait for a hanging group until a timeout.
+			EjectStalledAfter: quorum.EjectAuto,
 		},
 		// Several times the number of groups in the largest measured job. A connection costs some 55 kB.
 		MaxConnections: 50_000,

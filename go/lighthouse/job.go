@@ -48,6 +48,7 @@ type job struct {
 	wake    *time.Timer     // runs when the grace of a suspect is over
 	saver   *saver          // of the state, nil if none is kept
 	heals   map[string]heal // by replica_id, as reported
+	stacked stacked
 	refused map[string]bool // members whose refusal is logged and in the history
 	blamed  int64           // id of the last quorum with a failure whose cost was reported
 	ended   error           // why the job has been closed, nil while it is open

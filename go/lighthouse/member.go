@@ -234,7 +234,8 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		if s.job.answersAlive() {
 			s.post(heard)
 		}
-		return s.feed(quorum.Beat{ReplicaID: s.replicaID, Step: message.GetStep()})
+		return s.feed(quorum.Beat{ReplicaID: s.replicaID, Step: message.GetStep(),
+			Phase: quorum.PhaseOf(message.GetPhase()), For: rpc.Microseconds(message.GetPhaseUs())})
 	case *torchftpb.MemberMessage_Stopped:
 		return s.report(quorum.Stopped{ReplicaID: s.replicaID, QuorumID: m.Stopped.GetQuorumId(),
 			Step: m.Stopped.GetStep()})
@@ -266,9 +267,12 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Progress:
 		p := m.Progress
 		return s.report(quorum.Progressed{ReplicaID: s.replicaID, Progress: quorum.Progress{
-			Step: p.GetStep(), Rank: p.GetGroupRank(), Phase: shortened(p.GetPhase()), Waits: p.GetWaits(),
-			For: rpc.Microseconds(p.GetForUs()),
+			Step: p.GetStep(), Rank: p.GetGroupRank(), What: shortened(p.GetWhat()), Waits: p.GetWaits(),
+			Phase: quorum.PhaseOf(p.GetPhase()), For: rpc.Microseconds(p.GetForUs()),
 		}})
+	case *torchftpb.MemberMessage_Stacks:
+		s.job.stacks(s.replicaID, m.Stacks)
+		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
 	case *torchftpb.MemberMessage_Greeting:
 		return status.Error(codes.InvalidArgument, "a member's stream has one greeting")
 	default:

@@ -47,7 +47,7 @@ var kindsOfNews = [kinds]struct {
 	failedNews:  {slog.LevelWarn, "torchft: a member failed", dashboard.MemberFailed},
 	endedNews:   {slog.LevelInfo, "torchft: a member ended", dashboard.MemberEnded},
 	partedNews:  {slog.LevelInfo, "torchft: a member has left the quorum, and asks for another one", ""},
-	stalledNews: {slog.LevelWarn, "torchft: a member makes no progress", ""},
+	stalledNews: {slog.LevelWarn, "torchft: a member makes no progress", dashboard.MemberStalled},
 }
 
 // announce reports the failures and stalls among the actions to every member: at once or, during the pause

@@ -107,7 +107,7 @@ func (j *job) askProgress(ids []string, now time.Time) {
 			// An upstream member cannot answer. It counts as waiting for others, so that it is never reported
 			// as stalled. it returns no actions: the event only records the answer
 			j.machine.Step(quorum.Progressed{ReplicaID: id,
-				Progress: quorum.Progress{Phase: "not known", Waits: true}}, now)
+				Progress: quorum.Progress{What: "not known", Waits: true}}, now)
 		}
 	}
 }

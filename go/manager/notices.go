@@ -75,11 +75,20 @@ func (s *Server) answerProgress() {
 		}
 		s.membership.Report(&torchftpb.MemberMessage{
 			Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
-				Step: p.Step, GroupRank: p.Rank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
+				Step: p.Step, GroupRank: p.Rank, What: p.What, ForUs: p.For.Microseconds(), Waits: p.Waits,
+				Phase: torchftpb.Phase(p.Phase),
 			}},
 		})
 		return
 	}
+}
+
+// phase returns the phase of the group for a heartbeat, and how long it has been in it.
+func (s *Server) phase() (quorum.Phase, time.Duration) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p, _ := s.machine.Progress(time.Now())
+	return p.Phase, p.For
 }
 
 func (s *Server) feed(event round.Event) {

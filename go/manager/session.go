@@ -15,6 +15,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -131,7 +132,12 @@ func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 		s.counted(r.Counted)
 	case *torchftpb.RankRequest_Progress:
 		p := r.Progress
-		s.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})
+		s.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat(),
+			Phase: quorum.PhaseOf(p.GetPhase()), Begins: p.GetBegins()})
+	case *torchftpb.RankRequest_Stacks:
+		s.membership.Report(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Stacks{Stacks: r.Stacks},
+		})
 	case *torchftpb.RankRequest_Drain:
 		s.feed(round.DrainAsked{})
 	default:

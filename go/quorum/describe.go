@@ -30,6 +30,9 @@ type Status struct {
 	StepTime time.Duration `json:"-"`
 	// how long a step may take before a member without progress is reported
 	StalledAfterMS int64 `json:"stalled_after_ms"`
+	// how long a member may be in each phase while others wait for it, before it is evicted; missing:
+	// it is not
+	EjectAfterMS map[string]int64 `json:"eject_after_ms"`
 }
 
 // MemberStatus is one replica group in Status.
@@ -53,6 +56,9 @@ type MemberStatus struct {
 	// it is behind the others of its quorum, and receives their state
 	Healing  bool   `json:"healing,omitempty"`
 	Draining string `json:"draining,omitempty"` // who requested that it leaves
+	// Its phase, and for how long; empty if it is not known: it waits for a quorum, or does not report it.
+	Phase   string `json:"phase,omitempty"`
+	PhaseMS int64  `json:"phase_ms,omitempty"`
 }
 
 // Describe returns the state at a time. It changes nothing: a member whose heartbeat has become too old since
@@ -80,6 +86,12 @@ func (m *Machine) Describe(now time.Time) Status {
 		MedianStepMS:       m.watch.median().Milliseconds(),
 		StepTime:           m.watch.usual(now),
 		StalledAfterMS:     m.watch.timeout().Milliseconds(),
+		EjectAfterMS:       map[string]int64{},
+	}
+	for _, p := range Phases() {
+		if limit := m.policy.limit(p, &m.watch.learned); limit != never {
+			s.EjectAfterMS[p.String()] = limit.Milliseconds()
+		}
 	}
 	if d.cause == noRequest {
 		if stands := m.standing.String(); stands != "" {
@@ -124,6 +136,8 @@ func (m *Machine) Describe(now time.Time) Status {
 		}
 		if r.candidate() {
 			ms.WaitingMS = now.Sub(r.joined).Milliseconds()
+		} else if is := r.occupation; r.alive() && is.Phase != Unsaid {
+			ms.Phase, ms.PhaseMS = is.String(), (is.lasted + now.Sub(is.at)).Milliseconds()
 		}
 		s.Members = append(s.Members, ms)
 	}

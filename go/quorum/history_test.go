@@ -47,6 +47,9 @@ func newHistory(t *testing.T, seed uint64) *history {
 		policy.StalledAfter = time.Duration(50+rng.IntN(2000)) * time.Millisecond
 		policy.EjectStalledAfter = time.Duration(rng.IntN(2)*(50+rng.IntN(4000))) * time.Millisecond
 	}
+	if rng.IntN(4) == 0 {
+		policy.EjectStalledAfter = EjectAuto
+	}
 	return &history{
 		t: t, rng: rng, policy: policy, now: epoch,
 		machine: NewMachine(policy, epoch, 0), model: newModel(policy, epoch),
@@ -67,7 +70,7 @@ func (h *history) event(members int) Event {
 		// most of these are pending, some are answered, some do not exist
 		return Withdrawn{Waiter: h.waiter - WaiterID(h.rng.IntN(8))}
 	case p < 125:
-		return Beat{ReplicaID: id}
+		return Beat{ReplicaID: id, Phase: []Phase{Unsaid, Training, Checkpoint}[h.rng.IntN(3)]}
 	case p < 135:
 		return Disconnected{ReplicaID: id}
 	case p < 137:
@@ -85,7 +88,8 @@ func (h *history) event(members int) Event {
 	case p < 175:
 		return Progressed{ReplicaID: id, Progress: Progress{
 			Step: int64(h.waiter) - h.rng.Int64N(20), Waits: h.rng.IntN(2) == 0,
-			For: time.Duration(h.rng.IntN(3000)) * time.Millisecond,
+			For:   time.Duration(h.rng.IntN(3000)) * time.Millisecond,
+			Phase: []Phase{Unsaid, Training, Training, Evaluation}[h.rng.IntN(4)],
 		}}
 	case p < 178:
 		return Drained{ReplicaID: id, Reason: "somebody"}

@@ -100,6 +100,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		unknown := e.Call && !m.Knows(e.ReplicaID) && m.past.latest != nil
 		r := m.roster.beat(e.ReplicaID, m.now)
 		r.reached(e.Step)
+		m.watch.occupied(r, e.Phase, e.For, m.now)
 		if unknown {
 			m.roster.update(r, m.now, func() { r.out = OnlyBeats })
 		}

@@ -153,7 +153,7 @@ func TestDescribeAsJSON(t *testing.T) {
 		"reason": "no member asks for a quorum",
 		"healthy": 0, "candidates": 0, "waiters": 0, "members": [],
 		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000,
-		"median_step_ms": 0, "stalled_after_ms": 5000
+		"median_step_ms": 0, "stalled_after_ms": 5000, "eject_after_ms": {}
 	}`, string(empty))
 
 	r.ask(Member{ReplicaID: "a", Address: "http://a:1", StoreAddress: "a:2", Step: 3, WorldSize: 2})
@@ -174,7 +174,7 @@ func TestDescribeAsJSON(t *testing.T) {
 			 "step": 4, "world_size": 0, "commit_failures": 1, "shrink_only": false}
 		],
 		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000,
-		"median_step_ms": 0, "stalled_after_ms": 5000
+		"median_step_ms": 0, "stalled_after_ms": 5000, "eject_after_ms": {}
 	}`, epoch.UnixMilli()+1), string(full))
 }
 

@@ -85,17 +85,38 @@ func (m *model) nameStalled(now time.Time, age, timeout time.Duration) {
 		if answered {
 			still = min(age, p.Progress.For+now.Sub(m.answeredAt[id]))
 		}
-		if !held || !m.healthy(id, now) || m.waits(id) || p.Progress.Waits || still < timeout {
+		if !held || !m.healthy(id, now) || m.waits(id) || p.Progress.Waits || still < timeout ||
+			// minutes are too short for it
+			p.Progress.Phase == Evaluation && m.policy.EjectStalledAfter <= 0 {
 			continue
 		}
 		if !m.named[id] {
 			m.named[id] = true
 			m.does("stalled", id)
 		}
-		if limit := m.policy.EjectStalledAfter; limit > 0 && still >= limit {
+		switch after := m.policy.EjectStalledAfter; {
+		case after == 0, after == EjectAuto && p.Progress.Phase == Unsaid:
+		case after == EjectAuto && still < m.autoLimit(), after > 0 && still < after:
+		default:
 			m.markFailed(id, NoProgress)
 		}
 	}
+}
+
+func (m *model) occupied(id string, p Phase) {
+	m.busy = m.busy || p != Unsaid && p != Training && m.member(id)
+}
+
+// autoLimit is the limit of a step.
+func (m *model) autoLimit() time.Duration {
+	if len(m.steps) < 3 {
+		return 30 * time.Minute
+	}
+	longest := time.Duration(0)
+	for _, took := range m.steps {
+		longest = max(took, longest-longest/1024)
+	}
+	return max(30*time.Second, 10*m.median(), 3*longest)
 }
 
 // part finds a member that asks for the quorum of a step in which the others wait for it.

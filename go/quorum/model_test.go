@@ -45,6 +45,7 @@ type model struct {
 	answers    map[string]Progressed
 	answeredAt map[string]time.Time
 	named      map[string]bool
+	busy       bool // a member has reported another phase than that of a step
 
 	did []string // in this call of step: the actions other than quorums and failures, in words
 }
@@ -96,6 +97,7 @@ func (m *model) take(e Event, now time.Time) bool {
 		m.waiting = slices.DeleteFunc(m.waiting, func(a Asked) bool { return a.Waiter == e.Waiter })
 	case Beat:
 		m.beat(e.ReplicaID, now)
+		m.occupied(e.ReplicaID, e.Phase)
 	case Greeted:
 		if e.Term > 0 {
 			m.does("refuse stream", e.ReplicaID)
@@ -125,6 +127,7 @@ func (m *model) take(e Event, now time.Time) bool {
 	case Progressed:
 		if m.answers != nil {
 			m.answers[e.ReplicaID], m.answeredAt[e.ReplicaID] = e, now
+			m.occupied(e.ReplicaID, e.Progress.Phase)
 		}
 	case Drained:
 		if m.healthy(e.ReplicaID, now) {
@@ -432,10 +435,10 @@ func (m *model) search(now time.Time) {
 
 // next begins a quorum.
 func (m *model) next(now time.Time, sameMembers bool) {
-	if sameMembers {
+	if sameMembers && !m.busy {
 		m.steps = append(m.steps, now.Sub(m.began))
 	}
-	m.began, m.askedAt = now, time.Time{}
+	m.began, m.askedAt, m.busy = now, time.Time{}, false
 	m.answers, m.answeredAt, m.named = nil, nil, map[string]bool{}
 	m.reports, m.checked = map[string]string{}, map[string]bool{}
 }

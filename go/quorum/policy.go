@@ -19,7 +19,8 @@ type Policy struct {
 	// 0: ten median steps, at least 5 s, and at least 1 ms for each group.
 	StalledAfter time.Duration
 	// EjectStalledAfter is how long such a group may make no progress before it is evicted from the quorum;
-	// 0: never.
+	// EjectAuto: the limit of its phase, which in a step is ten median steps, three times the longest, and at
+	// least 30 s (phases.go); 0: never.
 	EjectStalledAfter time.Duration
 	// refuse a quorum below the step that the job had reached, instead of logging a warning
 	ForbidRegression bool
@@ -47,9 +48,9 @@ func (p Policy) Validate() error {
 		errs = append(errs, fmt.Errorf("stalled_after_ms is %s: it must be at least 0 (0: ten median "+
 			"steps, at least 5 s)", milliseconds(p.StalledAfter)))
 	}
-	if p.EjectStalledAfter < 0 {
-		errs = append(errs, fmt.Errorf("eject_stalled_after_ms is %s: it must be at least 0 (0: never)",
-			milliseconds(p.EjectStalledAfter)))
+	if p.EjectStalledAfter < 0 && p.EjectStalledAfter != EjectAuto {
+		errs = append(errs, fmt.Errorf("eject_stalled_after_ms is %s: it must be auto, or at least 0 (0: "+
+			"never)", milliseconds(p.EjectStalledAfter)))
 	}
 	return errors.Join(errs...)
 }

@@ -3,15 +3,15 @@ package quorum
 import (
 	"fmt"
 	"math"
-	"slices"
 	"time"
 )
 
 // Progress is the activity of a group, its answer to AskProgress.
 type Progress struct {
 	Step  int64
-	Rank  int64         // the rank that the rest of the group waits for
-	Phase string        // what that rank does, in words
+	Rank  int64 // the rank that the rest of the group waits for
+	Phase Phase
+	What  string        // what that rank does, in words
 	For   time.Duration // how long it has been in that phase
 	Waits bool          // it waits for other groups, and so is not the cause of the delay
 }
@@ -38,18 +38,14 @@ const (
 //     was asked and had the time to answer.
 //  2. It is reported only while another member waits: if all members compute, the step is just long.
 //  3. Answers count in one step only: they are dropped when the next one begins.
+//  4. Unless the policy has a number of its own, a member that does something other than a step is neither
+//     reported nor evicted before the limit of its phase (phases.go).
 type watch struct {
 	*core
 	past      *memory
 	reconnect *reconnect
-	pace
+	learned
 	step
-}
-
-// pace records how long steps take.
-type pace struct {
-	steps [64]time.Duration // durations of the last steps, in no order
-	count int               // of all steps
 }
 
 // step is the state of the latest quorum's step.
@@ -65,10 +61,9 @@ type step struct {
 // failure or a joining member may have prolonged it.
 func (w *watch) next(sameMembers bool) {
 	if sameMembers {
-		w.steps[w.count%len(w.steps)] = w.now.Sub(w.began)
-		w.count++
+		w.stepped(w.now.Sub(w.began))
 	}
-	w.step = step{began: w.now}
+	w.step, w.other = step{began: w.now}, false
 }
 
 // advanced begins another step of a quorum that stands, after so many steps since the last one.
@@ -78,7 +73,7 @@ func (w *watch) advanced(steps int64) {
 }
 
 // forget drops all durations and answers: another training begins.
-func (w *watch) forget() { w.pace, w.step = pace{}, step{} }
+func (w *watch) forget() { w.learned, w.step = learned{}, step{} }
 
 // forgive reduces the age of the step, of the question to its members and of their answers by a time in which
 // the lighthouse itself was stopped: otherwise members would be reported as stalled for that time.
@@ -90,14 +85,7 @@ func (w *watch) forgive(span time.Duration) {
 }
 
 // median returns the median duration of the last steps, 0 if there is none.
-func (p *pace) median() time.Duration {
-	n := min(p.count, len(p.steps))
-	if n == 0 {
-		return 0
-	}
-	steps := slices.Sorted(slices.Values(p.steps[:n]))
-	return steps[n/2]
-}
+func (w *watch) median() time.Duration { return w.of[Training].median() }
 
 // usual returns the median, and 0 if the present step has taken much longer, so that it says nothing about
 // the speed of the job any more.
@@ -119,8 +107,12 @@ func (w *watch) timeout() time.Duration {
 
 // progressed records an answer. An answer after the end of its step is dropped (invariant 3).
 func (w *watch) progressed(e Progressed) {
-	if w.answers != nil {
-		w.answers[e.ReplicaID], w.answeredAt[e.ReplicaID] = e.Progress, w.now
+	if w.answers == nil {
+		return
+	}
+	w.answers[e.ReplicaID], w.answeredAt[e.ReplicaID] = e.Progress, w.now
+	if r := w.roster.members[e.ReplicaID]; r != nil {
+		w.occupied(r, e.Progress.Phase, e.Progress.For, w.now)
 	}
 }
 
@@ -203,7 +195,7 @@ func (w *watch) allAnswered() bool {
 }
 
 // name reports the members that make no progress while others wait, and evicts those that have made none for
-// EjectStalledAfter.
+// the limit of their phase.
 func (w *watch) name(age, timeout time.Duration) {
 	waiting := 0
 	for _, r := range w.past.members {
@@ -223,9 +215,10 @@ func (w *watch) name(age, timeout time.Duration) {
 		reason := "none of its ranks has reported its activity"
 		if answered {
 			still = min(age, p.For+w.now.Sub(w.answeredAt[r.id]))
-			reason = fmt.Sprintf("rank %d, step %d: %s", p.Rank, p.Step, p.Phase)
+			reason = fmt.Sprintf("rank %d, step %d: %s", p.Rank, p.Step, p.What)
 		}
-		if still < timeout {
+		limit := w.policy.limit(p.Phase, &w.learned)
+		if still < w.policy.named(p.Phase, &w.learned, timeout) {
 			continue
 		}
 		reason = fmt.Sprintf("no progress for %s while %s of its quorum wait: %s",
@@ -237,8 +230,9 @@ func (w *watch) name(age, timeout time.Duration) {
 			w.do(Stalled{QuorumID: w.past.latest.ID, ReplicaID: r.id, Reason: reason})
 		}
 		w.stalled[r.id] = reason
-		if limit := w.policy.EjectStalledAfter; limit > 0 && still >= limit {
-			w.fail(r, NoProgress, reason+" (eject_stalled_after_ms)")
+		if still >= limit {
+			w.fail(r, NoProgress, fmt.Sprintf("%s (eject_stalled_after_ms: %s)", reason,
+				milliseconds(limit)))
 		}
 	}
 }

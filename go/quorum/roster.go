@@ -46,6 +46,8 @@ type record struct {
 	stop     int64 // its answer to the Call of that quorum; 0: none
 	step     int64 // the step that it is in, as it reported last
 
+	occupation occupation // its phase
+
 	draining string // who requested its drain; empty if it is not drained
 	ending   bool   // it has reported that its manager server ends
 	finished bool   // it has reported that its training is complete

@@ -24,13 +24,13 @@ import (
 //	changes a        it has to tell the others something
 //	recalled 1005 step=3 a b c [from=a] [highest=2000] [committed=1004] [stands]   a shows quorum 1005; without from, the disk or the log does
 //	withdrawn 1      the request is withdrawn
-//	beat a b         heartbeats
+//	beat a b [phase=evaluation for=3s]   heartbeats
 //	disconnected a           its last stream broke
 //	incomplete a     a rank of it has failed
 //	suspects a [b]   a collective of the latest quorum failed in a, which suspects b, or no member in particular
 //	reached a        a check has reached it
 //	unreached a      a check has not reached it
-//	reports a computes|waits [for=3s] [rank=1]   its answer to AskProgress
+//	reports a computes|waits [for=3s] [rank=1] [phase=training]   its answer to AskProgress
 //	shutdown a       its manager server ends
 //	drain a          an operator requests that it leaves
 //	leaving a        it leaves
@@ -58,9 +58,16 @@ func (r *scribe) begin(args []string) *Machine {
 		HeartbeatTimeout:  transcript.Duration(r.t, transcript.Option(args, "heartbeat")),
 		SuspectGrace:      transcript.Duration(r.t, cmp.Or(transcript.Option(args, "grace"), "0s")),
 		StalledAfter:      transcript.Duration(r.t, cmp.Or(transcript.Option(args, "stalled"), "0s")),
-		EjectStalledAfter: transcript.Duration(r.t, cmp.Or(transcript.Option(args, "eject"), "0s")),
+		EjectStalledAfter: r.eject(cmp.Or(transcript.Option(args, "eject"), "0s")),
 		ForbidRegression:  slices.Contains(args, "forbid"),
 	}, r.now, transcript.Number(r.t, transcript.Option(args, "term")))
+}
+
+func (r *scribe) eject(after string) time.Duration {
+	if after == "auto" {
+		return EjectAuto
+	}
+	return transcript.Duration(r.t, after)
 }
 
 func (r *scribe) run(words []string) []string {
@@ -139,7 +146,8 @@ func (r *scribe) run(words []string) []string {
 		for _, id := range args {
 			if !strings.Contains(id, "=") {
 				answers = append(answers, r.step(Beat{ReplicaID: id, Call: words[0] == "call",
-					Step: step})...)
+					Step: step, Phase: r.phase(args),
+					For: transcript.Duration(r.t, cmp.Or(transcript.Option(args, "for"), "0s"))})...)
 			}
 		}
 		return answers
@@ -158,9 +166,9 @@ func (r *scribe) run(words []string) []string {
 			Reached: words[0] == "reached", Reason: "connection refused"})
 	case "reports":
 		return r.step(Progressed{ReplicaID: args[0], Progress: Progress{
-			Step: 1, Rank: transcript.Number(r.t, transcript.Option(args, "rank")), Phase: args[1],
-			Waits: args[1] == "waits",
-			For:   transcript.Duration(r.t, cmp.Or(transcript.Option(args, "for"), "1h")),
+			Step: 1, Rank: transcript.Number(r.t, transcript.Option(args, "rank")), What: args[1],
+			Waits: args[1] == "waits", Phase: r.phase(args),
+			For: transcript.Duration(r.t, cmp.Or(transcript.Option(args, "for"), "1h")),
 		}})
 	case "drain":
 		return r.step(Drained{ReplicaID: args[0], Reason: "an operator"})
@@ -273,6 +281,12 @@ func (r *scribe) step(e Event) []string {
 	return answers
 }
 
+func (r *scribe) phase(args []string) Phase {
+	name := transcript.Option(args, "phase")
+	require.Contains(r.t, phaseNames, name)
+	return Phase(slices.Index(phaseNames[:], name))
+}
+
 func describe(s Status) []string {
 	lines := []string{
 		fmt.Sprintf("quorum %d %v, %d healthy, %d candidates, %d waiters", s.QuorumID, s.Quorum, s.Healthy,
@@ -292,6 +306,9 @@ func describe(s Status) []string {
 		}
 		if m.Out != "" {
 			line += ", out"
+		}
+		if m.Phase != "" {
+			line += fmt.Sprintf(", %s for %d ms", m.Phase, m.PhaseMS)
 		}
 		if m.Draining != "" {
 			line += ", draining"

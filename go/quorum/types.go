@@ -76,6 +76,8 @@ type (
 		ReplicaID string
 		Call      bool  // it is a call, and not a message on the stream of a member
 		Step      int64 // the step that the member is in while its quorum stands; 0: not reported
+		Phase     Phase
+		For       time.Duration // how long it has been in that phase
 	}
 	// Stopped: a member's answer to Call: the first step of that quorum that none of its ranks was allowed to
 	// begin.

@@ -159,6 +159,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	for r, a := range g.asked {
 		g.asked[r] = nil
 		m.ranks[r].begin(inStep, results[r].MaxStep, m.now)
+		m.ranks[r].heals = results[r].Heal
 		actions = append(actions, AnswerQuorum{a.Waiter, &results[r]})
 	}
 	g.count = 0

@@ -5,6 +5,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/torchft/torchft/go/quorum"
 )
 
 // maxWorldSize bounds the memory that a machine allocates for its ranks; no replica group comes near it.
@@ -51,10 +53,12 @@ type Machine struct {
 
 // rank is the state of one rank between its requests.
 type rank struct {
-	metadata  string   // where it serves its checkpoint
-	announced bool     // metadata is set
-	last      Request  // its last request for a quorum
-	absent    *Failure // why no request waits for it; nil: it is present
+	metadata  string       // where it serves its checkpoint
+	announced bool         // metadata is set
+	last      Request      // its last request for a quorum
+	absent    *Failure     // why no request waits for it; nil: it is present
+	begun     quorum.Phase // the phase that its script has begun; Unsaid: none
+	votes     int          // up to firstSteps
 	activity
 }
 

@@ -101,7 +101,7 @@ func (m *model) step(e Event) outcome {
 	case RankProgressed:
 		if e.GroupRank >= 0 && e.GroupRank < m.size {
 			r := m.rank(e.GroupRank)
-			r.answered, r.waits = true, e.Waits
+			r.answered, r.waits = !e.Begins, e.Waits && !e.Begins
 		}
 	case StillDisconnected:
 		if _, absent := m.absent[e.GroupRank]; absent && !m.closed {
@@ -361,7 +361,8 @@ func (h *history) event() Event {
 	case p >= 107:
 		return ProgressAsked{}
 	case p >= 104:
-		return RankProgressed{GroupRank: rank, Waits: h.rng.IntN(2) == 0, What: "something"}
+		return RankProgressed{GroupRank: rank, Waits: h.rng.IntN(2) == 0, What: "something",
+			Begins: h.rng.IntN(4) == 0}
 	case p >= 102:
 		return StillDisconnected{GroupRank: rank}
 	case p >= 100:

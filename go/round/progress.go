@@ -33,10 +33,39 @@ type activity struct {
 	answered bool // it has answered the latest ProgressAsked, with waits and what
 	waits    bool
 	what     string
+	said     quorum.Phase // as it answered last; Unsaid: nothing that does not follow from its requests
+	heals    bool
 }
 
 func (a *activity) begin(p phase, step int64, now time.Time) {
 	*a = activity{phase: p, step: step, since: now}
+}
+
+// firstSteps is the number of votes up to which a rank makes its first steps. The second one may compile,
+// too: for shapes that vary, or for an optimizer that had no state before.
+const firstSteps = 2
+
+// doing is the phase of a rank: the one that its script has begun, or else what follows from its requests and
+// its answers.
+func (m *Machine) doing(r *rank) quorum.Phase {
+	switch {
+	case r.begun != quorum.Unsaid:
+		return r.begun
+	case r.heals:
+		return quorum.Healing
+	case r.phase == starting:
+		return quorum.Starting
+	case r.votes < firstSteps:
+		return quorum.FirstSteps
+	case m.draining && r.phase == afterVote:
+		return quorum.Ending
+	case r.said != quorum.Unsaid:
+		return r.said
+	case r.phase == afterVote:
+		return quorum.BetweenSteps
+	default:
+		return quorum.Training
+	}
 }
 
 func (m *Machine) forgetProgress() {
@@ -47,8 +76,12 @@ func (m *Machine) forgetProgress() {
 
 func (m *Machine) rankProgressed(e RankProgressed) {
 	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
-		a := &m.ranks[e.GroupRank].activity
-		a.answered, a.waits, a.what = true, e.Waits, e.What
+		r := &m.ranks[e.GroupRank]
+		if e.Begins {
+			r.begun, r.since, r.answered = e.Phase, m.now, false
+			return
+		}
+		r.answered, r.waits, r.what, r.said = true, e.Waits, e.What, e.Phase
 	}
 }
 
@@ -68,17 +101,18 @@ func (m *Machine) Progress(now time.Time) (p quorum.Progress, complete bool) {
 	}
 	p.Waits = worst < 0
 	a := &m.ranks[max(worst, 0)].activity
-	p.Step, p.Rank, p.For, p.Phase = a.step, int64(max(worst, 0)), now.Sub(a.since), a.phase.String()
+	p.Step, p.Rank, p.For, p.What = a.step, int64(max(worst, 0)), now.Sub(a.since), a.phase.String()
+	p.Phase = m.doing(&m.ranks[p.Rank])
 	switch {
 	case a.phase == inStep && a.answered:
-		p.Phase = a.what
+		p.What = a.what
 	case a.phase == inStep:
-		p.Phase = "does not answer"
+		p.What = "does not answer"
 	case a.since.IsZero():
 		p.For = 0
 	}
 	if f := m.ranks[p.Rank].absent; f != nil {
-		p.Phase = fmt.Sprintf("%s (%s)", p.Phase, f.Reason)
+		p.What = fmt.Sprintf("%s (%s)", p.What, f.Reason)
 	}
 	return p, complete
 }

@@ -33,7 +33,8 @@ import (
 //	drained                  the lighthouse asks the group to leave
 //	evicted 7 [member=x]     the group, or another member, counts as failed in quorum 7
 //	asked                    the lighthouse asks for the progress of the group
-//	reports 0 computes|waits rank 0 reports its progress
+//	reports 0 computes|waits [phase=evaluation] rank 0 reports its progress
+//	begins 0 [phase=evaluation]   its script begins a phase, or ends the one before
 //	progress                 prints the progress that the group would report
 //	wait 3s
 //	close
@@ -48,6 +49,15 @@ type scribe struct {
 	machine *Machine
 	waiters WaiterID
 	now     time.Time
+}
+
+func phaseNamed(name string) quorum.Phase {
+	for _, p := range quorum.Phases() {
+		if p.String() == name {
+			return p
+		}
+	}
+	return quorum.Unsaid
 }
 
 func (r *scribe) run(words []string) []string {
@@ -131,7 +141,11 @@ func (r *scribe) run(words []string) []string {
 	case "asked":
 		return r.step(ProgressAsked{})
 	case "reports":
-		return r.step(RankProgressed{GroupRank: r.number(args[0]), What: args[1], Waits: args[1] == "waits"})
+		return r.step(RankProgressed{GroupRank: r.number(args[0]), What: args[1], Waits: args[1] == "waits",
+			Phase: phaseNamed(transcript.Option(args, "phase"))})
+	case "begins":
+		return r.step(RankProgressed{GroupRank: r.number(args[0]), Begins: true,
+			Phase: phaseNamed(transcript.Option(args, "phase"))})
 	case "progress":
 		p, complete := r.machine.Progress(r.now)
 		return []string{fmt.Sprintf("%+v, complete: %t", p, complete)}

@@ -69,11 +69,14 @@ type (
 	// ProgressAsked: the lighthouse asks for the group's progress. The shell asks the ranks, waits for their
 	// answers for a while, and calls Machine.Progress.
 	ProgressAsked struct{}
-	// RankProgressed: a rank's answer to ProgressAsked.
+	// RankProgressed: a rank's answer to ProgressAsked, or the beginning or end of a phase.
 	RankProgressed struct {
 		GroupRank int64
 		Waits     bool   // it waits for other groups
 		What      string // its activity, in words
+		Phase     quorum.Phase
+		// Nobody has asked: the rank's script begins this phase or, if it is Unsaid, ends the one before.
+		Begins bool
 	}
 	// MetadataAsked: a client requests the address at which a rank serves its checkpoint. It is answered at
 	// once.

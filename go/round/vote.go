@@ -24,7 +24,9 @@ func (m *Machine) voted(e Voted) []Action {
 		return []Action{Fail{e.Waiter, *f}}
 	}
 	m.expect(e.GroupRank)
-	m.ranks[e.GroupRank].begin(inVote, e.Step, m.now)
+	voter := &m.ranks[e.GroupRank]
+	voter.begin(inVote, e.Step, m.now)
+	voter.votes = min(voter.votes+1, firstSteps)
 
 	b := &m.ballot
 	var actions []Action

@@ -13,6 +13,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -203,7 +204,9 @@ func (u upstreamMember) Quorum(ctx context.Context, m quorum.Member, _ int64) (*
 	})
 }
 
-func (u upstreamMember) Attend(ctx context.Context, interval time.Duration, reached func()) error {
+func (u upstreamMember) Attend(
+	ctx context.Context, interval time.Duration, reached func(), _ membership.Phase,
+) error {
 	for sleep(ctx, interval) {
 		one, cancel := context.WithTimeout(ctx, time.Second)
 		_, err := u.stub.Heartbeat(one, &torchftpb.LighthouseHeartbeatRequest{ReplicaId: u.g.life.id})

@@ -30,6 +30,74 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// What a rank or group does at present. Each phase has its own usual duration.
+type Phase int32
+
+const (
+	Phase_UNSAID        Phase = 0 // also that of a peer of an earlier version
+	Phase_STARTING      Phase = 1 // it has not asked for a quorum yet
+	Phase_FIRST_STEPS   Phase = 2 // its first steps, or a compilation
+	Phase_TRAINING      Phase = 3
+	Phase_BETWEEN_STEPS Phase = 4 // after a vote and before the next step, and not said what
+	Phase_EVALUATION    Phase = 5
+	Phase_CHECKPOINT    Phase = 6
+	Phase_HEALING       Phase = 7
+	Phase_ENDING        Phase = 8
+)
+
+// Enum value maps for Phase.
+var (
+	Phase_name = map[int32]string{
+		0: "UNSAID",
+		1: "STARTING",
+		2: "FIRST_STEPS",
+		3: "TRAINING",
+		4: "BETWEEN_STEPS",
+		5: "EVALUATION",
+		6: "CHECKPOINT",
+		7: "HEALING",
+		8: "ENDING",
+	}
+	Phase_value = map[string]int32{
+		"UNSAID":        0,
+		"STARTING":      1,
+		"FIRST_STEPS":   2,
+		"TRAINING":      3,
+		"BETWEEN_STEPS": 4,
+		"EVALUATION":    5,
+		"CHECKPOINT":    6,
+		"HEALING":       7,
+		"ENDING":        8,
+	}
+)
+
+func (x Phase) Enum() *Phase {
+	p := new(Phase)
+	*p = x
+	return p
+}
+
+func (x Phase) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Phase) Descriptor() protoreflect.EnumDescriptor {
+	return file_torchft_proto_enumTypes[0].Descriptor()
+}
+
+func (Phase) Type() protoreflect.EnumType {
+	return &file_torchft_proto_enumTypes[0]
+}
+
+func (x Phase) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Phase.Descriptor instead.
+func (Phase) EnumDescriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{0}
+}
+
 type Notice_Kind int32
 
 const (
@@ -80,11 +148,11 @@ func (x Notice_Kind) String() string {
 }
 
 func (Notice_Kind) Descriptor() protoreflect.EnumDescriptor {
-	return file_torchft_proto_enumTypes[0].Descriptor()
+	return file_torchft_proto_enumTypes[1].Descriptor()
 }
 
 func (Notice_Kind) Type() protoreflect.EnumType {
-	return &file_torchft_proto_enumTypes[0]
+	return &file_torchft_proto_enumTypes[1]
 }
 
 func (x Notice_Kind) Number() protoreflect.EnumNumber {
@@ -1242,6 +1310,7 @@ type RankRequest struct {
 	//	*RankRequest_Recovered
 	//	*RankRequest_Counted
 	//	*RankRequest_Drain
+	//	*RankRequest_Stacks
 	Request       isRankRequest_Request `protobuf_oneof:"request"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1388,6 +1457,15 @@ func (x *RankRequest) GetDrain() bool {
 	return false
 }
 
+func (x *RankRequest) GetStacks() *RankStacks {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Stacks); ok {
+			return x.Stacks
+		}
+	}
+	return nil
+}
+
 type isRankRequest_Request interface {
 	isRankRequest_Request()
 }
@@ -1433,6 +1511,10 @@ type RankRequest_Drain struct {
 	Drain bool `protobuf:"varint,85,opt,name=drain,proto3,oneof"` // a signal requests that the group leaves; repeated in the rank's next request for a quorum
 }
 
+type RankRequest_Stacks struct {
+	Stacks *RankStacks `protobuf:"bytes,86,opt,name=stacks,proto3,oneof"`
+}
+
 func (*RankRequest_Quorum) isRankRequest_Request() {}
 
 func (*RankRequest_ShouldCommit) isRankRequest_Request() {}
@@ -1452,6 +1534,8 @@ func (*RankRequest_Recovered) isRankRequest_Request() {}
 func (*RankRequest_Counted) isRankRequest_Request() {}
 
 func (*RankRequest_Drain) isRankRequest_Request() {}
+
+func (*RankRequest_Stacks) isRankRequest_Request() {}
 
 type RankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1979,10 +2063,13 @@ func (x *PhaseTime) GetSeconds() float64 {
 
 // The activity of a rank between quorum and vote. Sent on request.
 type RankProgress struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
-	Waits         bool                   `protobuf:"varint,2,opt,name=waits,proto3" json:"waits,omitempty"` // it waits for other groups, so it is not the one that delays the step
-	What          string                 `protobuf:"bytes,3,opt,name=what,proto3" json:"what,omitempty"`    // its activity, in words
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	Waits     bool                   `protobuf:"varint,2,opt,name=waits,proto3" json:"waits,omitempty"`                    // it waits for other groups, so it is not the one that delays the step
+	What      string                 `protobuf:"bytes,3,opt,name=what,proto3" json:"what,omitempty"`                       // its activity, in words
+	Phase     Phase                  `protobuf:"varint,4,opt,name=phase,proto3,enum=torchft.Phase" json:"phase,omitempty"` // its phase, as far as the rank alone knows; UNSAID: what follows from its requests
+	// Nobody asked: the phase begins now or, if it is UNSAID, the one before ends.
+	Begins        bool `protobuf:"varint,5,opt,name=begins,proto3" json:"begins,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2038,22 +2125,98 @@ func (x *RankProgress) GetWhat() string {
 	return ""
 }
 
+func (x *RankProgress) GetPhase() Phase {
+	if x != nil {
+		return x.Phase
+	}
+	return Phase_UNSAID
+}
+
+func (x *RankProgress) GetBegins() bool {
+	if x != nil {
+		return x.Begins
+	}
+	return false
+}
+
+// Where the threads of a rank are, sent when its group makes no progress while others wait for it.
+type RankStacks struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	Collective    string                 `protobuf:"bytes,2,opt,name=collective,proto3" json:"collective,omitempty"` // the one that it waits for, in words; empty: none is known
+	Stacks        string                 `protobuf:"bytes,3,opt,name=stacks,proto3" json:"stacks,omitempty"`         // as Python's faulthandler writes them
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RankStacks) Reset() {
+	*x = RankStacks{}
+	mi := &file_torchft_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RankStacks) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RankStacks) ProtoMessage() {}
+
+func (x *RankStacks) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RankStacks.ProtoReflect.Descriptor instead.
+func (*RankStacks) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *RankStacks) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *RankStacks) GetCollective() string {
+	if x != nil {
+		return x.Collective
+	}
+	return ""
+}
+
+func (x *RankStacks) GetStacks() string {
+	if x != nil {
+		return x.Stacks
+	}
+	return ""
+}
+
 // The activity of a group, sent when the lighthouse asks: that of the rank that delays it, or of any rank if
 // all wait for other groups.
 type GroupProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Step          int64                  `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
 	GroupRank     int64                  `protobuf:"varint,2,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
-	Phase         string                 `protobuf:"bytes,3,opt,name=phase,proto3" json:"phase,omitempty"`               // its activity, in words
+	What          string                 `protobuf:"bytes,3,opt,name=what,proto3" json:"what,omitempty"`                 // its activity, in words
 	ForUs         int64                  `protobuf:"varint,4,opt,name=for_us,json=forUs,proto3" json:"for_us,omitempty"` // duration of the activity so far
 	Waits         bool                   `protobuf:"varint,5,opt,name=waits,proto3" json:"waits,omitempty"`              // it waits for other groups
+	Phase         Phase                  `protobuf:"varint,6,opt,name=phase,proto3,enum=torchft.Phase" json:"phase,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2065,7 +2228,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2078,7 +2241,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -2095,9 +2258,9 @@ func (x *GroupProgress) GetGroupRank() int64 {
 	return 0
 }
 
-func (x *GroupProgress) GetPhase() string {
+func (x *GroupProgress) GetWhat() string {
 	if x != nil {
-		return x.Phase
+		return x.What
 	}
 	return ""
 }
@@ -2116,6 +2279,13 @@ func (x *GroupProgress) GetWaits() bool {
 	return false
 }
 
+func (x *GroupProgress) GetPhase() Phase {
+	if x != nil {
+		return x.Phase
+	}
+	return Phase_UNSAID
+}
+
 // The status with which the corresponding unary call would have ended.
 type CallFailure struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2127,7 +2297,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2139,7 +2309,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2152,7 +2322,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2190,17 +2360,20 @@ type MemberMessage struct {
 	//	*MemberMessage_Stopped
 	//	*MemberMessage_Parting
 	//	*MemberMessage_Changes
+	//	*MemberMessage_Stacks
 	//	*MemberMessage_Drain
 	Message isMemberMessage_Message `protobuf_oneof:"message"`
 	// With alive and leaving: the step that the group is in, while its quorum stands; 0: none stands.
 	Step          int64 `protobuf:"varint,52,opt,name=step,proto3" json:"step,omitempty"`
+	Phase         Phase `protobuf:"varint,58,opt,name=phase,proto3,enum=torchft.Phase" json:"phase,omitempty"` // with alive: of the rank that has been in its phase for longest
+	PhaseUs       int64 `protobuf:"varint,59,opt,name=phase_us,json=phaseUs,proto3" json:"phase_us,omitempty"` // with alive: how long it has been in that phase
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2212,7 +2385,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2225,7 +2398,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *MemberMessage) GetFinished() bool {
@@ -2377,6 +2550,15 @@ func (x *MemberMessage) GetChanges() string {
 	return ""
 }
 
+func (x *MemberMessage) GetStacks() *RankStacks {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Stacks); ok {
+			return x.Stacks
+		}
+	}
+	return nil
+}
+
 func (x *MemberMessage) GetDrain() string {
 	if x != nil {
 		if x, ok := x.Message.(*MemberMessage_Drain); ok {
@@ -2389,6 +2571,20 @@ func (x *MemberMessage) GetDrain() string {
 func (x *MemberMessage) GetStep() int64 {
 	if x != nil {
 		return x.Step
+	}
+	return 0
+}
+
+func (x *MemberMessage) GetPhase() Phase {
+	if x != nil {
+		return x.Phase
+	}
+	return Phase_UNSAID
+}
+
+func (x *MemberMessage) GetPhaseUs() int64 {
+	if x != nil {
+		return x.PhaseUs
 	}
 	return 0
 }
@@ -2461,6 +2657,10 @@ type MemberMessage_Changes struct {
 	Changes string `protobuf:"bytes,55,opt,name=changes,proto3,oneof"` // the group has to tell the others something: the next quorum is needed
 }
 
+type MemberMessage_Stacks struct {
+	Stacks *RankStacks `protobuf:"bytes,57,opt,name=stacks,proto3,oneof"`
+}
+
 type MemberMessage_Drain struct {
 	Drain string `protobuf:"bytes,56,opt,name=drain,proto3,oneof"` // a rank was asked to drain its group; the value names who requested it
 }
@@ -2495,6 +2695,8 @@ func (*MemberMessage_Parting) isMemberMessage_Message() {}
 
 func (*MemberMessage_Changes) isMemberMessage_Message() {}
 
+func (*MemberMessage_Stacks) isMemberMessage_Message() {}
+
 func (*MemberMessage_Drain) isMemberMessage_Message() {}
 
 // A step of a quorum.
@@ -2508,7 +2710,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2520,7 +2722,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2533,7 +2735,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Step) GetQuorumId() int64 {
@@ -2561,7 +2763,7 @@ type Parting struct {
 
 func (x *Parting) Reset() {
 	*x = Parting{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2573,7 +2775,7 @@ func (x *Parting) String() string {
 func (*Parting) ProtoMessage() {}
 
 func (x *Parting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2586,7 +2788,7 @@ func (x *Parting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Parting.ProtoReflect.Descriptor instead.
 func (*Parting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Parting) GetQuorumId() int64 {
@@ -2628,7 +2830,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2640,7 +2842,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2653,7 +2855,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2717,7 +2919,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2729,7 +2931,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2742,7 +2944,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2822,7 +3024,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2834,7 +3036,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2847,7 +3049,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3013,7 +3215,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3025,7 +3227,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3038,7 +3240,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3059,7 +3261,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3071,7 +3273,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3084,7 +3286,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3123,7 +3325,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3135,7 +3337,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3148,7 +3350,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3215,7 +3417,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3227,7 +3429,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3240,7 +3442,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3304,7 +3506,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3316,7 +3518,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3329,7 +3531,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3369,7 +3571,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3381,7 +3583,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3394,7 +3596,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3412,7 +3614,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3424,7 +3626,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3437,7 +3639,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3453,7 +3655,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3465,7 +3667,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3478,7 +3680,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3606,7 +3808,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
 	"\fKillResponse\"\x0e\n" +
 	"\fLeaveRequest\"\x0f\n" +
-	"\rLeaveResponse\"\x9b\x04\n" +
+	"\rLeaveResponse\"\xca\x04\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -3620,7 +3822,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12,\n" +
 	"\acounted\x18T \x01(\v2\x10.torchft.CountedH\x00R\acounted\x12\x16\n" +
-	"\x05drain\x18U \x01(\bH\x00R\x05drainB\t\n" +
+	"\x05drain\x18U \x01(\bH\x00R\x05drain\x12-\n" +
+	"\x06stacks\x18V \x01(\v2\x13.torchft.RankStacksH\x00R\x06stacksB\t\n" +
 	"\arequestJ\x04\bS\x10T\"\x8b\x02\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
@@ -3673,22 +3876,33 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06phases\x18\a \x03(\v2\x12.torchft.PhaseTimeR\x06phases\";\n" +
 	"\tPhaseTime\x12\x14\n" +
 	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x18\n" +
-	"\aseconds\x18\x02 \x01(\x01R\aseconds\"W\n" +
+	"\aseconds\x18\x02 \x01(\x01R\aseconds\"\x95\x01\n" +
 	"\fRankProgress\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x14\n" +
 	"\x05waits\x18\x02 \x01(\bR\x05waits\x12\x12\n" +
-	"\x04what\x18\x03 \x01(\tR\x04what\"\x85\x01\n" +
+	"\x04what\x18\x03 \x01(\tR\x04what\x12$\n" +
+	"\x05phase\x18\x04 \x01(\x0e2\x0e.torchft.PhaseR\x05phase\x12\x16\n" +
+	"\x06begins\x18\x05 \x01(\bR\x06begins\"c\n" +
+	"\n" +
+	"RankStacks\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x1e\n" +
+	"\n" +
+	"collective\x18\x02 \x01(\tR\n" +
+	"collective\x12\x16\n" +
+	"\x06stacks\x18\x03 \x01(\tR\x06stacks\"\xa9\x01\n" +
 	"\rGroupProgress\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x03R\x04step\x12\x1d\n" +
 	"\n" +
-	"group_rank\x18\x02 \x01(\x03R\tgroupRank\x12\x14\n" +
-	"\x05phase\x18\x03 \x01(\tR\x05phase\x12\x15\n" +
+	"group_rank\x18\x02 \x01(\x03R\tgroupRank\x12\x12\n" +
+	"\x04what\x18\x03 \x01(\tR\x04what\x12\x15\n" +
 	"\x06for_us\x18\x04 \x01(\x03R\x05forUs\x12\x14\n" +
-	"\x05waits\x18\x05 \x01(\bR\x05waits\";\n" +
+	"\x05waits\x18\x05 \x01(\bR\x05waits\x12$\n" +
+	"\x05phase\x18\x06 \x01(\x0e2\x0e.torchft.PhaseR\x05phase\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xb0\x05\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xa0\x06\n" +
 	"\rMemberMessage\x12\x1a\n" +
 	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
@@ -3707,9 +3921,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04past\x18( \x01(\fH\x00R\x04past\x12)\n" +
 	"\astopped\x185 \x01(\v2\r.torchft.StepH\x00R\astopped\x12,\n" +
 	"\aparting\x186 \x01(\v2\x10.torchft.PartingH\x00R\aparting\x12\x1a\n" +
-	"\achanges\x187 \x01(\tH\x00R\achanges\x12\x16\n" +
+	"\achanges\x187 \x01(\tH\x00R\achanges\x12-\n" +
+	"\x06stacks\x189 \x01(\v2\x13.torchft.RankStacksH\x00R\x06stacks\x12\x16\n" +
 	"\x05drain\x188 \x01(\tH\x00R\x05drain\x12\x12\n" +
-	"\x04step\x184 \x01(\x03R\x04stepB\t\n" +
+	"\x04step\x184 \x01(\x03R\x04step\x12$\n" +
+	"\x05phase\x18: \x01(\x0e2\x0e.torchft.PhaseR\x05phase\x12\x19\n" +
+	"\bphase_us\x18; \x01(\x03R\aphaseUsB\t\n" +
 	"\amessage\"7\n" +
 	"\x04Step\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
@@ -3780,7 +3997,21 @@ const file_torchft_proto_rawDesc = "" +
 	"\acluster\x18\x01 \x01(\tR\acluster\x12\x12\n" +
 	"\x04self\x18\x02 \x01(\tR\x04self\x12\x1a\n" +
 	"\binstance\x18\x03 \x01(\tR\binstance\x12\x12\n" +
-	"\x04list\x18\x04 \x03(\tR\x04list2\xba\x01\n" +
+	"\x04list\x18\x04 \x03(\tR\x04list*\x8c\x01\n" +
+	"\x05Phase\x12\n" +
+	"\n" +
+	"\x06UNSAID\x10\x00\x12\f\n" +
+	"\bSTARTING\x10\x01\x12\x0f\n" +
+	"\vFIRST_STEPS\x10\x02\x12\f\n" +
+	"\bTRAINING\x10\x03\x12\x11\n" +
+	"\rBETWEEN_STEPS\x10\x04\x12\x0e\n" +
+	"\n" +
+	"EVALUATION\x10\x05\x12\x0e\n" +
+	"\n" +
+	"CHECKPOINT\x10\x06\x12\v\n" +
+	"\aHEALING\x10\a\x12\n" +
+	"\n" +
+	"\x06ENDING\x10\b2\xba\x01\n" +
 	"\x11LighthouseService\x12M\n" +
 	"\x06Quorum\x12 .torchft.LighthouseQuorumRequest\x1a!.torchft.LighthouseQuorumResponse\x12V\n" +
 	"\tHeartbeat\x12#.torchft.LighthouseHeartbeatRequest\x1a$.torchft.LighthouseHeartbeatResponse2\xba\x02\n" +
@@ -3810,115 +4041,122 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_torchft_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_torchft_proto_goTypes = []any{
-	(Notice_Kind)(0),                    // 0: torchft.Notice.Kind
-	(*QuorumMember)(nil),                // 1: torchft.QuorumMember
-	(*Quorum)(nil),                      // 2: torchft.Quorum
-	(*LighthouseQuorumRequest)(nil),     // 3: torchft.LighthouseQuorumRequest
-	(*LighthouseQuorumResponse)(nil),    // 4: torchft.LighthouseQuorumResponse
-	(*LighthouseHeartbeatRequest)(nil),  // 5: torchft.LighthouseHeartbeatRequest
-	(*LighthouseHeartbeatResponse)(nil), // 6: torchft.LighthouseHeartbeatResponse
-	(*ManagerQuorumRequest)(nil),        // 7: torchft.ManagerQuorumRequest
-	(*ManagerQuorumResponse)(nil),       // 8: torchft.ManagerQuorumResponse
-	(*CheckpointMetadataRequest)(nil),   // 9: torchft.CheckpointMetadataRequest
-	(*CheckpointMetadataResponse)(nil),  // 10: torchft.CheckpointMetadataResponse
-	(*ShouldCommitRequest)(nil),         // 11: torchft.ShouldCommitRequest
-	(*ShouldCommitResponse)(nil),        // 12: torchft.ShouldCommitResponse
-	(*KillRequest)(nil),                 // 13: torchft.KillRequest
-	(*KillResponse)(nil),                // 14: torchft.KillResponse
-	(*LeaveRequest)(nil),                // 15: torchft.LeaveRequest
-	(*LeaveResponse)(nil),               // 16: torchft.LeaveResponse
-	(*RankRequest)(nil),                 // 17: torchft.RankRequest
-	(*RankResponse)(nil),                // 18: torchft.RankResponse
-	(*Notice)(nil),                      // 19: torchft.Notice
-	(*PeerSuspected)(nil),               // 20: torchft.PeerSuspected
-	(*HealProgress)(nil),                // 21: torchft.HealProgress
-	(*Counted)(nil),                     // 22: torchft.Counted
-	(*Recovered)(nil),                   // 23: torchft.Recovered
-	(*PhaseTime)(nil),                   // 24: torchft.PhaseTime
-	(*RankProgress)(nil),                // 25: torchft.RankProgress
-	(*GroupProgress)(nil),               // 26: torchft.GroupProgress
-	(*CallFailure)(nil),                 // 27: torchft.CallFailure
-	(*MemberMessage)(nil),               // 28: torchft.MemberMessage
-	(*Step)(nil),                        // 29: torchft.Step
-	(*Parting)(nil),                     // 30: torchft.Parting
-	(*Greeting)(nil),                    // 31: torchft.Greeting
-	(*Ask)(nil),                         // 32: torchft.Ask
-	(*LighthouseMessage)(nil),           // 33: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 34: torchft.NotLeader
-	(*Welcome)(nil),                     // 35: torchft.Welcome
-	(*Delivery)(nil),                    // 36: torchft.Delivery
-	(*QuorumStates)(nil),                // 37: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 38: torchft.PlacedState
-	(*Frame)(nil),                       // 39: torchft.Frame
-	(*IdentifyRequest)(nil),             // 40: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 41: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 42: google.protobuf.Timestamp
+	(Phase)(0),                          // 0: torchft.Phase
+	(Notice_Kind)(0),                    // 1: torchft.Notice.Kind
+	(*QuorumMember)(nil),                // 2: torchft.QuorumMember
+	(*Quorum)(nil),                      // 3: torchft.Quorum
+	(*LighthouseQuorumRequest)(nil),     // 4: torchft.LighthouseQuorumRequest
+	(*LighthouseQuorumResponse)(nil),    // 5: torchft.LighthouseQuorumResponse
+	(*LighthouseHeartbeatRequest)(nil),  // 6: torchft.LighthouseHeartbeatRequest
+	(*LighthouseHeartbeatResponse)(nil), // 7: torchft.LighthouseHeartbeatResponse
+	(*ManagerQuorumRequest)(nil),        // 8: torchft.ManagerQuorumRequest
+	(*ManagerQuorumResponse)(nil),       // 9: torchft.ManagerQuorumResponse
+	(*CheckpointMetadataRequest)(nil),   // 10: torchft.CheckpointMetadataRequest
+	(*CheckpointMetadataResponse)(nil),  // 11: torchft.CheckpointMetadataResponse
+	(*ShouldCommitRequest)(nil),         // 12: torchft.ShouldCommitRequest
+	(*ShouldCommitResponse)(nil),        // 13: torchft.ShouldCommitResponse
+	(*KillRequest)(nil),                 // 14: torchft.KillRequest
+	(*KillResponse)(nil),                // 15: torchft.KillResponse
+	(*LeaveRequest)(nil),                // 16: torchft.LeaveRequest
+	(*LeaveResponse)(nil),               // 17: torchft.LeaveResponse
+	(*RankRequest)(nil),                 // 18: torchft.RankRequest
+	(*RankResponse)(nil),                // 19: torchft.RankResponse
+	(*Notice)(nil),                      // 20: torchft.Notice
+	(*PeerSuspected)(nil),               // 21: torchft.PeerSuspected
+	(*HealProgress)(nil),                // 22: torchft.HealProgress
+	(*Counted)(nil),                     // 23: torchft.Counted
+	(*Recovered)(nil),                   // 24: torchft.Recovered
+	(*PhaseTime)(nil),                   // 25: torchft.PhaseTime
+	(*RankProgress)(nil),                // 26: torchft.RankProgress
+	(*RankStacks)(nil),                  // 27: torchft.RankStacks
+	(*GroupProgress)(nil),               // 28: torchft.GroupProgress
+	(*CallFailure)(nil),                 // 29: torchft.CallFailure
+	(*MemberMessage)(nil),               // 30: torchft.MemberMessage
+	(*Step)(nil),                        // 31: torchft.Step
+	(*Parting)(nil),                     // 32: torchft.Parting
+	(*Greeting)(nil),                    // 33: torchft.Greeting
+	(*Ask)(nil),                         // 34: torchft.Ask
+	(*LighthouseMessage)(nil),           // 35: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 36: torchft.NotLeader
+	(*Welcome)(nil),                     // 37: torchft.Welcome
+	(*Delivery)(nil),                    // 38: torchft.Delivery
+	(*QuorumStates)(nil),                // 39: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 40: torchft.PlacedState
+	(*Frame)(nil),                       // 41: torchft.Frame
+	(*IdentifyRequest)(nil),             // 42: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 43: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 44: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
-	1,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	42, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
-	1,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	2,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
-	7,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
-	11, // 5: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
-	20, // 6: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
-	25, // 7: torchft.RankRequest.progress:type_name -> torchft.RankProgress
-	21, // 8: torchft.RankRequest.healing:type_name -> torchft.HealProgress
-	23, // 9: torchft.RankRequest.recovered:type_name -> torchft.Recovered
-	22, // 10: torchft.RankRequest.counted:type_name -> torchft.Counted
-	8,  // 11: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	12, // 12: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	27, // 13: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	19, // 14: torchft.RankResponse.notice:type_name -> torchft.Notice
-	0,  // 15: torchft.Notice.kind:type_name -> torchft.Notice.Kind
-	24, // 16: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	31, // 17: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	32, // 18: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	20, // 19: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	26, // 20: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	21, // 21: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	23, // 22: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	29, // 23: torchft.MemberMessage.stopped:type_name -> torchft.Step
-	30, // 24: torchft.MemberMessage.parting:type_name -> torchft.Parting
-	29, // 25: torchft.Greeting.stands:type_name -> torchft.Step
-	1,  // 26: torchft.Ask.member:type_name -> torchft.QuorumMember
-	35, // 27: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	27, // 28: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	19, // 29: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
-	36, // 30: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	37, // 31: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	42, // 32: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	38, // 33: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	3,  // 34: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	5,  // 35: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	7,  // 36: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	9,  // 37: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	11, // 38: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	13, // 39: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	17, // 40: torchft.RankService.Session:input_type -> torchft.RankRequest
-	15, // 41: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
-	28, // 42: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	39, // 43: torchft.ClusterService.Link:input_type -> torchft.Frame
-	40, // 44: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	4,  // 45: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	6,  // 46: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	8,  // 47: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	10, // 48: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	12, // 49: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	14, // 50: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	18, // 51: torchft.RankService.Session:output_type -> torchft.RankResponse
-	16, // 52: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
-	33, // 53: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	39, // 54: torchft.ClusterService.Link:output_type -> torchft.Frame
-	41, // 55: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	45, // [45:56] is the sub-list for method output_type
-	34, // [34:45] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	2,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
+	44, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	2,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
+	3,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
+	8,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
+	12, // 5: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
+	21, // 6: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
+	26, // 7: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	22, // 8: torchft.RankRequest.healing:type_name -> torchft.HealProgress
+	24, // 9: torchft.RankRequest.recovered:type_name -> torchft.Recovered
+	23, // 10: torchft.RankRequest.counted:type_name -> torchft.Counted
+	27, // 11: torchft.RankRequest.stacks:type_name -> torchft.RankStacks
+	9,  // 12: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	13, // 13: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	29, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	20, // 15: torchft.RankResponse.notice:type_name -> torchft.Notice
+	1,  // 16: torchft.Notice.kind:type_name -> torchft.Notice.Kind
+	25, // 17: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	0,  // 18: torchft.RankProgress.phase:type_name -> torchft.Phase
+	0,  // 19: torchft.GroupProgress.phase:type_name -> torchft.Phase
+	33, // 20: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	34, // 21: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	21, // 22: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	28, // 23: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	22, // 24: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	24, // 25: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	31, // 26: torchft.MemberMessage.stopped:type_name -> torchft.Step
+	32, // 27: torchft.MemberMessage.parting:type_name -> torchft.Parting
+	27, // 28: torchft.MemberMessage.stacks:type_name -> torchft.RankStacks
+	0,  // 29: torchft.MemberMessage.phase:type_name -> torchft.Phase
+	31, // 30: torchft.Greeting.stands:type_name -> torchft.Step
+	2,  // 31: torchft.Ask.member:type_name -> torchft.QuorumMember
+	37, // 32: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	29, // 33: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	20, // 34: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
+	38, // 35: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	39, // 36: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	44, // 37: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	40, // 38: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	4,  // 39: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	6,  // 40: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	8,  // 41: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	10, // 42: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	12, // 43: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	14, // 44: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	18, // 45: torchft.RankService.Session:input_type -> torchft.RankRequest
+	16, // 46: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
+	30, // 47: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	41, // 48: torchft.ClusterService.Link:input_type -> torchft.Frame
+	42, // 49: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	5,  // 50: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	7,  // 51: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	9,  // 52: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	11, // 53: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	13, // 54: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	15, // 55: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	19, // 56: torchft.RankService.Session:output_type -> torchft.RankResponse
+	17, // 57: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
+	35, // 58: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	41, // 59: torchft.ClusterService.Link:output_type -> torchft.Frame
+	43, // 60: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	50, // [50:61] is the sub-list for method output_type
+	39, // [39:50] is the sub-list for method input_type
+	39, // [39:39] is the sub-list for extension type_name
+	39, // [39:39] is the sub-list for extension extendee
+	0,  // [0:39] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -3938,6 +4176,7 @@ func file_torchft_proto_init() {
 		(*RankRequest_Recovered)(nil),
 		(*RankRequest_Counted)(nil),
 		(*RankRequest_Drain)(nil),
+		(*RankRequest_Stacks)(nil),
 	}
 	file_torchft_proto_msgTypes[17].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
@@ -3945,7 +4184,7 @@ func file_torchft_proto_init() {
 		(*RankResponse_Failure)(nil),
 		(*RankResponse_Notice)(nil),
 	}
-	file_torchft_proto_msgTypes[27].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[28].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_Withdraw)(nil),
@@ -3961,9 +4200,10 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Stopped)(nil),
 		(*MemberMessage_Parting)(nil),
 		(*MemberMessage_Changes)(nil),
+		(*MemberMessage_Stacks)(nil),
 		(*MemberMessage_Drain)(nil),
 	}
-	file_torchft_proto_msgTypes[32].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[33].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
@@ -3974,7 +4214,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Alive)(nil),
 		(*LighthouseMessage_Delivery)(nil),
 	}
-	file_torchft_proto_msgTypes[35].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
 	}
@@ -3983,8 +4223,8 @@ func file_torchft_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   41,
+			NumEnums:      2,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

@@ -204,7 +204,8 @@ function drawRow(tr, row) {
   cells[0].textContent = short(row.id);
   cells[0].title = row.id;
   const heal = row.heal_total ? ` ${gigabytes(row.heal_received || 0)} of ${gigabytes(row.heal_total)}` : "";
-  cells[1].textContent = row.state + heal + (row.failures ? `, ${some(row.failures, "commit")} failed` : "");
+  const phase = row.state === "training" && row.phase && row.phase !== "training" ? `: ${row.phase.replace("_", " ")}` : "";
+  cells[1].textContent = row.state + phase + heal + (row.failures ? `, ${some(row.failures, "commit")} failed` : "");
   if (row.heal_total) {
     const bar = element("progress");
     bar.max = row.heal_total;
@@ -240,6 +241,8 @@ function words(event) {
   if (event.joined) parts.push(`${event.joined.join(", ")} joined`);
   if (event.left) parts.push(`${event.left.join(", ")} ${event.kind === "failed" ? "failed" : "left"}`);
   if (event.kind === "drained") return `${(event.left || []).join(", ")} is to leave at the end of a step; ${event.reason}`;
+  if (event.kind === "stalled") return `the others wait for ${(event.left || []).join(", ")}; ${event.reason}`;
+  if (event.kind === "stacks") return `${event.who}, ${event.reason}\n${event.stacks}`;
   if (event.kind === "refused") return `${(event.left || []).join(", ")} was refused; ${event.reason}`;
   if (event.who) parts.push(recovery(event));
   if (event.kind === "quorum") parts.push(`${some(event.members, "group")} ${event.members === 1 ? "trains" : "train"} from step ${event.step || 0}`);

@@ -17,6 +17,7 @@ import (
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
@@ -95,7 +96,7 @@ func Join(ctx context.Context, cfg manager.ServerConfig) (*lighthouses.Member, e
 type NoMembership struct{}
 
 // Attend reaches the lighthouse.
-func (NoMembership) Attend(ctx context.Context, _ time.Duration, reached func()) error {
+func (NoMembership) Attend(ctx context.Context, _ time.Duration, reached func(), _ membership.Phase) error {
 	reached()
 	<-ctx.Done()
 	return ctx.Err()

@@ -172,7 +172,8 @@ func (c *cluster) joinOver(network rpc.Network, addresses string) *member {
 	go func() {
 		defer close(ended)
 		for ctx.Err() == nil {
-			_ = joined.Attend(ctx, 100*time.Millisecond, func() {})
+			_ = joined.Attend(ctx, 100*time.Millisecond, func() {},
+				func() (quorum.Phase, time.Duration) { return quorum.Training, 0 })
 			time.Sleep(250 * time.Millisecond)
 		}
 	}()

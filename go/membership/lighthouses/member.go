@@ -132,14 +132,16 @@ func (m *Member) lastRound() quorum.Claim {
 }
 
 // Attend keeps a stream open, and sends on it at least as often as the lighthouse asks for.
-func (m *Member) Attend(ctx context.Context, interval time.Duration, reached func()) error {
+func (m *Member) Attend(
+	ctx context.Context, interval time.Duration, reached func(), phase membership.Phase,
+) error {
 	var until time.Time // until when a broken stream is reopened without reporting an error
 	for {
 		opening, cancel := context.WithTimeout(ctx, openTimeout)
 		stream, client, err := m.connect(opening)
 		cancel()
 		if err == nil {
-			err = stream.attend(ctx, reached)
+			err = stream.attend(ctx, reached, phase)
 			if until = time.Now(); !stream.answers {
 				// otherwise the next attempt asks the other lighthouses, too
 				until = until.Add(reconnectTime)

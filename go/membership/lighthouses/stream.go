@@ -12,6 +12,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -157,7 +158,7 @@ func (s *memberStream) ask(
 
 // attend calls reached after the welcome, and then sends a heartbeat in each interval until the stream breaks
 // or ctx ends.
-func (s *memberStream) attend(ctx context.Context, reached func()) error {
+func (s *memberStream) attend(ctx context.Context, reached func(), phase membership.Phase) error {
 	select {
 	case <-s.welcomed:
 		reached()
@@ -175,14 +176,21 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 				s.End(errSilent)
 				return s.Err()
 			}
-			s.Post(&torchftpb.MemberMessage{
-				Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load(),
-			})
+			s.Post(s.alive(phase))
 		case <-s.Ended:
 			return s.Err()
 		case <-ctx.Done():
 			return ctx.Err()
 		}
+	}
+}
+
+// alive returns a heartbeat.
+func (s *memberStream) alive(phase membership.Phase) *torchftpb.MemberMessage {
+	doing, lasted := phase()
+	return &torchftpb.MemberMessage{
+		Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load(),
+		Phase: torchftpb.Phase(doing), PhaseUs: lasted.Microseconds(),
 	}
 }
 

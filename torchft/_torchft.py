@@ -48,9 +48,7 @@ __all__ = [
     "QuorumRequest",
     "QuorumResult",
     "Timestamp",
-    "keep",
     "lighthouse_main",
-    "slots_in",
 ]
 
 LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
@@ -343,11 +341,20 @@ class ManagerClient(_Native):
         """
         self._report(suspected={"quorum_id": quorum_id, "replica_id": replica_id})
 
-    def _report_progress(self, group_rank: int, waits: bool, what: str) -> None:
-        """Answers the lighthouse's ``progress``: whether this rank waits for other groups, and what it
-        does.
+    def _report_progress(self, group_rank: int, waits: bool, what: str, phase: str = "") -> None:
+        """Answers the lighthouse's ``progress``: whether this rank waits for other groups, what it does, and
+        its phase, as named in the proto, if that does not follow from its requests.
         """
-        self._report(progress={"group_rank": group_rank, "waits": waits, "what": what})
+        said = {"group_rank": group_rank, "waits": waits, "what": what}
+        self._report(progress={**said, "phase": phase or "UNSAID"})
+
+    def _report_phase(self, group_rank: int, phase: str) -> None:
+        """Reports that the script begins a phase; empty: it ends the one before."""
+        self._report(progress={"group_rank": group_rank, "begins": True, "phase": phase or "UNSAID"})
+
+    def _report_stacks(self, group_rank: int, collective: str, stacks: str) -> None:
+        """Reports where the threads of this rank are, and the collective that it waits for."""
+        self._report(stacks={"group_rank": group_rank, "collective": collective, "stacks": stacks})
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """The value that group rank ``rank`` announced as ``checkpoint_metadata`` in its last quorum."""
@@ -616,45 +623,3 @@ def lighthouse_main() -> None:
         print(f"torchft_lighthouse: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, ValueError) else 1)
     server.shutdown()  # a second signal ends the process at once
-
-
-class _Keeper(_GoServer):
-    """The process that keeps the slots of a host."""
-
-    __slots__ = ()
-
-    def __init__(self, root: str, bind: str, writer: str, keep_us: int) -> None:
-        self._serve("pyapi_KeeperStart", root, bind, announced_host(), writer, keep_us)
-
-
-def keep(root: str, bind: str, keep: timedelta, writer: list[str], began: Callable[[], None]) -> None:
-    """Keeps the slots in a folder until SIGINT or SIGTERM, or until there is nothing to keep.
-
-    Args:
-        root: the folder, of this user alone.
-        bind: ``host:port`` to listen on; "": free ports.
-        keep: for how long to keep slots after the last trainer of their job has ended, more than 0.
-        writer: the command that writes slots to disk, to which the folder is added; empty: none.
-        began: called once this process keeps the folder.
-
-    Raises:
-        ValueError: an argument that is not allowed.
-        TimeoutError: another keeper has the folder; the text says which.
-        RuntimeError: the folder cannot be used.
-    """
-    _load(log_level="info")
-    with _end_awaited() as wait:
-        keeper = _Keeper(root, bind, json.dumps(writer), _micros("keep", keep))
-        began()
-        wait()
-    keeper.shutdown()  # a second signal ends the process at once
-
-
-def slots_in(root: str) -> list[dict[str, Any]]:
-    """What the slots in a folder hold, as ``GET /api/v1/keepers`` describes them; no keeper needs to run.
-
-    Raises:
-        RuntimeError: the folder cannot be read.
-    """
-    found: list[dict[str, Any]] = json.loads(_load().pyapi_KeeperList(root))
-    return found

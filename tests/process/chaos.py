@@ -160,6 +160,24 @@ class Chaos:
         self.wait_together()
         return outcome
 
+    def hang(self, victim: int, phase: str = "before the vote", rank: int = 1) -> Outcome:
+        """Lets the training thread of a rank hang at a phase, and replaces its group when the others have
+        continued. All of its ranks write their stacks. Only with limits for stalled groups (EJECT).
+        """
+        self._prepare(victim)
+        before, ranks = self._failures(), self.lives[victim].ranks
+        at = self._strike([ranks[rank]], phase, signal.SIGUSR2)
+        outcome = self._after(self._others(victim), [victim], at, STOP_BOUND_S + 3.0)
+        stalled = self._failures()["stalled"] - before["stalled"]
+        assert stalled == 1, f"{stalled} groups were evicted, and one hangs"
+        for child in ranks:
+            assert "this group is stalled" in child.log_tail(1000), f"{child.name} has written no stacks"
+        assert "in hang_here" in ranks[rank].log_tail(1000)
+        for child in ranks:
+            child.kill()
+        self._replace([victim])
+        return outcome
+
     def cut(self, victim: int) -> Outcome:
         """Cuts the network of a group's host without closing connections, and restores it when the
         others have continued.

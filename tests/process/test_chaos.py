@@ -114,6 +114,7 @@ def test_one_rank_of_a_group() -> None:
         assert outcome.seconds > 2.0, (
             "its manager server is alive, so only the lack of progress shows the failure"
         )
+        chaos.hang(0)
         chaos.finish()
         log = chaos.lighthouse.log_tail(1000)
     assert "a member makes no progress" in log and "rank 1, step" in log

@@ -129,7 +129,7 @@ class GroupServer:
         failed: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
         regressed: Callable[[MemberFailure], None],
-        progress: Callable[[], tuple[bool, str]],
+        progress: Callable[[], tuple[bool, str, str]],
     ) -> None:
         """Starts to receive notices about other members (:class:`FailureListener`). Upstream's client has
         none.
@@ -169,7 +169,7 @@ class _NativeServer(GroupServer):
         failed: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
         regressed: Callable[[MemberFailure], None],
-        progress: Callable[[], tuple[bool, str]],
+        progress: Callable[[], tuple[bool, str, str]],
     ) -> None:
         self._listener = FailureListener(self.client, self._group_rank, failed, stalled, regressed, progress)
 

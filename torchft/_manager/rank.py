@@ -24,6 +24,7 @@ class Activity(NamedTuple):
 
     what: str
     waits: bool
+    phase: str
 
 
 class RankState:
@@ -47,15 +48,16 @@ class RankState:
         self._activities: list[Activity] = []
 
     @contextmanager
-    def doing(self, what: str, waits: bool = True) -> Iterator[None]:
+    def doing(self, what: str, waits: bool = True, phase: str = "") -> Iterator[None]:
         """Surrounds what may take long, for the lighthouse, which asks a rank that makes no progress what it
         does.
 
         Args:
             what: in the present tense, without a subject.
             waits: whether it is a wait for other groups, or for the device.
+            phase: its phase, as named in the proto, if it is one of its own.
         """
-        activity = Activity(what, waits)
+        activity = Activity(what, waits, phase)
         self._activities.append(activity)
         try:
             yield

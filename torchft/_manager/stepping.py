@@ -4,14 +4,18 @@ the steps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Optional
 
 from torchft._forked import Maker
 from torchft._manager.checks.layout import Layout
+from torchft._manager.observe.hangs import PHASES
+from torchft._manager.observe.log import _ManagerLogger
 from torchft._manager.observe.ranges import ranged
 from torchft._manager.quorum.plan import Plan
 from torchft._manager.quorum.rounds import Round
-from torchft._manager.rank import kept_in
+from torchft._manager.rank import RankState, kept_in
 from torchft._manager.step.errors import ExceptionWithTraceback
 from torchft._manager.step.step import Step
 
@@ -29,6 +33,8 @@ class Stepping:
     """
 
     _layout: Layout
+    _logger: _ManagerLogger
+    _rank_state: RankState
     _group_rank: int
     _current: Step
     _maker: Maker
@@ -41,6 +47,31 @@ class Stepping:
     _healing: bool = kept_in("_current.healing")
     _participating_replica_rank: Optional[int] = kept_in("_current.participating_rank")
     _participating_replica_world_size: int = kept_in("_current.participants")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Surrounds what takes longer than a step, so that this group counts as stalled only after what is
+        usual in that phase, while others wait for it: docs/failures.md.
+
+        Without it, a compilation by PyTorch, ``torch.save``, torch.distributed.checkpoint and a model in
+        evaluation mode between two steps are recognized, and anything else between two steps is a phase of
+        its own.
+
+        Args:
+            name: ``evaluation``, ``checkpoint`` or ``compilation``.
+
+        Raises:
+            ValueError: there is no such phase.
+        """
+        if name not in PHASES:
+            raise ValueError(f"phase({name!r}): allowed are {', '.join(PHASES)}")
+        self._logger.phase(PHASES[name])
+        try:
+            with self._rank_state.doing(f"is in the phase {name!r}", waits=False, phase=PHASES[name]):
+                yield
+        finally:
+            around = self._rank_state.activity(waits=False)
+            self._logger.phase("" if around is None else around.phase)
 
     def _transfer(self, step: Step, plan: Plan) -> None:
         """Serves this group's state, or fetches a peer's."""

@@ -67,6 +67,11 @@ def words(event: dict[str, Any]) -> str:
         return _line(
             when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]]
         )
+    if event["kind"] == "stalled":
+        return _line(when, event, [f"the others wait for {', '.join(event['left'])}", event["reason"]])
+    if event["kind"] == "stacks":
+        stacks = "\n".join(printable(line) for line in event["stacks"].splitlines())
+        return _line(when, event, [event["who"], event["reason"]]) + "\n" + stacks
     if event["kind"] == "refused":
         return _line(when, event, [f"{', '.join(event['left'])} was refused", event["reason"]])
     parts = []

@@ -89,7 +89,7 @@ class Lighthouse(Consensus):
             failed=failed,
             stalled=lambda _: None,
             regressed=lambda _: None,
-            progress=lambda: (False, "trains with FTLib"),
+            progress=lambda: (False, "trains with FTLib", ""),
         )
 
     def get_member_list(self) -> View:

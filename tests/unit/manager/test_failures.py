@@ -330,10 +330,10 @@ def test_the_activity_that_a_rank_reports(fixture: Fixture) -> None:
     step.
     """
     manager, group = started(fixture)
-    assert manager._failures.progress() == (False, "computes, after 0 collectives of this step")
+    assert manager._failures.progress() == (False, "computes, after 0 collectives of this step", "")
     manager.allreduce(torch.ones(1))
     manager.allreduce(torch.ones(1))
     group.works[0].future.set_result(None)
-    assert manager._failures.progress() == (True, "waits for its peers in collective 1 of this step")
+    assert manager._failures.progress() == (True, "waits for its peers in collective 1 of this step", "")
     group.works[1].future.set_result(None)
-    assert manager._failures.progress() == (False, "computes, after 2 collectives of this step")
+    assert manager._failures.progress() == (False, "computes, after 2 collectives of this step", "")

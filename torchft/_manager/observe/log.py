@@ -59,13 +59,13 @@ class _ManagerLogger:
     ) -> None:
         self._logger = logging.getLogger("torchft.manager")
         self._rank_state = manager
-        self._replica_id = replica_id
+        self.replica_id = replica_id
         self._group_rank = group_rank
         self._report = report or (lambda *_, **__: None)
         export_events()
 
     def prefix(self) -> str:
-        return f"[{self._replica_id}/{self._group_rank} - step {self._rank_state.current_step()}]"
+        return f"[{self.replica_id}/{self._group_rank} - step {self._rank_state.current_step()}]"
 
     def info(self, msg: str) -> None:
         self._logger.info("%s %s", self.prefix(), msg)
@@ -85,6 +85,20 @@ class _ManagerLogger:
     def heal_progress(self, received: int, total: int) -> None:
         """Reports the bytes of a peer's state that have arrived, and the total."""
         self._report("_report_healing", received, total)
+
+    def phase(self, phase: str) -> None:
+        """Reports that the script begins a phase; empty: it ends the one before."""
+        self._report("_report_phase", phase)
+
+    def stalled(self, collective: str, stacks: str) -> None:
+        """This rank makes no progress while other groups wait: logs where it is, and reports it.
+
+        Args:
+            collective: the one that it waits for, in words; empty: it is not known.
+            stacks: those of its threads.
+        """
+        self.warn(f"this group is stalled{collective and f', in {collective}'}; its threads:\n{stacks}")
+        self._report("_report_stacks", collective, stacks)
 
     # Events
 
@@ -140,7 +154,7 @@ class _ManagerLogger:
             return
         of_rank = {
             "job_id": os.environ.get("JOB_ID", "unknown"),
-            "replica_id": self._replica_id,
+            "replica_id": self.replica_id,
             "rank": self._group_rank,
             "quorum_id": self._rank_state._quorum_id,
             "step": self._rank_state.current_step(),

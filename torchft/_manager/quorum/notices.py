@@ -34,8 +34,8 @@ class FailureListener:
         failed: called for each member that failed; its exceptions are logged.
         stalled: called for each member that makes no progress while the others wait for it.
         regressed: called if the quorum is below the step that the job had reached.
-        progress: returns whether this rank waits for other groups, and what it does; called when the
-            lighthouse asks.
+        progress: returns whether this rank waits for other groups, what it does, and its phase; called when
+            the lighthouse asks.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FailureListener:
         failed: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
         regressed: Callable[[MemberFailure], None],
-        progress: Callable[[], tuple[bool, str]],
+        progress: Callable[[], tuple[bool, str, str]],
     ) -> None:
         self._client = client
         self._group_rank = group_rank

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Optional
 
+from torchft._manager.observe import hangs
 from torchft._torchft import MemberFailure
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.rank import RankState
     from torchft._manager.step.background import Background
+    from torchft._manager.step.collectives import Collectives
     from torchft._manager.step.errors import Errors
 
 _logger = logging.getLogger("torchft.manager")
@@ -174,8 +176,12 @@ class Failures:
             time.sleep(_ABORT_AGAIN_SEC)
 
     def stalled(self, failure: MemberFailure) -> None:
-        """A peer makes no progress while the others wait for it."""
+        """A member makes no progress while the others wait for it. If it is this group, each of its ranks
+        reports where it is.
+        """
         self._logger.warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
+        if failure.replica_id == self._logger.replica_id:
+            self._logger.stalled(hangs.awaited(), hangs.stacks())
 
     def regressed(self, of: MemberFailure) -> None:
         """Groups that had reached a later step are missing, and the others continue from an earlier one."""
@@ -185,22 +191,26 @@ class Failures:
             f"come back: {of.reason}"
         )
 
-    def progress(self) -> tuple[bool, str]:
-        """Whether this rank waits for other groups, and what it does. The lighthouse asks only if a step
-        takes long.
+    def progress(self) -> tuple[bool, str, str]:
+        """Whether this rank waits for other groups, what it does, and its phase, as named in the proto; empty
+        if that is a step. The lighthouse asks only if a step takes long.
         """
         self._background.enter_thread()
-        collectives = self._errors.step.collectives
+        step = self._errors.step
+        waits, what, phase = self._doing(step.collectives)
+        return waits, what, phase or ("" if waits else hangs.seen(step.thread, between=not step.undecided))
+
+    def _doing(self, collectives: Collectives) -> tuple[bool, str, str]:
         running = collectives.running()
         # On the training thread: no call comes before it ends.
         if function := self._rank_state.activity(waits=False):
-            return False, function.what
+            return False, function.what, function.phase
         if self._connecting:
-            return True, "connects with its peers"
+            return True, "connects with its peers", ""
         if running is not None:
-            return True, f"waits for its peers in collective {running} of this step"
+            return True, f"waits for its peers in collective {running} of this step", ""
         if wait := self._rank_state.activity(waits=True):
-            return True, wait.what
+            return True, wait.what, wait.phase
         if self._background.busy():
-            return True, "waits for its device to send or receive a state"
-        return False, f"computes, after {len(collectives)} collectives of this step"
+            return True, "waits for its device to send or receive a state", ""
+        return False, f"computes, after {len(collectives)} collectives of this step", ""

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import multiprocessing
 import random
 import sys
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Callable, Optional
@@ -25,7 +29,18 @@ from torchft.data._stream_reader import Collate, StreamReader
 from torchft.data.streams import StreamPlan
 from torchft.data.workers import WorkerInit
 
+logger: logging.Logger = logging.getLogger(__name__)
+
 Seed = Callable[[Key], int]
+
+# Seconds within which forked workers begin, in each attempt.
+_BEGIN_S = (10.0, 20.0, 40.0)
+
+
+class WorkersHang(RuntimeError):
+    """Worker processes do not begin. A lock that another thread holds at a fork stays locked in the child,
+    and PyTorch's workers first seed their random numbers, which takes several locks.
+    """
 
 
 class Lane:
@@ -45,14 +60,38 @@ class Lane:
         self.prefetcher = Prefetcher(self._start)
 
     def _start(self, tasks: Iterator[Task]) -> Iterator[Any]:
-        self._batches.tasks = tasks
-        self.dataloader.worker_init_fn = WorkerInit(installed(), self._worker_init_fn)
-        self._reader = iter(self.dataloader)
-        return self._reader
+        self._batches.tasks = recorded = _Recorded(tasks)
+        for seconds in _BEGIN_S:
+            begun = multiprocessing.get_context("fork").Semaphore(0) if self._forks() else None
+            self.dataloader.worker_init_fn = WorkerInit(installed(), self._worker_init_fn, begun)
+            self._reader = iter(self.dataloader)
+            deadline = time.monotonic() + seconds
+            if begun is None or all(
+                begun.acquire(timeout=max(0.0, deadline - time.monotonic()))
+                for _ in range(self.dataloader.num_workers)
+            ):
+                recorded.end()
+                return self._reader
+            logger.warning("worker processes did not begin within %g s: they are started again", seconds)
+            self._end_workers()
+            recorded.again()
+        raise WorkersHang(
+            f"worker processes did not begin in {len(_BEGIN_S)} attempts: they were forked while another "
+            "thread held a lock; give multiprocessing_context='forkserver'"
+        )
+
+    def _forks(self) -> bool:
+        if self.dataloader._iterator is not None:  # persistent workers, which have begun
+            return False
+        context = self.dataloader.multiprocessing_context or multiprocessing
+        return self.dataloader.num_workers > 0 and context.get_start_method() == "fork"
 
     def stop(self) -> None:
         """Ends the worker processes. Reading starts again with the next unit that is taken."""
         self.prefetcher.close()
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         if hasattr(self._reader, "_shutdown_workers"):
             # The iterator does so itself when its last reference is dropped. But that may happen late,
             # because persistent_workers and the traceback of an error keep references, or in a worker that is
@@ -61,6 +100,32 @@ class Lane:
             with contextlib.suppress(RuntimeError):
                 self._reader._shutdown_workers()
         self._reader = self.dataloader._iterator = None
+
+
+class _Recorded(Iterator[Task]):
+    """Tasks that can be given again until workers have begun. Not a generator, as the tasks may continue
+    after their end.
+    """
+
+    def __init__(self, tasks: Iterator[Task]) -> None:
+        self._tasks = tasks
+        self._given: Optional[list[Task]] = []
+        self._next: deque[Task] = deque()
+
+    def __next__(self) -> Task:
+        task = self._next.popleft() if self._next else next(self._tasks)
+        if self._given is not None:
+            self._given.append(task)
+        return task
+
+    def again(self) -> None:
+        """Gives all tasks again."""
+        self._next.extendleft(reversed(self._given or ()))
+        self._given = []
+
+    def end(self) -> None:
+        """They will not be given again."""
+        self._given = None
 
 
 class Lanes:

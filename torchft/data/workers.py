@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from multiprocessing.synchronize import Semaphore
 from typing import Any, Optional
 
 
@@ -30,14 +31,23 @@ class WorkerInit:
     Args:
         ignored: numbers of the signals.
         then: a further ``worker_init_fn`` to call; None: there is none.
+        begun: a semaphore that each worker releases when it begins; None: there is none.
     """
 
-    def __init__(self, ignored: Sequence[int], then: Optional[Callable[[int], Any]] = None) -> None:
+    def __init__(
+        self,
+        ignored: Sequence[int],
+        then: Optional[Callable[[int], Any]] = None,
+        begun: Optional[Semaphore] = None,
+    ) -> None:
         self._ignored = ignored
         self._then = then
+        self._begun = begun
 
     def __call__(self, worker: int) -> None:
         gc.freeze()
+        if self._begun is not None:
+            self._begun.release()
         if self._ignored:
             for number in self._ignored:
                 # Ignored also in threads that a library has started before.

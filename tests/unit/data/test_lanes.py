@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Optional
 
 import pytest
+import torch
 from torch.utils.data import get_worker_info
 
 from tests.unit.data.streaming import Files, Sample
 from tests.unit.data.test_loader import Alone
 from tests.unit.data.test_loader_reading import Changing
-from torchft.data import ElasticDataLoader
+from torchft.data import ElasticDataLoader, _lanes
 from torchft.data._prefetch import ReadFailed
 from torchft.data.position import DataPosition
 
@@ -70,6 +72,40 @@ def test_each_sample_once_an_epoch_whoever_reads_it(workers: int) -> None:
     pids = {pid for one in readers.values() for pid in one}
     assert pids == {os.getpid()} if not workers else len(pids) == min(workers, 5)
     assert loader.state_dict() == {**expected, "epoch": 2, "batch": 0, "epochs": 2}
+
+
+class Hangs:
+    """In place of torch.manual_seed, as if another thread had held its lock at the fork of some workers."""
+
+    def __init__(self, times: int) -> None:
+        self.left = multiprocessing.get_context("fork").Value("i", times)
+
+    def __call__(self, seed: int) -> None:
+        with self.left:
+            self.left.value -= 1
+            hangs = self.left.value >= 0
+        while hangs:
+            time.sleep(60)
+
+
+@pytest.mark.parametrize("data", [Signed(LENGTHS), range(40)], ids=["stream", "indices"])
+def test_workers_that_hang_at_their_begin_are_started_again(
+    data: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "manual_seed", Hangs(1))
+    monkeypatch.setattr(_lanes, "_BEGIN_S", (1.0, 60.0))
+    expected = train(make(data=data))
+    found = train(make(data=data, num_workers=2))
+    samples = [[sample if isinstance(sample, int) else sample[0] for sample in step] for step in found]
+    assert samples == [[s if isinstance(s, int) else s[0] for s in step] for step in expected]
+    assert "worker processes did not begin within 1 s: they are started again" in caplog.text
+
+
+def test_workers_that_never_begin_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "manual_seed", Hangs(9))
+    monkeypatch.setattr(_lanes, "_BEGIN_S", (0.5,))
+    with pytest.raises(ReadFailed, match="WorkersHang: worker processes did not begin in 1 attempts: they"):
+        train(make(num_workers=1))
 
 
 class LikeHuggingFace(Files):

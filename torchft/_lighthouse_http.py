@@ -67,7 +67,7 @@ class HttpLighthouse:
         self.addresses = [_checked(address.strip()) for address in text.split(",")]
 
     def get(self, path: str) -> Any:
-        """The JSON at ``/status``, ``/jobs``, ``/cluster`` or ``/api/v1/history``.
+        """The JSON at ``/status``, ``/jobs``, ``/cluster``, ``/api/v1/history`` or ``/api/v1/keepers``.
 
         Raises:
             Unanswered: no lighthouse answers, or the server at the address is not a lighthouse.
@@ -260,7 +260,13 @@ def _opener(*handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirec
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
 
 
-_FIELD = {"/status": "members", "/cluster": "leader", "/api/v1/history": "events"}  # that each answer has
+# A field that each answer has.
+_FIELD = {
+    "/status": "members",
+    "/cluster": "leader",
+    "/api/v1/history": "events",
+    "/api/v1/keepers": "keepers",
+}
 
 
 def _fits(path: str, answer: Any) -> bool:

@@ -48,7 +48,9 @@ __all__ = [
     "QuorumRequest",
     "QuorumResult",
     "Timestamp",
+    "keep",
     "lighthouse_main",
+    "slots_in",
 ]
 
 LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
@@ -623,3 +625,45 @@ def lighthouse_main() -> None:
         print(f"torchft_lighthouse: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, ValueError) else 1)
     server.shutdown()  # a second signal ends the process at once
+
+
+class _Keeper(_GoServer):
+    """The process that keeps the slots of a host."""
+
+    __slots__ = ()
+
+    def __init__(self, root: str, bind: str, writer: str, keep_us: int) -> None:
+        self._serve("pyapi_KeeperStart", root, bind, announced_host(), writer, keep_us)
+
+
+def keep(root: str, bind: str, keep: timedelta, writer: list[str], began: Callable[[], None]) -> None:
+    """Keeps the slots in a folder until SIGINT or SIGTERM, or until there is nothing to keep.
+
+    Args:
+        root: the folder, of this user alone.
+        bind: ``host:port`` to listen on; "": free ports.
+        keep: for how long to keep slots after the last trainer of their job has ended, more than 0.
+        writer: the command that writes slots to disk, to which the folder is added; empty: none.
+        began: called once this process keeps the folder.
+
+    Raises:
+        ValueError: an argument that is not allowed.
+        TimeoutError: another keeper has the folder; the text says which.
+        RuntimeError: the folder cannot be used.
+    """
+    _load(log_level="info")
+    with _end_awaited() as wait:
+        keeper = _Keeper(root, bind, json.dumps(writer), _micros("keep", keep))
+        began()
+        wait()
+    keeper.shutdown()  # a second signal ends the process at once
+
+
+def slots_in(root: str) -> list[dict[str, Any]]:
+    """What the slots in a folder hold, as ``GET /api/v1/keepers`` describes them; no keeper needs to run.
+
+    Raises:
+        RuntimeError: the folder cannot be read.
+    """
+    found: list[dict[str, Any]] = json.loads(_load().pyapi_KeeperList(root))
+    return found

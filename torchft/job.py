@@ -33,10 +33,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchft._job import parameters
-from torchft._job.checkpoints import Checkpoints
-from torchft._job.snapshots import copy_in_memory
+from torchft._job.checkpoints import Checkpoints, check_every
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
 from torchft._job.values import MeanLoss, check_reduced_once, on_device
+from torchft._manager.snapshots.copies import State
 from torchft.data._stream_reader import is_stream
 from torchft.data.loader import ElasticDataLoader
 from torchft.ddp import DistributedDataParallel
@@ -68,8 +68,9 @@ class Job:
             (``Manager(reproducible_reduction=True)``); costs 8 bytes for each element of a parameter.
         checkpoint_dir: the folder to resume from and to save to, in the format of
             torch.distributed.checkpoint, shared by the hosts of a group; None: no checkpoints.
-        checkpoint_every: committed steps between two checkpoints, at least 1. One is written when the loop
-            asks for the next step.
+        checkpoint_every: committed steps between two checkpoints, at least 1. They are written from the copy
+            in shared memory, while training goes on; without ``snapshots``, when the loop asks for the next
+            step.
         manager: a Manager to use in place of the one that is made; ``isolated`` and ``reproducible`` are its
             settings then.
         settings: further arguments of :class:`Manager`: ``timeout``, ``heal``, ``compare_commits``, …
@@ -101,12 +102,13 @@ class Job:
             raise ValueError(
                 f"manager was given: {[*settings, 'isolated', 'reproducible']} are its own settings"
             )
-        self._checkpoints = Checkpoints(checkpoint_dir, checkpoint_every, group_name())
+        check_every(checkpoint_every)
         self.device = pick_device(device)
         if manager is None:
             end_with_torchrun()
             manager = connect(self.device, isolated, reproducible_reduction=reproducible, **settings)
         self.manager = manager
+        self._checkpoints = Checkpoints(checkpoint_dir, checkpoint_every, manager)
         self.name = f"group {group_name()} rank {manager._settings.group_rank}"
         self._ranks = manager._settings.group_world_size
         self._models: list[nn.Module] = []  # as they were given
@@ -228,8 +230,8 @@ class Job:
             # A group that heals takes over the scale before gradients are multiplied and divided by it.
             self.manager._use_async_quorum = False
         self._begin_alike()
+        self.manager._snapshots.state = State(self._checkpoint, self._resume, self._before_loading)
         self._checkpoints.resume(self._checkpoint, self._resume)
-        copy_in_memory(self)
         return JobLoader(self, self._loader)
 
     def _check(self) -> None:
@@ -275,6 +277,14 @@ class Job:
         common = {"manager": self.manager.state_dict(), "data": self._loader.state_dict()}
         return {**common, **(own if self._stage is None else {self._stage: own})}
 
+    def _before_loading(self) -> dict[str, Any]:
+        """Returns what a rank has before it loads a copy. An optimizer has no state yet, and gets none here:
+        that would take a step of it.
+        """
+        others = {name: each.state_dict() for name, each in self._others.items()}
+        own = {"model": get_model_state_dict(parameters.root_of(self._models)), "optimizer": {}, **others}
+        return {"manager": {}, "data": {}, **(own if self._stage is None else {self._stage: own})}
+
     def _resume(self, state: dict[str, Any]) -> None:
         assert self._loader is not None
         own = state if self._stage is None else state[self._stage]
@@ -295,11 +305,6 @@ class Job:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Surrounds an evaluation, a checkpoint or a compilation: :meth:`torchft.Manager.phase`."""
         return self.manager.phase(name)
-
-    def _save(self) -> None:
-        """Saves the state after a committed step, with what the loop has changed since, say an average."""
-        if self._checkpoints.due(self.step) and self.manager.participating_rank() == 0:
-            self._checkpoints.save(self.step, self._checkpoint())
 
     def _replicated(self) -> Iterator[torch.Tensor]:
         """Yields the parameters that the ranks of this group hold alike, while they read different data."""
@@ -354,10 +359,11 @@ class JobLoader(Iterator["JobStep"]):
             job.manager.report_error(error)  # the other groups must not wait for this one
             raise error
         if self._last is not None and self._last.counted:
-            job._save()
+            job._checkpoints.save(job._checkpoint)  # with what the loop has changed since, say an average
         try:
             step = next(self._loader)
         except StopIteration:
+            job._checkpoints.end()
             job.shutdown()
             raise
         for optimizer in job._steppers:

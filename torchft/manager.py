@@ -532,6 +532,17 @@ class Manager(Stateful, Stepping):
         sharing.reduced = False
         return self._shared_decision
 
+    def _begin_with_copy(self, beyond: int) -> bool:
+        """Begins with the newest copy in shared memory of a step after ``beyond``. All ranks of the group
+        call it, before their first step. Returns whether there is one.
+        """
+        if self._snapshots.on:
+            before = self._position
+            found = self._snapshots.restore(before._replace(step=max(before.step, beyond)))
+            if self._snapshots.restored:
+                self._position = found
+        return self._snapshots.restored
+
     def _begin_round(self, request: StepRequest, replays: bool = False, reads_state: bool = False) -> None:
         """Begins an attempt at a step.
 

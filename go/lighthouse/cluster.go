@@ -2,10 +2,8 @@ package lighthouse
 
 import (
 	"context"
-	"crypto/tls"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/url"
 	"strings"
@@ -70,24 +68,7 @@ func (s *Server) joinCluster() (*cluster, error) {
 		return nil, err
 	}
 	c := &cluster{server: s, dialer: replica.NewDialer(s.dialing())}
-	dial := func(ctx context.Context, _, address string) (net.Conn, error) {
-		return s.cfg.Network.Dial(ctx, address)
-	}
-	c.http = &http.Transport{DialContext: dial, IdleConnTimeout: time.Minute}
-	c.http.DialTLSContext = func(ctx context.Context, network, address string) (net.Conn, error) {
-		raw, err := dial(ctx, network, address)
-		if err != nil {
-			return nil, err
-		}
-		config := protected.Client.Get().Clone()
-		config.ServerName, _, _ = net.SplitHostPort(address)
-		conn := tls.Client(raw, config)
-		if err := conn.HandshakeContext(ctx); err != nil {
-			_ = raw.Close()
-			return nil, err
-		}
-		return conn, nil
-	}
+	c.http = rpc.HTTPTransport(s.cfg.Network, protected.Client)
 	cfg := replica.Config{Cluster: s.cfg.Cluster, Self: s.cfg.Advertise, Dir: s.cfg.StateDir, Links: c.dialer,
 		Logger: s.log}
 	if s.cfg.Recover {

@@ -487,6 +487,32 @@ PyObject * _wrap__torchft_go_pyapi_HealWaitStart(PyObject * PYBINDGEN_UNUSED(dum
 
 
 PyObject *
+_wrap__torchft_go_pyapi_KeeperStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    char *root;
+    char *bind;
+    char *hostname;
+    char *writer;
+    int64_t keepUs;
+    const char *keywords[] = {"root", "bind", "hostname", "writer", "keepUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ssssL", (char **) keywords, &root, &bind, &hostname, &writer, &keepUs)) {
+        return NULL;
+    }
+    retval = pyapi_KeeperStart(root, bind, hostname, writer, keepUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_KeeperStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_LighthouseClientStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -922,6 +948,30 @@ PyObject * _wrap__torchft_go_pyapi_HealSecret(PyObject * PYBINDGEN_UNUSED(dummy)
 
 
 PyObject *
+_wrap__torchft_go_pyapi_KeeperList(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    char *retval;
+    char *root;
+    const char *keywords[] = {"root", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &root)) {
+        return NULL;
+    }
+    retval = pyapi_KeeperList(root);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_KeeperList(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_LighthouseCommandHelp(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -988,6 +1038,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_HealServerStart", (PyCFunction) _wrap__torchft_go_pyapi_HealServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServerStart(pieceTimeoutUs, bytesPerSecond, inBackground)\n\ntype: pieceTimeoutUs: int64_t\ntype: bytesPerSecond: int64_t\ntype: inBackground: bool" },
     {(char *) "pyapi_HealStage", (PyCFunction) _wrap__torchft_go_pyapi_HealStage, METH_KEYWORDS|METH_VARARGS, "pyapi_HealStage(fetch, address, length)\n\ntype: fetch: int64_t\ntype: address: int64_t\ntype: length: int64_t" },
     {(char *) "pyapi_HealWaitStart", (PyCFunction) _wrap__torchft_go_pyapi_HealWaitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealWaitStart(fetch, timeoutUs)\n\ntype: fetch: int64_t\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_KeeperStart", (PyCFunction) _wrap__torchft_go_pyapi_KeeperStart, METH_KEYWORDS|METH_VARARGS, "pyapi_KeeperStart(root, bind, hostname, writer, keepUs)\n\ntype: root: char *\ntype: bind: char *\ntype: hostname: char *\ntype: writer: char *\ntype: keepUs: int64_t" },
     {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_LighthouseHeartbeatStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseHeartbeatStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseHeartbeatStart(handle, replicaID, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseQuorumStart(handle, member, timeoutUs)\n\ntype: handle: int64_t\ntype: member: char *\ntype: timeoutUs: int64_t" },
@@ -1006,6 +1057,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ReleaseStart", (PyCFunction) _wrap__torchft_go_pyapi_ReleaseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ReleaseStart(handle)\n\ntype: handle: int64_t" },
     {(char *) "pyapi_Address", (PyCFunction) _wrap__torchft_go_pyapi_Address, METH_KEYWORDS|METH_VARARGS, "pyapi_Address(handle)\n\ntype: handle: int64_t" },
     {(char *) "pyapi_HealSecret", (PyCFunction) _wrap__torchft_go_pyapi_HealSecret, METH_KEYWORDS|METH_VARARGS, "pyapi_HealSecret(grant)\n\ntype: grant: int64_t" },
+    {(char *) "pyapi_KeeperList", (PyCFunction) _wrap__torchft_go_pyapi_KeeperList, METH_KEYWORDS|METH_VARARGS, "pyapi_KeeperList(root)\n\ntype: root: char *" },
     {(char *) "pyapi_LighthouseCommandHelp", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandHelp, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandHelp(arguments)\n\ntype: arguments: char *" },
     {(char *) "pyapi_SetLogLevel", (PyCFunction) _wrap__torchft_go_pyapi_SetLogLevel, METH_KEYWORDS|METH_VARARGS, "pyapi_SetLogLevel(level)\n\ntype: level: char *" },
     {NULL, NULL, 0, NULL}

@@ -285,6 +285,30 @@ func pyapi_HealWaitStart(fetch C.longlong, timeoutUs C.longlong) C.longlong {
 	return C.longlong(cret)
 }
 
+//export pyapi_KeeperList
+func pyapi_KeeperList(root *C.char) *C.char {
+	cret, __err := pyapi.KeeperList(C.GoString(root))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export pyapi_KeeperStart
+func pyapi_KeeperStart(root *C.char, bind *C.char, hostname *C.char, writer *C.char, keepUs C.longlong) C.longlong {
+	cret, __err := pyapi.KeeperStart(C.GoString(root), C.GoString(bind), C.GoString(hostname), C.GoString(writer), int64(keepUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export pyapi_LighthouseClientStart
 func pyapi_LighthouseClientStart(addr *C.char, connectTimeoutUs C.longlong, security *C.char) C.longlong {
 	cret, __err := pyapi.LighthouseClientStart(C.GoString(addr), int64(connectTimeoutUs), C.GoString(security))

@@ -102,6 +102,9 @@ func parse(page []byte) (h header, why string) {
 	if crc32.ChecksumIEEE(text) != binary.LittleEndian.Uint32(page[len(format)+5:]) {
 		return h, "the checksum of its header is wrong"
 	}
+	if slices.ContainsFunc(page[jsonFrom+int(length):], func(b byte) bool { return b != 0 }) {
+		return h, "the rest of its header is damaged"
+	}
 	if err := json.Unmarshal(text, &h); err != nil {
 		return h, "its header is not understood: " + err.Error()
 	}

@@ -44,11 +44,12 @@ LONG_S = 1800.0
 # A time that suffices for every part.
 ALL_S = 7200.0
 CHAOS = (
-    ("gloo", "--kind=gloo", "--groups=4", "--no-heal_along"),
+    ("gloo", "--kind=gloo", "--groups=4", "--heal=at_once"),
     ("isolated", "--kind=isolated", "--groups=3"),
     ("native", "--kind=native", "--groups=3"),
     ("torchrun", "--groups=2", "--torchrun"),
-    ("along", "--kind=gloo", "--groups=3", "--compare_commits=20"),
+    ("in_passing", "--kind=gloo", "--groups=3", "--compare_commits=20"),
+    ("auto", "--kind=gloo", "--groups=3", "--heal=auto"),
 )
 UNITS = {"s": 1, "m": 60, "h": 3600}
 # Patterns of log lines that summarise a part or its failure; the report shows the last match.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -16,7 +15,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import torchft
 from tests.integration.cluster import Cluster, Gate, Rank, results
-from torchft._job.checkpoints import Checkpoints
 from torchft._job.parameters import average_in_group, reduce_plain
 from torchft.data.position import DataPlan, DataPosition
 from torchft.job import JobStep
@@ -171,30 +169,6 @@ def test_a_stream_needs_no_settings() -> None:
 
     with Cluster() as cluster:
         assert results(cluster.start(loop, 0)) == [SAMPLES]
-
-
-def test_a_job_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    def crash(rank: Rank) -> bool:
-        rank.crash()
-        return True
-
-    def run(loop: Loop) -> Optional[torch.Tensor]:
-        with Cluster() as cluster:
-            return results(cluster.start(loop, 0))[0]
-
-    checkpoints = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
-    assert run(Loop(job=checkpoints, events={(0, 5): crash})) is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
-
-    resumed = Loop(job=checkpoints)
-    ended = run(resumed)
-    assert ended is not None
-    torch.testing.assert_close(ended, one_process()[0], rtol=1e-9, atol=1e-12)
-    assert sorted(resumed.losses) == [5, 6, 7]
-
-    (tmp_path / f"step-{STEPS}" / ".metadata").write_bytes(b"torn")
-    with pytest.raises(ValueError, match=rf"(?s)step-{STEPS} cannot be loaded.*remove its folder"):
-        run(Loop(job=checkpoints))
 
 
 def body(name: str) -> Callable[[JobStep, nn.Module], None]:
@@ -428,44 +402,6 @@ class Count:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.steps = state["steps"]
-
-
-def test_groups_that_save_the_same_step_or_failed_while_saving_leave_one_checkpoint(tmp_path: Path) -> None:
-    left = tmp_path / ".step-1.0"
-    left.mkdir()
-    for step in range(1, 6):
-        for group in ("0", "1"):
-            Checkpoints(tmp_path, 1, group).save(step, {"weight": torch.full((2,), float(step))})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
-    read = {"weight": torch.zeros(2)}
-    Checkpoints(tmp_path, 1, "0").resume(lambda: read, lambda state: None)
-    assert read["weight"].tolist() == [5, 5]
-
-
-def test_a_checkpoint_has_what_the_loop_does_after_a_commit(tmp_path: Path) -> None:
-    def run(until: int) -> int:
-        def loop(rank: Rank) -> int:
-            job = torchft.Job(
-                manager=rank.start_manager(), device="cpu", checkpoint_dir=tmp_path, checkpoint_every=1
-            )
-            net, adam, schedule = parts()
-            model, _, _ = job.prepare(net, adam, schedule)
-            count = job.state("count", Count())
-            for step in job.loader(dataset(), **SETTINGS):
-                if job.step == until:
-                    rank.crash()
-                    return 0
-                for x, y in step:
-                    step.backward(nn.functional.mse_loss(model(x), y))
-                if step.commit():
-                    count.steps += 1
-            return int(count.steps)
-
-        with Cluster() as cluster:
-            return results(cluster.start(loop, 0))[0]
-
-    run(until=5)
-    assert run(until=STEPS) == STEPS
 
 
 def test_a_loop_that_reduces_gradients_by_itself_is_refused() -> None:

@@ -27,6 +27,7 @@ from flapping import Flapping
 from processes import Job
 
 KINDS = ("gloo", "isolated", "native", "late")  # "late": the test accelerator of tests/late
+HEALS = ("at_once", "in_passing", "auto")
 # For groups of several ranks: a stopped rank stalls while its manager server runs.
 EJECT = ("--stalled_after_ms=2000", "--eject_stalled_after_ms=3000")
 
@@ -175,7 +176,6 @@ def main() -> int:
         [
             f"chaos_faults.py --seed={args.seed} --kind={args.kind} --groups={args.groups}",
             f"--ranks={args.ranks}{torchrun}",
-            *([] if args.heal_along else ["--no-heal_along"]),
             *worker_options(args),
         ]
     )
@@ -243,8 +243,8 @@ def main() -> int:
 
 
 def worker_options(args: argparse.Namespace) -> list[str]:
-    along = ["--heal_along"] if args.heal_along else []
-    return along if args.compare_commits is None else [*along, f"--compare_commits={args.compare_commits}"]
+    heal = [f"--heal={args.heal}"]
+    return heal if args.compare_commits is None else [*heal, f"--compare_commits={args.compare_commits}"]
 
 
 def flap(args: argparse.Namespace) -> int:
@@ -283,11 +283,9 @@ def _parse() -> argparse.Namespace:
         "--torchrun", action="store_true", help="each group has one rank, started by an agent of torchrun"
     )
     parser.add_argument(
-        "--heal_along",
-        action=argparse.BooleanOptionalAction,
-        help="groups heal in passing while the others train; default: yes, and no with --record, which "
-        "measures the "
-        "Manager's default",
+        "--heal",
+        choices=HEALS,
+        help="default: in_passing, and with --record, which measures the Manager's default, at_once",
     )
     parser.add_argument(
         "--compare_commits",
@@ -315,8 +313,8 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.torchrun and args.ranks != 1:
         parser.error(f"--torchrun --ranks {args.ranks}: allowed is 1")
-    if args.heal_along is None:
-        args.heal_along = args.record is None
+    if args.heal is None:
+        args.heal = "in_passing" if args.record is None else "at_once"
     if not (possible := possible_in(args.groups, args.ranks, args.torchrun)):
         parser.error(f"--groups {args.groups} --ranks {args.ranks}: no fault makes sense in such a job")
     if not any(args.only in fault.name for fault in possible):

@@ -67,7 +67,7 @@ class Divergences(logging.Handler):
 class Worker:
     def __init__(self, args: argparse.Namespace) -> None:
         self.group, self.kind, self.compute_s = args.group, args.kind, args.compute_s
-        self.along, self.compare_commits = args.heal_along, args.compare_commits
+        self.heal, self.compare_commits = args.heal, args.compare_commits
         if args.kind == "isolated" and self.compare_commits is None:
             # The first comparison allocates permanent shared memory, so it must precede the reference of
             # chaos_leaks.
@@ -160,9 +160,9 @@ class Worker:
             quorum_timeout=timedelta(seconds=90),
             connect_timeout=TIMEOUT,
             checkpoint_transport=Transport(
-                timeout=TIMEOUT, num_chunks=0, bandwidth_limit=ALONG_RATE if self.along else 0
+                timeout=TIMEOUT, num_chunks=0, bandwidth_limit=0 if self.heal == "at_once" else ALONG_RATE
             ),
-            heal_along=self.along,
+            heal=self.heal,
             compare_commits=self.compare_commits,
         )
         # Registers the parameters to compare and to heal.
@@ -322,7 +322,7 @@ if __name__ == "__main__":
     parser.add_argument("--kind", choices=["gloo", "isolated", "native", "late"], default="gloo")
     parser.add_argument("--compute_s", type=float, default=0.03)
     parser.add_argument("--state_mb", type=int, default=4)
-    parser.add_argument("--heal_along", action="store_true")
+    parser.add_argument("--heal", default="at_once")
     parser.add_argument("--compare_commits", type=int)
     worker = Worker(parser.parse_args())
     while (command := worker.commands.next())["do"] != "join":

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import loader_streams
 import torch
 from causes import SILENCE_MS
 from loader_model import one_process, plan
@@ -21,6 +22,8 @@ from torchft.data.position import DataPosition
 
 # The points of a step at which a rank kills itself; see loader_worker.py.
 PLACES = ("begin", "units", "reduce", "commit", "stepped")
+# A random moment of a step and the one after it.
+MOMENT = ("moment",)
 # Two more places, at which a rank does not kill itself: its dataset raises, or a worker process of its
 # DataLoader is killed. The rank then ends with an error, and its log contains the pattern given here.
 ERRORS = {
@@ -64,9 +67,9 @@ class Elastic:
     bf16: bool = False  # whether FSDP2 computes in bfloat16, and reduces in float32
     replays: bool = False  # replay_failed_step
     heal: str = "auto"  # as of the Manager
-    # Whether the dataset is a stream, read in its own order. `samples` fill its last batch then, in which a
-    # sample has the weight that it has in the others.
-    stream: bool = False
+    # The kind of stream that the dataset is, if any: see loader_streams.py. It has about `samples` samples
+    # then, and the groups have different numbers of worker processes.
+    stream: str = ""
     device: str = "cpu"  # "late": the test accelerator, for groups that shard the model
     seed: int = 0
     places: tuple[str, ...] = PLACES
@@ -86,8 +89,12 @@ class Elastic:
             AssertionError: the final weights differ from those of training in one process, or a sample was
                 not counted exactly once in each epoch.
         """
-        self.plan = plan(self.samples, shuffle=not self.stream)
-        steps = self.plan.batches_per_epoch * self.plan.epochs
+        if self.stream:
+            self.expected, self.batches = loader_streams.one_process(self.stream, self.samples)
+        else:
+            self.expected = one_process(self.samples, self.reproducible, self.bf16)
+            self.batches = _batches(self.samples)
+        steps = len(self.batches)
         random_ = random.Random(self.seed)
         with Job() as self.job:
             _, self.lighthouse = self.job.lighthouse(
@@ -141,7 +148,7 @@ class Elastic:
                 "bf16": int(self.bf16),
                 "device": self.device,
                 "heal": self.heal,
-                "stream": int(self.stream),
+                "stream": self.stream,
                 "samples": self.samples,
                 # Each group begins with different weights, so that a missing heal changes the result. If
                 # groups have several ranks, those started before the first kill begin with equal weights: at
@@ -150,7 +157,7 @@ class Elastic:
                 "log": self.folder / f"{self.started}-{rank}.log",
                 "weights": self.folder / f"{self.started}-{rank}.weights",
                 "restore": restore,
-                "num_workers": int("worker" in self.places),
+                "num_workers": self.started % 3 if self.stream else int("worker" in self.places),
             }
             arguments = [f"--{name}={value}" for name, value in options.items()]
             script = Path(HERE) / "loader_worker.py"
@@ -215,10 +222,9 @@ class Elastic:
     def _check(self) -> None:
         ended = [torch.load(path) for path in sorted(self.folder.glob("*.weights"))]
         assert len(ended) == len(self.ended)
-        expected = one_process(self.samples, self.reproducible, self.bf16, shuffle=not self.stream)
         for end in ended:
             assert end["history"] == ended[0]["history"]
-            for name, value in expected.items():
+            for name, value in self.expected.items():
                 if self.reproducible:
                     assert torch.equal(end["weights"][name], value), name
                 torch.testing.assert_close(
@@ -229,18 +235,24 @@ class Elastic:
             for line in path.read_text().splitlines():
                 epoch, batch, quorum, indices = json.loads(line)
                 trained.setdefault((epoch, batch, quorum), Counter()).update(indices)
-        position = DataPosition()
-        epochs = [Counter[int]() for _ in range(self.plan.epochs)]
         # The history names the quorum in which each step was committed. Samples that were logged in another
         # quorum do not count: their attempt was not committed, or only by a group that then failed.
-        for quorum in ended[0]["history"]:
-            indices = trained[position.epoch, position.batch, quorum]
-            batch = [index for unit in self.plan.share(position, 0, 1).units for index in unit.indices]
-            assert indices == Counter(batch), f"{position} in quorum {quorum}"
-            epochs[position.epoch].update(indices)
-            position = self.plan.advance(position)
-        assert position == self.plan.end
-        assert all(epoch == Counter(range(self.samples)) for epoch in epochs)
+        for quorum, (epoch, batch, indices) in zip(ended[0]["history"], self.batches, strict=True):
+            assert trained[epoch, batch, quorum] == indices, f"batch {batch} of {epoch} in quorum {quorum}"
+
+
+def _batches(samples: int) -> list[loader_streams.Batch]:
+    """What is in each batch of a dataset with indices: each sample once an epoch."""
+    steps, position = plan(samples), DataPosition()
+    batches, epochs = list[loader_streams.Batch](), [Counter[int]() for _ in range(steps.epochs)]
+    while position != steps.end:
+        units = steps.share(position, 0, 1).units
+        batch = Counter(index for unit in units for index in unit.indices)
+        batches.append((position.epoch, position.batch, batch))
+        epochs[position.epoch].update(batch)
+        position = steps.advance(position)
+    assert all(epoch == Counter(range(samples)) for epoch in epochs)
+    return batches
 
 
 def _paused_at(child: Child, step: int) -> bool:

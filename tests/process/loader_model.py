@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from torchft.data.exact_sum import ExactSum
 from torchft.data.position import DataPlan, DataPosition
@@ -15,23 +14,13 @@ from torchft.data.position import DataPlan, DataPosition
 SETTINGS: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, seed=3, epochs=3)
 
 
-def plan(samples: int, shuffle: bool = True) -> DataPlan:
-    return DataPlan(samples, shuffle=shuffle, **SETTINGS)
+def plan(samples: int) -> DataPlan:
+    return DataPlan(samples, **SETTINGS)
 
 
 def dataset(samples: int) -> TensorDataset:
     x = torch.randn(samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return TensorDataset(x, x.sum(1, keepdim=True).tanh())
-
-
-class Stream(IterableDataset):
-    """The samples of a dataset in their order, without indices."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[index] for index in range(len(self.data)))
 
 
 def make_model(seed: int) -> nn.Sequential:
@@ -60,11 +49,9 @@ class InBfloat16(nn.Module):
         return torch.func.functional_call(self.model, cast, (x.bfloat16(),))
 
 
-def one_process(
-    samples: int, reproducible: bool, bf16: bool = False, shuffle: bool = True
-) -> dict[str, torch.Tensor]:
+def one_process(samples: int, reproducible: bool, bf16: bool = False) -> dict[str, torch.Tensor]:
     """Returns the weights after training on whole batches, or with exact sums over their units."""
-    steps, data, model = plan(samples, shuffle), dataset(samples), make_model(0)
+    steps, data, model = plan(samples), dataset(samples), make_model(0)
     sgd = make_optimizer(model)
     forward = InBfloat16(model) if bf16 else model
     total = ExactSum(model.named_parameters(), steps.num_units(DataPosition()))

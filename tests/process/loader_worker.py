@@ -6,7 +6,7 @@ weights can be distinguished from those of lost steps, and of steps committed on
 failed.
 
 Commands: {"until": STEP} trains up to a step, or with {"fail_at": STEP, "place": PLACE} until it kills itself
-there; {"save": FILE} writes a checkpoint.
+there ("moment": at a random time from there on); {"save": FILE} writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import signal
 import sys
+import threading
+import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 import torch
 import torch.distributed as dist
 from events import Commands, emit
-from loader_model import SETTINGS, Stream, dataset, loss_of, make_model, make_optimizer
+from loader_model import SETTINGS, dataset, loss_of, make_model, make_optimizer
+from loader_streams import KINDS, collate, stream
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from torchft import DistributedDataParallel, Manager, Optimizer
 from torchft.data import ElasticDataLoader
+from torchft.data._step import Unit
 from torchft.device_mesh import ft_init_device_mesh
 from torchft.process_group import ProcessGroupGloo
 
@@ -47,7 +51,7 @@ parser.add_argument("--seed", type=int, required=True, help="seed of the first w
 parser.add_argument("--log", required=True, help="file for the samples of each step")
 parser.add_argument("--weights", required=True, help="file for the final weights")
 parser.add_argument("--num_workers", type=int, required=True, help="of the DataLoader")
-parser.add_argument("--stream", type=int, default=0, help="1: the dataset is a stream, in its own order")
+parser.add_argument("--stream", choices=["", *KINDS], default="", help="the dataset is a stream")
 parser.add_argument("--restore", default="", help="file of a checkpoint")
 args = parser.parse_args()
 
@@ -110,7 +114,6 @@ commands = Commands()
 sharded = args.kind != "ddp"
 reduction = "sum" if args.kind == "fsdp-sum" else "mean"
 if args.device == "late":
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
     from tests.late import load as load_device
 
     load_device().delays(10 * args.group + int(os.environ["RANK"]), 0, 200)
@@ -169,9 +172,10 @@ if args.num_workers:
 data = dataset(args.samples)
 loader = ElasticDataLoader(
     manager,
-    Stream(data) if args.stream else Broken(data),
+    stream(args.stream, args.samples) if args.stream else Broken(data),
     shuffle=not args.stream,
     num_workers=args.num_workers,
+    collate_fn=collate if args.stream else None,
     reduction_in_group=reduction,
     **SETTINGS,
 )
@@ -195,7 +199,16 @@ def obey() -> dict[str, Any]:
     return command
 
 
+def numbers(unit: Unit) -> list[int]:
+    """The tokens of a unit of a stream."""
+    sequences = unit.data[2][: len(unit.indices)]
+    return sequences[sequences >= 0].tolist()
+
+
 order: dict[str, Any] = {"until": 0}
+random_ = random.Random()
+end: Optional[threading.Timer] = None  # kills this process
+began, took = time.monotonic(), 0.0  # the last step, in seconds
 counted: list[int] = []  # the samples in the gradients of the last attempt at a step
 while True:
     while manager.current_step() >= order["until"]:
@@ -205,8 +218,12 @@ while True:
         break
     before = manager.current_step()
     place = order["place"] if before >= order.get("fail_at", before + 1) else ""
+    began, took = time.monotonic(), time.monotonic() - began
     if place == "begin":
         fail()
+    if place == "moment" and end is None:
+        end = threading.Timer(2 * took * random_.random(), fail)
+        end.start()
     Broken.broken = place == "dataset"
     for worker in multiprocessing.active_children() if place == "worker" else []:
         worker.kill()
@@ -214,7 +231,7 @@ while True:
     indices = counted if step.again else []
     for unit in step:
         if unit.weight and not unit.repeated:
-            indices += unit.indices
+            indices += numbers(unit) if args.stream else unit.indices
         if unit.last and not unit.repeated:
             manager.wait_quorum()
             if place == "units":
@@ -223,7 +240,7 @@ while True:
             log.write(json.dumps([at.epoch, at.batch, manager._quorum_id, indices]) + "\n")
             manager.place = place
         with unit.accumulate(wrapped):
-            (loss_of(wrapped, *(part.to(args.device) for part in unit.data)) * unit.weight).backward()
+            (loss_of(wrapped, *(part.to(args.device) for part in unit.data[:2])) * unit.weight).backward()
     counted = indices
     optimizer.step()
     if manager._weights_are_inconsistent():
@@ -231,6 +248,8 @@ while True:
     if place == "stepped":
         fail()
 
+if end is not None:
+    end.join()
 full = {
     name: (p.full_tensor() if isinstance(p, DTensor) else p.detach()).cpu()
     for name, p in model.named_parameters()

@@ -54,8 +54,9 @@ _SETTINGS += ("GRPC_", "OTEL_", "MALLOC_", "OMP_", "MKL_")
 _SETTINGS += ("KMP_",)
 # The folder of the test's snapshots, without which children would use that of the user.
 _MEMORY = "TORCHFT_SNAPSHOT_MEMORY"
-# Settings for each child: unbuffered output, and few threads.
-_CHILD = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+# Settings for each child: unbuffered output, few threads, and 1 s in place of 5 s for a lost answer of the
+# name server, which PyTorch's stores ask at each connection.
+_CHILD = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
 
 
 def clean_environment(path: Path) -> dict[str, str]:

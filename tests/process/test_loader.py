@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from loader_job import Elastic, Part
+from loader_job import MOMENT, Elastic, Part
+from loader_streams import KINDS
 from torch.distributed.fsdp import FSDPModule
 
 # 501 steps in three epochs; the last batch of each is smaller.
@@ -22,6 +23,9 @@ SIZES = [
     Part(1),
     *(Part(4, 1), Part(4, 1), Part(4, 1)),
 ]
+
+# torchdata 0.11 calls what PyTorch 2.15 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 # PyTorch 2.7's fully_shard asserts an event of an accelerator when it has reduced over the replicas.
 has_hsdp = pytest.mark.skipif(
@@ -43,6 +47,12 @@ def test_survivors_compute_only_the_units_of_the_failed_group(tmp_path: Path) ->
     job.run()
     assert job.killed == 4
     assert job.came_again >= 3 + 2 + 2 + 3
+
+
+def test_each_token_of_a_stream_once(tmp_path: Path) -> None:
+    job = Elastic(tmp_path, [Part(3, 1), Part(2, 1), Part(4, 2)], samples=150, stream="packed", seed=5)
+    job.run()
+    assert job.killed == 4
 
 
 @pytest.mark.slow  # test_survivors_compute_only_the_units_of_the_failed_group has groups of one rank
@@ -68,7 +78,7 @@ def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
 @pytest.mark.slow  # tests/integration/test_streams.py has groups that do not shard
 @has_hsdp
 def test_groups_that_shard_the_model_train_on_a_stream(tmp_path: Path) -> None:
-    job = Elastic(tmp_path, [Part(2, 1), Part(2)], samples=72, kind="fsdp", ranks=2, stream=True, seed=3)
+    job = Elastic(tmp_path, [Part(2, 1), Part(2)], samples=72, kind="fsdp", ranks=2, stream="packed", seed=3)
     job.run()
     assert job.killed == 1
 
@@ -104,6 +114,24 @@ def test_eight_to_one_groups_and_twenty_kills(tmp_path: Path, mode: str) -> None
     job = Elastic(tmp_path, SIZES, samples=MANY, seed=1, **modes)
     job.run()
     assert job.killed == 20
+
+
+@pytest.mark.slow  # test_each_token_of_a_stream_once has four kills
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stream", KINDS)
+def test_a_stream_and_twenty_kills(tmp_path: Path, stream: str) -> None:
+    job = Elastic(tmp_path, SIZES, samples=MANY, stream=stream, seed=1)
+    job.run()
+    assert job.killed == 20
+
+
+@pytest.mark.slow(minutes=30)  # the tests above have fewer
+@pytest.mark.timeout(2700)
+@pytest.mark.parametrize("stream", KINDS)
+def test_a_stream_and_a_hundred_kills_at_random_moments(tmp_path: Path, stream: str) -> None:
+    job = Elastic(tmp_path, 5 * SIZES, samples=MANY, stream=stream, seed=2, places=MOMENT)
+    job.run()
+    assert job.killed == 100
 
 
 @pytest.mark.slow

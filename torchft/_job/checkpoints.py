@@ -1,23 +1,51 @@
-"""Checkpoints of a job: folders in the format of torch.distributed.checkpoint, each complete if it exists."""
+"""Checkpoints of a job: folders in the format of torch.distributed.checkpoint, each complete if it exists.
+
+Trainers do not write them. They mark the copy in shared memory of a step that is due
+(checkpointing/snapshots/due.py), and the writer of the host makes the checkpoint of it
+(checkpointing/snapshots/writer.py). Where there is no such copy, or no keeper that starts a writer, the ranks
+of one group write the checkpoint themselves, and wait for the disk.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import json
+import logging
 import os
-import re
-import shutil
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-KEPT = 3  # the newest ones; the others are deleted
-_NAME = re.compile(r"step-(\d+)")
-_PARTIAL = re.compile(r"\.step-(\d+)\..*")  # one that is being written, or was when its group failed
+from torchft.checkpointing.codec.encoding import Encoded
+from torchft.checkpointing.codec.stream import storage_bytes
+from torchft.checkpointing.snapshots import due, folders, slots
+from torchft.checkpointing.snapshots.disk import Content
+from torchft.checkpointing.snapshots.due import Due
+from torchft.checkpointing.snapshots.saving import Save
+from torchft.checkpointing.snapshots.slots import Header, SlotError
+from torchft.checkpointing.transport import CheckpointError
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+_PEERS_SEC = 60.0  # for which a rank that writes itself waits to hear what the others have
+_POLL_SEC = 0.02
+
+_log = logging.getLogger("torchft.job")
+
+
+def check_every(every: Any) -> None:
+    """Raises a ValueError unless this is a number of steps between two checkpoints."""
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"checkpoint_every={every!r}: allowed are whole numbers of steps from 1")
 
 
 class Checkpoints:
@@ -26,88 +54,194 @@ class Checkpoints:
     Args:
         folder: where they are, the same for all ranks of a group; None: nowhere.
         every: committed steps between two.
-        group: the name of this group.
+        manager: of this rank.
     """
 
-    def __init__(self, folder: Optional[str | os.PathLike[str]], every: int, group: str) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"checkpoint_every={every!r}: allowed are whole numbers of steps from 1")
-        self._folder = None if folder is None else Path(folder)
+    def __init__(self, folder: Optional[str | os.PathLike[str]], every: int, manager: Manager) -> None:
+        self._folder = None if folder is None else Path(os.path.abspath(folder))
         self._every = every
-        self._group = group
+        self._manager = manager
+        self._marked: Optional[tuple[int, Due]] = None  # the step whose copy is to be written
+        if folder is not None:
+            manager._snapshots.disk = self._mark_of
+            manager._snapshots.kept = _kept
 
     @property
     def enabled(self) -> bool:
         """Whether there is a folder."""
         return self._folder is not None
 
-    def due(self, step: int) -> bool:
-        """Whether the state after this step is to be saved."""
-        return self._folder is not None and step % self._every == 0
+    # Saving
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Writes the state after a step. All ranks of the group call it."""
-        assert self._folder is not None
-        complete = self._folder / f"step-{step}"
-        partial = self._folder / f".step-{step}.{self._group}"
-        with _alone():
-            dcp.save(state, checkpoint_id=partial, no_dist=not _several())
-        if not _several() or dist.get_rank() == 0:
-            try:
-                partial.rename(complete)
-            except OSError:
-                if not complete.exists():  # else another group's, of the same step
-                    raise
-                shutil.rmtree(partial)
-            self._prune()
+    def save(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Has the state after a committed step written, if that is due. All ranks call it after each
+        committed step, before the next one begins.
 
-    def _prune(self) -> None:
-        """Deletes all but the newest checkpoints, and what groups that failed have left of earlier ones."""
-        oldest = self._steps(_NAME)[-KEPT:][0][0]
-        for step, old in [*self._steps(_NAME), *self._steps(_PARTIAL)]:
-            if step < oldest:
-                shutil.rmtree(old, ignore_errors=True)
+        Args:
+            state: returns the state; called only if this rank writes it.
+        """
+        manager = self._manager
+        step, part = manager.current_step(), manager.participating_rank()
+        # A copy that failed, for lack of memory for example, is made up for by the next step.
+        owed = self._marked is not None and self._marked[0] > manager._snapshots.copied
+        self._marked = None
+        if self._folder is None or part is None or not (owed or step % self._every == 0):
+            return
+        to = Due(str(self._folder), self._every, part, manager.num_participants(), self._key())
+        if manager._snapshots.works and _keeper_runs():
+            self._marked = step, to
+        elif part == 0:
+            self._write(step, to, state())
+
+    def end(self) -> None:
+        """Makes the copy that is due after the last step, which no step follows."""
+        if self._marked is not None and self._marked[0] > self._manager._snapshots.copied:
+            self._manager._snapshots.begin(self._manager._position)
+            self._manager._snapshots.end()
+
+    def _mark_of(self, step: int) -> Optional[dict[str, Any]]:
+        return self._marked[1]._asdict() if self._marked is not None and self._marked[0] == step else None
+
+    def _key(self) -> str:
+        """Names the state of this step: the groups that have committed it together, and their quorum."""
+        manager = self._manager
+        told = json.dumps([manager._quorum_id, sorted(manager._current.peers)]).encode()
+        return hashlib.blake2b(told, digest_size=8).hexdigest()
+
+    def _write(self, step: int, to: Due, state: dict[str, Any]) -> None:
+        """Writes what this rank has of a checkpoint, and completes it if all other ranks have."""
+        settings = self._manager._settings
+        rank = settings.group_rank
+        try:
+            encoded = Encoded(state)
+            flats = [storage_bytes(storage) for storage in encoded.storages]
+            content = Content(json.loads(encoded.structure), flats, rank, f"the state of rank {rank}")
+            save = Save(Path(to.folder), step, to.key, settings.group_world_size, to.parts)
+            if save.done():
+                return
+            save.announce(rank, content)
+            until = time.monotonic() + _PEERS_SEC
+            while (silent := save.silent()) and save.claimed() is None and not save.done():
+                if time.monotonic() > until:
+                    raise CheckpointError(f"nothing was said by ranks {silent} for {_PEERS_SEC:g} s")
+                time.sleep(_POLL_SEC)
+            for unit in [] if save.claimed() or save.done() else save.missing():
+                if unit[0] == rank and (written := save.write(unit, content)) is not None:
+                    save.add(unit, written)
+            if save.claimed() is None and not save.done() and not save.missing():
+                save.complete()
+        except (OSError, CheckpointError) as error:
+            _log.warning(f"{to.folder}/step-{step} was not written: {error}; the job trains on without it")
+
+    # Resuming
 
     def resume(self, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
-        """Loads the newest checkpoint, if there is one. All ranks of the group call it.
+        """Loads the newest state, from a copy in memory or a checkpoint, if there is one. All ranks of the
+        group call it.
 
         Args:
             state: returns the state with the tensors to read into.
             load: loads what was read.
 
         Raises:
-            ValueError: the checkpoint is torn, or of another job.
+            ValueError: all checkpoints are damaged, or the newest is of another job.
         """
-        newest = self._newest()
-        if newest is None:
-            return
-        read = state()
-        try:
-            with _alone():
-                dcp.load(read, checkpoint_id=newest, no_dist=not _several())
-            load(read)
-        except (Exception, CheckpointException) as e:
-            raise ValueError(
-                f"the checkpoint {newest} cannot be loaded: {e}; remove its folder to resume from the one "
-                "before"
-            ) from e
+        damaged: dict[Path, str] = {}
+        while not self._load_newest(damaged, state, load):
+            pass
+        if not _several() or dist.get_rank() == 0:
+            for checkpoint, found in damaged.items():
+                _log.warning(f"the checkpoint {checkpoint} is damaged, so an older state was loaded: {found}")
+                folders.set_aside(checkpoint)
 
-    def _newest(self) -> Optional[Path]:
+    def _load_newest(
+        self,
+        damaged: dict[Path, str],
+        state: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+    ) -> bool:
+        """Loads the newest state, if there is one. Returns False if it is a checkpoint that is damaged."""
+        newest = self._newest(damaged)
+        # Of a step that both have, the copy is loaded: that is faster.
+        if self._manager._begin_with_copy(-1 if newest is None else _step(newest) - 1):
+            return True
+        if newest is None:
+            if damaged:
+                told = "; ".join(f"{checkpoint}: {found}" for checkpoint, found in damaged.items())
+                raise ValueError(
+                    f"no checkpoint can be loaded: {told}; remove these folders to begin without"
+                )
+            return True
+        if (found := _damage(newest)) is not None:
+            damaged[newest] = found
+            return False
+        _load(newest, state, load)
+        return True
+
+    def _newest(self, damaged: Container[Path]) -> Optional[Path]:
         """Returns the checkpoint that rank 0 finds: while a peer saves, another rank may find a later one."""
         if self._folder is None:
             return None
-        steps = [step for step, _ in self._steps(_NAME)[-1:]]
-        if _several():
-            found = [steps]
-            dist.broadcast_object_list(found, 0)
-            (steps,) = found
-        return self._folder / f"step-{steps[0]}" if steps else None
+        found = [path for _, path in folders.complete(self._folder) if path not in damaged]
+        names = _of_rank_0([path.name for path in found[-1:]])
+        return self._folder / names[0] if names else None
 
-    def _steps(self, name: re.Pattern[str]) -> list[tuple[int, Path]]:
-        if self._folder is None or not self._folder.is_dir():
-            return []
-        found = [(name.fullmatch(each.name), each) for each in self._folder.iterdir()]
-        return sorted((int(match[1]), each) for match, each in found if match)
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _load(
+    checkpoint: Path, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
+) -> None:
+    read = state()
+    try:
+        with _alone():
+            dcp.load(read, checkpoint_id=checkpoint, no_dist=not _several())
+        load(read)
+    except (Exception, CheckpointException) as e:
+        raise ValueError(
+            f"the checkpoint {checkpoint} cannot be loaded: {e}; remove its folder to resume from the one "
+            "before"
+        ) from e
+
+
+def _damage(checkpoint: Path) -> Optional[str]:
+    """Says what is damaged in a checkpoint. Each rank of the group reads its share of the files."""
+    if not _several():
+        return folders.damage(checkpoint)
+    found: list[Optional[str]] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, folders.damage(checkpoint, dist.get_rank(), dist.get_world_size()))
+    return next((each for each in found if each is not None), None)
+
+
+def _of_rank_0(names: list[str]) -> list[str]:
+    if not _several():
+        return names
+    found = [names]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def _kept(header: Header) -> bool:
+    return due.kept(header, due.read_status(slots.root() / slots.quoted(header.job)))
+
+
+def _keeper_runs() -> bool:
+    """Whether a keeper of this host runs, which starts the writer."""
+    try:
+        file = os.open(slots.root() / "keeper.lock", os.O_RDWR)
+    except (OSError, SlotError):
+        return False
+    try:
+        fcntl.flock(
+            file, fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # for a moment: a keeper that begins waits for longer
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
 
 
 def _several() -> bool:

@@ -103,6 +103,8 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "lighthouse": ("the lighthouse alone (as torchft_lighthouse)", _lighthouse),
     "status": ("the groups of a job, and why there is no quorum", _in("status")),
     "events": ("the events of a job: groups that joined, left or failed, and when", _in("events")),
+    "snapshots": ("the copies of a job's state in the memory of each host", _in("snapshots")),
+    "keeper": ("keep the snapshots of this host in memory when trainers end", _in("keeper")),
     "cluster": ("the lighthouses of a cluster, and changes of its members", _in("cluster")),
     "drain": ("let one replica group leave at the end of a step", _in("ending", "drain")),
     "kill": ("end one replica group at once", _in("ending", "kill")),

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import torch
@@ -134,6 +135,8 @@ class ElasticDataLoader:
         self._plan = self._stream or DataPlan(
             len(dataset), global_batch_size, micro_batch_size, shuffle, seed, epochs
         )
+        # A share is computed when its units are read ahead, by each lane, and again in its step.
+        self._shares = lru_cache(maxsize=32)(self._plan.share)
         self._position = DataPosition()
         self._data_rank = settings.group_rank if data_rank is None else data_rank
         self._data_world_size = settings.group_world_size if data_world_size is None else data_world_size
@@ -313,9 +316,10 @@ class ElasticDataLoader:
         position = self._position
         if rank is None and self.at_end:
             position = DataPosition()  # any position is valid, because the weight is 0
-        return self._plan.share(
-            position, rank, participants, self._data_rank, self._data_world_size, kept, own
-        )
+        of_rank = rank, participants, self._data_rank, self._data_world_size
+        if kept or own:
+            return self._plan.share(position, *of_rank, kept, own)
+        return self._shares(position, *of_rank)
 
     def check_samples(self, counted: int, participants: int) -> None:
         """Raises SamplesDiffer unless a step at this position has ``counted`` samples for this data rank."""
@@ -437,7 +441,7 @@ class ElasticDataLoader:
         again = manager._again
         kept = self._kept(plan)
         share = self.share(*membership, kept, again.units)
-        if membership.rank is not None:
+        if membership.rank is not None and again.enabled:
             parts = self._plan.parts(share.position, *membership, self._data_world_size, kept)
             again.computes(share.position, itertools.chain(*parts))
         self._expect(membership, share)
@@ -613,7 +617,7 @@ class ElasticDataLoader:
             position = self._next(position)
             if membership.rank is None or position == self._plan.end:
                 return
-            share = self._plan.share(position, *membership, self._data_rank, self._data_world_size)
+            share = self._shares(position, *membership, self._data_rank, self._data_world_size)
 
     def _read(self, step: LoaderStep, place: int) -> Unit:
         position, unit = step.position, step._share.units[place]

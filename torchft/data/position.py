@@ -239,7 +239,7 @@ class DataPlan:
     def indices(self, position: DataPosition, unit: int) -> Sequence[int]:
         """The samples of one unit of a batch."""
         first = position.batch * self.global_batch_size + unit * self.micro_batch_size
-        places = range(first, first + self._samples(position, unit, unit + 1))
+        places = range(first, first + self._samples(self.batch_size(position), unit, unit + 1))
         if not self.shuffle:
             return tuple(places)
         return _shuffled(self.length, self.seed, position.epoch, places)
@@ -285,25 +285,26 @@ class DataPlan:
         _check("data_rank", data_rank, 0, data_world_size - 1)
         parts = self.parts(position, participating_rank, num_participants, data_world_size, kept)
         part, rounds = parts[data_rank], max(1, *(len(part) for part in parts))
-        of_rank = self._of_rank(position, data_rank, data_world_size)
         size = self.batch_size(position)
-        weighted = [(unit, self._samples(position, unit, unit + 1) / size) for unit in part]
+        of_rank = self._of_rank(size, data_rank, data_world_size)
+        samples = [self._samples(size, unit, unit + 1) for unit in part]
+        weighted = [(unit, number / size) for unit, number in zip(part, samples)]
         weighted += [(0, 0.0)] * (rounds - len(part))
-        in_sums = sum(self._samples(position, unit, unit + 1) for unit in own if unit in of_rank)
+        in_sums = sum(self._samples(size, unit, unit + 1) for unit in own if unit in of_rank)
         return RankShare(
             position,
             tuple(
                 PlannedUnit(self.indices(position, unit), weight, last=number == rounds, number=unit)
                 for number, (unit, weight) in enumerate(weighted, start=1)
             ),
-            samples=in_sums + sum(self._samples(position, unit, unit + 1) for unit in part),
-            expected=self._samples(position, of_rank.start, of_rank.stop),
+            samples=in_sums + sum(samples),
+            expected=self._samples(size, of_rank.start, of_rank.stop),
             kept=in_sums,
         )
 
-    def _of_rank(self, position: DataPosition, data_rank: int, data_world_size: int) -> range:
-        """The units of a data rank, in all groups together."""
-        units = self.num_units(position)
+    def _of_rank(self, size: int, data_rank: int, data_world_size: int) -> range:
+        """The units of a data rank in a batch of this size, in all groups together."""
+        units = -(-size // self.micro_batch_size)
         return range(units * data_rank // data_world_size, units * (data_rank + 1) // data_world_size)
 
     def parts(
@@ -316,8 +317,9 @@ class DataPlan:
     ) -> list[Sequence[int]]:
         """Computes the units of each data rank of a group that count: see :meth:`share`."""
         _check("num_participants", num_participants, 1)
+        size = self.batch_size(position)
         slices: list[Sequence[int]] = [
-            self._of_rank(position, rank, data_world_size) for rank in range(data_world_size)
+            self._of_rank(size, rank, data_world_size) for rank in range(data_world_size)
         ]
         if participating_rank is None:
             return [each[:0] for each in slices]
@@ -326,9 +328,8 @@ class DataPlan:
             slices = [[unit for unit in each if unit not in kept] for each in slices]
         return [_part(each, participating_rank, num_participants) for each in slices]
 
-    def _samples(self, position: DataPosition, start: int, stop: int) -> int:
-        """The number of samples in a range of units, without ``stop``."""
-        size = self.batch_size(position)
+    def _samples(self, size: int, start: int, stop: int) -> int:
+        """The number of samples in a range of units, without ``stop``, of a batch of this size."""
         return min(stop * self.micro_batch_size, size) - min(start * self.micro_batch_size, size)
 
 

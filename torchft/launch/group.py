@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from torchft._nccl_env import DUMP_ENV, dump_setting
 from torchft.addresses import host_port, loopback
 from torchft.launch import process_tree
 
+# PyTorch's stores ask the name server for the name of each address that connects. With glibc's own settings a
+# lost answer costs 5 s, and in a step in which groups change all of them wait.
+_RESOLVER = "timeout:1 attempts:3"
 _RANK = Path(__file__).with_name("rank.py")
 
 
@@ -69,6 +73,7 @@ class ReplicaGroup:
             "REPLICA_GROUP_ID": str(self.number),
             "NUM_REPLICA_GROUPS": str(self.groups),
             "TORCHFT_LIGHTHOUSE": lighthouse,
+            "RES_OPTIONS": os.environ.get("RES_OPTIONS", _RESOLVER),
             DUMP_ENV: dump_setting(),  # a script may import torchft only after it has made its world
         }
         self.starts += 1

@@ -355,15 +355,23 @@ def test_all_groups_have_the_grace_period_to_end(monkeypatch: pytest.MonkeyPatch
     assert 25.0 < cluster.now < 30.0
 
 
-@pytest.mark.parametrize(("there", "expected"), [(None, "0"), ("1", "1")])
-def test_ranks_begin_with_a_world_whose_monitor_ends_no_survivor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str | None, expected: str
+@pytest.mark.parametrize(
+    ("name", "there", "expected"),
+    [
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", None, "0"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "1"),
+        ("RES_OPTIONS", None, "timeout:1 attempts:3"),
+        ("RES_OPTIONS", "timeout:9", "timeout:9"),
+    ],
+)
+def test_ranks_begin_with_settings_that_a_script_could_make_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, there: str | None, expected: str
 ) -> None:
     """Also if a script makes its world before it imports torchft."""
-    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    monkeypatch.delenv(name, raising=False)
     if there is not None:
-        monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", there)
+        monkeypatch.setenv(name, there)
     started: list[dict[str, str]] = []
     monkeypatch.setattr(process_tree, "start", lambda command, log, env: started.append(env))
     ReplicaGroup(0, 1, ["script.py"], tmp_path / "log").start("http://localhost:1")
-    assert started[0]["TORCH_NCCL_DUMP_ON_TIMEOUT"] == expected
+    assert started[0][name] == expected

@@ -25,6 +25,7 @@ from torchft.checkpointing.client.target import BufferMap
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.layout import plain_node, tensor_nodes, tensors_by_path
 from torchft.checkpointing.snapshots import slots
+from torchft.checkpointing.snapshots.due import FINISHED
 from torchft.checkpointing.snapshots.fits import misfit
 from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
 from torchft.checkpointing.source.offer import with_copies
@@ -117,6 +118,7 @@ class Snapshots:
         state: the argument; a job replaces it before the first step.
         disk: returns where a copy of a step is to be written to as well, for its header; None: nowhere.
         kept: whether a slot's state is still to be written to disk, so that the next copy spares the slot.
+        copied: the step of the last copy that is complete.
     """
 
     restored = False
@@ -135,6 +137,7 @@ class Snapshots:
         self.state = state
         self.disk: Callable[[int], Optional[dict[str, Any]]] = lambda step: None
         self.kept: Callable[[Header], bool] = lambda header: False
+        self.copied = -1
         self._every = settings.snapshots
         self._group, named, _ = replica_id.partition(":")
         self._named = bool(named)
@@ -157,6 +160,11 @@ class Snapshots:
         self._works: queue.SimpleQueue[Optional[_Work]] = queue.SimpleQueue()
         self._thread: Optional[threading.Thread] = None
 
+    @property
+    def works(self) -> bool:
+        """Whether copies are made."""
+        return self._lock is not None
+
     # The begin of a job
 
     def restore(self, before: Position) -> Position:
@@ -172,7 +180,8 @@ class Snapshots:
                 raise SlotError(why)
             if not self._named:
                 raise SlotError("this group has no name that stays the same: give Manager a replica_id")
-            self._take_slots()
+            if self._lock is None:
+                self._take_slots()
             reach = [one for one in self._reachable() if one.step > before.step]
         except SlotError as error:
             self._turn_off(str(error))
@@ -204,6 +213,7 @@ class Snapshots:
                 f"another process, which lives, has the slots of this rank: {self._folder}; each group needs "
                 f"its own replica_id, and each job on a host its own {slots.JOB_ENV}"
             )
+        (self._folder / FINISHED).unlink(missing_ok=True)
 
     def _reachable(self) -> Iterator[Reachable]:
         rank, ranks = self._ranks.group_rank, self._ranks.group_world_size
@@ -331,6 +341,7 @@ class Snapshots:
         if work.error is not None:
             self._turn_off(str(work.error))
         elif work.complete:
+            self.copied = self._last
             self._rate.copied(work.took, work.waited)
 
     def _turn_off(self, why: str) -> None:
@@ -350,12 +361,16 @@ class Snapshots:
         """Ends the thread, on any thread.
 
         Args:
-            finished: whether the training has ended on purpose: its slots are removed.
+            finished: whether the training has ended on purpose: its slots are removed, by the writer of this
+                host if it has yet to write one to disk.
         """
         self.abandon()
         self._works.put(None)
         if finished and self._lock is not None:
-            slots.remove(self._folder)
+            if any(header is not None and self.kept(header) for header in self._headers()):
+                (self._folder / FINISHED).touch()
+            else:
+                slots.remove(self._folder)
         self._let_go()
 
     def _hear(self, key: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import count
 from typing import NamedTuple, Optional, Protocol
 
 from torchft.checkpointing.snapshots.choice import Copy, newest
@@ -55,10 +54,11 @@ class Ranks:
         self._store = store
         self._name = name
         self._timeout = timeout
+        self._number = 0  # of exchanges
         self.group_rank = group_rank
         self.group_world_size = group_world_size
 
-    def exchange(self, what: str, value: str) -> list[str]:
+    def exchange(self, value: str) -> list[str]:
         """Returns the values of all ranks.
 
         Raises:
@@ -66,7 +66,10 @@ class Ranks:
         """
         if self.group_world_size == 1:
             return [value]
-        keys = [f"torchft/restore/{self._name}/{what}/{rank}" for rank in range(self.group_world_size)]
+        self._number += 1
+        keys = [
+            f"torchft/restore/{self._name}/{self._number}/{rank}" for rank in range(self.group_world_size)
+        ]
         self._store.set(keys[self.group_rank], value)
         self._store.wait(keys, self._timeout)
         return [each.decode() for each in self._store.multi_get(keys)]
@@ -91,9 +94,9 @@ def choose(
         RuntimeError: another rank did not answer in time.
     """
     left = list(reach)
-    for attempt in count():
+    while True:
         told = json.dumps([[one.step, one.quorum] for one in left])
-        lists = [json.loads(each) for each in ranks.exchange(f"{attempt}/copies", told)]
+        lists = [json.loads(each) for each in ranks.exchange(told)]
         choice = newest(
             [[Copy(step, quorum, str(i)) for i, (step, quorum) in enumerate(one)] for one in lists]
         )
@@ -109,6 +112,5 @@ def choose(
         if why is not None:
             say(f"the copy of step {mine.step} in {mine.where} is not loaded: {why}")
             left.remove(mine)
-        if not any(ranks.exchange(f"{attempt}/refused", "" if why is None else "refused")):
+        if not any(ranks.exchange("" if why is None else "refused")):
             return slot
-    raise AssertionError("unreachable")

@@ -13,6 +13,7 @@ import pickle
 import re
 import shutil
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -87,11 +88,10 @@ def _short(checkpoint: Path) -> Optional[str]:
 def set_aside(checkpoint: Path) -> None:
     """Renames a damaged checkpoint, so that no job looks at it again."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    try:
+    if checkpoint.exists() and aside.exists():  # of the same step in an earlier history
         shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):  # another group has, or the folder is read-only
         checkpoint.rename(aside)
-    except OSError:
-        pass  # another group has, or the folder is read-only
 
 
 def prune(folder: Path) -> None:

@@ -32,18 +32,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
-from urllib.parse import quote
 
 import torch
 
+from torchft import _keeper
+from torchft._keeper import quoted
+from torchft._security import JOB_ENV
 from torchft.checkpointing.codec.digest import digest_bytes
 from torchft.checkpointing.codec.encoding import Encoded, Replace, decode
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
 from torchft.checkpointing.memory.host import HostMemory
 from torchft.checkpointing.memory.staging import Staged, copies_for
 
-ROOT_ENV = "TORCHFT_SNAPSHOT_MEMORY"
-JOB_ENV = "TORCHFT_JOB_ID"
 SLOTS = ("0", "1")
 
 MAGIC = b"TFTSLOT1"
@@ -93,19 +93,10 @@ def root() -> Path:
     Raises:
         SlotError: it cannot be made, or another user owns it or may write to it.
     """
-    path = Path(os.environ.get(ROOT_ENV) or f"/dev/shm/torchft-{os.getuid()}")
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        return _keeper.root()
     except OSError as error:
-        raise SlotError(f"{path}, the folder of snapshots ({ROOT_ENV}): {error.strerror}") from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise SlotError(
-            f"{path}, the folder of snapshots ({ROOT_ENV}), belongs to user {found.st_uid} with mode "
-            f"{found.st_mode & 0o777:o}: it must be this user's ({os.getuid()}), and no other one may write "
-            "to it"
-        )
-    return path
+        raise SlotError(str(error)) from error
 
 
 def job_name() -> str:
@@ -116,11 +107,6 @@ def job_name() -> str:
         return given
     told = json.dumps([os.getcwd(), sys.argv]).encode()
     return f"{Path(sys.argv[0]).stem or 'python'}-{hashlib.blake2b(told, digest_size=4).hexdigest()}"
-
-
-def quoted(name: str) -> str:
-    """Returns the name of a job or group as the name of its folder."""
-    return quote(name, safe="").replace(".", "%2E") if name.strip(".") == "" else quote(name, safe="")
 
 
 def folder_of(job: str, group: str, rank: int) -> Path:

@@ -310,9 +310,13 @@ class Writer:
                 write_status(job, status)
         for mark in job.glob(f"*/rank-*/{FINISHED}"):
             told = read_status(job)
+            lock = slots.hold(mark.parent)
+            if lock is None:
+                continue  # the next trainer has begun, and removes the mark
             if not any(kept(each.header, told) for each in _slots(mark.parent)):
                 mark.unlink(missing_ok=True)
                 slots.remove(mark.parent)
+            os.close(lock)
         if not any(job.glob("*/rank-*")):
             with suppress(OSError):
                 for left in job.glob("disk.json*"):

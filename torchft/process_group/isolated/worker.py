@@ -6,9 +6,11 @@ answer, so that no other thread has to wake up. The worker gets the name of its 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -21,6 +23,7 @@ from torchft.process_group._errors import POINT_TO_POINT, explained
 from torchft.process_group._gloo.connections import GlooConnections
 from torchft.process_group._gloo.operations import _LOOK_SEC, Operations
 from torchft.process_group._gloo.scheduling import calm_loops
+from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.sharing import Borrowing
 from torchft.process_group.native import native_error
@@ -209,19 +212,25 @@ class Worker:
 
     # Operations
 
-    def _decode(self, record: bytes) -> tuple[str, list[Any], timedelta]:
-        """The name, the arguments, and the timeout of an operation; 0 for the group's."""
+    def _decode(self, record: bytes) -> tuple[str, Callable[..., Any], list[Any], timedelta]:
+        """An operation's name, function, arguments, and timeout; 0 for the group's."""
         name, arguments = protocol.decode_call(record, lambda item: self._sharing(item[0]).borrow(item[1]))
-        return name, arguments, timedelta(milliseconds=arguments.pop() if name in POINT_TO_POINT else 0)
+        timeout = timedelta(milliseconds=arguments.pop() if name in POINT_TO_POINT else 0)
+        pg = self._pg
+        # Without PyTorch's dispatcher, which takes longer than the start of a small operation.
+        plain = type(pg) is BaseProcessGroup and name == "allreduce"
+        if plain and {tensor.device.type for tensor in arguments[0]} == {"cpu"}:
+            pg = pg._get_backend(torch.device("cpu"))
+        return name, getattr(pg, name), arguments, timeout
 
     def _run(self, operation: int, marks: tuple[tuple[int, Any], ...], record: bytes) -> None:
-        name, arguments, timeout = self._decoded(record)
+        name, function, arguments, timeout = self._decoded(record)
         devices = [device for device, _ in marks]
         for device, mark in marks:
             self._sharing(device).follow(mark)
         explain = partial(explained, self._group._name, name, tuple(arguments))
         try:
-            work = getattr(self._pg, name)(*arguments)
+            work = function(*arguments)
         except RuntimeError as e:
             raise explain(e) from e
         if self._group._queues:
@@ -251,6 +260,8 @@ class Worker:
         devices: list[int],
     ) -> None:
         """Answers when an operation has ended; `wait` raises its error."""
+        if not hasattr(_kept, "state"):
+            _kept.state = ctypes.pythonapi.PyGILState_Ensure()
         try:
             wait()
             marks = self._marks(devices)
@@ -262,3 +273,7 @@ class Worker:
 
     def _marks(self, devices: list[int]) -> tuple[tuple[int, Any], ...]:
         return tuple([(device, self._sharings[device].mark()) for device in devices])
+
+
+# Python's state of Gloo's threads, which would be made and freed with each operation.
+_kept = threading.local()

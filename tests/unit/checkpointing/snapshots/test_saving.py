@@ -164,7 +164,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_same(load(tmp_path / "step-7", plain()), plain(7))
 
 
-@pytest.mark.parametrize("room", [0, 1000, 3000])
+@pytest.mark.parametrize("room", [0, 1000])
 def test_a_full_disk_leaves_nothing_and_the_same_goes_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
@@ -223,7 +223,7 @@ def _until(number: int, folder: Path) -> Optional[int]:
         disk._Checked.write = torn  # type: ignore[method-assign]
         try:
             sys.addaudithook(hook)
-            save(folder, 7, parts=2)
+            save(folder, 7, parts=2, make=small)
             os._exit(0)
         finally:
             os._exit(1)
@@ -232,39 +232,38 @@ def _until(number: int, folder: Path) -> Optional[int]:
     return None if status == 0 else status
 
 
+def small(step: int = 0) -> dict[str, Any]:
+    return {"w": torch.arange(3) + step, "v": torch.tensor(float(step))}
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_killed_at_each_change_of_a_file(tmp_path: Path) -> None:
     before = tmp_path / "before"
     for step in (3, 4, 5):
-        save(before, step)
+        save(before, step, make=small)
     number = 0
     while True:
         folder = tmp_path / "folder"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(before, folder)
         killed = _until(number, folder)
-        found = folders.complete(folder)
-        assert [step for step, _ in found][-1] in (5, 7)
-        for step, checkpoint in found[-2:]:
-            assert folders.damage(checkpoint) is None, number
-            assert_same(load(checkpoint, plain()), plain(step))
-        other, of = Save(folder, 7, "k", 1, 2), content(plain(7))
+        step, checkpoint = folders.complete(folder)[-1]
+        assert step in (5, 7) and folders.damage(checkpoint) is None, number
+        assert_same(load(checkpoint, small()), small(step))
+        other, of = Save(folder, 7, "k", 1, 2), content(small(7))
         if not other.done():
             other.announce(0, of)
             if (claimed := other.claimed()) is None:
                 for unit in other.missing():
                     write(other, unit, of)
             assert other.complete(claimed)
-        assert other.done()
-        save(folder, 8)
-        assert {"step-7", "step-8"} <= set(names(folder)) and not list(folder.glob(".*"))
-        assert_same(load(folder / "step-7", plain()), plain(7))
-        assert sorted(each.suffix for each in (folder / "step-7").iterdir()) == [
-            "",
-            ".distcp",
-            ".distcp",
-            ".json",
-        ]
+        assert other.done() and folders.damage(folder / "step-7") is None
+        if number % 8 == 0 or killed is None:
+            assert_same(load(folder / "step-7", small()), small(7))
+            save(folder, 8, make=small)
+            assert {"step-7", "step-8"} <= set(names(folder)) and not list(folder.glob(".*"))
+        kinds = sorted(each.suffix for each in (folder / "step-7").iterdir())
+        assert kinds == ["", ".distcp", ".distcp", ".json"]
         if killed is None:
             break
         number += 1

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
+from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.snapshots import slots
 from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
@@ -26,7 +27,7 @@ HEADER = Header("job", "group", 0, 1, step=7, batches=14, quorum=3, saved=0.0)
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(slots.ROOT_ENV, str(tmp_path / "memory"))
+    monkeypatch.setenv(_keeper.ROOT_ENV, str(tmp_path / "memory"))
     monkeypatch.setattr(slots, "PIECE", 4096)  # regions of several pieces
     return tmp_path / "memory"
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.snapshots.contents import load, plain
+from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.snapshots import disk, folders, slots
 from torchft.checkpointing.snapshots.due import FINISHED, STATUS, Due, Status, due, kept, read_status
@@ -68,7 +69,7 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setenv(slots.ROOT_ENV, str(tmp_path / "memory"))
+    monkeypatch.setenv(_keeper.ROOT_ENV, str(tmp_path / "memory"))
     made = Host(tmp_path)
     yield made
     made.writer.end()

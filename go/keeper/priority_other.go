@@ -1,0 +1,9 @@
+//go:build !linux
+
+package keeper
+
+import "syscall"
+
+func endsWithUs() *syscall.SysProcAttr { return nil }
+
+func yield(int) {}

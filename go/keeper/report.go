@@ -1,0 +1,136 @@
+package keeper
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/slots"
+)
+
+const (
+	// postTimeout bounds one report.
+	postTimeout = 2 * time.Second
+	// retryAfter is the pause after a report that failed: a lighthouse that starts hears soon what there is.
+	retryAfter = 500 * time.Millisecond
+	// mostReported bounds the slots of a report: the lighthouse takes 256 KiB.
+	mostReported = 500
+)
+
+// target is a lighthouse's job to which slots are reported.
+type target struct {
+	lighthouse string
+	job        string
+	key        key
+}
+
+// reporter tells one lighthouse, or a cluster, what there is, again and again. One that hangs holds up no
+// other.
+type reporter struct {
+	cancel context.CancelFunc
+	tasks  sync.WaitGroup
+}
+
+func (r *reporter) close() {
+	r.cancel()
+	r.tasks.Wait()
+}
+
+// report begins to tell a target what the jobs of a server hold.
+func (k *Keeper) report(t target, s *server) *reporter {
+	ctx, cancel := context.WithCancel(context.Background())
+	r := &reporter{cancel: cancel}
+	rpc.Go(&r.tasks, k.log, "reports of the keeper", func() {
+		failed := false
+		for {
+			err := k.tell(ctx, t, s)
+			pause := scanEvery
+			switch {
+			case ctx.Err() != nil:
+				return
+			case err != nil:
+				pause = retryAfter
+				if !failed {
+					k.log.Warn("torchft: the lighthouse does not hear what this keeper holds; trying again",
+						"lighthouse", t.lighthouse, "job", t.job, "error", err)
+				}
+			case failed:
+				k.log.Info("torchft: the lighthouse hears again what this keeper holds",
+					"lighthouse", t.lighthouse)
+			}
+			failed = err != nil
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(pause):
+			}
+		}
+	})
+	return r
+}
+
+// tell posts one report, to the first lighthouse of a list that takes it.
+func (k *Keeper) tell(ctx context.Context, t target, s *server) error {
+	addresses, err := rpc.ParseAddresses("lighthouse", t.lighthouse)
+	if err != nil {
+		return err
+	}
+	host, _ := os.Hostname() // "" is shown as such
+	held := k.held(func(j job) bool {
+		return s.mine(j) && j.settings.Lighthouse == t.lighthouse && j.settings.Job == t.job
+	})
+	body, err := json.Marshal(struct {
+		Address   string       `json:"address"`
+		Host      string       `json:"host"`
+		Snapshots []slots.Slot `json:"snapshots"`
+	}{s.address, host, held[:min(len(held), mostReported)]})
+	if err != nil {
+		return err
+	}
+	var failures []error
+	for _, address := range addresses {
+		err := s.post(ctx, address+"/api/v1/keepers?job="+url.QueryEscape(t.job), body)
+		if err == nil {
+			return nil
+		}
+		failures = append(failures, err)
+	}
+	return errors.Join(failures...)
+}
+
+func (s *server) post(ctx context.Context, to string, body []byte) error {
+	ctx, cancel := context.WithTimeout(ctx, postTimeout)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, to, bytes.NewReader(body))
+	if err != nil {
+		return err
+	}
+	if req.URL.Scheme == "http" && s.security.TLSCA != "" {
+		return fmt.Errorf("%s: tls_ca (%s) is set, so its address must begin with https://", to,
+			auth.TLSCAEnv)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	if s.tokens != nil {
+		req.Header.Set("Authorization", auth.Bearer(s.tokens.Get()[0]))
+	}
+	resp, err := (&http.Client{Transport: s.transport}).Do(req)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = resp.Body.Close() }()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, 4096))
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s answered %d: %s", to, resp.StatusCode, bytes.TrimSpace(text))
+	}
+	return err
+}

@@ -1,0 +1,350 @@
+package keeper
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/url"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/slots"
+)
+
+const (
+	lockName     = "keeper.lock"
+	settingsName = "job.json"
+	rankPrefix   = "rank-"
+	rankLock     = "lock"
+	// mostSettings bounds the file with a job's settings, in bytes.
+	mostSettings = 64 << 10
+	// lockWait is how long a keeper waits for the lock: one that ends holds it for a moment more.
+	lockWait = time.Second
+)
+
+// settings are written by the ranks of a job (torchft/_keeper.py).
+type settings struct {
+	Lighthouse string `json:"lighthouse"` // addresses, with commas between them
+	Job        string `json:"job"`        // the lighthouse's name of the job
+	auth.Security
+}
+
+// job is the folder of a job.
+type job struct {
+	name     string
+	folder   string
+	settings settings
+	key      key
+	slots    []slots.Slot
+	ranks    bool      // whether it has folders of ranks: a rank makes its own when it begins
+	changed  time.Time // when a file of it last changed
+}
+
+// RunningError says that another keeper runs.
+type RunningError struct {
+	Root string
+	Who  string // the content of its lock
+}
+
+func (e *RunningError) Error() string {
+	return fmt.Sprintf("a keeper of %s runs already: %s", e.Root, e.Who)
+}
+
+// open opens the root and takes its lock.
+func open(folder string) (root *os.Root, lock *os.File, err error) {
+	if err := os.MkdirAll(folder, 0o700); err != nil {
+		return nil, nil, fmt.Errorf("root is %q: %w", folder, err)
+	}
+	info, err := os.Lstat(folder)
+	if err != nil {
+		return nil, nil, fmt.Errorf("root is %q: %w", folder, err)
+	}
+	if own, ok := info.Sys().(*syscall.Stat_t); !info.IsDir() || info.Mode().Perm()&0o022 != 0 ||
+		ok && int(own.Uid) != os.Getuid() {
+		return nil, nil, fmt.Errorf("root is %q: it must be a folder of this user, and no other one may "+
+			"write to it", folder)
+	}
+	if root, err = os.OpenRoot(folder); err != nil {
+		return nil, nil, fmt.Errorf("root is %q: %w", folder, err)
+	}
+	lock, err = root.OpenFile(lockName, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW, 0o600)
+	if err != nil {
+		_ = root.Close()
+		return nil, nil, err
+	}
+	for began := time.Now(); ; time.Sleep(20 * time.Millisecond) {
+		if err = flock(lock); err == nil {
+			break
+		}
+		if !errors.Is(err, syscall.EWOULDBLOCK) || time.Since(began) > lockWait {
+			who, _ := io.ReadAll(io.LimitReader(lock, 200))
+			_, _ = lock.Close(), root.Close()
+			if errors.Is(err, syscall.EWOULDBLOCK) {
+				err = &RunningError{folder, strings.TrimSpace(string(who))}
+			}
+			return nil, nil, err
+		}
+	}
+	err = errors.Join(lock.Truncate(0), writeAt(lock, fmt.Sprintf("process %d\n", os.Getpid())))
+	return root, lock, err
+}
+
+func writeAt(f *os.File, text string) error {
+	_, err := f.WriteAt([]byte(text), 0)
+	return err
+}
+
+func flock(f *os.File) error { return syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) }
+
+// owns reports whether the lock still lies in the root: somebody may have removed the folder.
+func (k *Keeper) owns() bool {
+	own, err := k.lock.Stat()
+	there, thereErr := os.Lstat(filepath.Join(k.cfg.Root, lockName))
+	return err == nil && thereErr == nil && os.SameFile(own, there)
+}
+
+// changed reports whether jobs have come, ended, or got other settings since the last scan.
+func (k *Keeper) changed() bool {
+	n := 0
+	for _, folder := range folders(k.root, ".") {
+		n++
+		now, _ := readSettings(k.root, folder, slog.New(slog.DiscardHandler))
+		if before, known := k.settings[folder]; !known || before != now {
+			return true
+		}
+	}
+	return n != len(k.settings)
+}
+
+// list returns the jobs in a root, in the order of their folders. It follows no symbolic link.
+func list(root *os.Root, log *slog.Logger) []job {
+	jobs := []job{}
+	for _, folder := range folders(root, ".") {
+		name, err := url.PathUnescape(folder)
+		if err != nil {
+			continue
+		}
+		j := job{name: name, folder: folder}
+		j.settings, j.changed = readSettings(root, folder, log)
+		for _, place := range places(root, j) {
+			j.ranks = true
+			s, changed, there := look(root, place)
+			if there {
+				j.slots = append(j.slots, s)
+				// a file that is written through a mapping need not get a newer time
+				j.changed = later(j.changed, time.UnixMilli(int64(1000*s.Saved)))
+			}
+			j.changed = later(j.changed, changed)
+		}
+		jobs = append(jobs, j)
+	}
+	return jobs
+}
+
+// List returns the slots below a root, whether or not a keeper runs; none if there is no such folder.
+func List(folder string) ([]slots.Slot, error) {
+	found := []slots.Slot{}
+	root, err := os.OpenRoot(folder)
+	if errors.Is(err, fs.ErrNotExist) {
+		return found, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = root.Close() }()
+	for _, j := range list(root, slog.New(slog.DiscardHandler)) {
+		found = append(found, j.slots...)
+	}
+	return found, nil
+}
+
+func later(a, b time.Time) time.Time {
+	if b.After(a) {
+		return b
+	}
+	return a
+}
+
+// place is where a slot lies, and the path of its file below the root.
+type place struct {
+	slots.Place
+	path string
+}
+
+// places returns the places below the folder of a job, whether or not a slot lies there.
+func places(root *os.Root, j job) []place {
+	var found []place
+	for _, folder := range folders(root, j.folder) {
+		group, err := url.PathUnescape(folder)
+		if err != nil {
+			continue
+		}
+		for _, of := range folders(root, path.Join(j.folder, folder)) {
+			text, ok := strings.CutPrefix(of, rankPrefix)
+			rank, err := strconv.ParseInt(text, 10, 64)
+			if !ok || err != nil || rank < 0 || strconv.FormatInt(rank, 10) != text {
+				continue
+			}
+			for slot := range int64(2) {
+				at := slots.Place{Job: j.name, Group: group, GroupRank: rank, Slot: slot}
+				found = append(found,
+					place{at, path.Join(j.folder, folder, of, strconv.FormatInt(slot, 10))})
+			}
+		}
+	}
+	return found
+}
+
+// folders returns the names of the folders in a folder, in order.
+func folders(root *os.Root, in string) []string {
+	entries, err := fs.ReadDir(root.FS(), in)
+	if err != nil {
+		return nil
+	}
+	var names []string
+	for _, e := range entries {
+		if e.IsDir() {
+			names = append(names, e.Name())
+		}
+	}
+	return names
+}
+
+// openFile opens a regular file for reading. Neither a symbolic link nor a pipe in its place does harm.
+func openFile(root *os.Root, path string) (*os.File, fs.FileInfo, error) {
+	f, err := root.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, nil, err
+	}
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is no regular file", path)
+	}
+	if err != nil {
+		_ = f.Close()
+		return nil, nil, err
+	}
+	return f, info, nil
+}
+
+// look returns what lies at a place; there is false if that is no slot.
+func look(root *os.Root, at place) (s slots.Slot, changed time.Time, there bool) {
+	f, info, err := openFile(root, at.path)
+	if err != nil {
+		return s, changed, false
+	}
+	defer f.Close()
+	page, err := readPage(f)
+	if err != nil {
+		return s, changed, false
+	}
+	return slots.Read(at.Place, page, info.Size()), info.ModTime(), true
+}
+
+// readPage reads the header of a slot, or what there is of it.
+func readPage(f *os.File) ([]byte, error) {
+	page := make([]byte, slots.PageSize)
+	n, err := f.ReadAt(page, 0)
+	if errors.Is(err, io.EOF) {
+		err = nil
+	}
+	return page[:n], err
+}
+
+// readSettings returns the settings of a job, and when they changed. Without a usable file they are empty,
+// and the slots of the job are served to nobody.
+func readSettings(root *os.Root, folder string, log *slog.Logger) (s settings, changed time.Time) {
+	f, info, err := openFile(root, path.Join(folder, settingsName))
+	if err != nil {
+		return s, changed
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, mostSettings))
+	if err == nil {
+		decoder := json.NewDecoder(bytes.NewReader(text))
+		err = decoder.Decode(&s)
+	}
+	if err != nil {
+		log.Warn("torchft: the settings of a job are not understood, and its snapshots are served to nobody",
+			"file", path.Join(folder, settingsName), "error", err)
+		return settings{}, info.ModTime()
+	}
+	return s, info.ModTime()
+}
+
+// keyOf returns the port that serves jobs with these settings.
+func (k *Keeper) keyOf(s settings) key {
+	local := s.Lighthouse != "" && k.cfg.Bind == ""
+	for address := range strings.SplitSeq(s.Lighthouse, ",") {
+		u, err := url.Parse(strings.TrimSpace(address))
+		host := ""
+		if err == nil {
+			host = u.Hostname()
+		}
+		ip := net.ParseIP(host)
+		local = local && (host == "localhost" || ip != nil && ip.IsLoopback())
+	}
+	return key{s.Security, local}
+}
+
+// expire removes the slots of jobs of which no trainer has lived for a while.
+func (k *Keeper) expire(now time.Time) {
+	k.mu.Lock()
+	jobs := slices.Clone(k.jobs)
+	k.mu.Unlock()
+	for _, j := range jobs {
+		keep := k.cfg.Keep
+		if !j.ranks {
+			keep = min(keep, idle) // it has finished
+		}
+		if now.Sub(later(j.changed, k.lived[j.folder])) < keep {
+			continue
+		}
+		switch removed, err := remove(k.root, j.folder); {
+		case err != nil:
+			k.log.Warn("torchft: the snapshots of a job cannot be removed", "job", j.name, "error", err)
+			k.lived[j.folder] = now
+		case removed:
+			k.log.Info("torchft: the snapshots of a job are removed: no trainer of it has lived for a while",
+				"job", j.name, "keep", k.cfg.Keep)
+			delete(k.lived, j.folder)
+		default:
+			k.lived[j.folder] = now
+		}
+	}
+}
+
+// remove removes the folder of a job, unless one of its trainers lives. A trainer holds the lock of its rank
+// while it lives; the locks are held here until all is removed.
+func remove(root *os.Root, folder string) (removed bool, err error) {
+	for _, group := range folders(root, folder) {
+		for _, rank := range folders(root, path.Join(folder, group)) {
+			f, _, err := openFile(root, path.Join(folder, group, rank, rankLock))
+			if errors.Is(err, fs.ErrNotExist) {
+				continue
+			}
+			if err != nil {
+				return false, err
+			}
+			defer f.Close()
+			if err := flock(f); errors.Is(err, syscall.EWOULDBLOCK) {
+				return false, nil
+			} else if err != nil {
+				return false, err
+			}
+		}
+	}
+	return true, root.RemoveAll(folder)
+}

@@ -1,0 +1,89 @@
+"""``torchft snapshots``: the copies of a job's state that each host holds in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torchft._lighthouse_http import LIGHTHOUSE_ENV, HttpLighthouse, Unanswered
+from torchft.cli.arguments import Parser, ask_of
+from torchft.cli.output import printable
+
+_ABOUT = """\
+Lists the snapshots in the memory of all hosts, as their keepers have told the lighthouse within the last ten
+seconds; without a lighthouse, or with --here, those of this host, of all jobs.
+"""
+_HEAD = ("host", "job", "group", "rank", "step", "size", "age", "state")
+_RIGHT = ("rank", "step", "size", "age")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="torchft snapshots", description=_ABOUT)
+    ask_of(parser)
+    parser.add_argument("--here", action="store_true", help="read this host's memory; ask no lighthouse")
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
+    args = parser.parse_args(arguments)
+    try:
+        held = _held(args.lighthouse, args.job, args.here)
+    except (Unanswered, OSError, RuntimeError, ValueError) as e:
+        print(printable(f"torchft snapshots: {e}"), file=sys.stderr)
+        return 1
+    print(json.dumps(held) if args.json else table(held, time.time()))
+    return 0
+
+
+def _held(lighthouse: str | None, job: str | None, here: bool) -> list[dict[str, Any]]:
+    """What each host holds: ``host`` and ``snapshots``."""
+    if not here:
+        try:
+            keepers: list[dict[str, Any]] = HttpLighthouse(lighthouse, job).get("/api/v1/keepers")["keepers"]
+            return keepers
+        except Unanswered:
+            if lighthouse or os.environ.get(LIGHTHOUSE_ENV):
+                raise
+            print("no lighthouse answers on this machine; in the memory of this host:", file=sys.stderr)
+    from torchft import _keeper
+    from torchft._torchft import slots_in
+
+    slots = [slot for slot in slots_in(str(_keeper.root())) if job in (None, slot["job"])]
+    return [{"host": socket.gethostname(), "snapshots": slots}]
+
+
+def table(held: Sequence[dict[str, Any]], now: float) -> str:
+    """Formats what hosts hold. ``now`` is in seconds since 1970."""
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for one in held:
+        for slot in one["snapshots"] or []:
+            why = slot.get("incomplete", "")
+            step, age = ("-", "-") if why else (str(slot["step"]), _age(now - slot["saved"]))
+            about = (one["host"], slot["job"], slot["group"], str(slot["group_rank"]), step)
+            row = (*about, size(slot["bytes"]), age, why or "complete")
+            rows.append(tuple(printable(cell) for cell in row))
+    if len(rows) == 1:
+        hosts = ", ".join(printable(one["host"]) for one in held)
+        return f"no snapshots (keepers: {hosts})" if hosts else "no keeper holds snapshots of this job"
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
+            for name, cell, width in zip(_HEAD, row, widths)
+        ).rstrip()
+        for row in rows
+    )
+
+
+def size(nbytes: int) -> str:
+    """A size in bytes, as on the lighthouse's page."""
+    return f"{nbytes / 1e6:.1f} MB" if nbytes < 1e8 else f"{nbytes / 1e9:.1f} GB"
+
+
+def _age(seconds: float) -> str:
+    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
+        if seconds < limit:
+            return f"{max(seconds, 0) / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} d"

@@ -21,8 +21,10 @@ from torch import nn
 import torchft
 from tests.integration.cluster import Cluster, Rank, results
 from tests.integration.test_job import SETTINGS, STEPS, Count, Loop, dataset, one_process, parts
+from torchft import _keeper
 from torchft._job.checkpoints import Checkpoints
 from torchft._manager.snapshots.copies import Snapshots
+from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.snapshots import disk, folders, slots
 from torchft.checkpointing.snapshots.writer import FolderWriter, Writer
 
@@ -254,7 +256,7 @@ def test_a_rank_without_room_for_copies_writes_itself(
     monkeypatch.setattr(Snapshots, "begin", late)
     other = tmp_path / "other"
     loop = Loop(settings={"snapshots": 1}, job={"checkpoint_dir": other, "checkpoint_every": 4})
-    monkeypatch.setenv(slots.ROOT_ENV, str(tmp_path / "memory"))
+    monkeypatch.setenv(_keeper.ROOT_ENV, str(tmp_path / "memory"))
     with host(), Cluster() as cluster:
         results(cluster.start(loop, 0))
     assert steps(other) == [5, 8]  # in place of 4, whose copy failed
@@ -272,3 +274,37 @@ def test_a_full_disk_ends_no_training(
         results(cluster.start(loop, 0))
     assert f"{tmp_path}/step-4 was not written: [Errno 28] No space left on device" in caplog.text
     assert sorted(loop.losses) == list(range(STEPS)) and steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_copies_of_another_number_of_ranks_are_loaded_by_pytorch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bool
+) -> None:
+    loop = Loop(settings={"snapshots": 1}, events={(0, 5): _crash})
+    with Cluster() as cluster:
+        results(cluster.start(loop, 0))
+    (folder,) = slots.root().glob("*/*/rank-0")
+    copies = [
+        (name, slots.read_header(folder / name), slots.Slot.open(folder / name, copy=True)) for name in "01"
+    ]
+    # As if the group had two ranks, with equal parameters.
+    for name, header, slot in copies:
+        for rank in range(2):
+            path = folder.with_name(f"rank-{rank}") / name
+            path.parent.mkdir(exist_ok=True)
+            of = header._replace(group_rank=rank, group_world_size=2)
+            for _ in slots.write(path, of, Encoded(slot.state())):
+                pass
+    newest = max(copies, key=lambda copy: copy[1].step)
+    if damaged:
+        with open(folder / newest[0], "r+b") as file:
+            file.seek(slots.PAGE)
+            file.write(b"torn")
+    again = Loop(settings=loop.settings)
+    with Cluster() as cluster:
+        ended = results(cluster.start(again, 0))[0]
+    torch.testing.assert_close(ended, one_process()[0], rtol=1e-9, atol=1e-12)
+    assert min(again.losses) == newest[1].step - damaged
+    assert not list(slots.root().glob("*/resharded-*"))
+    told = f"the copies of step {newest[1].step}, of 2 ranks, are not loaded"
+    assert (f"{told}: there is no undamaged copy of rank 0" in caplog.text) == damaged

@@ -9,11 +9,11 @@ of one group write the checkpoint themselves, and wait for the disk.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Container, Iterator
@@ -24,11 +24,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.stream import storage_bytes
 from torchft.checkpointing.snapshots import due, folders, slots
 from torchft.checkpointing.snapshots.disk import Content
 from torchft.checkpointing.snapshots.due import Due
+from torchft.checkpointing.snapshots.reshard import resharded
 from torchft.checkpointing.snapshots.saving import Save
 from torchft.checkpointing.snapshots.slots import Header, SlotError
 from torchft.checkpointing.transport import CheckpointError
@@ -163,7 +165,8 @@ class Checkpoints:
         """Loads the newest state, if there is one. Returns False if it is a checkpoint that is damaged."""
         newest = self._newest(damaged)
         # Of a step that both have, the copy is loaded: that is faster.
-        if self._manager._begin_with_copy(-1 if newest is None else _step(newest) - 1):
+        beyond = -1 if newest is None else _step(newest) - 1
+        if self._manager._begin_with_copy(beyond) or self._load_resharded(beyond, state, load):
             return True
         if newest is None:
             if damaged:
@@ -177,6 +180,34 @@ class Checkpoints:
             return False
         _load(newest, state, load)
         return True
+
+    def _load_resharded(
+        self, beyond: int, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
+    ) -> bool:
+        """Loads the copies of a group that had another number of ranks, if they are on the host of all."""
+        snapshots, ranks = self._manager._snapshots, self._manager._settings.group_world_size
+        if not snapshots.works:
+            return False
+        beyond, made = max(beyond, self._manager.current_step()), None
+        if not _several() or dist.get_rank() == 0:
+            with contextlib.suppress(SlotError):
+                made = resharded(slots.job_name(), ranks, beyond, _log.warning)
+        names = _of_rank_0([] if made is None else [str(made)])
+        if not names:
+            return False
+        checkpoint = Path(names[0])
+        try:
+            if not _all(checkpoint.is_dir()):
+                _log.warning(
+                    f"the copies of another number of ranks in {checkpoint} are not on the host of all"
+                )
+                return False
+            _load(checkpoint, state, load)
+            _log.info(f"goes on from step {_step(checkpoint)}, of which other ranks left copies")
+            return True
+        finally:
+            _all(True)  # have read it
+            shutil.rmtree(checkpoint.parent, ignore_errors=True)
 
     def _newest(self, damaged: Container[Path]) -> Optional[Path]:
         """Returns the checkpoint that rank 0 finds: while a peer saves, another rank may find a later one."""
@@ -223,6 +254,15 @@ def _of_rank_0(names: list[str]) -> list[str]:
     return found[0]
 
 
+def _all(each: bool) -> bool:
+    """Whether this is so in all ranks of the group."""
+    if not _several():
+        return each
+    found = [each] * dist.get_world_size()
+    dist.all_gather_object(found, each)
+    return all(found)
+
+
 def _kept(header: Header) -> bool:
     return due.kept(header, due.read_status(slots.root() / slots.quoted(header.job)))
 
@@ -230,18 +270,9 @@ def _kept(header: Header) -> bool:
 def _keeper_runs() -> bool:
     """Whether a keeper of this host runs, which starts the writer."""
     try:
-        file = os.open(slots.root() / "keeper.lock", os.O_RDWR)
+        return _keeper.running(slots.root())
     except (OSError, SlotError):
         return False
-    try:
-        fcntl.flock(
-            file, fcntl.LOCK_SH | fcntl.LOCK_NB
-        )  # for a moment: a keeper that begins waits for longer
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
 
 
 def _several() -> bool:

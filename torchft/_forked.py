@@ -11,6 +11,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# Whether the ready process of `torchft.launch` has forked this process: it ends with the process that stands
+# for it.
+stood_for = False
+
 
 def refusal(what: str) -> RuntimeError:
     """The error for the use of a parent's object in a forked child."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import signal
 import statistics
@@ -28,8 +29,10 @@ import loss_curves
 from accounting import Samples, samples
 from replica_group import TRAIN_SCRIPT, Group
 
+from torchft.launch.group import environment
 from torchft.launch.lighthouse import LaunchError, lighthouse
 from torchft.launch.output import tail
+from torchft.launch.owned import ReadyProcess
 
 BAR = 24  # characters
 # Heartbeats arrive every 100 ms. A group whose last heartbeat is older than the heartbeat timeout counts as
@@ -49,7 +52,10 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    groups = [Group(number, args.groups, folder, args.nproc, args.program) for number in range(args.groups)]
+    ready = ReadyProcess(str(args.program), {**os.environ, **environment(args.nproc)})
+    groups = [
+        Group(number, args.groups, folder, args.nproc, args.program, ready) for number in range(args.groups)
+    ]
     try:
         with lighthouse(folder / "lighthouse.log", LIGHTHOUSE_OPTIONS) as address:
             kills = train(args, groups, address)
@@ -70,6 +76,7 @@ def main() -> int:
     finally:
         for group in groups:
             group.kill()
+        ready.close()
     if not args.logs:
         shutil.rmtree(folder)
     return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchft.launch.group import ReplicaGroup
+from torchft.launch.owned import ReadyProcess
 
 TRAIN_SCRIPT = Path(__file__).resolve().parent / "train_demo.py"  # train_ddp.py, with events
 Event = dict[str, Any]
@@ -24,11 +25,18 @@ class Group:
     """
 
     def __init__(
-        self, number: int, groups: int, folder: Path, nproc: int = 1, script: Path = TRAIN_SCRIPT
+        self,
+        number: int,
+        groups: int,
+        folder: Path,
+        nproc: int = 1,
+        script: Path = TRAIN_SCRIPT,
+        ready: ReadyProcess | None = None,
     ) -> None:
         self.number = number
         self.nproc = nproc
         self._script = script
+        self._ready = ready
         self._rank_killed = math.nan
         self.log = folder / f"group-{number}.log"
         self.state = "not started"
@@ -47,7 +55,9 @@ class Group:
         self._healed = False
         self._rank_killed = math.nan
         command = [str(self._script), "--events", str(self._folder), *train_args]
-        self._process = ReplicaGroup(self.number, self._groups, command, self.log, self.nproc, torchrun_args)
+        self._process = ReplicaGroup(
+            self.number, self._groups, command, self.log, self.nproc, torchrun_args, self._ready
+        )
         self._process.start(lighthouse)
 
     def kill(self) -> list[int]:

@@ -127,12 +127,13 @@ def test_no_rank_outlives_its_agent_and_no_group_the_lighthouse(tmp_path: Path) 
     """
     with training(tmp_path) as run:
         commands = run.commands()
-        (rank,) = (
-            pid for pid, command in commands.items() if str(MEMBER) in command and "-m\0" not in command
+        (rank,) = (pid for pid, command in commands.items() if f"-u\0{MEMBER}\0" in command)
+        (stands_for,) = (
+            pid for pid, command in commands.items() if "exec.py\0" in command and "-m\0" not in command
         )
         (agent,) = (pid for pid, command in commands.items() if "-m\0torch.distributed.run\0" in command)
         os.kill(agent, signal.SIGKILL)
-        wait_until(lambda: not process_tree.alive([rank]))
+        wait_until(lambda: not process_tree.alive([rank, stands_for]))
 
         run.wait(lambda: run.shows(r"^group 0 .*\(started again"), "its group is started again")
         commands = run.commands()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchft import process_group
+from torchft import _forked, process_group
 from torchft._manager.settings import SNAPSHOTS_ENV
 from torchft.manager import Manager
 
@@ -50,7 +50,7 @@ def pick_device(name: str) -> torch.device:
 
 def end_with_torchrun() -> None:
     """Makes the kernel kill this process with torchrun's agent, which could not end it any more."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ and not _forked.stood_for:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -18,10 +19,11 @@ from torchft.cli.arguments import Parser, duration, lighthouses, nearest, positi
 from torchft.cli.output import write_no_more
 from torchft.launch.cluster import log_name, watched_cluster
 from torchft.launch.control import Control
-from torchft.launch.group import ReplicaGroup
+from torchft.launch.group import ReplicaGroup, environment
 from torchft.launch.job import LocalJob
 from torchft.launch.lighthouse import LaunchError, watched_lighthouse
 from torchft.launch.output import tail
+from torchft.launch.owned import ReadyProcess
 from torchft.launch.progress import StatusLines
 
 _ABOUT = """\
@@ -142,10 +144,12 @@ def _log_folder(given: Path | None, log: str) -> Path:
 
 def _run(args: Any) -> int:
     first, most = args.replicas
+    ready = ReadyProcess(str(args.script), {**os.environ, **environment(args.nproc_per_node)})
 
     def make_group(number: int) -> ReplicaGroup:
         log = args.log_dir / f"group-{number}.log"
-        return ReplicaGroup(number, most, [str(args.script), *args.script_args], log, args.nproc_per_node)
+        command = [str(args.script), *args.script_args]
+        return ReplicaGroup(number, most, command, log, args.nproc_per_node, ready=ready)
 
     options = [
         "--min_replicas",
@@ -175,6 +179,7 @@ def _run(args: Any) -> int:
             raise
         finally:
             job.kill()
+            ready.close()
             if control is not None:
                 control.close()
         print(f"done: {len(job.members)} groups" + (f", {job.kills} kills" if args.kill_every else ""))

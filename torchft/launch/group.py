@@ -12,11 +12,22 @@ from pathlib import Path
 from torchft._nccl_env import DUMP_ENV, dump_setting
 from torchft.addresses import host_port, loopback
 from torchft.launch import process_tree
+from torchft.launch.exec import NAME_ENV, Forked
+from torchft.launch.owned import AGENT, ReadyProcess
 
 # PyTorch's stores ask the name server for the name of each address that connects. With glibc's own settings a
 # lost answer costs 5 s, and in a step in which groups change all of them wait.
 _RESOLVER = "timeout:1 attempts:3"
-_RANK = Path(__file__).with_name("rank.py")
+_EXEC = Path(__file__).with_name("exec.py")
+
+
+def environment(nproc: int) -> dict[str, str]:
+    """What the environments of all groups have in common, beside that of this process."""
+    # A script may import torchft only after it has made its world.
+    own = {DUMP_ENV: dump_setting(), "RES_OPTIONS": os.environ.get("RES_OPTIONS", _RESOLVER)}
+    if nproc > 1:  # as torchrun, which would say so
+        own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return own
 
 
 class ReplicaGroup:
@@ -29,6 +40,7 @@ class ReplicaGroup:
         log: file to which the output of all processes is appended, at the first start and at each restart.
         nproc: number of ranks, torchrun's ``--nproc_per_node``.
         torchrun_args: further arguments for torchrun.
+        ready: the process from which torchrun and the ranks are forked; None: they start in the ordinary way.
     """
 
     def __init__(
@@ -39,6 +51,7 @@ class ReplicaGroup:
         log: Path,
         nproc: int = 1,
         torchrun_args: list[str] | None = None,
+        ready: ReadyProcess | None = None,
     ) -> None:
         self.number = number
         self.groups = groups
@@ -48,7 +61,8 @@ class ReplicaGroup:
         self.started = 0.0  # wall-clock time of the latest start, in seconds
         self._command = command
         self._torchrun_args = torchrun_args or []
-        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = ready
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     def start(self, lighthouse: str, env: dict[str, str] | None = None) -> None:
         """Starts the group, or restarts it after it has ended.
@@ -61,25 +75,30 @@ class ReplicaGroup:
         # resolve: torchrun picks a free port for the rendezvous, so several groups can share a host.
         here = loopback()
         rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", host_port(here, 0), "--local_addr", here]
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
+        start = ["--no-python", sys.executable, "-I", "-S", str(_EXEC)]
+        args = [
             *rendezvous,
             "--nproc_per_node",
             str(self.nproc),
+            *self._torchrun_args,
+            *start,
+            *self._command,
         ]
         own = {
+            **environment(self.nproc),
             "REPLICA_GROUP_ID": str(self.number),
             "NUM_REPLICA_GROUPS": str(self.groups),
             "TORCHFT_LIGHTHOUSE": lighthouse,
-            "RES_OPTIONS": os.environ.get("RES_OPTIONS", _RESOLVER),
-            DUMP_ENV: dump_setting(),  # a script may import torchft only after it has made its world
+            **({} if self._ready is None else {NAME_ENV: self._ready.name}),
+            **(env or {}),
         }
         self.starts += 1
         self.started = time.time()
-        command = [*torchrun, *self._torchrun_args, str(_RANK), *self._command]
-        self._process = process_tree.start(command, self.log, {**own, **(env or {})})
+        self._process = (
+            None if self._ready is None else self._ready.agent(args, self.log, {**os.environ, **own})
+        )
+        if self._process is None:
+            self._process = process_tree.start([sys.executable, "-m", AGENT, *args], self.log, own)
 
     def kill(self) -> list[int]:
         """Sends SIGKILL to torchrun and all its descendants. Returns their pids."""

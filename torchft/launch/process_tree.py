@@ -9,6 +9,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+from torchft.launch.exec import COMM, STANDS_FOR, Forked
+
 
 def start(
     command: list[str],
@@ -29,11 +31,12 @@ def start(
             stdout=output if stdout is None else stdout,
             stderr=output,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Makes the kernel kill this process with its parent."""
     # Even a SIGKILL of this program leaves nothing behind. PR_SET_PDEATHSIG is 1.
     _libc.prctl(1, signal.SIGKILL)
 
@@ -42,15 +45,27 @@ _libc = ctypes.CDLL(None)  # before the fork, so that nothing is imported or loa
 
 
 def tree(pid: int) -> list[int]:
-    """The process and its descendants, parents first."""
+    """The process and its descendants, parents first. What a process stands for counts as its child."""
     parents = {child: parent for child, parent, _ in _processes()}
     found = [pid]
     for known in found:  # grows while it is walked
-        found += [child for child, parent in parents.items() if parent == known]
+        children = [child for child, parent in parents.items() if parent == known]
+        found += [child for child in [*children, *_stands_for(known)] if child not in found]
     return found
 
 
-def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
+def _stands_for(pid: int) -> list[int]:
+    try:
+        if Path(f"/proc/{pid}/comm").read_text().strip() != COMM:
+            return []
+        shown = Path(f"/proc/{pid}/fdinfo/{STANDS_FOR}").read_text().splitlines()
+    except OSError:  # the process has ended meanwhile
+        return []
+    pids = [int(line.split()[1]) for line in shown if line.startswith("Pid:")]
+    return [forked for forked in pids if forked > 0]  # -1: it has ended
+
+
+def kill_tree(process: subprocess.Popen[bytes] | Forked) -> list[int]:
     """Sends SIGKILL to a process and all of its descendants, as if their host had failed.
 
     Returns their pids. torchrun starts each worker in a new session, so a signal to the process group of the

@@ -92,6 +92,12 @@ def _scale(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _exec(arguments: Sequence[str]) -> int:
+    from torchft.launch import exec as start
+
+    start.main(arguments)
+
+
 def _in(module: str, function: str = "main") -> Callable[[Sequence[str]], int]:
     """A command in a module of this package, which is imported only when the command is used."""
     return lambda arguments: getattr(importlib.import_module(f"torchft.cli.{module}"), function)(arguments)
@@ -99,6 +105,7 @@ def _in(module: str, function: str = "main") -> Callable[[Sequence[str]], int]:
 
 _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "run": ("a lighthouse and replica groups of a script, on this machine", _in("run")),
+    "exec": ("one rank, as a fork of a process that has imported PyTorch", _exec),
     "scale": ("change the number of groups of a running `torchft run`", _scale),
     "lighthouse": ("the lighthouse alone (as torchft_lighthouse)", _lighthouse),
     "status": ("the groups of a job, and why there is no quorum", _in("status")),

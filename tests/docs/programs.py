@@ -29,6 +29,7 @@ FOREIGN = {
     "sbatch",
     "scancel",
     "show",
+    "srun",
     "torchx",
 }
 FOREIGN |= {"docker", "git", "source", "umask", "wait"}
@@ -102,7 +103,9 @@ def _torchrun(words: list[str]) -> None:
         args = get_args_parser().parse_args([*words, "SCRIPT"] if options_alone else words)
     except SystemExit as e:
         raise Unknown(f"torchrun does not take {words}") from e
-    if not args.module and not options_alone:
+    if args.no_python:
+        _check([args.training_script, *args.training_script_args])
+    elif not args.module and not options_alone:
         _script([args.training_script, *args.training_script_args])
 
 

@@ -65,6 +65,7 @@ CANNOT = {
     r"torchft_lighthouse .* --cluster .*": "needs three hosts; test_torchft_run.py runs three on one",
     r"torchrun --rdzv-backend torchft .*": "needs a host for each node; test_rendezvous.py runs torchrun "
     "with it",
+    r"(srun|.*torchrun .*--no-python .*) torchft exec .*": "test_exec.py starts ranks by it",
     r"docker .*": "needs Docker, and downloads its images; test_dockerfile.py checks the file and these "
     "commands",
     r"kubectl .*": "needs a cluster; test_kubernetes_example.py checks the manifests",

@@ -1,8 +1,5 @@
 """Starts a program as a fork of the ready process, and stands in its place; or starts it in the ordinary way.
 
-    torchft exec [OPTION OF PYTHON]... SCRIPT [ARGUMENT]...
-    torchft exec [OPTION OF PYTHON]... -m MODULE [ARGUMENT]...
-
 The launcher (torchrun, Slurm) knows the process id of this process. It forwards signals to the fork, ends
 with its status or by its signal, and the kernel kills the fork when this process ends. `torchft run` runs
 this file as a program of its own, without `site`: its start is a part of every restart, so it imports little.
@@ -20,6 +17,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+_ABOUT = """\
+usage: torchft exec [OPTION OF PYTHON]... SCRIPT [ARGUMENT]...
+       torchft exec [OPTION OF PYTHON]... -m MODULE [ARGUMENT]...
+
+Starts a rank, as `python -u` does, by a fork of a process that has imported what the script imports:
+
+  torchrun --no-python --max_restarts 3 torchft exec train.py
+  srun torchft exec train.py
+
+All ranks of a host share that process, which the first one starts, and which ends with torchrun or the step
+of Slurm. A program that cannot be forked is started in the ordinary way, and one line says why."""
 # The name of the ready process's socket, set by `torchft run`. Otherwise the process is that of the parent.
 NAME_ENV = "TORCHFT_READY"
 # One of these is in the environment of a process that a launcher has started, which may start it again.
@@ -383,10 +391,13 @@ def not_python(program: str) -> str | None:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Runs a program in place of this process."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_ABOUT)
+        sys.exit(0)
     options, module, program, args, reason = split(arguments)
     python = module is not None or reason is None or reason.startswith("python ") or program.endswith(".py")
     if not program and not options:
-        print(__doc__, file=sys.stderr)
+        print(_ABOUT, file=sys.stderr)
         sys.exit(2)
     told = False
     parent = os.getppid()

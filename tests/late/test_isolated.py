@@ -44,9 +44,11 @@ COUNT = 1000
 
 def started(kind: type[ProcessGroupBabyLate]) -> Iterator[ProcessGroupBabyLate]:
     group = kind(timeout=TIMEOUT)
-    configure(group)
-    yield group
-    group.shutdown()
+    try:
+        configure(group)
+        yield group
+    finally:
+        group.shutdown()
 
 
 def configure(group: ProcessGroupBabyLate) -> None:

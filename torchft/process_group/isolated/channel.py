@@ -66,6 +66,7 @@ class Channel:
         theirs: the worker's end of the socket; the trainer closes it when the worker has its copy.
         devices: the memory and events that trainer and worker share.
         server: the fork server that was asked for the worker.
+        broken: why the worker cannot be used any more; None if it can.
         asks: whether the worker's backend may fail after the worker has answered that an operation is queued.
     """
 
@@ -93,7 +94,7 @@ class Channel:
         self._ids = itertools.count(1)
         # Operations in flight. Only the reader removes one, and ends it.
         self._ops: dict[int, _OpMetadata] = {}
-        self._broken: Optional[Exception] = None
+        self.broken: Optional[Exception] = None
         self._look_at = 0.0
         self._pinged_at: Optional[float] = None  # of a ping without an answer so far
         self._device: Optional[int] = None  # the reader releases memory and events of this device
@@ -112,7 +113,7 @@ class Channel:
         Raises:
             Exception: why the worker cannot be used.
         """
-        if self._broken is None:  # else devices may be closed
+        if self.broken is None:  # else devices may be closed
             if op.stream is not None:
                 self._device = op.stream.device_index
             if self.devices.queued:
@@ -158,9 +159,9 @@ class Channel:
 
     def _number(self, op: _OpMetadata) -> None:
         # In a forked child the lock may be held for ever by a thread of the parent.
-        if self._broken is None:
+        if self.broken is None:
             with self._lock:
-                if self._broken is None:
+                if self.broken is None:
                     op.op_id = next(self._ids)
                     self._ops[op.op_id] = op
                     return
@@ -175,7 +176,7 @@ class Channel:
         """Sends a request; waits up to `timeout` seconds if the worker stalls: a healthy worker always
         reads.
         """
-        if self._broken is None:
+        if self.broken is None:
             try:
                 with self._send_lock:
                     protocol.send(
@@ -197,7 +198,7 @@ class Channel:
     # The reader
 
     def _read(self) -> None:
-        while self._broken is None:
+        while self.broken is None:
             try:
                 if self._ready.poll(1000 * _PING_EVERY_SEC):
                     self._handle(*self._receive())
@@ -320,7 +321,7 @@ class Channel:
                 )
                 if self._reached(op):  # it may have been released before it had the timer
                     op.end_timer()
-        elif poll(lambda: self._reached(op) or self._broken is not None, began + seconds - time.monotonic()):
+        elif poll(lambda: self._reached(op) or self.broken is not None, began + seconds - time.monotonic()):
             # On a device, an operation that has failed ends as if it had succeeded, so the backend is asked.
             self.check(op.timeout_sec)
         else:
@@ -328,7 +329,7 @@ class Channel:
             if own:
                 self.close(error)
             raise error
-        if self._broken is not None:
+        if self.broken is not None:
             raise self._error()
 
     def _reached(self, op: _OpMetadata) -> bool:
@@ -365,15 +366,15 @@ class Channel:
 
     def is_over(self, op: _OpMetadata) -> bool:
         """Whether an operation has ended, also on the device; does not wait."""
-        return op.done and (op.error is not None or self._broken is not None or self.devices.reached(op))
+        return op.done and (op.error is not None or self.broken is not None or self.devices.reached(op))
 
     def drain(self, timeout: float) -> bool:
         """Waits until the worker's device has finished all queued work; False after `timeout` seconds."""
 
         def drained() -> bool:
-            if self.devices.queued and self._broken is None:
+            if self.devices.queued and self.broken is None:
                 self.devices.release_reached()
-            return not self.devices.queued or self._broken is not None
+            return not self.devices.queued or self.broken is not None
 
         return poll(drained, timeout)
 
@@ -436,9 +437,9 @@ class Channel:
     def close(self, error: Exception) -> None:
         """Kills the worker; the reader fails everything in flight. The first error counts."""
         with self._lock:
-            if self._broken is not None:
+            if self.broken is not None:
                 return
-            self._broken = error
+            self.broken = error
         self._hang_up()
         self.kill()
         # An abort returns only after the worker has ended, since until then the worker may write into shared
@@ -462,19 +463,14 @@ class Channel:
         """Whether the reader finds within a moment that the worker cannot be used: its last message may say
         why.
         """
-        return poll(lambda: self._broken is not None, _LAST_WORDS_SEC)
+        return poll(lambda: self.broken is not None, _LAST_WORDS_SEC)
 
     def _worker_failed(self) -> Exception:
         return WorkerFailed(f"{self._name}: the worker process has ended")
 
     def _error(self) -> Exception:
-        assert self._broken is not None
-        return copied(self._broken)
-
-    @property
-    def broken(self) -> Optional[Exception]:
-        """Why the worker cannot be used any more; None if it can."""
-        return self._broken
+        assert self.broken is not None
+        return copied(self.broken)
 
     @property
     def in_flight(self) -> int:
@@ -483,8 +479,8 @@ class Channel:
 
     def _forget(self) -> None:
         """In a forked child: the operations and the worker belong to the parent."""
-        if self._broken is None:
-            self._broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
+        if self.broken is None:
+            self.broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
             # Without the lock, which may be held for ever; the child has no other thread.
             ops, self._ops = self._ops, {}
             for op in ops.values():

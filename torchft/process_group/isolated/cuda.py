@@ -72,20 +72,16 @@ class _Export:
         self.handle: bytes = handle or b""
         self.size: int = size
         self.offset: int = offset
-        self._counter: Optional[tuple[bytes, int]] = None if counter is None else (counter, counter_offset)
+        self.counter: Optional[tuple[bytes, int]] = None if counter is None else (counter, counter_offset)
 
     def release_now(self) -> None:
         """Returns the memory to PyTorch; only the first call does."""
-        counter, self._counter = self._counter, None
+        counter, self.counter = self.counter, None
         if counter is not None:
             torch.UntypedStorage._release_ipc_counter_cuda(*counter)
             # A failed device frees nothing, and reports its error to the next operation.
             with contextlib.suppress(RuntimeError):
                 torch.cuda.ipc_collect()
-
-    def forget(self) -> None:
-        """In a forked child: the counter belongs to the parent, which still uses it."""
-        self._counter = None
 
 
 _ids = itertools.count(1)
@@ -154,7 +150,7 @@ def _forget_all() -> None:
     global _lock, _freed, _returner
     _lock, _freed, _returner = threading.Lock(), queue.SimpleQueue(), None
     for export in _exports.values():
-        export.forget()
+        export.counter = None  # it belongs to the parent, which still uses it
     _exports.clear()
     _pages.clear()
 
@@ -461,10 +457,6 @@ class WorkerEnd(Borrowing):
         event = self._marks.event(mark, self._device)
         if event is not None:
             event.wait(stream)
-
-    def reached(self, mark: _Mark) -> bool:
-        event = self._marks.event(mark, self._device)
-        return event is None or event.query()
 
 
 def _is_event(mark: _Mark) -> bool:

@@ -31,7 +31,7 @@ class Devices:
         self._lock = threading.RLock()
         self._sharings: dict[int, Sharing] = {}
         # Operations whose registrations are released when the worker's device has reached the mark.
-        self._queued: list[_OpMetadata] = []
+        self.queued: list[_OpMetadata] = []
 
     def sharing(self, device: int) -> Sharing:
         """The trainer's end for a device type, made for the first tensor of that type."""
@@ -63,29 +63,25 @@ class Devices:
 
     # Registrations of operations that have ended, but not on the device
 
-    @property
-    def queued(self) -> bool:
-        return bool(self._queued)
-
     def hold(self, op: _OpMetadata) -> None:
         """Keeps the operation's registrations until the worker's device has finished it."""
         with self._lock:
-            self._queued.append(op)
+            self.queued.append(op)
 
     def release_reached(self) -> None:
         # Operations stay in the list until they are reached: another thread may be waiting for its end.
-        for op in list(self._queued):
+        for op in list(self.queued):
             if self.reached(op):
                 with self._lock:
-                    if op not in self._queued:  # another thread has released or abandoned it
+                    if op not in self.queued:  # another thread has released or abandoned it
                         continue
-                    self._queued.remove(op)
+                    self.queued.remove(op)
                 op.release()
 
     def abandon(self) -> None:
         """After a failure of the worker: registrations keep their memory until `close`."""
         with self._lock:
-            queued, self._queued = self._queued, []
+            queued, self.queued = self.queued, []
         for op in queued:
             op.registrations = []
             op.end_timer()

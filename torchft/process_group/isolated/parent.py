@@ -26,6 +26,7 @@ from torchft.process_group.isolated.operation import WorkerTimedOut, _OpMetadata
 from torchft.process_group.isolated.sharing import Notify, Sharing
 from torchft.process_group.isolated.standby import Workers, start_worker, started
 from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
+from torchft.utils import current_device
 
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
 STANDBY_CONTEXT_ENV = "TORCHFT_ISOLATED_STANDBY_CONTEXT"
@@ -129,7 +130,7 @@ class ProcessGroupBaby(ProcessGroup):
             "timeout": self._timeout.total_seconds(),
             "connect_timeout": timeout,
             "global_ranks": global_ranks,
-            "device": _current_device(),
+            "device": current_device() or 0,
             "environment": dict(os.environ),
         }
         try:
@@ -352,20 +353,11 @@ def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Channel
             "path": sys.path,
             "pytorch": str(torch.__version__),
             "sharing": sharing,
-            "prepare": _current_device() if context else None,
+            "prepare": (current_device() or 0) if context else None,
         }
         return start_worker(settings, group._name, make_sharing)
 
     return make
-
-
-def _current_device() -> int:
-    """The index of the accelerator's current device; 0 if there is no accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return 0
-    module: Any = torch.get_device_module(accelerator)
-    return module.current_device() if module.is_available() else 0
 
 
 def _given_ms() -> int:

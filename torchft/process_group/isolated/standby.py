@@ -67,11 +67,6 @@ class _Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_SEC)
 
-    def forget(self) -> None:
-        """In a forked child: the server belongs to the parent."""
-        self.control.close()
-        self.process.returncode = 0
-
 
 class Servers:
     """The server of this process."""
@@ -125,7 +120,8 @@ class Servers:
     def forget(self) -> None:
         self._lock = threading.RLock()  # a thread of the parent may hold the lock
         for server in self._taken():
-            server.forget()
+            server.control.close()
+            server.process.returncode = 0  # it belongs to the parent
 
     def _taken(self) -> list[_Server]:
         with self._lock:

@@ -26,9 +26,11 @@ import mmap
 import os
 import struct
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
@@ -50,6 +52,8 @@ MAGIC = b"TFTSLOT1"
 PAGE = 4096
 PIECE = 16 << 20  # bytes with a digest of their own
 _ALIGNED = 64
+_THREADS = 4  # that read and verify a large slot: one copies 1 to 2 GB/s to memory that is used first
+_LARGE = 64 << 20  # bytes
 _LEAD = struct.Struct("<8sII")  # magic, length and CRC of the header
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
@@ -249,10 +253,8 @@ class Slot:
                 table = json.loads(_checked(path, file.fileno(), header.regions, "table of regions"))
                 tree = json.loads(_checked(path, file.fileno(), header.structure, "structure"))
                 read = _copied(file.fileno()) if copy else _mapped(file.fileno(), nbytes)
-                flats, devices = [], []
-                for number, (offset, length, digests, device) in enumerate(table):
-                    flats.append(_region(f"{path}: region {number}", read, offset, length, digests))
-                    devices.append(device)
+                flats = _regions(path, read, table, nbytes)
+                devices = [device for *_, device in table]
         except SlotError:
             raise
         except OSError as error:
@@ -297,10 +299,11 @@ def _mapped(file: int, nbytes: int) -> _Read:
 
 
 def _copied(file: int) -> _Read:
-    memory = HostMemory()
+    memory, lock = HostMemory(), threading.Lock()
 
     def read(offset: int, length: int) -> Tuple[torch.Tensor, bytes]:
-        flat, done = memory.take(length), 0
+        with lock:
+            flat, done = memory.take(length), 0
         into = tensor_memory(flat)
         while done < length:
             count = os.preadv(file, [into[done : done + PIECE]], offset + done)
@@ -310,6 +313,17 @@ def _copied(file: int) -> _Read:
         return flat, os.pread(file, -length % _ALIGNED, offset + length)
 
     return read
+
+
+def _regions(path: Path, read: _Read, table: Any, nbytes: int) -> List[torch.Tensor]:
+    def one(number: int) -> torch.Tensor:
+        offset, length, digests, _ = table[number]
+        return _region(f"{path}: region {number}", read, offset, length, digests)
+
+    if nbytes < _LARGE:
+        return [one(number) for number in range(len(table))]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="torchft_slot") as threads:
+        return list(threads.map(one, range(len(table))))
 
 
 def _region(what: str, read: _Read, offset: int, length: int, digests: List[str]) -> torch.Tensor:

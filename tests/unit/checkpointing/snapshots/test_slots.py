@@ -45,6 +45,21 @@ def write(path: Path, state: Any, header: Header = HEADER) -> None:
 
 
 @pytest.mark.parametrize("copy", [False, True])
+def test_a_large_slot_is_read_by_several_threads(
+    folder: Path, copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "_LARGE", 0)
+    state = {str(i): torch.randn(3000 + i) for i in range(20)}
+    write(folder / "0", state)
+    assert_same(Slot.open(folder / "0", copy=copy).state(), state)
+    bad = bytearray((folder / "0").read_bytes())
+    bad[slots.PAGE + 100_000] ^= 1
+    (folder / "0").write_bytes(bad)
+    with pytest.raises(SlotError, match="region 8 is damaged"):
+        Slot.open(folder / "0", copy=copy)
+
+
+@pytest.mark.parametrize("copy", [False, True])
 def test_all_kinds_of_values_come_back(folder: Path, copy: bool) -> None:
     state = {**training_state(), "large": torch.arange(10_000, dtype=torch.int16), "none": torch.empty(0)}
     write(folder / "0", state)

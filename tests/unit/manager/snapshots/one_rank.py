@@ -1,0 +1,63 @@
+"""The snapshots of one rank of a group, without a Manager."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Optional
+
+from torch.distributed import HashStore
+
+from torchft._manager.rank import Position
+from torchft._manager.snapshots.copies import Snapshots, State
+
+
+class Rank:
+    """A rank, its state and what it has said.
+
+    Args:
+        state: what is copied; a copy is loaded into ``loaded``.
+        unchanged: the addresses of tensors that change only when a step ends.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        every: Optional[int] = 1,
+        store: Optional[HashStore] = None,
+        rank: int = 0,
+        ranks: int = 1,
+        life: int = 0,
+        unchanged: Any = (),
+    ) -> None:
+        self.state = state
+        self.said: list[str] = []
+        self.loaded: Any = None
+        self.obstacle: Optional[str] = None
+        settings: Any = SimpleNamespace(
+            snapshots=every, group_rank=rank, group_world_size=ranks, timeout=timedelta(seconds=20)
+        )
+        logger: Any = SimpleNamespace(warn=self.said.append, info=self.said.append)
+        self.snapshots = Snapshots(
+            settings,
+            store or HashStore(),  # type: ignore[arg-type]
+            f"group:{life}",
+            State(lambda: self.state, self._load),
+            lambda: set(unchanged),
+            lambda: self.obstacle,
+            logger,
+        )
+
+    def _load(self, state: Any) -> None:
+        self.loaded = state
+
+    def restore(self) -> int:
+        return self.snapshots.restore(Position(0, 0, -1)).step
+
+    def begin(self, step: int) -> None:
+        self.snapshots.begin(Position(step, 2 * step, 7))
+
+    def step(self, step: int) -> None:
+        """A step that is committed."""
+        self.begin(step)
+        self.snapshots.end()

@@ -1,0 +1,181 @@
+"""Copies hold the state with which a step began, and end before the weights change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from tests.unit.manager.snapshots.one_rank import Rank
+from torchft._manager.snapshots.rate import Rate
+from torchft.checkpointing.snapshots import slots
+
+
+def saved(rank: int = 0) -> list[int]:
+    found = slots.found(slots.job_name(), "group", rank, lambda text: None)
+    return [header.step for _, header in found]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[], threading.Event]:
+    """Holds the writer of the next copy until the event is set."""
+
+    def hold() -> threading.Event:
+        released, real = threading.Event(), slots._written
+
+        def written(*args: Any) -> Any:
+            assert released.wait(30)
+            yield from real(*args)
+
+        monkeypatch.setattr(slots, "_written", written)
+        return released
+
+    return hold
+
+
+def test_each_committed_step_is_copied_once_and_the_newest_is_restored() -> None:
+    rank = Rank({"w": torch.zeros(3), "step": 0})
+    assert rank.restore() == 0
+    rank.begin(0)  # nothing is committed yet: the state is that of each start
+    for step in range(1, 5):
+        rank.state = {"w": torch.full((3,), float(step)), "step": step}
+        rank.step(step)
+        rank.step(step)  # the step comes again
+    assert saved() == [4, 3]
+    rank.snapshots.close(finished=False)
+    again = Rank({"w": torch.zeros(3), "step": 0}, life=1)
+    assert again.restore() == 4
+    assert again.snapshots.restored
+    assert again.loaded["step"] == 4 and torch.equal(again.loaded["w"], torch.full((3,), 4.0))
+    again.step(4)
+    assert saved() == [4, 3], "it is there already"
+    assert not again.snapshots.restored
+    again.snapshots.close(finished=True)
+    assert saved() == []
+
+
+def test_what_a_forward_pass_may_change_is_copied_at_once(held: Any) -> None:
+    weights, statistics = torch.ones(500_000), torch.ones(4)
+    rank = Rank({"weights": weights, "statistics": statistics}, unchanged=[weights.data_ptr()])
+    rank.restore()
+    released = held()
+    rank.begin(1)
+    statistics.zero_()  # the forward pass
+    released.set()
+    rank.snapshots.end()
+    weights.zero_()  # the optimizer
+    rank.snapshots.close(finished=False)
+    again = Rank({"weights": torch.zeros(500_000), "statistics": torch.zeros(4)}, life=1)
+    assert again.restore() == 1
+    assert again.loaded["weights"].eq(1).all() and again.loaded["statistics"].eq(1).all()
+
+
+def test_the_weights_change_after_the_end_of_a_copy(held: Any) -> None:
+    rank = Rank({"weights": torch.ones(10)})
+    rank.restore()
+    released = held()
+    rank.begin(1)
+    with ThreadPoolExecutor(1) as other:
+        ended = other.submit(rank.snapshots.end)
+        with pytest.raises(TimeoutError):
+            ended.result(0.05)
+        assert saved() == []
+        released.set()
+        ended.result(30)
+    assert saved() == [1]
+
+
+def test_a_heal_abandons_a_copy_and_waits_for_nothing(held: Any) -> None:
+    rank = Rank({"weights": torch.ones(10)})
+    rank.restore()
+    rank.step(1)
+    released = held()
+    rank.begin(2)
+    rank.snapshots.abandon()
+    released.set()
+    rank.snapshots.end()
+    assert saved() == [1]
+    rank.step(9)  # healed
+    assert saved() == [9, 1]
+
+
+def test_a_copy_for_a_disk_is_spared_until_it_is_written() -> None:
+    rank, written = Rank({"weights": torch.ones(10)}), []
+    rank.snapshots.disk = lambda step: {"folder": "/x"} if step == 2 else None
+    rank.snapshots.kept = lambda header: header.disk is not None and not written
+    rank.restore()
+    for step in range(1, 6):
+        rank.step(step)
+    assert saved() == [5, 2]
+    written.append(2)
+    rank.step(6)
+    assert saved() == [6, 5]
+
+
+def test_a_step_that_is_due_for_a_disk_is_copied_whatever_the_interval() -> None:
+    rank = Rank({"weights": torch.ones(10)}, every=100)
+    rank.snapshots.disk = lambda step: {"folder": "/x"} if step == 3 else None
+    rank.restore()
+    for step in range(1, 6):
+        rank.step(step)
+    assert saved() == [3]
+
+
+def test_an_obstacle_that_appears_ends_the_copies() -> None:
+    rank = Rank({"weights": torch.ones(10)})
+    rank.restore()
+    rank.step(1)
+    rank.obstacle = "weights of its own"
+    rank.step(2)
+    rank.step(3)
+    assert saved() == [1]
+    assert [line for line in rank.said if "no copy of this rank" in line] == [
+        "no copy of this rank's state is made in memory any more: weights of its own"
+    ]
+
+
+def test_a_state_that_cannot_be_copied_is_named() -> None:
+    rank = Rank({"f": lambda: 0})
+    rank.restore()
+    rank.step(1)
+    assert "its state cannot be copied: ['f'], a builtins.function, cannot be sent" in rank.said[-1]
+
+
+def test_a_group_without_a_name() -> None:
+    rank = Rank({"w": torch.ones(1)})
+    rank.snapshots._named = False
+    assert rank.restore() == 0
+    assert "give Manager a replica_id" in rank.said[-1]
+
+
+def test_all_ranks_hear_from_rank_0_when_the_next_copy_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    intervals = iter([4, 1, 7, 2, 50])
+    monkeypatch.setattr(Rate, "next", lambda rate, nbytes: next(intervals))
+    store = HashStore()
+    ranks = [Rank({"w": torch.ones(10)}, None, store, rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda rank: rank.restore(), ranks))
+        for step in range(1, 10):
+            list(threads.map(lambda rank, step=step: rank.step(step), ranks))
+        assert saved(0) == saved(1) == [7, 6]
+        for step in range(10, 40):
+            list(threads.map(lambda rank, step=step: rank.step(step), ranks))
+    assert saved(0) == saved(1) == [16, 14]
+    assert ranks[0].snapshots._next == ranks[1].snapshots._next == 66
+
+
+def test_if_rank_0_makes_none_the_others_make_none() -> None:
+    store = HashStore()
+    ranks = [Rank({"w": torch.ones(10)}, None, store, rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda rank: rank.restore(), ranks))
+        ranks[0].state = {"f": lambda: 0}
+        for step in range(1, 4):
+            list(threads.map(lambda rank, step=step: rank.step(step), ranks))
+    assert "rank 0 of this group makes none" in ranks[1].said[-1]
+    assert saved(0) == []

@@ -20,11 +20,15 @@ from torchft.launch.owned import AGENT, ReadyProcess
 _RESOLVER = "timeout:1 attempts:3"
 _EXEC = Path(__file__).with_name("exec.py")
 
+# Of the Manager; its default is for scripts that something else starts.
+_SNAPSHOTS = "TORCHFT_SNAPSHOTS"
+
 
 def environment(nproc: int) -> dict[str, str]:
     """What the environments of all groups have in common, beside that of this process."""
     # A script may import torchft only after it has made its world.
     own = {DUMP_ENV: dump_setting(), "RES_OPTIONS": os.environ.get("RES_OPTIONS", _RESOLVER)}
+    own[_SNAPSHOTS] = os.environ.get(_SNAPSHOTS, "auto")
     if nproc > 1:  # as torchrun, which would say so
         own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return own

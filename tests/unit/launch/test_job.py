@@ -362,6 +362,8 @@ def test_all_groups_have_the_grace_period_to_end(monkeypatch: pytest.MonkeyPatch
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "1"),
         ("RES_OPTIONS", None, "timeout:1 attempts:3"),
         ("RES_OPTIONS", "timeout:9", "timeout:9"),
+        ("TORCHFT_SNAPSHOTS", None, "auto"),
+        ("TORCHFT_SNAPSHOTS", "0", "0"),
     ],
 )
 def test_ranks_begin_with_settings_that_a_script_could_make_too_late(

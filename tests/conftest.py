@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from torchft import _keeper
+
 pytest_plugins = ["tests.bounded", "tests.policy"]
 
 # How long after the limit of a test, which pytest-timeout holds with a signal, the process is ended: where
@@ -97,3 +99,15 @@ def memory_of_snapshots(no_settings_from_outside: None, monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHFT_SNAPSHOT_MEMORY", str(path))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def keepers() -> None:
+    """For a test in whose own process keepers are started. They end with their folder."""
+
+
+@pytest.fixture(autouse=True)
+def no_keeper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a test start no keeper, a process that outlives them, unless it has `keepers`."""
+    if "keepers" not in request.fixturenames:
+        monkeypatch.setattr(_keeper, "start", lambda folder: None)

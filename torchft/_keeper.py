@@ -20,6 +20,7 @@ from torchft._lighthouse_http import LIGHTHOUSE_ENV
 from torchft._security import DEFAULT_JOB, JOB_ENV, files
 
 ROOT_ENV = "TORCHFT_SNAPSHOT_MEMORY"
+SETTINGS = "job.json"  # in the folder of a job
 _LOCK = "keeper.lock"
 _LOG = "keeper.log"
 _MOST_LOG = 1 << 20  # bytes; a longer log of earlier keepers is dropped when one starts
@@ -71,9 +72,9 @@ def ensure(job: str, lighthouse: str = "") -> None:
             "job": os.environ.get(JOB_ENV) or DEFAULT_JOB,
             **{name: os.path.abspath(path) if path else "" for name, path in files().items()},
         }
-        temporary = mine / f"job.json.{os.getpid()}"
+        temporary = mine / f"{SETTINGS}.{os.getpid()}"
         temporary.write_text(json.dumps(settings))
-        temporary.replace(mine / "job.json")  # before the look: a keeper that ends looks for it once more
+        temporary.replace(mine / SETTINGS)  # before the look: a keeper that ends looks for it once more
         start(folder)
     except OSError as e:
         _logger.warning(f"no keeper runs on this host, so snapshots are not shared with other hosts: {e}")

@@ -125,7 +125,7 @@ class HttpLighthouse:
 
     def _ask(self, what: str, name: str, value: str) -> str:
         body = json.dumps({name: value}).encode()
-        with self._open(f"/api/v1/{what}", "POST", _headers(), body) as response:
+        with self._open(f"/api/v1/{what}", "POST", token_headers(), body) as response:
             try:
                 return f"{value}: {json.loads(_body(response))['done']}"
             except (ValueError, KeyError, TypeError):
@@ -143,7 +143,7 @@ class HttpLighthouse:
                     return direct(address).open(request, timeout=self._timeout)
             except urllib.error.HTTPError as e:
                 with e:
-                    raise _refusal(address, e.code, _body(e)) from None
+                    raise refusal_of(address, e.code, _body(e)) from None
             # HTTPException: the server does not speak HTTP; UnicodeError: the host cannot be a name in the
             # DNS
             except (OSError, http.client.HTTPException, UnicodeError) as e:
@@ -185,7 +185,7 @@ class LighthouseConnection:
             Unanswered: no lighthouse answers, or one refuses; the next call reconnects.
         """
         try:
-            headers = _headers()
+            headers = token_headers()
         except ValueError as error:  # the token's file cannot be read
             raise Unanswered(str(error), 401) from None
 
@@ -208,7 +208,7 @@ class LighthouseConnection:
             self.close()
             raise Unanswered(f"{address} does not answer: {error or type(error).__name__}") from None
         if response.status != http.client.OK:
-            raise _refusal(address, response.status, answer)
+            raise refusal_of(address, response.status, answer)
         try:
             return json.loads(answer)
         except ValueError:
@@ -301,13 +301,13 @@ def _first_that_serves(addresses: list[str], ask: Callable[[str], _Answer]) -> _
     raise Unanswered("; ".join(map(str, tried)), codes[-1] if codes else None)
 
 
-def _headers() -> dict[str, str]:
+def token_headers() -> dict[str, str]:
     """The headers of a request with JSON, with the token of TORCHFT_TOKEN_FILE if there is one."""
     token = next(iter(tokens()), None)
     return {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
 
 
-def _refusal(address: str, code: int, body: bytes) -> Unanswered:
+def refusal_of(address: str, code: int, body: bytes) -> Unanswered:
     """The error for a refusal: with the `error` of the API's JSON, else with the text of the answer."""
     try:
         return Unanswered(f"{address}: {json.loads(body)['error']}", code)

@@ -35,8 +35,9 @@ type Slot struct {
 	Place
 	GroupWorldSize int64   `json:"group_world_size"`
 	Step           int64   `json:"step"`
-	Saved          float64 `json:"saved"` // seconds since 1970
-	Bytes          int64   `json:"bytes"` // of the file
+	Quorum         int64   `json:"quorum"` // in which the step was committed
+	Saved          float64 `json:"saved"`  // seconds since 1970
+	Bytes          int64   `json:"bytes"`  // of the file
 	// Why it cannot be restored; empty: it is complete, as far as its header tells. A reader checks the
 	// digests of what it reads.
 	Incomplete string `json:"incomplete,omitempty"`
@@ -50,6 +51,7 @@ type header struct {
 	GroupRank      int64   `json:"group_rank"`
 	GroupWorldSize int64   `json:"group_world_size"`
 	Step           int64   `json:"step"`
+	Quorum         int64   `json:"quorum"`
 	Saved          float64 `json:"saved"`
 	NBytes         int64   `json:"nbytes"`
 	Disk           *struct {
@@ -74,7 +76,7 @@ func Read(at Place, page []byte, size int64) Slot {
 	if s.Incomplete = why; why != "" {
 		return s
 	}
-	s.GroupWorldSize, s.Step, s.Saved = h.GroupWorldSize, h.Step, h.Saved
+	s.GroupWorldSize, s.Step, s.Quorum, s.Saved = h.GroupWorldSize, h.Step, h.Quorum, h.Saved
 	if h.Disk != nil {
 		s.Folder = h.Disk.Folder
 	}

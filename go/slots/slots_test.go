@@ -15,7 +15,7 @@ var place = Place{Job: "job/1", Group: "a", GroupRank: 1, Slot: 0}
 // page returns the header of a slot of place, with changes.
 func page(t *testing.T, changes map[string]any) []byte {
 	h := map[string]any{"job": "job/1", "group": "a", "group_rank": 1, "group_world_size": 2, "step": 7,
-		"batches": 14, "saved": 12.5, "nbytes": 9000, "structure": []int{4096, 10, 1}, "disk": nil}
+		"quorum": 3, "batches": 14, "saved": 12.5, "nbytes": 9000, "structure": []int{4096, 10, 1}, "disk": nil}
 	for name, value := range changes {
 		h[name] = value
 	}
@@ -33,7 +33,7 @@ func paged(text []byte) []byte {
 }
 
 func TestACompleteSlot(t *testing.T) {
-	assert.Equal(t, Slot{Place: place, GroupWorldSize: 2, Step: 7, Saved: 12.5, Bytes: 9000},
+	assert.Equal(t, Slot{Place: place, GroupWorldSize: 2, Step: 7, Quorum: 3, Saved: 12.5, Bytes: 9000},
 		Read(place, page(t, nil), 9000))
 	disk := map[string]any{"disk": map[string]any{"folder": "/ckpt", "every": 10, "part": 0, "parts": 2}}
 	assert.Equal(t, "/ckpt", Read(place, page(t, disk), 9000).Folder)

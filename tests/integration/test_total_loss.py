@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
@@ -14,8 +15,10 @@ from tests.integration import test_job as jobs
 from tests.integration.cluster import Cluster, Rank, results
 from tests.integration.test_loader import Training, check, one_process
 from tests.integration.test_training import Loop
+from tests.unit.waiting import wait_until
+from torchft import _keeper
 from torchft._manager.snapshots.copies import Snapshots
-from torchft.checkpointing.snapshots import slots
+from torchft.checkpointing.snapshots import remote, slots
 from torchft.data import ElasticDataLoader
 
 
@@ -82,6 +85,49 @@ def test_the_next_groups_end_with_the_weights_of_one_process(
     assert steps.began == [0, 0, 3, 3] or max(steps.began[2:]) == 4, steps.began
 
 
+def on_new_hosts(training: Any, world_size: int, lost: Path) -> tuple[list[Any], int]:
+    """Runs two groups until they crash, then new ones on a new host. Of the old hosts one is left: its keeper
+    has the copies of group 0. Returns what the new groups return, and the newest step of that host.
+    """
+    with Cluster(min_replicas=2) as cluster:
+        results(*(cluster.start(training, group, world_size) for group in range(2)))
+    name = slots.job_name()
+    shutil.rmtree(lost / name / "group_1")
+    newest = min(max(saved("group_0", rank)) for rank in range(world_size))
+    with Cluster(min_replicas=2) as cluster, pytest.MonkeyPatch.context() as patch:
+        _keeper.ensure(name, cluster.lighthouse.address())
+        wait_until(lambda: remote.held(cluster.lighthouse.address(), name) != [])
+        patch.setenv(_keeper.ROOT_ENV, str(lost.with_name(f"{lost.name}-new")))
+        try:
+            ended = results(*(cluster.start(training, group, world_size) for group in range(2)))
+            assert not list(_keeper.root().rglob("fetched"))
+        finally:
+            shutil.rmtree(_keeper.root())
+    return ended, newest
+
+
+@pytest.mark.usefixtures("keepers")
+def test_the_memory_of_another_host_is_enough(
+    monkeypatch: pytest.MonkeyPatch, memory_of_snapshots: Path
+) -> None:
+    steps = Steps(monkeypatch)
+    training = Training(settings={"snapshots": 1}, before=together(2))
+    training.events = {(0, 0, 4): crash, (1, 0, 4): crash}
+    ended, newest = on_new_hosts(training, 1, memory_of_snapshots)
+    check(training, ended)
+    assert steps.began[2:] == [newest] * 2
+
+
+@pytest.mark.usefixtures("keepers")
+def test_each_rank_fetches_its_own_copy(monkeypatch: pytest.MonkeyPatch, memory_of_snapshots: Path) -> None:
+    steps = Steps(monkeypatch)
+    loop = Loop(steps=12, start_with=1, settings={"snapshots": 3})
+    loop.events = {(group, 9, 0): lambda rank: rank.crash() for group in range(2)}
+    ended, newest = on_new_hosts(loop, 2, memory_of_snapshots)
+    assert ended == [[0 + 1 / 2 + 11 * 1.5] * 4, [1 + 2 / 2 + 11 * 1.5] * 4] * 2
+    assert steps.began[4:] == [newest] * 4
+
+
 def test_a_group_with_a_newer_copy_wins_and_the_others_heal(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
     training = Training(settings={"snapshots": 1}, before=together(2))
@@ -99,6 +145,7 @@ def test_a_group_with_a_newer_copy_wins_and_the_others_heal(monkeypatch: pytest.
                 each for each in found(job, group, rank, say) if each[1].group == group
             ],
         )
+        patch.setattr(remote, "held", lambda lighthouse, job: [])  # and hosts have no keepers
         for name in slots.SLOTS:  # the newest copy of group 1 is torn
             path = slots.folder_of(slots.job_name(), "group_1", 0) / name
             if path.exists() and slots.read_header(path).step == newest:
@@ -154,7 +201,9 @@ def test_a_job_that_has_ended_leaves_nothing(memory_of_snapshots: Path) -> None:
 
     with Cluster() as cluster:
         assert results(cluster.start(ends, 0)) == [[5.0] * 4]
-    assert list(memory_of_snapshots.iterdir()) == []
+    assert [path for path in memory_of_snapshots.iterdir() if path.is_dir()] == [], (
+        "only the keeper has files"
+    )
 
 
 def restarted(loop: Callable[[Rank], Any], again: Callable[[Rank], Any], world_size: int = 1) -> list[Any]:

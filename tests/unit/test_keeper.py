@@ -19,6 +19,8 @@ from torchft import _keeper
 from torchft.cli import main
 from torchft.launch import process_tree
 
+pytestmark = pytest.mark.usefixtures("keepers")
+
 
 def pid_of(memory: Path) -> int:
     return int((memory / "keeper.lock").read_text().split()[1])

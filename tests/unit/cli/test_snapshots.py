@@ -19,6 +19,7 @@ SLOT = {
     "slot": 0,
     "group_world_size": 1,
     "step": 700,
+    "quorum": 3,
     "saved": 1000.0,
     "bytes": 1_500_000_000,
 }

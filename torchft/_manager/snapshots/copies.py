@@ -18,15 +18,17 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
+from torchft import _keeper
 from torchft._manager.rank import Position
 from torchft._manager.snapshots.rate import Rate
 from torchft._manager.snapshots.restore import Ranks, Reachable, choose
 from torchft.checkpointing.client.target import BufferMap
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.layout import plain_node, tensor_nodes, tensors_by_path
-from torchft.checkpointing.snapshots import slots
+from torchft.checkpointing.snapshots import remote, slots
 from torchft.checkpointing.snapshots.due import FINISHED
 from torchft.checkpointing.snapshots.fits import misfit
+from torchft.checkpointing.snapshots.remote import Held
 from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
 from torchft.checkpointing.source.offer import with_copies
 
@@ -147,6 +149,7 @@ class Snapshots:
             store, replica_id, settings.group_rank, settings.group_world_size, settings.timeout
         )
         self._limit = min(_LONGEST_WAIT_SEC, settings.timeout.total_seconds())
+        self._lighthouse = settings.lighthouse_addr or ""
         self._unchanged = unchanged
         self._obstacle = obstacle
         self._logger = logger
@@ -183,6 +186,8 @@ class Snapshots:
             if self._lock is None:
                 self._take_slots()
             reach = [one for one in self._reachable() if one.step > before.step]
+            newest = max((one.step for one in reach), default=before.step)
+            reach += [one for one in self._elsewhere() if one.step > newest]
         except SlotError as error:
             self._turn_off(str(error))
         slot = choose(self._ranks, reach, self._refuses, self._logger.warn)
@@ -214,6 +219,8 @@ class Snapshots:
                 f"its own replica_id, and each job on a host its own {slots.JOB_ENV}"
             )
         (self._folder / FINISHED).unlink(missing_ok=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's: one rank of each host
+            _keeper.ensure(self._job, self._lighthouse)
 
     def _reachable(self) -> Iterator[Reachable]:
         rank, ranks = self._ranks.group_rank, self._ranks.group_world_size
@@ -225,6 +232,32 @@ class Snapshots:
                 )
                 continue
             yield Reachable(header.step, header.quorum, str(path), partial(Slot.open, path, copy=True))
+
+    def _elsewhere(self) -> list[Reachable]:
+        """The slots of this rank, of any group, on other hosts."""
+        if not self._lighthouse:
+            return []
+        try:
+            held = remote.held(self._lighthouse, self._job)
+        except SlotError as error:
+            self._logger.warn(str(error))
+            return []
+        which = (self._ranks.group_rank, self._ranks.group_world_size)
+        sources: dict[tuple[int, int], list[Held]] = {}
+        for one in held:
+            if (one.rank, one.ranks) == which:
+                sources.setdefault((one.step, one.quorum), []).append(one)
+        into = self._folder / "fetched"
+
+        def fetch(each: list[Held]) -> Slot:
+            hosts = ", ".join(sorted({one.host for one in each}))
+            self._logger.info(f"fetches the copy of step {each[0].step} from the memory of {hosts}")
+            return remote.fetch(each, into)
+
+        return [
+            Reachable(step, quorum, " or ".join(one.url for one in each), partial(fetch, each))
+            for (step, quorum), each in sources.items()
+        ]
 
     def _refuses(self, slot: Slot) -> Optional[str]:
         return misfit(slot.tree, self.state.own())

@@ -54,6 +54,7 @@ PIECE = 16 << 20  # bytes with a digest of their own
 _ALIGNED = 64
 _THREADS = 4  # that read and verify a large slot: one copies 1 to 2 GB/s to memory that is used first
 _LARGE = 64 << 20  # bytes
+_TRIES, _TRY_SEC = 10, 0.05  # for the lock of a rank
 _LEAD = struct.Struct("<8sII")  # magic, length and CRC of the header
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
@@ -129,17 +130,22 @@ def hold(folder: Path) -> Optional[int]:
     Raises:
         SlotError: the folder cannot be made.
     """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise SlotError(f"{folder}: {error.strerror}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    for _ in range(_TRIES):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SlotError(f"{folder}: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A keeper that removes an old job holds the lock for a moment, and then the file is another one.
+            if os.path.samestat(os.fstat(file), os.stat(folder / "lock")):
+                return file
+        except OSError:
+            pass
         os.close(file)
-        return None
-    return file
+        time.sleep(_TRY_SEC)
+    return None
 
 
 def remove(folder: Path) -> None:
@@ -147,8 +153,12 @@ def remove(folder: Path) -> None:
     with suppress(OSError):
         for name in (*SLOTS, "lock"):
             (folder / name).unlink(missing_ok=True)
-        for each in (folder, *folder.parents[:2]):
-            each.rmdir()
+        group, job = folder.parents[:2]
+        folder.rmdir()
+        group.rmdir()
+        if not any(each.is_dir() for each in job.iterdir()):
+            (job / _keeper.SETTINGS).unlink(missing_ok=True)
+        job.rmdir()
 
 
 def read_header(path: Path) -> Header:

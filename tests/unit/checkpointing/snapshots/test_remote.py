@@ -1,0 +1,277 @@
+"""Slots of other hosts: real keepers with folders of their own, and sources that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socketserver
+import threading
+from collections.abc import Callable, Generator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.waiting import wait_until
+from torchft import _keeper
+from torchft._torchft import LighthouseServer
+from torchft.checkpointing.codec.encoding import Encoded
+from torchft.checkpointing.snapshots import remote, slots
+from torchft.checkpointing.snapshots.remote import Held
+from torchft.checkpointing.snapshots.slots import Header, SlotError
+
+JOB = "a job/1"
+
+pytestmark = pytest.mark.usefixtures("keepers")
+
+
+def save(step: int, group: str = "g", size: int = 1000, slot: int = 0, quorum: int = 7) -> Path:
+    """Writes a slot into this host's memory."""
+    folder = slots.folder_of(JOB, group, 0)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = Header(JOB, group, 0, 1, step, step, quorum, 0.0)
+    for _ in slots.write(folder / str(slot), header, Encoded({"w": torch.full((size,), float(step))})):
+        pass
+    return folder / str(slot)
+
+
+class Host:
+    """Another host on this machine: a root of its own, with a keeper."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        root.mkdir(mode=0o700)
+        self.root = root
+        self._monkeypatch = monkeypatch
+
+    def __enter__(self) -> None:
+        self._own = os.environ[_keeper.ROOT_ENV]
+        self._monkeypatch.setenv(_keeper.ROOT_ENV, str(self.root))
+
+    def __exit__(self, *_: object) -> None:
+        self._monkeypatch.setenv(_keeper.ROOT_ENV, self._own)
+
+    def end(self) -> None:
+        if _keeper.running(self.root):
+            os.kill(int((self.root / "keeper.lock").read_text().split()[1]), signal.SIGKILL)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Callable[[str], Host]]:
+    made: list[Host] = []
+
+    def make(name: str) -> Host:
+        made.append(Host(tmp_path / name, monkeypatch))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.end()
+
+
+@pytest.fixture
+def lighthouse() -> Generator[str]:
+    server = LighthouseServer("127.0.0.1:0", 1)
+    yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    server.shutdown()
+
+
+def heard(lighthouse: str, number: int) -> list[Held]:
+    wait_until(lambda: len(remote.held(lighthouse, JOB)) == number)
+    return remote.held(lighthouse, JOB)
+
+
+def test_the_slots_of_two_hosts(
+    hosts: Callable[[str], Host], lighthouse: str, memory_of_snapshots: Path
+) -> None:
+    with hosts("a"):
+        save(5)
+        save(6, slot=1).write_bytes(bytes(5000))  # torn
+        _keeper.ensure(JOB, lighthouse)
+    with hosts("b"):
+        save(7, group="other")
+        _keeper.ensure(JOB, lighthouse)
+    found = heard(lighthouse, 2)
+    assert [(one.step, one.quorum, one.group, one.rank, one.ranks) for one in found] == [
+        (7, 7, "other", 0, 1),
+        (5, 7, "g", 0, 1),
+    ]
+    assert found[0].address != found[1].address
+    into = memory_of_snapshots / "fetched"
+    slot = remote.fetch(found[:1], into)
+    assert not into.exists()
+    assert slot.header.step == 7
+    assert torch.equal(slot.state()["w"], torch.full((1000,), 7.0))
+    assert remote.held(lighthouse, "another job") == []
+
+
+def test_the_token_of_the_job_is_needed(
+    hosts: Callable[[str], Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory_of_snapshots: Path
+) -> None:
+    for name in ("right", "wrong"):
+        (tmp_path / name).write_text(name)
+        (tmp_path / name).chmod(0o600)
+    monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(tmp_path / "right"))
+    server = LighthouseServer("127.0.0.1:0", 1)
+    lighthouse = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    with hosts("a"):
+        save(5)
+        _keeper.ensure(JOB, lighthouse)
+    found = heard(lighthouse, 1)
+    into = memory_of_snapshots / "fetched"
+    assert remote.fetch(found, into).header.step == 5
+    monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(tmp_path / "wrong"))
+    with pytest.raises(SlotError, match="the token is not the job's"):
+        remote.fetch(found, into)
+    monkeypatch.delenv("TORCHFT_TOKEN_FILE")
+    with pytest.raises(SlotError, match="wants the job's token"):
+        remote.fetch(found, into)
+    assert not into.exists()
+    server.shutdown()
+
+
+Answer = Callable[[BaseHTTPRequestHandler, bytes], None]
+
+
+@pytest.fixture
+def source() -> Generator[Callable[[bytes, Answer], Held]]:
+    """Starts a source that answers in its own way."""
+    servers = []
+
+    def start(content: bytes, answer: Answer) -> Held:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                answer(self, content)
+
+            def log_message(self, *_: object) -> None: ...
+
+        server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return Held(f"http://127.0.0.1:{server.server_address[1]}", "h", JOB, "g", 0, 0, 1, 5, 7)
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def sends(handler: BaseHTTPRequestHandler, content: bytes, until: int | None = None) -> None:
+    """Sends what is asked for, but at most until a position."""
+    begin = int((handler.headers["Range"] or "bytes=0-")[6:-1])
+    assert handler.headers["If-Match"] == ('"t"' if begin else None)
+    handler.send_response(206 if begin else 200)
+    handler.send_header("ETag", '"t"')
+    handler.send_header("Content-Length", str(len(content) - begin))
+    handler.end_headers()
+    handler.wfile.write(content[begin:until])
+
+
+def breaks(handler: BaseHTTPRequestHandler, content: bytes) -> None:
+    """Ends each connection after a third of the slot."""
+    begin = int((handler.headers["Range"] or "bytes=0-")[6:-1])
+    sends(handler, content, begin + len(content) // 3)
+
+
+def is_overwritten(handler: BaseHTTPRequestHandler, content: bytes) -> None:
+    if handler.headers["Range"]:
+        handler.send_error(412)
+    else:
+        sends(handler, content, 100)
+
+
+def stalls(handler: BaseHTTPRequestHandler, content: bytes) -> None:
+    sends(handler, content, 100)
+    handler.rfile.read()  # until the reader gives up
+
+
+def flips(handler: BaseHTTPRequestHandler, content: bytes) -> None:
+    sends(handler, content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+
+
+def sends_nothing(handler: BaseHTTPRequestHandler, content: bytes) -> None:
+    sends(handler, content, 0)
+
+
+def refuses(handler: BaseHTTPRequestHandler, content: bytes) -> None:
+    handler.send_response(409)
+    handler.end_headers()
+    handler.wfile.write(b'{"error": "the slot is not complete: its format has version 2"}')
+
+
+def test_a_broken_connection_is_made_again(
+    source: Callable[[bytes, Answer], Held], memory_of_snapshots: Path
+) -> None:
+    held = source(save(5).read_bytes(), breaks)
+    assert remote.fetch([held], memory_of_snapshots / "fetched").header.step == 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (is_overwritten, "was overwritten while it was read"),
+        (stalls, "timed out"),
+        (flips, "region 0 is damaged"),
+        (sends_nothing, "ended the connection"),
+        (refuses, "its format has version 2"),
+    ],
+)
+def test_the_next_source_is_asked(
+    answer: Answer,
+    cause: str,
+    source: Callable[[bytes, Answer], Held],
+    memory_of_snapshots: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "_PROGRESS_SEC", 1.0)
+    into = memory_of_snapshots / "fetched"
+    content = save(5).read_bytes()
+    bad, good = source(content, answer), source(content, sends)
+    with pytest.raises(SlotError, match=cause):
+        remote.fetch([bad], into)
+    assert remote.fetch([bad, good], into).header.step == 5
+    assert not into.exists()
+
+
+def test_a_source_that_has_another_step_is_not_taken(
+    source: Callable[[bytes, Answer], Held], memory_of_snapshots: Path
+) -> None:
+    held = source(save(6).read_bytes(), sends)
+    with pytest.raises(SlotError, match="has step 6 now"):
+        remote.fetch([held], memory_of_snapshots / "fetched")
+    with pytest.raises(SlotError, match="there is no source"):
+        remote.fetch([], memory_of_snapshots / "fetched")
+
+
+def test_no_room_is_named(
+    source: Callable[[bytes, Answer], Held], memory_of_snapshots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = source(save(5).read_bytes(), sends)
+    monkeypatch.setattr(os, "O_NOFOLLOW", 0)
+    (memory_of_snapshots / "full").symlink_to("/dev/full")
+    with pytest.raises(SlotError, match="no room for a copy of another host: No space left on device"):
+        remote.fetch([held], memory_of_snapshots / "full")
+
+
+def test_a_lighthouse_that_does_not_answer() -> None:
+    with pytest.raises(SlotError, match="snapshots on other hosts are not found"):
+        remote.held("http://127.0.0.1:9", JOB)
+
+
+def test_a_job_that_trains_needs_no_copy(lighthouse: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heal brings a later state."""
+    member = {"healthy": True, "in_quorum": True, "heartbeat_age_ms": 100}
+    answers = {"/status": {"members": [member]}, "/api/v1/keepers": {"keepers": [], "listening_ms": 9e9}}
+    asked: list[str] = []
+
+    def get(self: object, path: str) -> object:
+        asked.append(path)
+        return answers[path]
+
+    monkeypatch.setattr(remote.HttpLighthouse, "get", get)
+    assert remote.held(lighthouse, JOB) == []
+    assert asked == ["/status"]
+    member["heartbeat_age_ms"] = 5000  # it may have failed with its host
+    assert remote.held(lighthouse, JOB) == []
+    assert asked == ["/status", "/status", "/api/v1/keepers"]

@@ -1,0 +1,208 @@
+"""Slots in the memory of other hosts, which their keepers serve (go/keeper).
+
+Every group has the whole state, so a job goes on from the copy of any host that is left.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlsplit
+
+from torchft._lighthouse_http import HttpLighthouse, Unanswered, direct, refusal_of, token_headers
+from torchft.checkpointing.snapshots.slots import Slot, SlotError
+
+# Keepers report every 2 s, so one that a lighthouse has not heard of within this time has nothing to say.
+_ALL_HEARD_SEC = 2.5
+_ANSWER_SEC = 5.0
+# A source that sends less than _LEAST within this time is given up.
+_PROGRESS_SEC = 10.0
+_LEAST = 1 << 20  # bytes
+_BLOCK = 1 << 20
+# A member of a quorum beats ten times a second. One that was heard of before that may have failed.
+_LIVES_MS = 1500
+
+
+class Held(NamedTuple):
+    """A slot that a keeper holds.
+
+    Attributes:
+        address: of the keeper, ``http://host:port``.
+        host: its name.
+        job, group, rank, slot: which slot it is.
+        ranks: number of ranks of its group.
+        step, quorum: of the state.
+    """
+
+    address: str
+    host: str
+    job: str
+    group: str
+    rank: int
+    slot: int
+    ranks: int
+    step: int
+    quorum: int
+
+    @property
+    def url(self) -> str:
+        names = (quote(self.job, safe=""), quote(self.group, safe=""), str(self.rank), str(self.slot))
+        return "/".join((self.address, "snapshots", *names))
+
+
+def held(lighthouse: str, job: str) -> list[Held]:
+    """Returns the complete slots of a job on all hosts, the newest first; none while members of a quorum
+    live: a heal from them brings a later state.
+
+    Args:
+        lighthouse: its addresses, separated by commas.
+        job: name under which the ranks keep slots.
+
+    Raises:
+        SlotError: no lighthouse answers.
+    """
+    asked = HttpLighthouse(lighthouse, timeout=_ANSWER_SEC)
+    # All keepers of this host have told a lighthouse of this host already, or are not needed.
+    elsewhere = not all(_is_loopback(urlsplit(one).hostname or "") for one in asked.addresses)
+    until = time.monotonic() + (_ALL_HEARD_SEC if elsewhere else 0.0)
+    while True:
+        try:
+            if _lives(asked):
+                return []
+            answer = asked.get("/api/v1/keepers")
+        except (Unanswered, ValueError) as error:
+            if time.monotonic() >= until:
+                raise SlotError(f"snapshots on other hosts are not found: {error}") from None
+        else:
+            missing = _ALL_HEARD_SEC - answer["listening_ms"] / 1000
+            if missing <= 0 or time.monotonic() >= until:
+                return _complete(answer["keepers"], job)
+        time.sleep(0.1)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _lives(lighthouse: HttpLighthouse) -> bool:
+    try:
+        members = lighthouse.get("/status")["members"]
+    except Unanswered as error:
+        if error.code == http.client.NOT_FOUND:  # no group of the job has joined yet
+            return False
+        raise
+    return any(one["healthy"] and one["in_quorum"] and one["heartbeat_age_ms"] < _LIVES_MS for one in members)
+
+
+def _complete(keepers: Sequence[dict[str, Any]], job: str) -> list[Held]:
+    found = [
+        Held(
+            keeper["address"],
+            keeper["host"],
+            job,
+            slot["group"],
+            slot["group_rank"],
+            slot["slot"],
+            slot["group_world_size"],
+            slot["step"],
+            slot["quorum"],
+        )
+        for keeper in keepers
+        for slot in keeper["snapshots"] or []
+        if slot["job"] == job and not slot.get("incomplete")
+    ]
+    return sorted(found, key=lambda one: (-one.step, -one.quorum, one.address))
+
+
+def fetch(sources: Sequence[Held], into: Path) -> Slot:
+    """Fetches a slot, from the first of several sources that sends it, and verifies it.
+
+    Args:
+        sources: slots with one state.
+        into: a file that is written for the time of the call, in memory; the slot keeps its memory.
+
+    Raises:
+        SlotError: no source has sent it; the message has the cause of each.
+    """
+    causes = []
+    for source in sources:
+        try:
+            try:
+                _receive(source, into)
+                slot = Slot.open(into)
+            finally:
+                with suppress(FileNotFoundError):
+                    into.unlink()
+            header = slot.header
+            if (header.step, header.quorum, header.group_rank) == (source.step, source.quorum, source.rank):
+                return slot
+            causes.append(f"{source.url} has step {header.step} now")
+        except (SlotError, OSError) as error:
+            causes.append(str(error))
+    raise SlotError("; ".join(causes) or "there is no source")
+
+
+def _receive(source: Held, into: Path) -> None:
+    """Receives the bytes of a slot. A connection that breaks is made again, as long as something arrives."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(into, flags, 0o600), "wb", buffering=0) as file:
+        tag, done = "", 0
+        while True:
+            before = done
+            headers = token_headers()
+            if done:
+                headers.update({"Range": f"bytes={done}-", "If-Match": tag})
+            try:
+                request = urllib.request.Request(source.url, headers=headers)
+                with direct(source.address).open(request, timeout=_PROGRESS_SEC) as response:
+                    tag = response.headers["ETag"]
+                    total = done + int(response.headers["Content-Length"])
+                    for block in _blocks(response, source):
+                        done += _write(file, block)
+            except urllib.error.HTTPError as error:
+                with error:
+                    why = str(refusal_of(source.url, error.code, error.read()))
+                if error.code == http.client.PRECONDITION_FAILED:
+                    why = f"{source.url} was overwritten while it was read"
+                raise SlotError(why) from None
+            except (OSError, http.client.HTTPException) as error:
+                if getattr(error, "filename", None) or done == before:
+                    reason = getattr(error, "reason", error) or type(error).__name__
+                    raise SlotError(f"{source.url}: {reason}") from None
+                continue
+            if done == total:
+                return
+            if done == before:
+                raise SlotError(f"{source.url} ended the connection: its host may have overwritten the slot")
+
+
+def _blocks(response: Any, source: Held) -> Any:
+    began, arrived = time.monotonic(), 0
+    while block := response.read1(_BLOCK):
+        yield block
+        arrived += len(block)
+        if arrived >= _LEAST:
+            began, arrived = time.monotonic(), 0
+        elif time.monotonic() - began > _PROGRESS_SEC:
+            raise SlotError(f"{source.url} has sent {arrived} bytes in {_PROGRESS_SEC:g} s")
+
+
+def _write(file: Any, block: bytes) -> int:
+    view = memoryview(block)
+    while view:
+        try:
+            view = view[file.write(view) :]
+        except OSError as error:
+            raise SlotError(f"no room for a copy of another host: {error.strerror}") from error
+    return len(block)

@@ -35,7 +35,11 @@ class Rank:
         self.loaded: Any = None
         self.obstacle: Optional[str] = None
         settings: Any = SimpleNamespace(
-            snapshots=every, group_rank=rank, group_world_size=ranks, timeout=timedelta(seconds=20)
+            snapshots=every,
+            group_rank=rank,
+            group_world_size=ranks,
+            timeout=timedelta(seconds=20),
+            lighthouse_addr=None,
         )
         logger: Any = SimpleNamespace(warn=self.said.append, info=self.said.append)
         self.snapshots = Snapshots(

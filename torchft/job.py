@@ -215,7 +215,9 @@ class Job:
         """
         if self._loader is not None:
             raise ValueError("this job has a loop already: one serves all epochs (epochs=...)")
-        self._check()
+        self._checkpoints.check_state(self._averages_weights)
+        parameters.check_models(self._models, self._optimizers)
+        parameters.check_scaler(self._scaler, self._models, self._ranks)
         for name in ("shuffle", "reproducible_rng"):  # a stream has an order and random numbers of its own
             options.setdefault(name, not is_stream(dataset))
         self._loader = ElasticDataLoader(
@@ -233,20 +235,6 @@ class Job:
         self.manager._snapshots.state = State(self._checkpoint, self._resume, self._before_loading)
         self._checkpoints.resume(self._checkpoint, self._resume)
         return JobLoader(self, self._loader)
-
-    def _check(self) -> None:
-        if self._averages_weights and self._checkpoints.enabled:
-            raise ValueError(
-                "checkpoint_dir: with LocalSGD or DiLoCo a checkpoint needs the outer optimizers, too; save "
-                "it by hand, as docs/local_sgd.md says"
-            )
-        parameters.check_models(self._models, self._optimizers)
-        sharded = any(isinstance(model, FSDPModule) for model in self._models)
-        if self._scaler is not None and self._ranks > 1 and sharded:
-            raise ValueError(
-                "a GradScaler and a sharded model: each rank sees the infinities of its own shard only; use "
-                "bfloat16, which needs no scaler"
-            )
 
     # State
 

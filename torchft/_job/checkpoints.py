@@ -68,10 +68,13 @@ class Checkpoints:
             manager._snapshots.disk = self._mark_of
             manager._snapshots.kept = _kept
 
-    @property
-    def enabled(self) -> bool:
-        """Whether there is a folder."""
-        return self._folder is not None
+    def check_state(self, averages_weights: bool) -> None:
+        """Raises a ValueError if a checkpoint would lack a part of the state."""
+        if averages_weights and self._folder is not None:
+            raise ValueError(
+                "checkpoint_dir: with LocalSGD or DiLoCo a checkpoint needs the outer optimizers, too; save "
+                "it by hand, as docs/local_sgd.md says"
+            )
 
     # Saving
 

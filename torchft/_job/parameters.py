@@ -48,6 +48,15 @@ def check_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
                 )
 
 
+def check_scaler(scaler: Optional[GradScaler], models: Sequence[nn.Module], ranks: int) -> None:
+    """Raises a ValueError if the ranks of a group would not see the same infinities."""
+    if scaler is not None and ranks > 1 and any(isinstance(model, FSDPModule) for model in models):
+        raise ValueError(
+            "a GradScaler and a sharded model: each rank sees the infinities of its own shard only; use "
+            "bfloat16, which needs no scaler"
+        )
+
+
 def check_plain(given: Any) -> None:
     """Raises a ValueError for what would reduce gradients, or vote, in addition to the job."""
     if isinstance(given, (parallel.DistributedDataParallel, FullyShardedDataParallel)):

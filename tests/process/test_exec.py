@@ -103,9 +103,9 @@ class Launcher:
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             try:
                 command, environment = (
-                    Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "environ")
+                    Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")
                 )
-                if "ready.py" in command and str(self.site) in environment:
+                if b"ready.py" in command and os.fsencode(self.site) in environment:
                     found.append(pid)
             except OSError:
                 continue
@@ -456,7 +456,12 @@ def test_the_command_line_is_split() -> None:
     ],
 )
 def test_the_first_imports_of_a_script(source: str, modules: list[str]) -> None:
-    assert first_imports(source.encode()) == modules
+    assert list(first_imports(source.encode())) == modules
+
+
+def test_the_attributes_that_a_script_uses() -> None:
+    script = b"import a, b.c as d\nfrom e import f, g as h\ndef main():\n    a.x.y(d.z, f.w)\n"
+    assert first_imports(script) == {"a": {"x"}, "b.c": {"z"}, "e": {"f", "g"}}
 
 
 def test_a_script_that_sets_what_an_import_reads(tmp_path: Path) -> None:

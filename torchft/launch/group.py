@@ -44,7 +44,8 @@ class ReplicaGroup:
         log: file to which the output of all processes is appended, at the first start and at each restart.
         nproc: number of ranks, torchrun's ``--nproc_per_node``.
         torchrun_args: further arguments for torchrun.
-        ready: the process from which torchrun and the ranks are forked; None: they start in the ordinary way.
+        ready: the process from which torchrun and the ranks are forked; None: torchrun starts in the ordinary
+            way, and its ranks are forked from a process of torchrun.
     """
 
     def __init__(

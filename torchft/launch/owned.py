@@ -55,6 +55,12 @@ class ReadyProcess:
                 preexec_fn=end_with_parent,
             )
 
+    @property
+    def pid(self) -> int:
+        """Process id of the ready process."""
+        assert self._process is not None, "it was not started"
+        return self._process.pid
+
     def agent(self, args: list[str], log: Path, env: Mapping[str, str]) -> protocol.Forked | None:
         """Starts torchrun in a new session; its output is appended to `log`. None: it cannot be forked, which
         is said once.

@@ -24,7 +24,7 @@ import socket
 import sys
 import sysconfig
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 # The Go runtime does not survive a fork.
@@ -101,26 +101,32 @@ class Ready:
 
     def import_all(self) -> None:
         """Imports what the script imports, and what its starts have been seen to import."""
-        first = [*self._given["names"], *self._of_script()]
-        self._import({**dict.fromkeys(first), **self._names})
+        first = self._of_script()
+        self._import({**dict.fromkeys([*self._given["names"], *first]), **self._names}, first)
 
-    def _of_script(self) -> list[str]:
+    def _of_script(self) -> dict[str, set[str]]:
         if self._given["module"] is not None:
-            return []
+            return {}
         try:
             with open(self._given["program"], "rb") as file:
                 return first_imports(file.read())
         except (OSError, SyntaxError, ValueError):
-            return []  # the start will say it
+            return {}  # the start will say it
 
-    def _import(self, names: dict[str, str | None]) -> None:
+    def _import(
+        self, names: dict[str, str | None], used: Mapping[str, Collection[str]] | None = None
+    ) -> None:
+        """Imports modules, and what these import when an attribute is used."""
         self._before = descriptors().keys()
         os.environ.__class__ = _Environment
         signal.setitimer(signal.ITIMER_REAL, _LOOK_SEC, _LOOK_SEC)  # the owner may end meanwhile
         try:
             for name, origin in names.items():
-                if name not in sys.modules and not self._is_left_out(name) and _installed(name, origin):
-                    self._import_one(name)
+                attributes = (used or {}).get(name, ())
+                if (name in sys.modules and not attributes) or self._is_left_out(name):
+                    continue
+                if _installed(name, origin):
+                    self._import_one(name, attributes)
         finally:
             os.environ.__class__ = os._Environ
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -128,10 +134,13 @@ class Ready:
         gc.collect()
         gc.freeze()  # a collection in a child would copy the memory that it shares
 
-    def _import_one(self, name: str) -> None:
+    def _import_one(self, name: str, used: Collection[str]) -> None:
         _unit[0] = name
         try:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            if "__getattr__" in vars(module):
+                for attribute in used:
+                    getattr(module, attribute, None)
         except (Exception, SystemExit) as e:
             self._left_out[name] = f"its import fails: {type(e).__name__}: {e}"
         if why := self._dirt():
@@ -368,17 +377,26 @@ def _installed(name: str, origin: str | None) -> bool:
     return ours or "site-packages" in parts or "dist-packages" in parts or spec.origin.startswith(_STANDARD)
 
 
-def first_imports(source: bytes) -> list[str]:
-    """The modules that a script imports before it does anything else."""
-    found = []
-    for statement in ast.parse(source).body:
+def first_imports(source: bytes) -> dict[str, set[str]]:
+    """The modules that a script imports before it does anything else, and the attributes of them that it
+    uses.
+    """
+    script = ast.parse(source)
+    found: dict[str, set[str]] = {}
+    known: dict[str, str] = {}  # modules, by the name that the script has for them
+    for statement in script.body:
         if isinstance(statement, ast.Import):
-            found += [alias.name for alias in statement.names]
+            for alias in statement.names:
+                found.setdefault(alias.name, set())
+                known[alias.asname or alias.name] = alias.name
         elif isinstance(statement, ast.ImportFrom):
             if statement.level == 0 and statement.module and statement.module != "__future__":
-                found.append(statement.module)
+                found.setdefault(statement.module, set()).update(alias.name for alias in statement.names)
         elif not _harmless(statement):
             break
+    for node in ast.walk(script):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
+            found[known[node.value.id]].add(node.attr)
     return found
 
 

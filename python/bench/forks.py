@@ -1,0 +1,195 @@
+"""Starts by fork, beside starts of Python: a killed group, the first start of eight ranks, and their memory.
+
+    python python/bench/forks.py [--rounds 5]
+
+Two groups train train_demo.py, the script of `make train`. In each round one is killed with SIGKILL and
+restarted at once, by fork and in the ordinary way, in changing order. Eight ranks of one group import PyTorch
+and torchft, and sleep; beside them one process that does so without torchrun. Processor time is that of all
+processes that were started, and does not depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from common import Spread, markdown_table, rotated, verdict
+from replica_group import TRAIN_SCRIPT, Group
+
+from torchft.launch import process_tree
+from torchft.launch.exec import NAME_ENV
+from torchft.launch.group import ReplicaGroup, environment
+from torchft.launch.lighthouse import lighthouse
+from torchft.launch.owned import ReadyProcess
+
+RANKS = 8
+GOAL_HEALED_S = 0.6
+GOAL_START = 1.3  # of one import
+GOAL_MEMORY = 2.5  # of one idle rank
+LIMIT_S = 300
+IDLE = """
+import os, sys, time
+import torch, torchft
+torchft.Job
+print("idle", os.getpid(), flush=True)
+time.sleep(600)
+"""
+LIGHTHOUSE = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
+WAYS = ("fork", "ordinary")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory(prefix="torchft-forks-") as folder:
+        killed = {way: restarts(way, rounds, Path(folder) / way) for way in WAYS}
+        idle = Path(folder) / "idle.py"
+        idle.write_text(IDLE)
+        starts: dict[str, list[tuple[float, float]]] = {"one": [], **{way: [] for way in WAYS}}
+        for number in range(rounds):
+            for way in rotated(list(starts), number):
+                starts[way].append(first_start(way, idle))
+    print(table(killed, starts))
+
+
+def restarts(way: str, rounds: int, folder: Path) -> list[tuple[float, float]]:
+    """Seconds from the kill to the commit after the heal, and processor seconds until then, of each round."""
+    folder.mkdir()
+    ready = None
+    if way == "fork":
+        ready = ReadyProcess(str(TRAIN_SCRIPT), {**os.environ, **environment(1)})
+    else:
+        os.environ[NAME_ENV] = "none"  # where no ready process listens
+    groups = [Group(number, 2, folder, ready=ready) for number in range(2)]
+    found = []
+    try:
+        with lighthouse(folder / "lighthouse.log", LIGHTHOUSE) as address:
+            args = ["--script", "train_ddp", "--steps", "1000000", "--device", "cpu"]
+            for group in groups:
+                group.start(address, args)
+            wait(groups, lambda: all(len(group.commits()) > 50 for group in groups))
+            for _ in range(rounds):
+                time.sleep(8)  # as long as the ready process may import what the first start has imported
+
+                began = time.time()
+                groups[1].kill()
+                groups[1].start(address, args)
+                wait(groups, lambda: groups[1].time_to_heal() is not None)
+                spent = processor_time([groups[1].pid, *process_tree.tree(groups[1].pid)[1:]])
+
+                healed = groups[1].time_to_heal()
+                assert healed is not None
+                found.append((groups[1].started + healed - began, spent))
+                print(f"{way}: healed {found[-1][0]:.2f} s after the kill, {spent:.2f} s of processor time")
+    finally:
+        for group in groups:
+            group.kill()
+        if ready is not None:
+            ready.close()
+        os.environ.pop(NAME_ENV, None)
+    return found
+
+
+def wait(groups: list[Group], until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not until():
+        for group in groups:
+            group.follow()
+            if group.status is not None:
+                raise RuntimeError(f"group {group.number} ended: {group.log.read_text()[-2000:]}")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
+
+
+def first_start(way: str, script: Path) -> tuple[float, float]:
+    """Seconds until all ranks have imported, and the proportional share of memory (PSS) of all in MB."""
+    log = script.with_name("log")
+    log.unlink(missing_ok=True)
+    began = time.monotonic()
+    if way == "one":
+        process = process_tree.start([sys.executable, "-u", str(script)], log)
+        try:
+            _lines(log, 1, process.poll)
+            return time.monotonic() - began, memory([process.pid])
+        finally:
+            process_tree.kill_tree(process)
+    ready = ReadyProcess(str(script), {**os.environ, **environment(RANKS)}) if way == "fork" else None
+    group = ReplicaGroup(0, 1, [str(script)], log, RANKS, ready=ready)
+    try:
+        group.start("http://127.0.0.1:1", None if ready else {NAME_ENV: "none"})
+        ranks = _lines(log, RANKS, lambda: group.status)
+        took = time.monotonic() - began
+        return took, memory([*ranks, *([ready.pid] if ready else [])])
+    finally:
+        group.kill()
+        if ready is not None:
+            ready.close()
+
+
+def _lines(log: Path, number: int, status: Callable[[], int | None]) -> list[int]:
+    deadline = time.monotonic() + LIMIT_S
+    while len(found := [line for line in log.read_text().splitlines() if line.startswith("idle ")]) < number:
+        if status() is not None or time.monotonic() > deadline:
+            raise RuntimeError(log.read_text()[-2000:])
+        time.sleep(0.005)
+    time.sleep(1)
+    return [int(line.split()[1]) for line in found]
+
+
+def memory(pids: list[int]) -> float:
+    found = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            found += int(line.split()[1]) if line.startswith("Pss:") else 0
+    return found / 1024
+
+
+def processor_time(pids: list[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def table(killed: dict[str, list[tuple[float, float]]], starts: dict[str, list[tuple[float, float]]]) -> str:
+    rows = []
+    seconds, spent = ({way: Spread.of(sample[i] for sample in killed[way]) for way in WAYS} for i in range(2))
+    ratio = [mine[0] / other[0] for mine, other in zip(killed["fork"], killed["ordinary"])]
+    goal = verdict(seconds["fork"].median <= GOAL_HEALED_S)
+    what = f"kill -9 to healed, s (goal <= {GOAL_HEALED_S})"
+    rows.append(
+        [what, f"{seconds['fork'].text()} {goal}", seconds["ordinary"].text(), Spread.of(ratio).text()]
+    )
+    ratio = [mine[1] / other[1] for mine, other in zip(killed["fork"], killed["ordinary"])]
+    what = "of it processor time of torchrun and rank, s"
+    rows.append([what, spent["fork"].text(), spent["ordinary"].text(), Spread.of(ratio).text()])
+    for i, what, most in (
+        (0, "start of eight ranks", GOAL_START),
+        (1, "memory of eight ranks and the ready process", GOAL_MEMORY),
+    ):
+        of_one = {w: [x[i] / one[i] for x, one in zip(starts[w], starts["one"])] for w in WAYS}
+        ratio = [mine[i] / other[i] for mine, other in zip(starts["fork"], starts["ordinary"])]
+        fork, ordinary = (Spread.of(of_one[way]) for way in WAYS)
+        name = f"{what}, times that of one (goal <= {most})"
+        cells = [f"{fork.text()} {verdict(fork.median <= most)}", ordinary.text(), Spread.of(ratio).text()]
+        rows.append([name, *cells])
+    return markdown_table(["", "fork", "ordinary", "fork / ordinary"], rows)
+
+
+if __name__ == "__main__":
+    main()

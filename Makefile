@@ -90,6 +90,9 @@ minimal: $(VENV)/with-train $(LIBRARY) ## the README's example, in two replica g
 train-fsdp: $(VENV)/with-train $(LIBRARY) ## the same with FSDP2: groups of two ranks, one of which is killed
 	$(PY) python/examples/demo.py --script train_fsdp --nproc 2 --kill rank --steps 600
 
+train-total: $(VENV)/with-train $(LIBRARY) ## kill all groups, their launcher and the lighthouse at once, and see the job go on
+	$(PY) python/examples/total_loss.py
+
 train-diloco: $(VENV)/with-plot $(LIBRARY) ## a language model with streaming DiLoCo; one group is killed again and again
 	$(PY) python/examples/demo.py --script train_diloco --steps 600 --kill-every 200 \
 		--time-limit 240 --plot loss_curves.png

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torchft import _keeper
 from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._manager.signals import grace_from_env
 from torchft.cli.arguments import Parser, duration, lighthouses, nearest, positive, replicas
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 1
     print(f"logs: {args.log_dir}", flush=True)
+    _start_keeper()
     try:
         return _run(args)
     except _Terminated as e:
@@ -118,6 +120,18 @@ def main(arguments: Sequence[str]) -> int:
             print(f"logs: {args.log_dir}", flush=True)  # repeated, because the first lines have scrolled away
         except OSError:  # the terminal is closed
             write_no_more()
+
+
+def _start_keeper() -> None:
+    """Starts the keeper of this host, which outlives this process, unless the groups make no snapshots."""
+    if os.environ.get("TORCHFT_SNAPSHOTS") == "0":
+        return
+    try:
+        _keeper.start(_keeper.root())
+    except OSError as e:
+        print(
+            f"torchft run: no keeper runs, so snapshots are not shared with other hosts: {e}", file=sys.stderr
+        )
 
 
 def _log_folder(given: Path | None, log: str) -> Path:

@@ -105,7 +105,6 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 1
     print(f"logs: {args.log_dir}", flush=True)
-    _start_keeper()
     try:
         return _run(args)
     except _Terminated as e:
@@ -178,6 +177,7 @@ def _run(args: Any) -> int:
     )
     with watched as (address, check_lighthouse):
         print(f"lighthouse{'' if args.lighthouses == 1 else 's'}: {address}", flush=True)
+        _start_keeper()
         job = LocalJob(make_group, first, most, address, args.kill_every, args.seed, args.min_replicas)
         control = None
         try:

@@ -62,11 +62,9 @@ func (e *RunningError) Error() string {
 	return fmt.Sprintf("a keeper of %s runs already: %s", e.Root, e.Who)
 }
 
-// open opens the root and takes its lock.
+// open opens the root, which must be there, and takes its lock. A root that was removed while a keeper begins
+// is not made again.
 func open(folder string) (root *os.Root, lock *os.File, err error) {
-	if err := os.MkdirAll(folder, 0o700); err != nil {
-		return nil, nil, fmt.Errorf("root is %q: %w", folder, err)
-	}
 	info, err := os.Lstat(folder)
 	if err != nil {
 		return nil, nil, fmt.Errorf("root is %q: %w", folder, err)

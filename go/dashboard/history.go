@@ -35,6 +35,8 @@ const (
 	Regressed Kind = "regressed"
 	// Killed : a member was ended on request.
 	Killed Kind = "killed"
+	// Stopped : the job stops, since the same exception would end it again.
+	Stopped Kind = "stopped"
 	// MemberStalled : one or several members make no progress while others wait for them.
 	MemberStalled Kind = "stalled"
 	// Stacks : where the threads of one rank of such a member are.

@@ -50,6 +50,7 @@ type meters struct {
 	kills      prometheus.Counter
 	drains     prometheus.Counter
 	stalls     prometheus.Counter
+	stops      prometheus.Counter
 	heals      prometheus.Counter
 	healed     prometheus.Counter // bytes
 	lost       prometheus.Counter
@@ -91,6 +92,8 @@ func newMeters(job string) *meters {
 		drains: counter("torchft_drains_total", "Members that were asked to leave at the end of a step."),
 		stalls: counter("torchft_member_stalls_total",
 			"Members that made no progress while others waited for them."),
+		stops: counter("torchft_job_stops_total",
+			"Exceptions that would have ended the job again and again, so that it was stopped."),
 		heals: counter("torchft_heals_total", "Groups that took over the state of another."),
 		healed: counter("torchft_healed_bytes_total",
 			"Bytes of these states, of the first rank of each group."),
@@ -119,7 +122,7 @@ func newMeters(job string) *meters {
 // all returns the metrics, for Prometheus.
 func (m *meters) all() []prometheus.Collector {
 	return []prometheus.Collector{
-		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.stalls, m.heals, m.healed, m.lost,
+		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.stalls, m.stops, m.heals, m.healed, m.lost,
 		m.regressed, m.recovery, m.quorum, m.step,
 	}
 }
@@ -154,6 +157,8 @@ func (m *meters) event(e Event) {
 		m.kills.Add(float64(len(e.Left)))
 	case Drained:
 		m.drains.Add(float64(len(e.Left)))
+	case Stopped:
+		m.stops.Inc()
 	case MemberStalled:
 		m.stalls.Add(float64(len(e.Left)))
 	case Regressed:

@@ -41,6 +41,7 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	f.Record(Event{Kind: Recovered, Who: "a", StepsLost: 2, Phases: phases[2:]})
 	f.Record(Event{Kind: Drained, Left: []string{"b"}})
 	f.Record(Event{Kind: Killed, Left: []string{"c"}})
+	f.Record(Event{Kind: Stopped, Reason: "the same exception"})
 	f.Record(Event{Kind: MemberStalled, Left: []string{"a", "b"}, Reason: "no progress"})
 	f.Record(Event{Kind: Regressed, Reason: "the job had reached step 9"})
 
@@ -75,6 +76,9 @@ torchft_member_failures_total{cause="unreachable",training_job="default"} 0
 # HELP torchft_member_stalls_total Members that made no progress while others waited for them.
 # TYPE torchft_member_stalls_total counter
 torchft_member_stalls_total{training_job="default"} 2
+# HELP torchft_job_stops_total Exceptions that would have ended the job again and again, so that it was stopped.
+# TYPE torchft_job_stops_total counter
+torchft_job_stops_total{training_job="default"} 1
 # HELP torchft_members_in_phase Live members by the phase that they report.
 # TYPE torchft_members_in_phase gauge
 torchft_members_in_phase{phase="between_steps",training_job="default"} 0
@@ -128,7 +132,7 @@ torchft_step_seconds_bucket{training_job="default",le="163.84"} 5
 torchft_step_seconds_bucket{training_job="default",le="+Inf"} 5
 torchft_step_seconds_sum{training_job="default"} 10.4
 torchft_step_seconds_count{training_job="default"} 5
-`), "torchft_drains_total", "torchft_healed_bytes_total", "torchft_heals_total", "torchft_heartbeats_total", "torchft_lost_steps_total", "torchft_kills_total", "torchft_member_failures_total", "torchft_member_stalls_total", "torchft_members_in_phase", "torchft_members", "torchft_quorum_changes_total", "torchft_quorum_id",
+`), "torchft_drains_total", "torchft_healed_bytes_total", "torchft_heals_total", "torchft_heartbeats_total", "torchft_lost_steps_total", "torchft_kills_total", "torchft_member_failures_total", "torchft_member_stalls_total", "torchft_job_stops_total", "torchft_members_in_phase", "torchft_members", "torchft_quorum_changes_total", "torchft_quorum_id",
 		"torchft_quorum_rounds_total", "torchft_step_seconds"))
 }
 

@@ -36,9 +36,25 @@ func TestParseArgs(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", QuorumTick: 2 * time.Millisecond,
 		Policy: quorum.Policy{MinReplicas: 3, JoinTimeout: time.Millisecond,
-			HeartbeatTimeout: 3 * time.Millisecond, ForbidRegression: true},
+			HeartbeatTimeout: 3 * time.Millisecond, EjectStalledAfter: quorum.EjectAuto,
+			ForbidRegression: true},
 		Security: auth.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4,
 		MaxJoinsPerSecond: 5, StateDir: "/s", MaxJobs: 7, MaxCallsPerJob: 8}, cfg)
+}
+
+func TestWhenAStalledGroupIsEvicted(t *testing.T) {
+	for text, after := range map[string]time.Duration{"auto": quorum.EjectAuto, "0": 0, "3000": 3 * time.Second} {
+		cfg, err := lighthouse.ParseArgs([]string{"--min_replicas=1", "--eject_stalled_after_ms=7",
+			"--eject_stalled_after_ms", text})
+		require.NoError(t, err, text)
+		assert.Equal(t, after, cfg.EjectStalledAfter, text)
+	}
+	for _, text := range []string{"-1", "soon"} {
+		_, err := lighthouse.ParseArgs([]string{"--min_replicas=1", "--eject_stalled_after_ms=" + text})
+		assert.ErrorContains(t, err, "eject_stalled_after_ms", text)
+	}
+	_, err := lighthouse.ParseArgs([]string{"--min_replicas=1", "--stalled_after_ms=auto"})
+	assert.ErrorContains(t, err, "stalled_after_ms", "only this limit has a default of its own")
 }
 
 func TestHelpIsUsage(t *testing.T) {

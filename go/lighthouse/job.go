@@ -120,6 +120,7 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Behind:    codes.FailedPrecondition,
 	quorum.Left:      codes.FailedPrecondition,
 	quorum.Misfit:    codes.InvalidArgument,
+	quorum.Poisoned:  codes.FailedPrecondition,
 
 	quorum.Unbelieved: codes.InvalidArgument,
 }
@@ -315,6 +316,10 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.askProgress(a.ReplicaIDs, now)
 		case quorum.Drain:
 			j.streams.notify(drained(a.Reason), a.ReplicaID)
+		case quorum.Judged:
+			j.streams.notify(&torchftpb.Notice{Kind: torchftpb.Notice_JUDGED, Reason: a.Verdict}, a.ReplicaID)
+		case quorum.Stops:
+			j.stops(a, now)
 		case quorum.Release:
 			j.streams.send(&torchftpb.LighthouseMessage{
 				Message: &torchftpb.LighthouseMessage_Released{Released: true},

@@ -38,6 +38,8 @@ const (
 	// longestText is the length in bytes to which texts of members are shortened, such as the reason of a
 	// failure.
 	longestText = 1 << 10
+	// longestTraceback is the same for the traceback of an exception.
+	longestTraceback = 16 << 10
 )
 
 var errStale = status.Error(codes.Unavailable,
@@ -273,6 +275,12 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Stacks:
 		s.job.stacks(s.replicaID, m.Stacks)
 		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
+	case *torchftpb.MemberMessage_Raised:
+		r := m.Raised
+		return s.report(quorum.Raised{ReplicaID: s.replicaID, Device: r.GetDevice(), Digest: quorum.Digest{
+			Type: shortened(r.GetType()), Place: shortened(r.GetPlace()), Step: r.GetStep(),
+			Unit: shortened(r.GetUnit()),
+		}, Text: shortenedTo(longestTraceback, r.GetText())})
 	case *torchftpb.MemberMessage_Greeting:
 		return status.Error(codes.InvalidArgument, "a member's stream has one greeting")
 	default:
@@ -281,12 +289,14 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 }
 
 // shortened bounds a text of a member that becomes a part of reports to all members.
-func shortened(text string) string {
-	if len(text) <= longestText {
+func shortened(text string) string { return shortenedTo(longestText, text) }
+
+func shortenedTo(most int, text string) string {
+	if len(text) <= most {
 		return text
 	}
 	// a message must not end within a character: it could not be encoded
-	return strings.ToValidUTF8(text[:longestText], "") + "…"
+	return strings.ToValidUTF8(text[:most], "") + "…"
 }
 
 // feed passes an event of the member to the machine, unless the stream is stale.

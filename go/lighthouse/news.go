@@ -148,6 +148,13 @@ func (j *job) regresses(a quorum.Regressed, now time.Time) {
 		Reason: a.Reason})))
 }
 
+// stops reports to all members that the job stops. The caller holds mu.
+func (j *job) stops(a quorum.Stops, now time.Time) {
+	j.log.Error("torchft: THE JOB STOPS: an exception would end it again and again", "reason", a.Reason)
+	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Stopped, Reason: a.Reason})
+	j.tell(encodeNews(noticeMessage(&torchftpb.Notice{Kind: torchftpb.Notice_STOPPED, Reason: a.Reason})))
+}
+
 // mostRefused is how many refused members are remembered: a group that is restarted after each refusal has a
 // new name each time.
 const mostRefused = 1000

@@ -36,6 +36,7 @@ func (s *Server) handleNotice(n *torchftpb.Notice) {
 			"reason", reason)
 	case torchftpb.Notice_REGRESSED: // no warning: each rank logs one
 		s.log.Info("torchft: THE JOB REGRESSES", "quorum_id", id, "reason", reason)
+	case torchftpb.Notice_JUDGED, torchftpb.Notice_STOPPED: // each rank says so
 	case torchftpb.Notice_PROGRESS_ASKED:
 		s.feed(round.ProgressAsked{})
 		rpc.Go(&s.tasks, s.log, "progress", s.answerProgress)

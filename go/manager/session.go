@@ -138,6 +138,10 @@ func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 		s.membership.Report(&torchftpb.MemberMessage{
 			Message: &torchftpb.MemberMessage_Stacks{Stacks: r.Stacks},
 		})
+	case *torchftpb.RankRequest_Raised:
+		s.membership.Report(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Raised{Raised: r.Raised},
+		})
 	case *torchftpb.RankRequest_Drain:
 		s.feed(round.DrainAsked{})
 	default:

@@ -122,6 +122,7 @@ func ManagerReport(handle int64, report string) (found bool, err error) {
 var kinds = map[torchftpb.Notice_Kind]string{
 	torchftpb.Notice_MEMBER_FAILED: "failed", torchftpb.Notice_STALLED: "stalled",
 	torchftpb.Notice_PROGRESS_ASKED: "progress", torchftpb.Notice_REGRESSED: "regressed",
+	torchftpb.Notice_JUDGED: "judged", torchftpb.Notice_STOPPED: "stopped",
 }
 
 // notice is the JSON of a notice. The fields other than kind are the attributes of MemberFailure in

@@ -13,8 +13,9 @@ type Status struct {
 	Quorum      []string  `json:"quorum"`    // replica_ids of its members, in order
 	QuorumAgeMS int64     `json:"quorum_age_ms"`
 	Created     time.Time `json:"quorum_created,omitzero"`
-	MaxStep     int64     `json:"max_step"` // largest step of its members
-	Reason      string    `json:"reason"`   // why there is no next quorum yet
+	MaxStep     int64     `json:"max_step"`          // largest step of its members
+	Stopped     string    `json:"stopped,omitempty"` // why the job stops, and is refused
+	Reason      string    `json:"reason"`            // why there is no next quorum yet
 	Healthy     int       `json:"healthy"`
 	Candidates  int       `json:"candidates"` // healthy members with a pending request
 	Waiters     int       `json:"waiters"`    // pending requests
@@ -75,6 +76,7 @@ func (m *Machine) Describe(now time.Time) Status {
 	d := m.decide(t, now)
 	s := Status{
 		Quorum:             []string{},
+		Stopped:            m.poison.verdict,
 		Reason:             m.roster.explain(d),
 		Healthy:            t.healthy,
 		Candidates:         t.candidates,

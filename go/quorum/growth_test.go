@@ -120,6 +120,7 @@ func each() (all []burst) {
 		},
 		"Progressed":   func(c *largeJob, i int) Event { return Progressed{ReplicaID: c.ids[i]} },
 		"Drained":      func(c *largeJob, i int) Event { return Drained{c.ids[i], "maintenance"} },
+		"Raised":       func(c *largeJob, i int) Event { return Raised{ReplicaID: c.ids[i]} },
 		"Leaving":      func(c *largeJob, i int) Event { return Leaving{ReplicaID: c.ids[i]} },
 		"ShuttingDown": func(c *largeJob, i int) Event { return ShuttingDown{ReplicaID: c.ids[i]} },
 	} {

@@ -23,6 +23,7 @@ type history struct {
 	machine *Machine
 	model   *model
 
+	raised  int64
 	waiter  WaiterID
 	open    map[WaiterID]string // the replica id of each pending waiter
 	sets    map[int64]string    // the members of each quorum id
@@ -103,6 +104,9 @@ func (h *history) event(members int) Event {
 		return Stopped{ReplicaID: id, QuorumID: quorumID, Step: h.rng.Int64N(20)}
 	case p < 191:
 		return Parting{ReplicaID: id, QuorumID: quorumID, Reason: "a reason"}
+	case p < 192: // each is of another step: poison_test.go has equal ones
+		h.raised++
+		return Raised{ReplicaID: id, Digest: Digest{Step: h.raised}}
 	case p < 193:
 		return Changes{ReplicaID: id, Reason: "a setting"}
 	default:
@@ -232,6 +236,9 @@ func (h *history) step(e Event) {
 			does("stalled", a.ReplicaID)
 		case Doubted:
 			does("doubted", a.ReplicaID)
+		case Judged:
+			require.Empty(h.t, a.Verdict)
+			does("judge", a.ReplicaID)
 		case Drain:
 			does("drain", a.ReplicaID)
 		case Release:

@@ -23,6 +23,7 @@ type Machine struct {
 	suspicion suspicion // reports of broken collectives
 	watch     watch     // members that make no progress
 	standing  standing  // whether the members train on without requests
+	poison    poison    // exceptions that end members
 	search    search    // for a quorum that a member knows, and this lighthouse does not
 
 	lastTick time.Time
@@ -46,6 +47,7 @@ func NewMachine(policy Policy, start time.Time, term int64) *Machine {
 	m.watch = watch{core: shared, past: past, reconnect: &m.reconnect}
 	m.standing = standing{core: shared, past: past, watch: &m.watch}
 	m.search = search{core: shared, past: past}
+	m.poison = poison{core: shared}
 	return m
 }
 
@@ -123,6 +125,8 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Progressed:
 		// The next tick evaluates all answers together: a member is stalled only if another one waits for it.
 		m.watch.progressed(e)
+	case Raised:
+		m.poison.raised(e)
 	case Drained:
 		// No decision: the member is in the next quorum as before, since it leaves only after a step.
 		m.drains.drained(e)
@@ -161,6 +165,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		m.standing.tick()
 		m.watch.tick()
 		m.drains.tick()
+		m.poison.tick()
 		return true
 	}
 	return false
@@ -170,6 +175,10 @@ func (m *Machine) take(event Event) (decide bool) {
 // request.
 func (m *Machine) asked(e Asked) bool {
 	id := e.Member.ReplicaID
+	if m.poison.verdict != "" {
+		m.refuse(e.Waiter, Poisoned, m.poison.verdict)
+		return false
+	}
 	// An unfit request is refused before the roster counts it as a heartbeat: otherwise the others would wait
 	// for a member that counts as healthy, and that no quorum may include.
 	if reason := m.past.misfit(e); reason != "" {
@@ -270,6 +279,7 @@ func (m *Machine) finish() {
 	m.reconnect = reconnect{}
 	m.suspicion.forget()
 	m.watch.forget()
+	m.poison.forget()
 }
 
 // reportFailures reports the failures of members of the latest quorum. Other members are in no step, so no

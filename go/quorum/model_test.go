@@ -129,6 +129,8 @@ func (m *model) take(e Event, now time.Time) bool {
 			m.answers[e.ReplicaID], m.answeredAt[e.ReplicaID] = e, now
 			m.occupied(e.ReplicaID, e.Progress.Phase)
 		}
+	case Raised:
+		m.does("judge", e.ReplicaID)
 	case Drained:
 		if m.healthy(e.ReplicaID, now) {
 			m.facts[e.ReplicaID].draining = true

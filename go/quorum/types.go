@@ -120,6 +120,13 @@ type (
 		ReplicaID string
 		Progress  Progress
 	}
+	// Raised: an exception ends a member.
+	Raised struct {
+		ReplicaID string
+		Digest    Digest
+		Device    bool   // it is an error of the device, which may be broken
+		Text      string // the traceback
+	}
 	// Drained: an operator or a scheduler requests that a member leaves.
 	Drained struct{ ReplicaID, Reason string }
 	// Leaving: a member has ended its last step, and will not ask again.
@@ -155,6 +162,7 @@ func (Incomplete) isEvent()   {}
 func (Suspected) isEvent()    {}
 func (Checked) isEvent()      {}
 func (Progressed) isEvent()   {}
+func (Raised) isEvent()       {}
 func (Drained) isEvent()      {}
 func (Leaving) isEvent()      {}
 func (ShuttingDown) isEvent() {}
@@ -272,6 +280,13 @@ type (
 	}
 	// AskProgress asks members for their progress; each answers with Progressed.
 	AskProgress struct{ ReplicaIDs []string }
+	// Judged answers Raised.
+	Judged struct {
+		ReplicaID string
+		Verdict   string // why the job stops; empty: the member may be started again
+	}
+	// Stops reports that the job stops: starting it again as it is would end with the same exception.
+	Stops struct{ Reason string }
 	// Drain asks a member to leave at the end of a step. It answers with Leaving when it does.
 	Drain struct{ ReplicaID, Reason string }
 	// Release lets a member that left end its process: its peers have received all data of its last step.
@@ -307,6 +322,8 @@ func (Failed) isAction()       {}
 func (Stalled) isAction()      {}
 func (Check) isAction()        {}
 func (AskProgress) isAction()  {}
+func (Judged) isAction()       {}
+func (Stops) isAction()        {}
 func (Drain) isAction()        {}
 func (Release) isAction()      {}
 func (Wake) isAction()         {}
@@ -346,4 +363,5 @@ const (
 	Unbelieved                // it claims to know a quorum far ahead, and does not show it
 	// its group has another world_size than the other groups, or reduces other tensors
 	Misfit
+	Poisoned // the job stops
 )

@@ -111,6 +111,8 @@ const (
 	Notice_DRAINED        Notice_Kind = 5 // the group is asked to leave after a step
 	Notice_CALLED         Notice_Kind = 6 // the quorum after this one is called: the member answers with MemberMessage.stopped
 	Notice_ROUND_KNOWN    Notice_Kind = 7 // the member trains until a step, which needs another quorum than this one
+	Notice_JUDGED         Notice_Kind = 8 // the answer to Raised; reason: why the job stops; empty: the group may be started again
+	Notice_STOPPED        Notice_Kind = 9 // the job stops, and is not to be started again as it is; reason: the same
 )
 
 // Enum value maps for Notice_Kind.
@@ -124,6 +126,8 @@ var (
 		5: "DRAINED",
 		6: "CALLED",
 		7: "ROUND_KNOWN",
+		8: "JUDGED",
+		9: "STOPPED",
 	}
 	Notice_Kind_value = map[string]int32{
 		"UNKNOWN":        0,
@@ -134,6 +138,8 @@ var (
 		"DRAINED":        5,
 		"CALLED":         6,
 		"ROUND_KNOWN":    7,
+		"JUDGED":         8,
+		"STOPPED":        9,
 	}
 )
 
@@ -1311,6 +1317,7 @@ type RankRequest struct {
 	//	*RankRequest_Counted
 	//	*RankRequest_Drain
 	//	*RankRequest_Stacks
+	//	*RankRequest_Raised
 	Request       isRankRequest_Request `protobuf_oneof:"request"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1466,6 +1473,15 @@ func (x *RankRequest) GetStacks() *RankStacks {
 	return nil
 }
 
+func (x *RankRequest) GetRaised() *Raised {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Raised); ok {
+			return x.Raised
+		}
+	}
+	return nil
+}
+
 type isRankRequest_Request interface {
 	isRankRequest_Request()
 }
@@ -1515,6 +1531,10 @@ type RankRequest_Stacks struct {
 	Stacks *RankStacks `protobuf:"bytes,86,opt,name=stacks,proto3,oneof"`
 }
 
+type RankRequest_Raised struct {
+	Raised *Raised `protobuf:"bytes,87,opt,name=raised,proto3,oneof"`
+}
+
 func (*RankRequest_Quorum) isRankRequest_Request() {}
 
 func (*RankRequest_ShouldCommit) isRankRequest_Request() {}
@@ -1536,6 +1556,8 @@ func (*RankRequest_Counted) isRankRequest_Request() {}
 func (*RankRequest_Drain) isRankRequest_Request() {}
 
 func (*RankRequest_Stacks) isRankRequest_Request() {}
+
+func (*RankRequest_Raised) isRankRequest_Request() {}
 
 type RankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2139,6 +2161,99 @@ func (x *RankProgress) GetBegins() bool {
 	return false
 }
 
+// An exception ends a rank. Answered with JUDGED.
+type Raised struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	Type          string                 `protobuf:"bytes,2,opt,name=type,proto3" json:"type,omitempty"`   // of the exception
+	Place         string                 `protobuf:"bytes,3,opt,name=place,proto3" json:"place,omitempty"` // where it was raised: file, line and function
+	Step          int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`
+	Unit          string                 `protobuf:"bytes,5,opt,name=unit,proto3" json:"unit,omitempty"`      // of the batch, that the rank computed; empty: it is not known
+	Device        bool                   `protobuf:"varint,6,opt,name=device,proto3" json:"device,omitempty"` // it is an error of the device, which may be broken
+	Text          string                 `protobuf:"bytes,7,opt,name=text,proto3" json:"text,omitempty"`      // the traceback
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Raised) Reset() {
+	*x = Raised{}
+	mi := &file_torchft_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Raised) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Raised) ProtoMessage() {}
+
+func (x *Raised) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Raised.ProtoReflect.Descriptor instead.
+func (*Raised) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *Raised) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *Raised) GetType() string {
+	if x != nil {
+		return x.Type
+	}
+	return ""
+}
+
+func (x *Raised) GetPlace() string {
+	if x != nil {
+		return x.Place
+	}
+	return ""
+}
+
+func (x *Raised) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *Raised) GetUnit() string {
+	if x != nil {
+		return x.Unit
+	}
+	return ""
+}
+
+func (x *Raised) GetDevice() bool {
+	if x != nil {
+		return x.Device
+	}
+	return false
+}
+
+func (x *Raised) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
 // Where the threads of a rank are, sent when its group makes no progress while others wait for it.
 type RankStacks struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2151,7 +2266,7 @@ type RankStacks struct {
 
 func (x *RankStacks) Reset() {
 	*x = RankStacks{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2163,7 +2278,7 @@ func (x *RankStacks) String() string {
 func (*RankStacks) ProtoMessage() {}
 
 func (x *RankStacks) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2176,7 +2291,7 @@ func (x *RankStacks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankStacks.ProtoReflect.Descriptor instead.
 func (*RankStacks) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *RankStacks) GetGroupRank() int64 {
@@ -2216,7 +2331,7 @@ type GroupProgress struct {
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2228,7 +2343,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2241,7 +2356,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -2297,7 +2412,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2309,7 +2424,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2322,7 +2437,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2361,6 +2476,7 @@ type MemberMessage struct {
 	//	*MemberMessage_Parting
 	//	*MemberMessage_Changes
 	//	*MemberMessage_Stacks
+	//	*MemberMessage_Raised
 	//	*MemberMessage_Drain
 	Message isMemberMessage_Message `protobuf_oneof:"message"`
 	// With alive and leaving: the step that the group is in, while its quorum stands; 0: none stands.
@@ -2373,7 +2489,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2385,7 +2501,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2398,7 +2514,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *MemberMessage) GetFinished() bool {
@@ -2559,6 +2675,15 @@ func (x *MemberMessage) GetStacks() *RankStacks {
 	return nil
 }
 
+func (x *MemberMessage) GetRaised() *Raised {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Raised); ok {
+			return x.Raised
+		}
+	}
+	return nil
+}
+
 func (x *MemberMessage) GetDrain() string {
 	if x != nil {
 		if x, ok := x.Message.(*MemberMessage_Drain); ok {
@@ -2661,6 +2786,10 @@ type MemberMessage_Stacks struct {
 	Stacks *RankStacks `protobuf:"bytes,57,opt,name=stacks,proto3,oneof"`
 }
 
+type MemberMessage_Raised struct {
+	Raised *Raised `protobuf:"bytes,63,opt,name=raised,proto3,oneof"`
+}
+
 type MemberMessage_Drain struct {
 	Drain string `protobuf:"bytes,56,opt,name=drain,proto3,oneof"` // a rank was asked to drain its group; the value names who requested it
 }
@@ -2697,6 +2826,8 @@ func (*MemberMessage_Changes) isMemberMessage_Message() {}
 
 func (*MemberMessage_Stacks) isMemberMessage_Message() {}
 
+func (*MemberMessage_Raised) isMemberMessage_Message() {}
+
 func (*MemberMessage_Drain) isMemberMessage_Message() {}
 
 // A step of a quorum.
@@ -2710,7 +2841,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2722,7 +2853,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2735,7 +2866,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Step) GetQuorumId() int64 {
@@ -2763,7 +2894,7 @@ type Parting struct {
 
 func (x *Parting) Reset() {
 	*x = Parting{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2775,7 +2906,7 @@ func (x *Parting) String() string {
 func (*Parting) ProtoMessage() {}
 
 func (x *Parting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2788,7 +2919,7 @@ func (x *Parting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Parting.ProtoReflect.Descriptor instead.
 func (*Parting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Parting) GetQuorumId() int64 {
@@ -2830,7 +2961,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2842,7 +2973,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2855,7 +2986,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2919,7 +3050,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2931,7 +3062,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2944,7 +3075,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -3024,7 +3155,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3036,7 +3167,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3049,7 +3180,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3215,7 +3346,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3227,7 +3358,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3240,7 +3371,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3261,7 +3392,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3273,7 +3404,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3286,7 +3417,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3325,7 +3456,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3337,7 +3468,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3350,7 +3481,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3417,7 +3548,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3429,7 +3560,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3442,7 +3573,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3506,7 +3637,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3518,7 +3649,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3531,7 +3662,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3571,7 +3702,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3583,7 +3714,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3596,7 +3727,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3614,7 +3745,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3626,7 +3757,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3639,7 +3770,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3655,7 +3786,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3667,7 +3798,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3680,7 +3811,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{41}
+	return file_torchft_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3808,7 +3939,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
 	"\fKillResponse\"\x0e\n" +
 	"\fLeaveRequest\"\x0f\n" +
-	"\rLeaveResponse\"\xca\x04\n" +
+	"\rLeaveResponse\"\xf5\x04\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -3823,7 +3954,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12,\n" +
 	"\acounted\x18T \x01(\v2\x10.torchft.CountedH\x00R\acounted\x12\x16\n" +
 	"\x05drain\x18U \x01(\bH\x00R\x05drain\x12-\n" +
-	"\x06stacks\x18V \x01(\v2\x13.torchft.RankStacksH\x00R\x06stacksB\t\n" +
+	"\x06stacks\x18V \x01(\v2\x13.torchft.RankStacksH\x00R\x06stacks\x12)\n" +
+	"\x06raised\x18W \x01(\v2\x0f.torchft.RaisedH\x00R\x06raisedB\t\n" +
 	"\arequestJ\x04\bS\x10T\"\x8b\x02\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
@@ -3832,14 +3964,14 @@ const file_torchft_proto_rawDesc = "" +
 	"\afailure\x18\x04 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12)\n" +
 	"\x06notice\x18\x05 \x01(\v2\x0f.torchft.NoticeH\x00R\x06noticeB\n" +
 	"\n" +
-	"\bresponse\"\x9d\x02\n" +
+	"\bresponse\"\xb6\x02\n" +
 	"\x06Notice\x12(\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x14.torchft.Notice.KindR\x04kind\x12\x1b\n" +
 	"\tquorum_id\x18\x02 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x03 \x01(\tR\treplicaId\x12\x16\n" +
 	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x12\n" +
-	"\x04step\x18\x05 \x01(\x03R\x04step\"\x80\x01\n" +
+	"\x04step\x18\x05 \x01(\x03R\x04step\"\x99\x01\n" +
 	"\x04Kind\x12\v\n" +
 	"\aUNKNOWN\x10\x00\x12\x11\n" +
 	"\rMEMBER_FAILED\x10\x01\x12\v\n" +
@@ -3849,7 +3981,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\aDRAINED\x10\x05\x12\n" +
 	"\n" +
 	"\x06CALLED\x10\x06\x12\x0f\n" +
-	"\vROUND_KNOWN\x10\a\"K\n" +
+	"\vROUND_KNOWN\x10\a\x12\n" +
+	"\n" +
+	"\x06JUDGED\x10\b\x12\v\n" +
+	"\aSTOPPED\x10\t\"K\n" +
 	"\rPeerSuspected\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
@@ -3883,7 +4018,16 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05waits\x18\x02 \x01(\bR\x05waits\x12\x12\n" +
 	"\x04what\x18\x03 \x01(\tR\x04what\x12$\n" +
 	"\x05phase\x18\x04 \x01(\x0e2\x0e.torchft.PhaseR\x05phase\x12\x16\n" +
-	"\x06begins\x18\x05 \x01(\bR\x06begins\"c\n" +
+	"\x06begins\x18\x05 \x01(\bR\x06begins\"\xa5\x01\n" +
+	"\x06Raised\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
+	"\x04type\x18\x02 \x01(\tR\x04type\x12\x14\n" +
+	"\x05place\x18\x03 \x01(\tR\x05place\x12\x12\n" +
+	"\x04step\x18\x04 \x01(\x03R\x04step\x12\x12\n" +
+	"\x04unit\x18\x05 \x01(\tR\x04unit\x12\x16\n" +
+	"\x06device\x18\x06 \x01(\bR\x06device\x12\x12\n" +
+	"\x04text\x18\a \x01(\tR\x04text\"c\n" +
 	"\n" +
 	"RankStacks\x12\x1d\n" +
 	"\n" +
@@ -3902,7 +4046,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05phase\x18\x06 \x01(\x0e2\x0e.torchft.PhaseR\x05phase\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xa0\x06\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xcb\x06\n" +
 	"\rMemberMessage\x12\x1a\n" +
 	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
@@ -3922,7 +4066,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\astopped\x185 \x01(\v2\r.torchft.StepH\x00R\astopped\x12,\n" +
 	"\aparting\x186 \x01(\v2\x10.torchft.PartingH\x00R\aparting\x12\x1a\n" +
 	"\achanges\x187 \x01(\tH\x00R\achanges\x12-\n" +
-	"\x06stacks\x189 \x01(\v2\x13.torchft.RankStacksH\x00R\x06stacks\x12\x16\n" +
+	"\x06stacks\x189 \x01(\v2\x13.torchft.RankStacksH\x00R\x06stacks\x12)\n" +
+	"\x06raised\x18? \x01(\v2\x0f.torchft.RaisedH\x00R\x06raised\x12\x16\n" +
 	"\x05drain\x188 \x01(\tH\x00R\x05drain\x12\x12\n" +
 	"\x04step\x184 \x01(\x03R\x04step\x12$\n" +
 	"\x05phase\x18: \x01(\x0e2\x0e.torchft.PhaseR\x05phase\x12\x19\n" +
@@ -4042,7 +4187,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 }
 
 var file_torchft_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
 var file_torchft_proto_goTypes = []any{
 	(Phase)(0),                          // 0: torchft.Phase
 	(Notice_Kind)(0),                    // 1: torchft.Notice.Kind
@@ -4071,28 +4216,29 @@ var file_torchft_proto_goTypes = []any{
 	(*Recovered)(nil),                   // 24: torchft.Recovered
 	(*PhaseTime)(nil),                   // 25: torchft.PhaseTime
 	(*RankProgress)(nil),                // 26: torchft.RankProgress
-	(*RankStacks)(nil),                  // 27: torchft.RankStacks
-	(*GroupProgress)(nil),               // 28: torchft.GroupProgress
-	(*CallFailure)(nil),                 // 29: torchft.CallFailure
-	(*MemberMessage)(nil),               // 30: torchft.MemberMessage
-	(*Step)(nil),                        // 31: torchft.Step
-	(*Parting)(nil),                     // 32: torchft.Parting
-	(*Greeting)(nil),                    // 33: torchft.Greeting
-	(*Ask)(nil),                         // 34: torchft.Ask
-	(*LighthouseMessage)(nil),           // 35: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 36: torchft.NotLeader
-	(*Welcome)(nil),                     // 37: torchft.Welcome
-	(*Delivery)(nil),                    // 38: torchft.Delivery
-	(*QuorumStates)(nil),                // 39: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 40: torchft.PlacedState
-	(*Frame)(nil),                       // 41: torchft.Frame
-	(*IdentifyRequest)(nil),             // 42: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 43: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 44: google.protobuf.Timestamp
+	(*Raised)(nil),                      // 27: torchft.Raised
+	(*RankStacks)(nil),                  // 28: torchft.RankStacks
+	(*GroupProgress)(nil),               // 29: torchft.GroupProgress
+	(*CallFailure)(nil),                 // 30: torchft.CallFailure
+	(*MemberMessage)(nil),               // 31: torchft.MemberMessage
+	(*Step)(nil),                        // 32: torchft.Step
+	(*Parting)(nil),                     // 33: torchft.Parting
+	(*Greeting)(nil),                    // 34: torchft.Greeting
+	(*Ask)(nil),                         // 35: torchft.Ask
+	(*LighthouseMessage)(nil),           // 36: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 37: torchft.NotLeader
+	(*Welcome)(nil),                     // 38: torchft.Welcome
+	(*Delivery)(nil),                    // 39: torchft.Delivery
+	(*QuorumStates)(nil),                // 40: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 41: torchft.PlacedState
+	(*Frame)(nil),                       // 42: torchft.Frame
+	(*IdentifyRequest)(nil),             // 43: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 44: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 45: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	2,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	44, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	45, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	2,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
 	3,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	8,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
@@ -4102,61 +4248,63 @@ var file_torchft_proto_depIdxs = []int32{
 	22, // 8: torchft.RankRequest.healing:type_name -> torchft.HealProgress
 	24, // 9: torchft.RankRequest.recovered:type_name -> torchft.Recovered
 	23, // 10: torchft.RankRequest.counted:type_name -> torchft.Counted
-	27, // 11: torchft.RankRequest.stacks:type_name -> torchft.RankStacks
-	9,  // 12: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	13, // 13: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	29, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	20, // 15: torchft.RankResponse.notice:type_name -> torchft.Notice
-	1,  // 16: torchft.Notice.kind:type_name -> torchft.Notice.Kind
-	25, // 17: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	0,  // 18: torchft.RankProgress.phase:type_name -> torchft.Phase
-	0,  // 19: torchft.GroupProgress.phase:type_name -> torchft.Phase
-	33, // 20: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	34, // 21: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	21, // 22: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	28, // 23: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	22, // 24: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	24, // 25: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	31, // 26: torchft.MemberMessage.stopped:type_name -> torchft.Step
-	32, // 27: torchft.MemberMessage.parting:type_name -> torchft.Parting
-	27, // 28: torchft.MemberMessage.stacks:type_name -> torchft.RankStacks
-	0,  // 29: torchft.MemberMessage.phase:type_name -> torchft.Phase
-	31, // 30: torchft.Greeting.stands:type_name -> torchft.Step
-	2,  // 31: torchft.Ask.member:type_name -> torchft.QuorumMember
-	37, // 32: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	29, // 33: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	20, // 34: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
-	38, // 35: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	39, // 36: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	44, // 37: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	40, // 38: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	4,  // 39: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	6,  // 40: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	8,  // 41: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	10, // 42: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	12, // 43: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	14, // 44: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	18, // 45: torchft.RankService.Session:input_type -> torchft.RankRequest
-	16, // 46: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
-	30, // 47: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	41, // 48: torchft.ClusterService.Link:input_type -> torchft.Frame
-	42, // 49: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	5,  // 50: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	7,  // 51: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	9,  // 52: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	11, // 53: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	13, // 54: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	15, // 55: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	19, // 56: torchft.RankService.Session:output_type -> torchft.RankResponse
-	17, // 57: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
-	35, // 58: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	41, // 59: torchft.ClusterService.Link:output_type -> torchft.Frame
-	43, // 60: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	50, // [50:61] is the sub-list for method output_type
-	39, // [39:50] is the sub-list for method input_type
-	39, // [39:39] is the sub-list for extension type_name
-	39, // [39:39] is the sub-list for extension extendee
-	0,  // [0:39] is the sub-list for field type_name
+	28, // 11: torchft.RankRequest.stacks:type_name -> torchft.RankStacks
+	27, // 12: torchft.RankRequest.raised:type_name -> torchft.Raised
+	9,  // 13: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	13, // 14: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	30, // 15: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	20, // 16: torchft.RankResponse.notice:type_name -> torchft.Notice
+	1,  // 17: torchft.Notice.kind:type_name -> torchft.Notice.Kind
+	25, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	0,  // 19: torchft.RankProgress.phase:type_name -> torchft.Phase
+	0,  // 20: torchft.GroupProgress.phase:type_name -> torchft.Phase
+	34, // 21: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	35, // 22: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	21, // 23: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	29, // 24: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	22, // 25: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	24, // 26: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	32, // 27: torchft.MemberMessage.stopped:type_name -> torchft.Step
+	33, // 28: torchft.MemberMessage.parting:type_name -> torchft.Parting
+	28, // 29: torchft.MemberMessage.stacks:type_name -> torchft.RankStacks
+	27, // 30: torchft.MemberMessage.raised:type_name -> torchft.Raised
+	0,  // 31: torchft.MemberMessage.phase:type_name -> torchft.Phase
+	32, // 32: torchft.Greeting.stands:type_name -> torchft.Step
+	2,  // 33: torchft.Ask.member:type_name -> torchft.QuorumMember
+	38, // 34: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	30, // 35: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	20, // 36: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
+	39, // 37: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	40, // 38: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	45, // 39: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	41, // 40: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	4,  // 41: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	6,  // 42: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	8,  // 43: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	10, // 44: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	12, // 45: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	14, // 46: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	18, // 47: torchft.RankService.Session:input_type -> torchft.RankRequest
+	16, // 48: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
+	31, // 49: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	42, // 50: torchft.ClusterService.Link:input_type -> torchft.Frame
+	43, // 51: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	5,  // 52: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	7,  // 53: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	9,  // 54: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	11, // 55: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	13, // 56: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	15, // 57: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	19, // 58: torchft.RankService.Session:output_type -> torchft.RankResponse
+	17, // 59: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
+	36, // 60: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	42, // 61: torchft.ClusterService.Link:output_type -> torchft.Frame
+	44, // 62: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	52, // [52:63] is the sub-list for method output_type
+	41, // [41:52] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -4177,6 +4325,7 @@ func file_torchft_proto_init() {
 		(*RankRequest_Counted)(nil),
 		(*RankRequest_Drain)(nil),
 		(*RankRequest_Stacks)(nil),
+		(*RankRequest_Raised)(nil),
 	}
 	file_torchft_proto_msgTypes[17].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
@@ -4184,7 +4333,7 @@ func file_torchft_proto_init() {
 		(*RankResponse_Failure)(nil),
 		(*RankResponse_Notice)(nil),
 	}
-	file_torchft_proto_msgTypes[28].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[29].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_Withdraw)(nil),
@@ -4201,9 +4350,10 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Parting)(nil),
 		(*MemberMessage_Changes)(nil),
 		(*MemberMessage_Stacks)(nil),
+		(*MemberMessage_Raised)(nil),
 		(*MemberMessage_Drain)(nil),
 	}
-	file_torchft_proto_msgTypes[33].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[34].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
@@ -4214,7 +4364,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Alive)(nil),
 		(*LighthouseMessage_Delivery)(nil),
 	}
-	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[37].OneofWrappers = []any{
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
 	}
@@ -4224,7 +4374,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   42,
+			NumMessages:   43,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

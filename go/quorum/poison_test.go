@@ -1,0 +1,176 @@
+package quorum
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+func TestWhichMembersShowThatAnExceptionRepeats(t *testing.T) {
+	for _, c := range []struct {
+		members []string
+		device  bool
+		repeats bool
+	}{
+		{[]string{"a:1"}, false, false},
+		{[]string{"a:1", "a:1"}, false, false}, // two ranks of a group
+		{[]string{"a:1", "b:1"}, false, true},
+		{[]string{"a:1", "a:2"}, false, true},
+		{[]string{"a:1", "a:2"}, true, false}, // its device may be broken
+		{[]string{"a:1", "b:1"}, true, true},
+		{[]string{"a", "b"}, false, true}, // names without an UUID
+		{nil, false, false},
+	} {
+		assert.Equal(t, c.repeats, repeats(c.members, c.device), "%+v", c)
+	}
+}
+
+// raises lets a member end by an exception, and returns the verdict.
+func raises(t *testing.T, m *Machine, id string, d Digest, now time.Time) (verdict string) {
+	t.Helper()
+	answered := false
+	for _, action := range m.Step(Raised{ReplicaID: id, Digest: d, Text: "Traceback\n"}, now) {
+		if judged, is := action.(Judged); is {
+			require.Equal(t, id, judged.ReplicaID)
+			verdict, answered = judged.Verdict, true
+		}
+	}
+	require.True(t, answered)
+	return verdict
+}
+
+func machineOf(ids ...string) *Machine {
+	m := NewMachine(Policy{MinReplicas: 1, JoinTimeout: time.Minute, HeartbeatTimeout: 5 * time.Second},
+		epoch, 0)
+	for _, id := range ids {
+		m.Step(Beat{ReplicaID: id}, epoch)
+	}
+	return m
+}
+
+func TestTheSecondOfTwoEqualExceptionsStopsTheJob(t *testing.T) {
+	m := machineOf("a:1", "b:1", "c:1")
+	d := Digest{Type: "ValueError", Place: "train.py:7 in loss", Step: 10, Unit: "4, 5"}
+	m.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "c:1", Step: 10}}, epoch)
+	assert.Empty(t, raises(t, m, "a:1", d, epoch))
+	assert.Empty(t, raises(t, m, "a:1", d, epoch), "another rank of the group")
+	for i, other := range []Digest{
+		{"KeyError", d.Place, d.Step, d.Unit}, {d.Type, "train.py:8 in loss", d.Step, d.Unit},
+		{d.Type, d.Place, 11, d.Unit}, {d.Type, d.Place, d.Step, "6, 7"}, {d.Type, d.Place, d.Step, ""},
+	} {
+		assert.Empty(t, raises(t, m, fmt.Sprintf("d:%d", i), other, epoch), "%+v", other)
+	}
+	actions := m.Step(Raised{ReplicaID: "b:1", Digest: d, Text: "Traceback\n"}, epoch)
+	const verdict = "the job stops: the same exception has ended a:1 and b:1: ValueError at train.py:7 in " +
+		"loss in step 10, unit 4, 5\nTraceback\n"
+	assert.Equal(t, []Action{Stops{verdict}, Refuse{1, Poisoned, verdict}, Judged{"b:1", verdict}}, actions)
+	assert.Equal(t, verdict, m.Describe(epoch).Stopped)
+
+	// It is said once; later ones are answered, and no request is accepted.
+	assert.Equal(t, verdict, raises(t, m, "c:1", d, epoch))
+	assert.Equal(t, []Action{Refuse{2, Poisoned, verdict}},
+		m.Step(Asked{Waiter: 2, Member: Member{ReplicaID: "b:2", Step: 10}}, epoch))
+}
+
+// A job whose groups have all ended for a while is over: the next one may have other data.
+func TestAStoppedJobIsForgottenAfterItsEnd(t *testing.T) {
+	m := machineOf("a:1", "b:1")
+	d := Digest{Type: "ValueError", Step: 10}
+	raises(t, m, "a:1", d, epoch)
+	require.NotEmpty(t, raises(t, m, "b:1", d, epoch))
+	now := epoch
+	for range 10 { // as long as a member lives
+		now = now.Add(4 * time.Second)
+		m.Step(Beat{ReplicaID: "a:1"}, now)
+		m.Step(Tick{}, now)
+	}
+	require.NotEmpty(t, m.poison.verdict)
+	ended := now.Add(5 * time.Second)
+	m.Step(Tick{}, ended)
+	m.Step(Tick{}, ended.Add(stoppedFor-time.Second))
+	require.NotEmpty(t, m.poison.verdict)
+	m.Step(Tick{}, ended.Add(stoppedFor))
+	assert.Empty(t, m.poison.verdict)
+	assert.Empty(t, raises(t, m, "a:2", d, ended.Add(stoppedFor)))
+}
+
+func TestFewExceptionsAreRemembered(t *testing.T) {
+	m := machineOf("a:1")
+	for step := range int64(3 * mostDigests) {
+		raises(t, m, "a:1", Digest{Step: step}, epoch)
+	}
+	assert.Len(t, m.poison.seen, mostDigests)
+	assert.Empty(t, raises(t, m, "b:1", Digest{Step: 0}, epoch), "it is forgotten")
+	assert.NotEmpty(t, raises(t, m, "b:1", Digest{Step: 3*mostDigests - 1}, epoch))
+}
+
+// fails plays a history of a job of four groups, in which groups are killed at random: most of them end without
+// an exception, a few with one of their own, of a kind and at a place that others have as well. If there is a
+// poisoned unit, each group that computes it ends with the same exception. It returns the number of failures
+// by the poison, and whether the job has stopped.
+func fails(t *testing.T, rng *rand.Rand, poisoned bool) (failures int, stopped bool) {
+	t.Helper()
+	const groups, steps = 4, 300
+	m := machineOf()
+	now, at := epoch, int64(rng.IntN(steps))
+	lives := [groups]int{}
+	id := func(g int) string { return fmt.Sprintf("%c:%d", 'a'+g, lives[g]) }
+	owner := rng.IntN(groups) // of the poisoned unit
+	for step := int64(0); step < steps; {
+		now = now.Add(100 * time.Millisecond)
+		m.Step(Tick{}, now)
+		for g := range groups {
+			m.Step(Beat{ReplicaID: id(g)}, now)
+			if rng.IntN(200) == 0 {
+				if rng.IntN(50) == 0 {
+					verdict := raises(t, m, id(g), Digest{"OutOfMemoryError", "train.py:3 in forward", step, ""},
+						now)
+					if verdict != "" {
+						return failures, true
+					}
+				}
+				lives[g]++
+			}
+		}
+		if poisoned && step == at {
+			d := Digest{"ValueError", "train.py:7 in loss", step, "12, 13"}
+			failures++
+			verdict := raises(t, m, id(owner), d, now)
+			if verdict != "" {
+				return failures, true
+			}
+			lives[owner]++
+			owner = rng.IntN(groups) // the step comes again, and another group may have the unit
+			continue
+		}
+		step++
+	}
+	return failures, false
+}
+
+func TestAPoisonedUnitStopsTheJobAtItsSecondFailureAndKillsNever(t *testing.T) {
+	for seed := range uint64(1000) {
+		failures, stopped := fails(t, rand.New(rand.NewPCG(seed, 1)), true)
+		require.True(t, stopped, "seed %d", seed)
+		require.Equal(t, 2, failures, "seed %d", seed)
+	}
+	wrong := 0
+	for seed := range uint64(1000) {
+		_, stopped := fails(t, rand.New(rand.NewPCG(seed, 2)), false)
+		if stopped {
+			wrong++
+		}
+	}
+	assert.Zero(t, wrong)
+}
+
+func TestTheVerdictHasTheTraceback(t *testing.T) {
+	m := machineOf("a:1", "b:1")
+	raises(t, m, "a:1", Digest{}, epoch)
+	assert.True(t, strings.HasSuffix(raises(t, m, "b:1", Digest{}, epoch), "Traceback\n"))
+}

@@ -321,8 +321,9 @@ class ManagerClient(_Native):
 
         Returns:
             The kind of the notice, and the member that failed or is stalled. Kinds are ``failed``,
-            ``stalled``, ``regressed`` (the quorum is below the job's step) and ``progress``: the lighthouse
-            asks what this rank does. None if there was no notice in time.
+            ``stalled``, ``regressed`` (the quorum is below the job's step), ``judged`` and ``stopped`` (of
+            exceptions) and ``progress``: the lighthouse asks what this rank does. None if there was no notice
+            in time.
 
         Raises:
             RuntimeError: the client is shut down.
@@ -353,6 +354,12 @@ class ManagerClient(_Native):
     def _report_phase(self, group_rank: int, phase: str) -> None:
         """Reports that the script begins a phase; empty: it ends the one before."""
         self._report(progress={"group_rank": group_rank, "begins": True, "phase": phase or "UNSAID"})
+
+    def _report_raised(self, group_rank: int, raised: dict[str, object]) -> None:
+        """Reports an exception that ends this rank: the fields of the proto's Raised. A notice ``judged``
+        answers it.
+        """
+        self._report(raised={"group_rank": group_rank, **raised})
 
     def _report_stacks(self, group_rank: int, collective: str, stacks: str) -> None:
         """Reports where the threads of this rank are, and the collective that it waits for."""

@@ -49,6 +49,7 @@ from torchft._manager.observe.log import _ManagerLogger
 from torchft._manager.observe.phases import Incidents
 from torchft._manager.observe.ranges import ranged
 from torchft._manager.observe.trace import step_trace
+from torchft._manager.poison import Poison
 from torchft._manager.quorum.group import join_group
 from torchft._manager.quorum.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.quorum.rounds import LateRound, Rounds, StandingRound
@@ -405,8 +406,16 @@ class Manager(Stateful, Stepping):
             self._end_for,
         )
         self._trace = step_trace(self._replica_id, self._group_rank)
+        self._poison = poison = Poison(self._rank_state, self._errors, self._logger)
         failures = self._failures
-        self._server.listen(failures.member_failed, failures.stalled, failures.regressed, failures.progress)
+        self._server.listen(
+            failures.member_failed,
+            failures.stalled,
+            failures.regressed,
+            failures.progress,
+            poison.judged,
+            poison.stop,
+        )
 
     def _heal_by(self, mode: HealMode) -> None:
         settings = self._settings
@@ -557,6 +566,7 @@ class Manager(Stateful, Stepping):
         rounds = self._rounds  # read once: another thread may shut the Manager down
         if rounds is None:
             raise RuntimeError("the Manager is shut down")
+        self._poison.check()
         first = self._round is None
         if self._round is not None:
             if not self._ready:
@@ -1300,6 +1310,8 @@ class Manager(Stateful, Stepping):
                 a restart, must not pass True.
         """
         self._maker.check()
+        if "_poison" in self.__dict__:  # it is missing if the constructor has failed
+            self._poison.passing()
         self._end(wait, finished)
 
     def _make_way(self, transport: Optional[CheckpointTransport[Any]]) -> None:

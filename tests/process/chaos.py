@@ -160,6 +160,21 @@ class Chaos:
         self.wait_together()
         return outcome
 
+    def raises(self, victim: int, phase: str = "before the vote") -> Outcome:
+        """Lets a rank end by an exception at a phase, and replaces its group. One exception stops no job."""
+        self._prepare(victim)
+        before, ranks = self._failures(), self.lives[victim].ranks
+        at = self._strike([ranks[0]], phase, signal.SIGRTMIN)
+        outcome = self._after(self._others(victim), [victim], at, KILL_BOUND_S)
+        assert "ValueError: an exception of the script" in ranks[0].log_tail(1000)
+        self.job.wait(lambda: ranks[0].returncode is not None, KILL_BOUND_S, "the rank ends")
+        assert ranks[0].returncode == 1
+        for child in ranks[1:]:
+            child.kill()
+        self._check_killed(before, 1)
+        self._replace([victim])
+        return outcome
+
     def hang(self, victim: int, phase: str = "before the vote", rank: int = 1) -> Outcome:
         """Lets the training thread of a rank hang at a phase, and replaces its group when the others have
         continued. All of its ranks write their stacks. Only with limits for stalled groups (EJECT).
@@ -408,7 +423,7 @@ class Chaos:
         before = {child: len(child.of("striking")) for child in victims}
         for child in victims:
             # Torchrun's agent itself is no victim.
-            child.expected_to_live = number != signal.SIGKILL or self.torchrun
+            child.expected_to_live = number not in (signal.SIGKILL, signal.SIGRTMIN) or self.torchrun
             child.send(do="strike", phase=phase, signal=number)
         self.job.wait(
             lambda: all(len(c.of("striking")) > before[c] for c in victims), HEAL_BOUND_S, f"a strike {phase}"

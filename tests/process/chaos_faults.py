@@ -92,6 +92,7 @@ FAULTS = [
     *(Fault(f"SIGSTOP {phase}", _stop(1, phase)) for phase in PHASES),
     Fault("SIGSTOP of the manager's rank", _stop(1), ranks=2),
     Fault("SIGSTOP of another rank", _stop(1, rank=1), ranks=2),
+    Fault("an exception of the script", lambda chaos, rng: chaos.raises(rng.randrange(chaos.groups))),
     Fault("a hang of another rank", lambda chaos, rng: chaos.hang(rng.randrange(chaos.groups)), ranks=2),
     Fault("SIGSTOP of two at once", _stop(2), groups=4),
     Fault("SIGSTOP of all but one at once", _stop(0), groups=3),

@@ -301,6 +301,10 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def raise_here(*_: object) -> None:
+    raise ValueError("an exception of the script")
+
+
 def hang_here(*_: object) -> None:
     threading.Event().wait()  # for ever; only the training thread
 
@@ -310,6 +314,7 @@ if __name__ == "__main__":
         end_with_parent()
     faulthandler.register(signal.SIGUSR1)  # shows where a process hangs
     signal.signal(signal.SIGUSR2, hang_here)
+    signal.signal(signal.SIGRTMIN, raise_here)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
         logging.getLogger(name).setLevel(logging.WARNING)  # one log line per step would hide the others

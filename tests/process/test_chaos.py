@@ -115,6 +115,7 @@ def test_one_rank_of_a_group() -> None:
             "its manager server is alive, so only the lack of progress shows the failure"
         )
         chaos.hang(0)
+        chaos.raises(0)
         chaos.finish()
         log = chaos.lighthouse.log_tail(1000)
     assert "a member makes no progress" in log and "rank 1, step" in log

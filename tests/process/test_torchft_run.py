@@ -330,6 +330,43 @@ def test_the_error_names_an_address_on_which_the_lighthouse_cannot_listen(
     assert not (tmp_path / "torchft").exists() or os.listdir(tmp_path / "torchft") == [], "nor a socket"
 
 
+# One sample of the data set cannot be trained on. Each group that gets it ends with the same exception.
+POISONED = """
+import torch, torchft
+from torch.utils.data import TensorDataset
+
+job = torchft.Job()
+net = torch.nn.Linear(1, 1)
+model, optimizer = job.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+data = TensorDataset(torch.arange(64.0)[:, None])
+for step in job.loader(data, global_batch_size=8, micro_batch_size=2, epochs=100):
+    for (x,) in step:
+        loss = model(x).square().mean() * 1e-6
+        if job.step >= 3 and (x == 13).any():
+            raise ValueError("sample 13 is poison")
+        step.backward(loss)
+    step.commit()
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_sample_that_cannot_be_trained_on_stops_the_job_with_its_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "poisoned.py"
+    script.write_text(POISONED)
+    run = Command(tmp_path, "--replicas", "2", str(script))
+    try:
+        assert run.process.wait(380) == 65, run.report()
+        shown = run.log.read_text()
+    finally:
+        process_tree.kill_tree(run.process)
+    assert shown.count("torchft run: the job stops: the same exception has ended ") == 1, shown
+    assert shown.count("Traceback (most recent call last):") == 1
+    assert shown.count("ValueError: sample 13 is poison") == 1
+    assert "poisoned.py:13 in <module> in step " in shown and ", unit " in shown
+    logs = "".join(log.read_text() for log in (tmp_path / "logs").glob("group-*.log"))
+    assert 1 <= logs.count("\nValueError: sample 13 is poison") <= 2, "a verdict after two failures"
+
+
 @pytest.mark.timeout(240)
 def test_a_script_that_raises_at_once_ends_the_job_with_its_error(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"

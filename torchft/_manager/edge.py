@@ -130,6 +130,8 @@ class GroupServer:
         stalled: Callable[[MemberFailure], None],
         regressed: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str, str]],
+        judged: Callable[[MemberFailure], None],
+        stopped: Callable[[MemberFailure], None],
     ) -> None:
         """Starts to receive notices about other members (:class:`FailureListener`). Upstream's client has
         none.
@@ -170,8 +172,12 @@ class _NativeServer(GroupServer):
         stalled: Callable[[MemberFailure], None],
         regressed: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str, str]],
+        judged: Callable[[MemberFailure], None],
+        stopped: Callable[[MemberFailure], None],
     ) -> None:
-        self._listener = FailureListener(self.client, self._group_rank, failed, stalled, regressed, progress)
+        self._listener = FailureListener(
+            self.client, self._group_rank, failed, stalled, regressed, progress, judged, stopped
+        )
 
     def close(self) -> None:
         if self._listener is not None:

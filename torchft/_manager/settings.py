@@ -13,6 +13,8 @@ from torchft._checks import check_positive, switch
 MANAGER_ADDR_KEY: str = "manager_addr"
 REPLICA_ID_KEY: str = "replica_id"
 
+# The exit status of a rank and of `torchft run` when the job stops (poison.py): EX_DATAERR of sysexits.h.
+STOPPED_STATUS = 65
 MANAGER_PORT_ENV: str = "TORCHFT_MANAGER_PORT"
 TIMEOUT_SEC_ENV: str = "TORCHFT_TIMEOUT_SEC"
 QUORUM_TIMEOUT_SEC_ENV: str = "TORCHFT_QUORUM_TIMEOUT_SEC"

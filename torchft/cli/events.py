@@ -70,8 +70,9 @@ def words(event: dict[str, Any]) -> str:
     if event["kind"] == "stalled":
         return _line(when, event, [f"the others wait for {', '.join(event['left'])}", event["reason"]])
     if event["kind"] == "stacks":
-        stacks = "\n".join(printable(line) for line in event["stacks"].splitlines())
-        return _line(when, event, [event["who"], event["reason"]]) + "\n" + stacks
+        return _line(when, event, [event["who"], f"{event['reason']}\n{event['stacks']}"])
+    if event["kind"] == "stopped":
+        return _line(when, event, [event["reason"]])
     if event["kind"] == "refused":
         return _line(when, event, [f"{', '.join(event['left'])} was refused", event["reason"]])
     parts = []
@@ -91,7 +92,8 @@ def words(event: dict[str, Any]) -> str:
 
 
 def _line(when: datetime, event: dict[str, Any], parts: list[str]) -> str:
-    return printable(f"{when:%Y-%m-%d %H:%M:%S}  {event['kind']:9} {'; '.join(parts)}")
+    text = f"{when:%Y-%m-%d %H:%M:%S}  {event['kind']:9} {'; '.join(parts)}"
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def _recovery(event: dict[str, Any]) -> str:

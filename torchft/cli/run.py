@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\ntorchft run: {e}", file=sys.stderr)
         for log in e.logs:
             print(f"\nthe end of {log}:\n{tail(log)}", file=sys.stderr)
-        return 1
+        return e.status
     finally:
         try:
             print(f"logs: {args.log_dir}", flush=True)  # repeated, because the first lines have scrolled away

@@ -63,18 +63,21 @@ def table(status: dict[str, Any]) -> str:
     long_ms = max(_WAIT_MS, status.get("median_step_ms", 0))
     waiting = status["quorum_id"] == 0 or any(member.get("waiting_ms", 0) > long_ms for member in members)
     lines = [head, f"next: {status['reason']}"] if status["reason"] and waiting else [head]
+    if status.get("stopped"):
+        lines += [printable(line) for line in status["stopped"].splitlines()]
     if cluster := status.get("cluster"):
         lines.append(summary(cluster))
     if not members:
         return "\n".join([*lines, "no replica group is known"])
     width = max(len("group"), *(len(printable(member["replica_id"])) for member in members))
-    lines += ["", f"{'group':{width}}  {'state':9}  {'step':>9}  {'heard of':>9}  address"]
+    wide = max(9, *(len(state(member)) for member in members))
+    lines += ["", f"{'group':{width}}  {'state':{wide}}  {'step':>9}  {'heard of':>9}  address"]
     for member in members:
         age = f"{member['heartbeat_age_ms'] / 1000:.1f} s"
         name, address = printable(member["replica_id"]), printable(member.get("address") or "")
         # The lighthouse knows the steps of the latest quorum, and of the requests for the next one.
         step = member["step"] if member["in_quorum"] or member["waiting"] else "-"
-        lines.append(f"{name:{width}}  {state(member):9}  {step:>9}  {age:>9}  {address}")
+        lines.append(f"{name:{width}}  {state(member):{wide}}  {step:>9}  {age:>9}  {address}")
     return "\n".join(lines)
 
 
@@ -83,7 +86,7 @@ def groups(n: int) -> str:
 
 
 def state(member: dict[str, Any]) -> str:
-    """The state of a member in one word, as on the lighthouse's page."""
+    """The state of a member in one word, as on the lighthouse's page, or what it does instead of training."""
     if member.get("draining") and (member["healthy"] or member.get("out")):
         return "draining"
     if not member["healthy"]:
@@ -92,5 +95,6 @@ def state(member: dict[str, Any]) -> str:
         if member.get(name):
             return name
     if member["in_quorum"]:
-        return "training"
+        phase = member.get("phase")
+        return phase if phase in ("first_steps", "evaluation", "checkpoint") else "training"
     return "waiting" if member["waiting"] else "joining"

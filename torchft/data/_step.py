@@ -165,6 +165,8 @@ class LoaderStep:
         while True:
             for place in range(len(self)):
                 self.check_runs()
+                # for the report of an exception, which ends this rank
+                self._attempt.unit = self._share.units[place].indices
                 yield self._loader._read(self, place)
                 if exact is not None:
                     self._check_first(place + 1)

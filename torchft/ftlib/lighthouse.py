@@ -90,6 +90,8 @@ class Lighthouse(Consensus):
             stalled=lambda _: None,
             regressed=lambda _: None,
             progress=lambda: (False, "trains with FTLib", ""),
+            judged=lambda _: None,
+            stopped=lambda _: None,
         )
 
     def get_member_list(self) -> View:

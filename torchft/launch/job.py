@@ -11,12 +11,20 @@ from typing import Any, Callable
 from urllib.parse import urlsplit
 
 from torchft._lighthouse_http import HttpLighthouse, Unanswered
+from torchft._manager.settings import STOPPED_STATUS
 from torchft._manager.signals import LEAVE_ON_ENV
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
 from torchft.launch.output import error_of
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 from torchft.launch.step_rate import StepRate
+
+
+class JobStops(LaunchError):
+    """The same exception has ended two groups, or a group twice: its cause is in the data or the code."""
+
+    status = STOPPED_STATUS
+
 
 _TICK_SEC = 0.1
 _ANSWER_SEC = 1.0
@@ -131,6 +139,7 @@ class LocalJob:
         """Updates, restarts and ends groups. Returns whether any of them runs or will be restarted.
 
         Raises:
+            JobStops: an exception would end it again and again.
             LaunchError: a group is no longer restarted, and either no other group runs or will be restarted,
                 or no group has ever taken part in a step.
         """
@@ -262,6 +271,8 @@ class LocalJob:
     def _ask(self, now: float) -> None:
         """Updates the groups' states from the lighthouse, if it answers."""
         shown = status(self._lighthouse)
+        if shown.get("stopped"):
+            raise JobStops(shown["stopped"])
         members = {
             urlsplit(reported["address"]).port: reported
             for reported in shown["members"]

@@ -24,7 +24,9 @@ _START_SEC = 20.0
 
 
 class LaunchError(Exception):
-    """A launch failed; `logs` have the details."""
+    """A launch failed; `logs` have the details, and `status` is the exit status of the command."""
+
+    status = 1
 
     def __init__(self, message: str, *logs: Path) -> None:
         super().__init__(message)

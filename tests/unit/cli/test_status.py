@@ -313,6 +313,19 @@ def test_the_cost_of_a_recovery_and_the_draining_members() -> None:
     assert drained.endswith("c is to leave at the end of a step; somebody asked")
     refused = words({**event, "kind": "refused", "left": ["c"], "reason": "world_size of member c is 3"})
     assert refused.endswith("c was refused; world_size of member c is 3")
+    stalled = words({**event, "kind": "stalled", "left": ["c"], "reason": "no progress for 30s"})
+    assert stalled.endswith("the others wait for c; no progress for 30s")
+    stacks = {
+        **event,
+        "kind": "stacks",
+        "who": "c",
+        "reason": "rank 1",
+        "stacks": "Thread 0x1\n  File \x1b[0m",
+    }
+    first, *more = words(stacks).splitlines()
+    assert first.endswith("c; rank 1") and more[0] == "Thread 0x1" and "\x1b" not in more[1]
+    stopped = words({**event, "kind": "stopped", "reason": "the job stops: ValueError\nTraceback"})
+    assert stopped.endswith("the job stops: ValueError\nTraceback")
 
 
 def test_no_command_imports_torch() -> None:

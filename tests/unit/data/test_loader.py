@@ -53,7 +53,7 @@ class Alone(Manager):
         self.errors: list[Exception] = []
         self.hooks: list[Callable[[int, bool, int], None]] = []
         self.drained = False
-        self._current: Any = object()  # the step in progress
+        self._current: Any = SimpleNamespace()  # the step in progress
         self._again = Again(False, create_autospec(_ManagerLogger))
         self.up_to_date = 1
         self.groups = 1
@@ -448,7 +448,7 @@ def test_units_of_a_step_that_has_ended_are_refused(use: Callable[[LoaderStep], 
     elif end == "the next step":
         other = next(loader)
     else:
-        manager._current = object()
+        manager._current = SimpleNamespace()
     ended = "been left for another quorum" if end == "another quorum" else "ended"
     with pytest.raises(
         StepEnded, match=f"the step of batch 0 of epoch 0 has {ended}: its units may be those of other"

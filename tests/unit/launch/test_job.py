@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from torchft._manager.settings import STOPPED_STATUS
 from torchft.launch import job as module
 from torchft.launch import process_tree
 from torchft.launch.group import ReplicaGroup
-from torchft.launch.job import LocalJob
+from torchft.launch.job import JobStops, LocalJob
 from torchft.launch.lighthouse import LaunchError
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
@@ -86,6 +87,19 @@ class Cluster:
 
     def states(self) -> list[str]:
         return [member.state for member in self.job.members]
+
+
+def test_a_job_that_stops_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5, 1: 5}
+    assert cluster.pass_time(1)
+    stopped = {"stopped": "the job stops: ValueError", "members": []}
+    monkeypatch.setattr(module, "status", lambda _: stopped)
+    cluster.groups[0].status = cluster.groups[1].status = 1
+    with pytest.raises(JobStops, match="the job stops: ValueError") as e:
+        cluster.pass_time(1)
+    assert e.value.status == STOPPED_STATUS and e.value.logs == ()
+    assert [group.starts for group in cluster.groups] == [1, 1]
 
 
 @pytest.mark.parametrize(("fruitless", "delay"), [(0, 0.0), (1, 1.0), (2, 5.0), (FRUITLESS_LIVES, None)])

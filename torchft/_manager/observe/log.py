@@ -61,6 +61,7 @@ class _ManagerLogger:
         self._rank_state = manager
         self.replica_id = replica_id
         self._group_rank = group_rank
+        self.reports = report is not None
         self._report = report or (lambda *_, **__: None)
         export_events()
 
@@ -99,6 +100,11 @@ class _ManagerLogger:
         """
         self.warn(f"this group is stalled{collective and f', in {collective}'}; its threads:\n{stacks}")
         self._report("_report_stacks", collective, stacks)
+
+    def raised(self, raised: Mapping[str, Any]) -> bool:
+        """Reports an exception that ends this rank. Returns whether there is a server that answers."""
+        self._report("_report_raised", raised)
+        return self.reports
 
     # Events
 

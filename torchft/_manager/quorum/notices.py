@@ -34,6 +34,8 @@ class FailureListener:
         failed: called for each member that failed; its exceptions are logged.
         stalled: called for each member that makes no progress while the others wait for it.
         regressed: called if the quorum is below the step that the job had reached.
+        judged: called with the answer to an exception that this rank has reported.
+        stopped: called if the job stops.
         progress: returns whether this rank waits for other groups, what it does, and its phase; called when
             the lighthouse asks.
     """
@@ -46,10 +48,19 @@ class FailureListener:
         stalled: Callable[[MemberFailure], None],
         regressed: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str, str]],
+        judged: Callable[[MemberFailure], None],
+        stopped: Callable[[MemberFailure], None],
     ) -> None:
         self._client = client
         self._group_rank = group_rank
-        about = {"failed": failed, "stalled": stalled, "regressed": regressed, "progress": progress}
+        about = {
+            "failed": failed,
+            "stalled": stalled,
+            "regressed": regressed,
+            "progress": progress,
+            "judged": judged,
+            "stopped": stopped,
+        }
         self._about = {kind: weakly(call) for kind, call in about.items()}
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)

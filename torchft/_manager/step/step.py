@@ -151,12 +151,15 @@ class Step:
         deferred: the plan whose transfers the training thread has to begin when it waits for the quorum,
             because the user's functions run on no other thread; None: there are none.
         sharing: the optimizers that step in it.
+        unit: indices of the samples that the training thread has taken of an ElasticDataLoader last; None: it
+            has taken none.
         reads_state: whether the training thread waits for the answer when the step begins, and fills
             :attr:`served`.
     """
 
     deferred: Optional[Plan] = None
     reads_state = False
+    unit: Optional[Sequence[int]] = None
     _served: Optional[Future[dict[str, Any]]] = None
 
     def __init__(

@@ -357,11 +357,12 @@ func TestBadSettings(t *testing.T) {
 	link := filepath.Join(t.TempDir(), "link")
 	require.NoError(t, os.Symlink(newHost(t).root, link))
 	for want, cfg := range map[string]Config{
-		`root is ""`:             {Keep: 1},
-		"keep is 0s":             {Root: open},
-		`bind is "x"`:            {Root: open, Keep: 1, Bind: "x"},
-		"no other one may write": {Root: open, Keep: 1},
-		"it must be a folder of": {Root: link, Keep: 1},
+		`root is ""`:                {Keep: 1},
+		"no such file or directory": {Root: filepath.Join(open, "nothing"), Keep: 1},
+		"keep is 0s":                {Root: open},
+		`bind is "x"`:               {Root: open, Keep: 1, Bind: "x"},
+		"no other one may write":    {Root: open, Keep: 1},
+		"it must be a folder of":    {Root: link, Keep: 1},
 	} {
 		_, err := New(cfg)
 		assert.ErrorContains(t, err, want)

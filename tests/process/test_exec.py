@@ -473,3 +473,21 @@ def test_a_script_that_sets_what_an_import_reads(tmp_path: Path) -> None:
     assert sets_before_imports(str(script), {"READ": "a"}) == ""
     script.write_text("import os\nos.environ.update(more)\nimport a\n")
     assert sets_before_imports(str(script), {}) != ""
+
+
+@pytest.mark.timeout(240)
+def test_torchrun_restarts_its_workers_by_fork(launcher: Launcher) -> None:
+    """It counts restarts as before, and all lives of its ranks have one ready process."""
+    launcher.script(
+        "import os, sys\n"
+        f"print({FORKED}, os.environ['TORCHELASTIC_RESTART_COUNT'], os.getppid(), flush=True)\n"
+        "sys.exit(3)\n"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--no-python", "--max_restarts", "2"]
+    exec = [sys.executable, "-m", "torchft.cli", "exec", "script.py"]
+    status, output, _ = launcher.run(*torchrun, *exec, how="python")
+    lives = [line.split() for line in output.splitlines() if line.startswith(("True", "False"))]
+    assert status == 1
+    assert [life[:2] for life in lives] == [["True", "0"], ["True", "1"], ["True", "2"]]
+    assert len({life[2] for life in lives}) == 1
+    wait_until(lambda: launcher.ready() == [])

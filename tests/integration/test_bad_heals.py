@@ -125,7 +125,11 @@ def test_a_state_dict_function_that_hangs_is_named() -> None:
         try:
             stalled = cluster.ranks[hung[0]].manager
             assert stalled is not None
-            assert stalled._failures.progress() == (False, "runs the state_dict function 'default'")
+            assert stalled._failures.progress() == (
+                False,
+                "runs the state_dict function 'default'",
+                "",
+            )
             survivor, newcomer = (one.result(90) for one in loops.values())
             assert survivor == newcomer
         finally:

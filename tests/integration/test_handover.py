@@ -105,7 +105,7 @@ def test_the_others_train_on_while_a_group_connects(
     loop = Loop(begun=Watch(3, connecting.open.set), reduced=reduced)
     with caplog.at_level(logging.INFO):
         _run(cluster, loop, first=2, later=1)
-    assert reports == {(False, "computes, after 0 collectives of this step")}, (
+    assert reports == {(False, "computes, after 0 collectives of this step", "")}, (
         "it could be reported as stalled"
     )
     assert _lost(loop, 0) == _lost(loop, 1) == 0

@@ -143,7 +143,7 @@ def test_a_transfer_that_hangs_costs_the_step_at_the_deadline(fixture: Fixture, 
 def test_a_reported_failure_ends_a_transfer(fixture: Fixture, hanging: OneRank, while_voting: bool) -> None:
     """No collective runs: the target failed before this group reached its first one."""
     manager = sending(fixture, hanging)
-    assert manager._failures.progress() == (True, "waits for its device to send or receive a state")
+    assert manager._failures.progress() == (True, "waits for its device to send or receive a state", "")
     vote = Vote(manager) if while_voting else None
     manager._failures.member_failed(MemberFailure(1, "group_0:uuid", "its connection broke"))
     assert hanging.aborts == 1

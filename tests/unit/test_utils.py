@@ -47,6 +47,7 @@ PLAIN_THREADS = {
     "_manager/signals.py": "asks for a drain",
     "checkpointing/client/sources.py": "its threads use the network only; the receiving thread copies",
     "checkpointing/http_transport.py": "accepts connections; Offer sets the device on their threads",
+    "checkpointing/snapshots/writer.py": "uses files only",
     "data/workers.py": "ends a process",
     "_handoff.py": "a function runs on the device of the thread that hands it off",
     "dlrover/rendezvous.py": "uses the network only",

@@ -98,7 +98,7 @@ class Forked:
         """
         status = self._ended(timeout)
         if status is None:
-            raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
+            raise TimeoutError(f"process {self.pid} still runs: timed out after {timeout} s")
         return status
 
     def send_signal(self, number: int) -> None:
@@ -226,7 +226,7 @@ def fork(name: str, message: dict[str, Any], given: dict[int, int], parent: int 
             _check_peer(connection)
             send(connection, message, [watched, *given.values()])
             if not readable(connection.fileno(), _ANSWER_SEC, parent):
-                raise Refused(f"the ready process has not answered within {_ANSWER_SEC:g} s")
+                raise Refused(f"timed out: the ready process has not answered for {_ANSWER_SEC:g} s")
             answer = receive(connection, descriptors)
             if "pid" in answer:
                 for note in answer["notes"]:

@@ -39,6 +39,9 @@ FOREIGN = {
 ALLOWED = {
     ("_manager/step/background.py", "getattr(leaf, '_local_tensor', leaf)"): "only a DTensor has a local "
     "tensor",
+    ("_manager/observe/hangs.py", "getattr(importlib.import_module('torch._C._distributed_c10d'), name)"): (
+        "depends on how PyTorch was built"
+    ),
     ("_manager/settings.py", "getattr(settings, name)"): "a field of the settings, by its name",
     ("_quantization/exchange.py", "getattr(pg, '_peers_now', lambda: pg)"): "public functions get any "
     "process group",

@@ -107,8 +107,8 @@ def test_the_function_that_runs_is_named() -> None:
     )
     state.load(state.read())
     assert named == [
-        ("runs the state_dict function 'model'", False),
-        ("runs the load_state_dict function 'model'", False),
+        ("runs the state_dict function 'model'", False, ""),
+        ("runs the load_state_dict function 'model'", False, ""),
     ]
     state.register("bad", lambda value: None, lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):

@@ -114,7 +114,7 @@ def test_counters_of_earlier_steps_are_deleted(stack: ExitStack, ranks: int) -> 
 
 
 def waits(wait: HealWait) -> bool:
-    return wait._rank_state.activity(waits=True) == ("waits for a group that heals", True)
+    return wait._rank_state.activity(waits=True) == ("waits for a group that heals", True, "")
 
 
 def test_a_group_waits_until_the_other_one_has_healed(stack: ExitStack) -> None:

@@ -31,6 +31,7 @@ from torchft.checkpointing.snapshots.fits import misfit
 from torchft.checkpointing.snapshots.remote import Held
 from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
 from torchft.checkpointing.source.offer import with_copies
+from torchft.utils import DeviceThread
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -330,9 +331,7 @@ class Snapshots:
         then = partial(self._hear, f"{self._key}/{self._number}") if hears else _nothing
         work = self._work = _Work(slots.write(path, header, encoded), then, began)
         if self._thread is None:  # which does not keep the Manager alive between two copies
-            self._thread = threading.Thread(
-                target=_make_copies, args=[self._works], name="torchft_snapshots", daemon=True
-            )
+            self._thread = DeviceThread(_make_copies, "torchft_snapshots", [self._works])
             self._thread.start()
         self._works.put(work)
 

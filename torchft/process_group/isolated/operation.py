@@ -94,6 +94,12 @@ class _OpMetadata:
         for _, registration in registrations:
             registration.release()
 
+    @contextlib.contextmanager
+    def set_stream(self) -> Generator[None, None, None]:
+        """Makes the stream of the call the current one."""
+        with get_stream_context(self.stream):
+            yield
+
 
 def operation(
     sharing: Callable[[int], Sharing],

@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 
 import torchft
 
-SAMPLES, BATCH, EPOCHS = 160, 16, 2
-STEPS = EPOCHS * SAMPLES // BATCH
+SAMPLES, BATCH = 160, 16
 
 
 class Samples(Dataset):
@@ -38,17 +37,19 @@ def main() -> None:
     fully_shard(net, mesh=job.mesh)
     adam = torch.optim.AdamW(net.parameters(), lr=0.01)
     model, _, _ = job.prepare(net, adam, torch.optim.lr_scheduler.StepLR(adam, 7, 0.5))
-    loader = job.loader(Samples(), global_batch_size=BATCH, micro_batch_size=2, epochs=EPOCHS)
+    loader = job.loader(
+        Samples(), global_batch_size=BATCH, micro_batch_size=2, epochs=int(os.environ["EPOCHS"])
+    )
     emit("ready")
     for step in loader:
-        counted: list[int] = []
+        counted: set[int] = set()  # in the first step all batches come twice, to find a scale
         for x, index in step:
             if step.weight:
-                counted += index.tolist()
+                counted.update(index.tolist())
             step.backward(model(x).square().mean())
         number = job.step
         if step.commit():
-            emit("step", step=number, counted=counted)
+            emit("step", step=number, counted=sorted(counted))
         time.sleep(float(os.environ["STEP_S"]))
     digest = hashlib.sha256()
     for parameter in net.parameters():

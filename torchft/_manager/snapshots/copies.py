@@ -387,7 +387,7 @@ class Snapshots:
     def _let_go(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
-            os.close(lock)
+            slots.let_go(lock)
 
     def close(self, finished: bool) -> None:
         """Ends the thread, on any thread.

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
 
@@ -56,6 +56,7 @@ _THREADS = 4  # that read and verify a large slot: one copies 1 to 2 GB/s to mem
 _LARGE = 64 << 20  # bytes
 _TRIES, _TRY_SEC = 10, 0.05  # for the lock of a rank
 _LEAD = struct.Struct("<8sII")  # magic, length and CRC of the header
+_held: Set[int] = set()  # files whose locks this process holds
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
@@ -124,8 +125,9 @@ def folder_of(job: str, group: str, rank: int) -> Path:
 
 
 def hold(folder: Path) -> Optional[int]:
-    """Makes the folder of a rank, and locks it for this process until its end, or until the returned file is
-    closed. Returns None if another process, or another part of this one, has locked it.
+    """Makes the folder of a rank, and locks it for this process until its end, or until :func:`let_go` is
+    called with the returned file. Processes that it forks do not hold the lock. Returns None if another
+    process, or another part of this one, has locked it.
 
     Raises:
         SlotError: the folder cannot be made.
@@ -140,12 +142,29 @@ def hold(folder: Path) -> Optional[int]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A keeper that removes an old job holds the lock for a moment, and then the file is another one.
             if os.path.samestat(os.fstat(file), os.stat(folder / "lock")):
+                _held.add(file)
                 return file
         except OSError:
             pass
         os.close(file)
         time.sleep(_TRY_SEC)
     return None
+
+
+def let_go(file: int) -> None:
+    """Gives up a lock that :func:`hold` has returned."""
+    _held.discard(file)
+    os.close(file)
+
+
+def _let_go_in_child() -> None:
+    # Workers of a DataLoader outlive a trainer that is killed for some seconds. With its lock they would keep
+    # the next trainer from its slots.
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def remove(folder: Path) -> None:

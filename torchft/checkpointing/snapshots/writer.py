@@ -316,7 +316,7 @@ class Writer:
             if not any(kept(each.header, told) for each in _slots(mark.parent)):
                 mark.unlink(missing_ok=True)
                 slots.remove(mark.parent)
-            os.close(lock)
+            slots.let_go(lock)
         if not any(job.glob("*/rank-*")):
             with suppress(OSError):
                 for left in job.glob("disk.json*"):

@@ -248,8 +248,31 @@ def test_one_trainer_holds_the_slots_of_a_rank(folder: Path) -> None:
     take = "import sys; from pathlib import Path; from torchft.checkpointing.snapshots.slots import hold; "
     take += f"sys.exit(hold(Path({str(folder.parent / 'rank-1')!r})) is None)"
     assert subprocess.run([sys.executable, "-c", take], check=False).returncode == 1
-    os.close(other)
+    slots.let_go(other)
     assert subprocess.run([sys.executable, "-c", take], check=False).returncode == 0
+
+
+def test_a_child_that_outlives_the_trainer_holds_no_slots(folder: Path) -> None:
+    """As a worker of a DataLoader, which looks every five seconds whether its parent lives."""
+    rank = folder.parent / "rank-1"
+    trainer = f"""
+import os, time
+from pathlib import Path
+from torchft.checkpointing.snapshots.slots import hold
+assert hold(Path({str(rank)!r})) is not None
+if os.fork():
+    os.kill(os.getpid(), 9)
+print("forked", flush=True)
+time.sleep(60)
+"""
+    child = subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"forked\n"
+        assert child.wait(30) == -9
+        assert slots.hold(rank) is not None
+    finally:
+        os.killpg(child.pid, 9)
+        child.communicate()
 
 
 def test_slots_of_all_groups_are_found_newest_first(folder: Path) -> None:

@@ -591,7 +591,8 @@ class Manager(Stateful, Stepping):
         self._discard_unloaded_heal()
         if self._snapshots.on:
             if first:
-                self._position = self._snapshots.restore(self._position)
+                if not self._snapshots.sought:
+                    self._position = self._snapshots.restore(self._position)
             elif not self._recovery.inconsistent:
                 self._snapshots.begin(self._position)
         last = self._current
@@ -1312,6 +1313,9 @@ class Manager(Stateful, Stepping):
         self._maker.check()
         if "_poison" in self.__dict__:  # it is missing if the constructor has failed
             self._poison.passing()
+        if wait and not finished and self._snapshots.works and self._is_draining():
+            if not self._recovery.inconsistent:
+                self._snapshots.last(self._position)
         self._end(wait, finished)
 
     def _make_way(self, transport: Optional[CheckpointTransport[Any]]) -> None:

@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from torchft import _keeper
 from torchft._manager.rank import Position
+from torchft._manager.snapshots.changes import Changed, Versions
 from torchft._manager.snapshots.rate import Rate
 from torchft._manager.snapshots.restore import Ranks, Reachable, choose
 from torchft.checkpointing.client.target import BufferMap
@@ -48,7 +50,11 @@ _OFF = "off"  # instead of the step of the next copy
 class _Work:
     """A copy that is being made."""
 
-    def __init__(self, pieces: Iterator[int], then: Callable[[], None], began: float) -> None:
+    def __init__(
+        self, path: Path, versions: Versions, pieces: Iterator[int], then: Callable[[], None], began: float
+    ) -> None:
+        self.path = path  # of the slot
+        self.versions = versions  # of the tensors that are copied
         self._pieces = pieces
         self._then = then
         self.began = began
@@ -117,6 +123,7 @@ class Snapshots:
 
     Attributes:
         on: whether a step may have something to do here.
+        sought: whether this process has looked for a copy to begin with.
         restored: whether this process goes on from a copy, and has committed nothing since.
         state: the argument; a job replaces it before the first step.
         disk: returns where a copy of a step is to be written to as well, for its header; None: nowhere.
@@ -124,6 +131,7 @@ class Snapshots:
         copied: the step of the last copy that is complete.
     """
 
+    sought = False
     restored = False
 
     def __init__(
@@ -154,6 +162,7 @@ class Snapshots:
         self._unchanged = unchanged
         self._obstacle = obstacle
         self._logger = logger
+        self._moving: set[int] = set()  # addresses of tensors that have changed while they were copied
         self._lock: Optional[int] = None  # the file that is locked
         self._rate = Rate()
         self._number = 0  # of copies so far
@@ -178,6 +187,7 @@ class Snapshots:
         Raises:
             RuntimeError: another rank of this group did not answer; or a copy that fits could not be loaded.
         """
+        self.sought = True
         reach: list[Reachable] = []
         try:
             if (why := self._obstacle()) is not None:
@@ -204,9 +214,9 @@ class Snapshots:
                 f"changed: {error}; with TORCHFT_SNAPSHOTS=0 the job begins without it"
             ) from error
         self.restored, self._last = True, header.step
-        self._logger.info(
+        self._logger.warn(  # who starts the script anew may expect it to begin at step 0
             f"goes on from step {header.step}, of which {where} has a copy: {header.nbytes >> 20} MiB loaded "
-            f"in {time.monotonic() - began:.2f} s"
+            f"in {time.monotonic() - began:.2f} s; with TORCHFT_SNAPSHOTS=0 the job begins without it"
         )
         return Position(header.step, header.batches, header.quorum)
 
@@ -291,11 +301,24 @@ class Snapshots:
         if (why := self._obstacle()) is not None:
             self._turn_off(why)
             return
-        self._last = step
         if self._began is not None:
             self._began = step, now, True
+        self._copy(position, disk)
+
+    def last(self, position: Position) -> None:
+        """Copies the state of the last step, whether or not a copy is due: a group that leaves on request
+        loses nothing. Called on the training thread, when no step is in progress.
+        """
+        if self._lock is None or position.committed_quorum_id < 0 or position.step <= self._last:
+            return
+        if self._obstacle() is None:
+            self._copy(position, self.disk(position.step), last=True)
+            self.end()
+
+    def _copy(self, position: Position, disk: Optional[dict[str, Any]], last: bool = False) -> None:
+        self._last = position.step
         try:
-            self._start(position, disk)
+            self._start(position, disk, last)
         except Exception as error:
             self._turn_off(f"its state cannot be copied: {error}")
 
@@ -306,13 +329,14 @@ class Snapshots:
             self._next = step + 1  # the step after the first, which takes longer than the others
         return step >= self._next
 
-    def _start(self, position: Position, disk: Optional[dict[str, Any]]) -> None:
+    def _start(self, position: Position, disk: Optional[dict[str, Any]], last: bool) -> None:
         began = time.monotonic()
         self._number += 1
-        state, _ = with_copies(self.state.read(), self._unchanged())
-        encoded = Encoded(state)
+        state, _ = with_copies(self.state.read(), self._unchanged(), self._moving)
+        encoded, versions = Encoded(state), Versions(state)
         nbytes = sum(storage.nbytes() for storage in encoded.storages)
-        if self._every is None and self._ranks.group_rank == 0:
+        agreed = self._every is None and not last  # on the step of the next one
+        if agreed and self._ranks.group_rank == 0:
             self._next = position.step + self._rate.next(nbytes)
             self._tell(str(self._next), self._number)
         header = Header(
@@ -327,9 +351,10 @@ class Snapshots:
             disk=disk,
         )
         path = self._folder / slots.SLOTS[slots.pick(self._headers(), self.kept)]
-        hears = self._every is None and self._ranks.group_rank > 0
+        hears = agreed and self._ranks.group_rank > 0
         then = partial(self._hear, f"{self._key}/{self._number}") if hears else _nothing
-        work = self._work = _Work(slots.write(path, header, encoded), then, began)
+        pieces = slots.write(path, header, encoded, lambda: not versions.changed())
+        work = self._work = _Work(path, versions, pieces, then, began)
         if self._thread is None:  # which does not keep the Manager alive between two copies
             self._thread = DeviceThread(_make_copies, "torchft_snapshots", [self._works])
             self._thread.start()
@@ -373,8 +398,24 @@ class Snapshots:
         if work.error is not None:
             self._turn_off(str(work.error))
         elif work.complete:
-            self.copied = self._last
             self._rate.copied(work.took, work.waited)
+            if changed := work.versions.changed():
+                self._changed(work.path, changed)
+            else:
+                self.copied = self._last
+
+    def _changed(self, path: Path, changed: list[Changed]) -> None:
+        try:
+            slots.spoil(path)  # an operation may have been in progress when the slot was completed
+        except SlotError as error:
+            self._turn_off(str(error))
+        self._moving.update(one.address for one in changed)
+        names, nbytes = [one.name for one in changed], sum(one.nbytes for one in changed)
+        self._logger.warn(
+            f"the copy of step {self._last} is not used: {', '.join(names[:3])}{' …' * (len(names) > 3)} changed "
+            f"before the optimizer's step; from now on {nbytes >> 20} MiB more are copied before each forward "
+            "pass"
+        )
 
     def _turn_off(self, why: str) -> None:
         self._logger.warn(f"no copy of this rank's state is made in memory any more: {why}")

@@ -384,7 +384,22 @@ def pick(headers: Sequence[Optional[Header]], kept: Callable[[Header], bool] = l
     return min(range(len(headers)), key=worth)
 
 
-def write(path: Path, header: Header, encoded: Encoded) -> Iterator[int]:
+def spoil(path: Path) -> None:
+    """Makes a slot incomplete.
+
+    Raises:
+        SlotError: it cannot be written.
+    """
+    try:
+        with open(path, "r+b") as file:
+            file.write(bytes(PAGE))
+    except OSError as error:
+        raise SlotError(f"{path}: {error.strerror}") from error
+
+
+def write(
+    path: Path, header: Header, encoded: Encoded, holds: Callable[[], bool] = lambda: True
+) -> Iterator[int]:
     """Writes a state to a slot, one piece for each item that is taken from the returned iterator: the number
     of bytes written. Only after the last one is the slot complete.
 
@@ -393,6 +408,7 @@ def write(path: Path, header: Header, encoded: Encoded) -> Iterator[int]:
         header: without sizes and sections; ``saved`` is set at the end.
         encoded: the state. Its tensors must not change until the end. Those on devices are copied on a side
             stream, behind the work that is queued on the current stream at this call.
+        holds: returns whether they have not, before the last piece. If they have, the slot stays incomplete.
 
     Raises:
         SlotError: from the iterator: there is no room, or the header is too large. The slot is not complete
@@ -405,17 +421,19 @@ def write(path: Path, header: Header, encoded: Encoded) -> Iterator[int]:
         (flat, Staged(flat, copies[flat.device]) if flat.device in copies and flat.numel() else None)
         for flat in flats
     ]
-    return _written(path, header, encoded, sources)
+    return _written(path, header, encoded, sources, holds)
 
 
 _Source = Tuple[torch.Tensor, Optional[Staged]]  # a region, and how it is read on a device
 
 
-def _written(path: Path, header: Header, encoded: Encoded, sources: Sequence[_Source]) -> Iterator[int]:
+def _written(
+    path: Path, header: Header, encoded: Encoded, sources: Sequence[_Source], holds: Callable[[], bool]
+) -> Iterator[int]:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            yield from _write(file, header, encoded, sources)
+            yield from _write(file, header, encoded, sources, holds)
         finally:
             os.close(file)
             for _, staged in sources:
@@ -428,7 +446,9 @@ def _written(path: Path, header: Header, encoded: Encoded, sources: Sequence[_So
         raise SlotError(f"{path}: {error.strerror}") from error
 
 
-def _write(file: int, header: Header, encoded: Encoded, sources: Sequence[_Source]) -> Iterator[int]:
+def _write(
+    file: int, header: Header, encoded: Encoded, sources: Sequence[_Source], holds: Callable[[], bool]
+) -> Iterator[int]:
     _put(file, bytes(PAGE), 0)
     yield PAGE
     table, offset = [], PAGE
@@ -455,6 +475,8 @@ def _write(file: int, header: Header, encoded: Encoded, sources: Sequence[_Sourc
     text = json.dumps(header._asdict(), separators=(",", ":")).encode()
     if _LEAD.size + len(text) > PAGE:
         raise SlotError(f"the header of a slot takes {len(text)} bytes, and at most {PAGE - _LEAD.size} fit")
+    if not holds():
+        return
     _put(file, (_LEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text).ljust(PAGE, b"\0"), 0)
     yield PAGE
 

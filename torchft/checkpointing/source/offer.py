@@ -11,7 +11,7 @@ from typing import Any, Callable, Container, Dict, Generator, Iterator, List, Op
 import torch
 import torch.utils._pytree as pytree
 
-from torchft.checkpointing.codec.encoding import is_plain, with_flags
+from torchft.checkpointing.codec.encoding import is_dtensor, is_plain, with_flags
 from torchft.checkpointing.codec.stream import Pickled, storage_bytes, tensor_memory
 from torchft.checkpointing.memory.host import HostMemory
 from torchft.checkpointing.memory.reservation import Reservation
@@ -35,12 +35,15 @@ _PIECE_GRACE = 0.1  # seconds that `close` grants a reader for its current piece
 _CUT_OFF_TIMEOUT = 10.0  # seconds within which a reader must end after its connection was cut
 
 
-def with_copies(state: object, kept: Container[int]) -> Tuple[Any, Set[torch.device]]:
+def with_copies(
+    state: object, kept: Container[int], moving: Container[int] = ()
+) -> Tuple[Any, Set[torch.device]]:
     """Copies the small tensors of a state that is offered later, when a forward pass may have changed them.
 
     Args:
         state: the state
         kept: addresses of tensors that do not change before the end of the step
+        moving: addresses of tensors that are copied whatever their size; of a DTensor, that of its shard
 
     Returns:
         the state with copies in place of these tensors, and the devices on which they are queued
@@ -48,19 +51,30 @@ def with_copies(state: object, kept: Container[int]) -> Tuple[Any, Set[torch.dev
     copies: Dict[int, torch.Tensor] = {}
     left = _SMALL_TENSORS
 
+    def flags(leaf: torch.Tensor) -> int:
+        return leaf.requires_grad + 2 * isinstance(leaf, torch.nn.Parameter)
+
     def copied(leaf: Any) -> Any:
         nonlocal left
-        if not isinstance(leaf, torch.Tensor) or not is_plain(leaf) or leaf.data_ptr() in kept:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if is_dtensor(leaf):
+            moves = leaf._local_tensor.data_ptr() in moving  # type: ignore[attr-defined]
+            return with_flags(leaf.detach().clone(), flags(leaf)) if moves else leaf
+        if not is_plain(leaf):
+            return leaf
+        moves = leaf.data_ptr() in moving
+        if leaf.data_ptr() in kept and not moves:
             return leaf
         storage = leaf.untyped_storage()
         if storage._cdata not in copies:
-            if storage.nbytes() > min(left, _SMALL_TENSOR):
+            if not moves and storage.nbytes() > min(left, _SMALL_TENSOR):
                 return leaf
             left -= storage.nbytes()
             copies[storage._cdata] = storage_bytes(storage).clone()
         copy = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         copy.set_(copies[storage._cdata].untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
-        return with_flags(copy, leaf.requires_grad + 2 * isinstance(leaf, torch.nn.Parameter))
+        return with_flags(copy, flags(leaf))
 
     with torch.no_grad():
         state = pytree.tree_map(copied, state)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.manager.snapshots.one_rank import Rank
+from torchft._manager.rank import Position
 from torchft._manager.snapshots.rate import Rate
 from torchft.checkpointing.snapshots import slots
 
@@ -75,6 +76,40 @@ def test_what_a_forward_pass_may_change_is_copied_at_once(held: Any) -> None:
     assert again.loaded["weights"].eq(1).all() and again.loaded["statistics"].eq(1).all()
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("optimized", [False, True])
+def test_a_large_tensor_that_the_forward_pass_changes_is_never_torn(
+    late: bool, optimized: bool, held: Any
+) -> None:
+    """Such as a queue of keys, or weights that follow others. ``late``: the copy is complete when the operation
+    ends.
+    """
+    queue = torch.ones(500_000)
+    rank = Rank({"queue": queue, "w": torch.ones(3)}, unchanged=[queue.data_ptr()] if optimized else [])
+    rank.restore()
+    for step in range(1, 4):
+        released = held()
+        rank.begin(step)
+        if late:
+            released.set()
+            work = rank.snapshots._work
+            assert work is not None and work.ended.wait(30)
+        with torch.no_grad():
+            queue.fill_(step + 1)
+        released.set()
+        rank.snapshots.end()
+        assert saved() == [[], [2], [3, 2]][step - 1]
+    (said,) = [each for each in rank.said if "changed" in each]
+    assert said == (
+        "the copy of step 1 is not used: ['queue'] changed before the optimizer's step; from now on 1 MiB more "
+        "are copied before each forward pass"
+    )
+    rank.snapshots.close(finished=False)
+    again = Rank({"queue": torch.zeros(500_000), "w": torch.zeros(3)}, life=1)
+    assert again.restore() == 3
+    assert again.loaded["queue"].eq(3).all()
+
+
 def test_the_weights_change_after_the_end_of_a_copy(held: Any) -> None:
     rank = Rank({"weights": torch.ones(10)})
     rank.restore()
@@ -124,6 +159,28 @@ def test_a_step_that_is_due_for_a_disk_is_copied_whatever_the_interval() -> None
     for step in range(1, 6):
         rank.step(step)
     assert saved() == [3]
+
+
+def test_the_last_step_of_a_group_that_leaves_is_copied_whatever_the_interval() -> None:
+    rank = Rank({"weights": torch.ones(10)}, every=100)
+    rank.restore()
+    rank.step(42)
+    assert saved() == []
+    for _ in range(2):
+        rank.snapshots.last(Position(42, 84, 7))
+    assert saved() == [42]
+    rank.snapshots.close(finished=False)
+    again = Rank({"weights": torch.zeros(10)}, every=100, life=1)
+    assert again.restore() == 42
+    again.snapshots.last(Position(42, 84, 7))
+    assert saved() == [42], "it is there already"
+
+
+def test_the_last_copy_of_a_rank_waits_for_no_other_rank() -> None:
+    rank = Rank({"weights": torch.ones(10)}, every=None, rank=1, ranks=2)
+    rank.snapshots._take_slots()
+    rank.snapshots.last(Position(3, 6, 7))
+    assert saved(rank=1) == [3]
 
 
 def test_an_obstacle_that_appears_ends_the_copies() -> None:

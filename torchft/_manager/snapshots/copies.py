@@ -249,7 +249,7 @@ class Snapshots:
         if not self._lighthouse:
             return []
         try:
-            held = remote.held(self._lighthouse, self._job)
+            held = remote.held(self._lighthouse, self._job, self._logger.warn)
         except SlotError as error:
             self._logger.warn(str(error))
             return []

@@ -4,6 +4,7 @@ step-S               a checkpoint: files of torch.distributed.checkpoint, and to
                      the CRC of each. One without torchft.json was written by the user's script
 .step-S.…            one that is being written, or was when its writer ended
 damaged-step-S       one that a job refused to load
+replaced-step-S…     one of the user's script, of a step that torchft has saved later
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def prune(folder: Path) -> None:
-    """Deletes all but the newest checkpoints, and what was begun of steps before the newest."""
+    """Deletes all but the newest checkpoints of torchft, and what was begun of steps before the newest."""
     found = complete(folder)
-    for _, old in found[:-KEPT]:
+    for _, old in [each for each in found if (each[1] / DIGESTS).exists()][:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     newest = found[-1][0] if found else -1
     for step, partial in _named(folder, _PARTIAL):

@@ -11,7 +11,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,16 +58,17 @@ class Held(NamedTuple):
         return "/".join((self.address, "snapshots", *names))
 
 
-def held(lighthouse: str, job: str) -> list[Held]:
+def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: None) -> list[Held]:
     """Returns the complete slots of a job on all hosts, the newest first; none while members of a quorum
     live: a heal from them brings a later state.
 
     Args:
         lighthouse: its addresses, separated by commas.
         job: name under which the ranks keep slots.
+        say: called with the reason for each slot that this version cannot fetch.
 
     Raises:
-        SlotError: no lighthouse answers.
+        SlotError: no lighthouse answers, or not as this version's does.
     """
     asked = HttpLighthouse(lighthouse, timeout=_ANSWER_SEC)
     # All keepers of this host have told a lighthouse of this host already, or are not needed.
@@ -78,13 +79,16 @@ def held(lighthouse: str, job: str) -> list[Held]:
             if _lives(asked):
                 return []
             answer = asked.get("/api/v1/keepers")
+            keepers, listening_ms = answer["keepers"], answer["listening_ms"]
         except (Unanswered, ValueError) as error:
             if time.monotonic() >= until:
                 raise SlotError(f"snapshots on other hosts are not found: {error}") from None
+        except (KeyError, TypeError) as error:
+            raise _other_version("the lighthouse", error) from None
         else:
-            missing = _ALL_HEARD_SEC - answer["listening_ms"] / 1000
+            missing = _ALL_HEARD_SEC - listening_ms / 1000
             if missing <= 0 or time.monotonic() >= until:
-                return _complete(answer["keepers"], job)
+                return _complete(keepers, job, say)
         time.sleep(0.1)
 
 
@@ -105,24 +109,34 @@ def _lives(lighthouse: HttpLighthouse) -> bool:
     return any(one["healthy"] and one["in_quorum"] and one["heartbeat_age_ms"] < _LIVES_MS for one in members)
 
 
-def _complete(keepers: Sequence[dict[str, Any]], job: str) -> list[Held]:
-    found = [
-        Held(
-            keeper["address"],
-            keeper["host"],
-            job,
-            slot["group"],
-            slot["group_rank"],
-            slot["slot"],
-            slot["group_world_size"],
-            slot["step"],
-            slot["quorum"],
-        )
-        for keeper in keepers
-        for slot in keeper["snapshots"] or []
-        if slot["job"] == job and not slot.get("incomplete")
-    ]
+def _complete(keepers: Sequence[dict[str, Any]], job: str, say: Callable[[str], None]) -> list[Held]:
+    found = []
+    for keeper in keepers:
+        try:
+            found += [
+                Held(
+                    keeper["address"],
+                    keeper["host"],
+                    job,
+                    slot["group"],
+                    slot["group_rank"],
+                    slot["slot"],
+                    slot["group_world_size"],
+                    slot["step"],
+                    slot["quorum"],
+                )
+                for slot in keeper["snapshots"] or []
+                if slot["job"] == job and not slot.get("incomplete")
+            ]
+        except (KeyError, TypeError) as error:
+            say(str(_other_version(f"the keeper of {keeper.get('host')}", error)))
     return sorted(found, key=lambda one: (-one.step, -one.quorum, one.address))
+
+
+def _other_version(what: str, error: Exception) -> SlotError:
+    return SlotError(
+        f"snapshots on other hosts are not found: {what} is of another version, its answer lacks {error}"
+    )
 
 
 def fetch(sources: Sequence[Held], into: Path) -> Slot:
@@ -176,6 +190,8 @@ def _receive(source: Held, into: Path) -> None:
                 if error.code == http.client.PRECONDITION_FAILED:
                     why = f"{source.url} was overwritten while it was read"
                 raise SlotError(why) from None
+            except TypeError:  # no length
+                raise SlotError(f"{source.url} is of another version, or no keeper's") from None
             except (OSError, http.client.HTTPException) as error:
                 if getattr(error, "filename", None) or done == before:
                     reason = getattr(error, "reason", error) or type(error).__name__

@@ -181,10 +181,14 @@ class Save:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             # Of another history: the job began again from an earlier step, so it was not wanted or not good.
-            old = self.folder / f".step-{self.step}.old-{self._token}"
+            # What a script has written is its user's to delete.
+            own = (self._complete / folders.DIGESTS).exists()
+            name = f".step-{self.step}.old" if own else f"replaced-step-{self.step}"
+            old = self.folder / f"{name}-{self._token}"
             self._complete.rename(old)
             mine.rename(self._complete)
-            shutil.rmtree(old, ignore_errors=True)
+            if own:
+                shutil.rmtree(old, ignore_errors=True)
         disk.sync(self.folder)
         folders.prune(self.folder)
 

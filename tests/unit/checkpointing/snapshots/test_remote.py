@@ -194,6 +194,12 @@ def sends_nothing(handler: BaseHTTPRequestHandler, content: bytes) -> None:
     sends(handler, content, 0)
 
 
+def is_no_keeper(handler: BaseHTTPRequestHandler, content: bytes) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
 def refuses(handler: BaseHTTPRequestHandler, content: bytes) -> None:
     handler.send_response(409)
     handler.end_headers()
@@ -215,6 +221,7 @@ def test_a_broken_connection_is_made_again(
         (flips, "region 0 is damaged"),
         (sends_nothing, "ended the connection"),
         (refuses, "its format has version 2"),
+        (is_no_keeper, "is of another version, or no keeper's"),
     ],
 )
 def test_the_next_source_is_asked(
@@ -275,3 +282,24 @@ def test_a_job_that_trains_needs_no_copy(lighthouse: str, monkeypatch: pytest.Mo
     member["heartbeat_age_ms"] = 5000  # it may have failed with its host
     assert remote.held(lighthouse, JOB) == []
     assert asked == ["/status", "/status", "/api/v1/keepers"]
+
+
+def test_a_keeper_and_a_lighthouse_of_other_versions_are_named(
+    lighthouse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = {"job": JOB, "group": "g", "group_rank": 0, "slot": 0, "group_world_size": 1, "step": 5}
+    keepers = [
+        {"address": "http://a:1", "host": "old", "snapshots": [slot]},
+        {"address": "http://b:1", "host": "new", "snapshots": [{**slot, "quorum": 7}]},
+    ]
+    answers = {"/status": {"members": []}, "/api/v1/keepers": {"keepers": keepers, "listening_ms": 9e9}}
+    monkeypatch.setattr(remote.HttpLighthouse, "get", lambda self, path: answers[path])
+    said: list[str] = []
+    assert [one.host for one in remote.held(lighthouse, JOB, said.append)] == ["new"]
+    assert said == [
+        "snapshots on other hosts are not found: the keeper of old is of another version, its answer lacks "
+        "'quorum'"
+    ]
+    answers["/api/v1/keepers"] = {"keepers": keepers}
+    with pytest.raises(SlotError, match="the lighthouse is of another version, its answer lacks 'listening_ms'"):
+        remote.held(lighthouse, JOB)

@@ -128,6 +128,18 @@ def test_a_step_of_another_history_is_replaced(tmp_path: Path) -> None:
     assert_same(load(tmp_path / "step-7", plain()), plain(17))
 
 
+def test_what_a_script_has_written_is_not_deleted(tmp_path: Path) -> None:
+    for step in (1, 6):
+        save(tmp_path, step)
+        (tmp_path / f"step-{step}" / folders.DIGESTS).unlink()  # a script writes no digests
+    for step in range(2, 8):
+        save(tmp_path, step)
+    replaced = next(name for name in names(tmp_path) if name.startswith("replaced-step-6-"))
+    assert names(tmp_path) == [replaced, "step-1", "step-5", "step-6", "step-7"]
+    assert folders.describe(tmp_path / replaced) is None and folders.describe(tmp_path / "step-6") is not None
+    assert_same(load(tmp_path / replaced, plain()), plain(6))
+
+
 def test_states_that_differ_are_refused(tmp_path: Path) -> None:
     one = Save(tmp_path, 7, "k", 1, 1)
     one.announce(0, content({"w": torch.ones(2), "v": torch.ones(2)}))

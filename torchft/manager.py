@@ -1316,6 +1316,8 @@ class Manager(Stateful, Stepping):
         if wait and not finished and self._snapshots.works and self._is_draining():
             if not self._recovery.inconsistent:
                 self._snapshots.last(self._position)
+        if wait and not finished and self._is_draining() and not self._recovery.inconsistent:
+            self._snapshots.last(self._position)
         self._end(wait, finished)
 
     def _make_way(self, transport: Optional[CheckpointTransport[Any]]) -> None:

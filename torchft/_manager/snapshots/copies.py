@@ -411,10 +411,10 @@ class Snapshots:
             self._turn_off(str(error))
         self._moving.update(one.address for one in changed)
         names, nbytes = [one.name for one in changed], sum(one.nbytes for one in changed)
+        listed = ", ".join(names[:3]) + " …" * (len(names) > 3)
         self._logger.warn(
-            f"the copy of step {self._last} is not used: {', '.join(names[:3])}{' …' * (len(names) > 3)} changed "
-            f"before the optimizer's step; from now on {nbytes >> 20} MiB more are copied before each forward "
-            "pass"
+            f"the copy of step {self._last} is not used: {listed} changed before the optimizer's step; from "
+            f"now on {nbytes >> 20} MiB more are copied before the forward pass"
         )
 
     def _turn_off(self, why: str) -> None:

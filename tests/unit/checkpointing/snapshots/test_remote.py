@@ -301,5 +301,5 @@ def test_a_keeper_and_a_lighthouse_of_other_versions_are_named(
         "'quorum'"
     ]
     answers["/api/v1/keepers"] = {"keepers": keepers}
-    with pytest.raises(SlotError, match="the lighthouse is of another version, its answer lacks 'listening_ms'"):
+    with pytest.raises(SlotError, match="lighthouse is of another version, its answer lacks 'listening_ms'"):
         remote.held(lighthouse, JOB)

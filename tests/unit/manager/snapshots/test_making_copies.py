@@ -81,8 +81,8 @@ def test_what_a_forward_pass_may_change_is_copied_at_once(held: Any) -> None:
 def test_a_large_tensor_that_the_forward_pass_changes_is_never_torn(
     late: bool, optimized: bool, held: Any
 ) -> None:
-    """Such as a queue of keys, or weights that follow others. ``late``: the copy is complete when the operation
-    ends.
+    """Such as a queue of keys, or weights that follow others. ``late``: the copy is complete when the
+    operation ends.
     """
     queue = torch.ones(500_000)
     rank = Rank({"queue": queue, "w": torch.ones(3)}, unchanged=[queue.data_ptr()] if optimized else [])
@@ -101,8 +101,8 @@ def test_a_large_tensor_that_the_forward_pass_changes_is_never_torn(
         assert saved() == [[], [2], [3, 2]][step - 1]
     (said,) = [each for each in rank.said if "changed" in each]
     assert said == (
-        "the copy of step 1 is not used: ['queue'] changed before the optimizer's step; from now on 1 MiB more "
-        "are copied before each forward pass"
+        "the copy of step 1 is not used: ['queue'] changed before the optimizer's step; from now on 1 MiB "
+        "more are copied before the forward pass"
     )
     rank.snapshots.close(finished=False)
     again = Rank({"queue": torch.zeros(500_000), "w": torch.zeros(3)}, life=1)

@@ -1313,12 +1313,14 @@ class Manager(Stateful, Stepping):
         self._maker.check()
         if "_poison" in self.__dict__:  # it is missing if the constructor has failed
             self._poison.passing()
-        if wait and not finished and self._snapshots.works and self._is_draining():
-            if not self._recovery.inconsistent:
-                self._snapshots.last(self._position)
-        if wait and not finished and self._is_draining() and not self._recovery.inconsistent:
-            self._snapshots.last(self._position)
+        if wait and not finished and "_snapshots" in self.__dict__ and self._is_draining():
+            self._last_copy()
         self._end(wait, finished)
+
+    def _last_copy(self) -> None:
+        """Copies the state of the last step into shared memory, before this group leaves on request."""
+        if not self._recovery.inconsistent:
+            self._snapshots.last(self._position)
 
     def _make_way(self, transport: Optional[CheckpointTransport[Any]]) -> None:
         """Ends this Manager, because another one of the same group and rank is made.

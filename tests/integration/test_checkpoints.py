@@ -262,6 +262,24 @@ def test_a_rank_without_room_for_copies_writes_itself(
     assert steps(other) == [5, 8]  # in place of 4, whose copy failed
 
 
+def test_no_rank_waits_for_one_without_slots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose slots another process holds, for example: all ranks agree before they use a collective."""
+    from types import SimpleNamespace
+
+    from torchft._job import checkpoints
+
+    asked: list[bool] = []
+    monkeypatch.setattr(checkpoints, "_all", lambda each: bool(asked.append(each)))
+    monkeypatch.delattr(checkpoints, "_of_rank_0")
+    for works in (False, True):
+        snapshots = SimpleNamespace(on=True, works=works)
+        manager: Any = SimpleNamespace(
+            _snapshots=snapshots, _settings=SimpleNamespace(group_world_size=2), current_step=lambda: 0
+        )
+        assert not Checkpoints(None, 1, manager)._load_resharded(-1, dict, lambda state: None)
+    assert asked == [False, True]
+
+
 def test_a_full_disk_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -141,11 +141,11 @@ def test_a_group_with_a_newer_copy_wins_and_the_others_heal(monkeypatch: pytest.
         patch.setattr(
             slots,
             "found",
-            lambda job, group, rank, say: [
-                each for each in found(job, group, rank, say) if each[1].group == group
+            lambda job, group, rank, say, lighthouse: [
+                each for each in found(job, group, rank, say, lighthouse) if each[1].group == group
             ],
         )
-        patch.setattr(remote, "held", lambda lighthouse, job: [])  # and hosts have no keepers
+        patch.setattr(remote, "held", lambda lighthouse, job, say: [])  # and hosts have no keepers
         for name in slots.SLOTS:  # the newest copy of group 1 is torn
             path = slots.folder_of(slots.job_name(), "group_1", 0) / name
             if path.exists() and slots.read_header(path).step == newest:

@@ -189,12 +189,13 @@ class Checkpoints:
     ) -> bool:
         """Loads the copies of a group that had another number of ranks, if they are on the host of all."""
         snapshots, ranks = self._manager._snapshots, self._manager._settings.group_world_size
-        if not snapshots.works:
+        if not (snapshots.on and _all(snapshots.works)):  # a rank may have no slots
             return False
         beyond, made = max(beyond, self._manager.current_step()), None
         if not _several() or dist.get_rank() == 0:
             with contextlib.suppress(SlotError):
-                made = resharded(slots.job_name(), ranks, beyond, _log.warning)
+                lighthouse = self._manager._settings.lighthouse_addr or ""
+                made = resharded(slots.job_name(), ranks, beyond, _log.warning, lighthouse)
         names = _of_rank_0([] if made is None else [str(made)])
         if not names:
             return False

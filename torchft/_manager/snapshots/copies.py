@@ -223,7 +223,7 @@ class Snapshots:
     def _take_slots(self) -> None:
         self._job = slots.job_name()
         self._folder = slots.folder_of(self._job, self._group, self._ranks.group_rank)
-        self._lock = slots.hold(self._folder)
+        self._lock = slots.hold(self._folder, self._lighthouse)
         if self._lock is None:
             raise SlotError(
                 f"another process, which lives, has the slots of this rank: {self._folder}; each group needs "
@@ -235,7 +235,7 @@ class Snapshots:
 
     def _reachable(self) -> Iterator[Reachable]:
         rank, ranks = self._ranks.group_rank, self._ranks.group_world_size
-        for path, header in slots.found(self._job, self._group, rank, self._logger.warn):
+        for path, header in slots.found(self._job, self._group, rank, self._logger.warn, self._lighthouse):
             if header.group_world_size != ranks:
                 self._logger.warn(
                     f"{path} is not loaded: it is of a group of {header.group_world_size} ranks, and this "

@@ -18,7 +18,9 @@ from torchft.checkpointing.transport import CheckpointError
 _State = Tuple[int, int, int]  # step, quorum, and ranks of a group
 
 
-def resharded(job: str, ranks: int, beyond: int, say: Callable[[str], None]) -> Optional[Path]:
+def resharded(
+    job: str, ranks: int, beyond: int, say: Callable[[str], None], lighthouse: Optional[str] = None
+) -> Optional[Path]:
     """Makes a checkpoint of the newest step of which this host has the copies of all ranks of a group that
     had another number of ranks.
 
@@ -27,6 +29,7 @@ def resharded(job: str, ranks: int, beyond: int, say: Callable[[str], None]) -> 
         ranks: ranks of a group now.
         beyond: only a later step.
         say: called with the reason for what is not read.
+        lighthouse: of the job, as in :func:`slots.hold`.
 
     Returns:
         The checkpoint, which the caller removes with the folder that it is in; None: there is no such step.
@@ -40,6 +43,7 @@ def resharded(job: str, ranks: int, beyond: int, say: Callable[[str], None]) -> 
         with suppress(SlotError):
             header: Header = slots.read_header(path)
             if header.group_world_size != ranks and header.step > beyond:
+                slots.check_job(path, lighthouse)
                 of = states.setdefault((header.step, header.quorum, header.group_world_size), {})
                 of.setdefault(header.group_rank, []).append(path)
     for state in sorted(states, reverse=True):

@@ -124,10 +124,14 @@ def folder_of(job: str, group: str, rank: int) -> Path:
     return root() / quoted(job) / quoted(group) / f"rank-{rank}"
 
 
-def hold(folder: Path) -> Optional[int]:
+def hold(folder: Path, owner: str = "") -> Optional[int]:
     """Makes the folder of a rank, and locks it for this process until its end, or until :func:`let_go` is
     called with the returned file. Processes that it forks do not hold the lock. Returns None if another
     process, or another part of this one, has locked it.
+
+    Args:
+        folder: of the rank.
+        owner: names the job that runs, by its lighthouse: see :func:`owner`.
 
     Raises:
         SlotError: the folder cannot be made.
@@ -143,11 +147,29 @@ def hold(folder: Path) -> Optional[int]:
             # A keeper that removes an old job holds the lock for a moment, and then the file is another one.
             if os.path.samestat(os.fstat(file), os.stat(folder / "lock")):
                 _held.add(file)
+                with suppress(OSError):  # there may be no room
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, owner.encode(), 0)
                 return file
         except OSError:
             pass
         os.close(file)
         time.sleep(_TRY_SEC)
+    return None
+
+
+def owner(folder: Path) -> Optional[str]:
+    """Returns what the process has said that holds the slots of a rank; None: none does. Two jobs at one time
+    can have one name, and must not take over states of each other.
+    """
+    try:
+        with open(folder / "lock", "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: who wants it tries again
+            except BlockingIOError:
+                return file.read().decode(errors="replace")
+    except OSError:
+        pass
     return None
 
 
@@ -193,13 +215,16 @@ def read_header(path: Path) -> Header:
         raise SlotError(f"{path}: {error.strerror}") from error
 
 
-def found(job: str, group: str, rank: int, say: Callable[[str], None]) -> List[Tuple[Path, Header]]:
+def found(
+    job: str, group: str, rank: int, say: Callable[[str], None], lighthouse: Optional[str] = None
+) -> List[Tuple[Path, Header]]:
     """Returns the slots of a rank of any group of a job in this host's memory, the newest first; of several
     of one step, those of the rank's own group come first. Their regions are not verified.
 
     Args:
         job, group, rank: of the rank that would restore one.
-        say: called with the reason for each slot that has no complete header.
+        say: called with the reason for each slot that has no complete header, or is of another job.
+        lighthouse: of the job, as in :func:`hold`; None: also the slots of another job that lives.
 
     Raises:
         SlotError: as in :func:`root`.
@@ -208,10 +233,21 @@ def found(job: str, group: str, rank: int, say: Callable[[str], None]) -> List[T
     slots = []
     for path in sorted(own.parent.parent.glob(f"*/rank-{rank}/[01]")):
         try:
+            check_job(path, lighthouse)
             slots.append((path, read_header(path)))
         except SlotError as error:
             say(str(error))
     return sorted(slots, key=lambda slot: (-slot[1].step, -slot[1].quorum, slot[0].parent != own))
+
+
+def check_job(path: Path, lighthouse: Optional[str]) -> None:
+    """Raises a SlotError if a slot is of a job that lives and has another lighthouse."""
+    other = None if lighthouse is None else owner(path.parent)
+    if other is not None and other != lighthouse:
+        raise SlotError(
+            f"{path}: it is of another job, which lives, with the lighthouse {other or '?'}; give each job "
+            f"on a host its own {JOB_ENV}"
+        )
 
 
 def _header(path: Path, page: bytes, nbytes: int) -> Header:
@@ -441,6 +477,8 @@ def _written(
                     staged.close(wait=False)
     except OSError as error:
         if error.errno in _FULL:
+            with suppress(OSError):
+                os.truncate(path, 0)  # others have use for the room
             nbytes = PAGE + len(encoded.structure) + sum(flat.numel() for flat, _ in sources)
             raise SlotError(f"{path}: no room for a copy of {nbytes} bytes: {error.strerror}") from error
         raise SlotError(f"{path}: {error.strerror}") from error

@@ -292,6 +292,25 @@ def test_slots_of_all_groups_are_found_newest_first(folder: Path) -> None:
     assert len(said) == 1 and "c/rank-0/0: it is not complete" in said[0]
 
 
+def test_a_job_that_lives_keeps_its_slots_from_another_one_of_its_name(folder: Path) -> None:
+    write(folder / "0", {})
+    of = slots.folder_of("job", "other", 0)
+    lock = slots.hold(of, "http://a:1")
+    assert lock is not None
+    write(of / "0", {}, HEADER._replace(group="other", step=8))
+
+    def found(lighthouse: str, said: list[str]) -> list[int]:
+        return [header.step for _, header in slots.found("job", "new", 0, said.append, lighthouse)]
+
+    said: list[str] = []
+    assert found("http://b:1", said) == []
+    assert len(said) == 2 and "with the lighthouse ?; give each" in said[0]
+    assert "other/rank-0/0: it is of another job, which lives, with the lighthouse http://a:1" in said[1]
+    assert found("http://a:1", []) == [8]
+    slots.let_go(lock)
+    assert found("http://b:1", []) == [8], "it has ended, and this is the next one"
+
+
 def test_removed_slots_leave_no_folder(folder: Path, memory: Path) -> None:
     write(folder / "0", {"w": torch.ones(3)})
     other = slots.folder_of("job", "group", 1)

@@ -3,8 +3,8 @@ alone.
 
 Rooms, each with a list of its modules:
     quorum: what a rank asks and is told. step: the data, collectives and errors of one step. heal: how state
-        reaches a
-    group. checks: whether the groups train the same model on the same data. observe: what a rank reports.
+    reaches a group. snapshots: copies of the state that outlive the process. checks: whether the groups train
+    the same model on the same data. observe: what a rank reports.
 
 What all rooms rest on:
     settings: checks constructor arguments and environment variables. rank: the step and quorum of a rank.
@@ -13,7 +13,6 @@ What all rooms rest on:
 What the Manager is put together from, above the rooms:
     connection: connects the process group with the members of a quorum, by the decisions of handover (pure).
     stepping: the methods that return properties of the current step. extras: the methods that torchft's
-        wrappers call
-    on a Manager beside the public ones. signals: the signals that drain a group. lifetime: ends Managers that
-    nobody has shut down.
+    wrappers call on a Manager beside the public ones. signals: the signals that drain a group. lifetime: ends
+    Managers that nobody has shut down. poison: reports exceptions that end a rank.
 """

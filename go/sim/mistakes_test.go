@@ -86,8 +86,8 @@ var mistakes = []mistake{
 		startsSlowly, []string{ruleMajority},
 	},
 	{
-		"no timer", "quorum/machine.go", "		m.drains.tick()\n		return true",
-		"		m.drains.tick()\n		return !$",
+		"no timer", "quorum/machine.go", "		m.poison.tick()\n		return true",
+		"		m.poison.tick()\n		return !$",
 		func(s *setup) {
 			s.slots, s.load, s.policy.MinReplicas, s.policy.JoinTimeout = 4, 40*time.Second, 1, 2*time.Second
 			s.drawFaults(20*time.Second, crash)

@@ -52,6 +52,7 @@ def test_a_job_resumes_from_its_newest_checkpoint(tmp_path: Path, caplog: pytest
     assert ended is not None
     torch.testing.assert_close(ended, one_process()[0], rtol=1e-9, atol=1e-12)
     assert sorted(resumed.losses) == [5, 6, 7]
+    assert "goes on from step 5, of " in caplog.text  # a warning, which is shown without a setting
 
     newest = tmp_path / f"step-{STEPS}"
     (newest / ".metadata").write_bytes(b"torn")

@@ -182,6 +182,7 @@ class Checkpoints:
             damaged[newest] = found
             return False
         _load(newest, state, load)
+        _tell(f"goes on from step {_step(newest)}, of the checkpoint {newest}")
         return True
 
     def _load_resharded(
@@ -207,7 +208,7 @@ class Checkpoints:
                 )
                 return False
             _load(checkpoint, state, load)
-            _log.info(f"goes on from step {_step(checkpoint)}, of which other ranks left copies")
+            _tell(f"goes on from step {_step(checkpoint)}, of which other ranks left copies")
             return True
         finally:
             _all(True)  # have read it
@@ -220,6 +221,11 @@ class Checkpoints:
         found = [path for _, path in folders.complete(self._folder) if path not in damaged]
         names = _of_rank_0([path.name for path in found[-1:]])
         return self._folder / names[0] if names else None
+
+
+def _tell(text: str) -> None:
+    """Logs a line that a user should see, once a group."""
+    _log.log(logging.INFO if _several() and dist.get_rank() else logging.WARNING, text)
 
 
 def _step(checkpoint: Path) -> int:

@@ -214,7 +214,9 @@ class Snapshots:
                 f"changed: {error}; with TORCHFT_SNAPSHOTS=0 the job begins without it"
             ) from error
         self.restored, self._last = True, header.step
-        self._logger.warn(  # who starts the script anew may expect it to begin at step 0
+        # Who starts the script anew may expect it to begin at step 0. One rank says it for the group.
+        tell = self._logger.info if self._ranks.group_rank else self._logger.warn
+        tell(
             f"goes on from step {header.step}, of which {where} has a copy: {header.nbytes >> 20} MiB loaded "
             f"in {time.monotonic() - began:.2f} s; with TORCHFT_SNAPSHOTS=0 the job begins without it"
         )

@@ -76,7 +76,7 @@ from torchft._manager.step.again import Again
 from torchft._manager.step.background import Background
 from torchft._manager.step.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.step.errors import Errors, ExceptionWithTraceback
-from torchft._manager.step.failures import FailureCallback, Failures
+from torchft._manager.step.failures import FailureCallback, Failures, PeerFailed
 from torchft._manager.step.replayer import Replayer
 from torchft._manager.step.step import Step, StepRequest, StepState
 from torchft._manager.step.uncommitted import NO_VOTE, Uncommitted
@@ -860,7 +860,8 @@ class Manager(Stateful, Stepping):
                 kept = self._replayer.keep(self._current, tensor, reduce_op, should_quantize, local_steps)
             work = self._reduce(tensor, reduce_op, should_quantize)
         except Exception as e:
-            if e is not self._current.cause:  # what the quorum failed with is raised at each reduction
+            # What the quorum failed with is raised at each reduction. A peer's failure is told with the step.
+            if e is not self._current.cause and not isinstance(e, PeerFailed):
                 self._logger.exception(f"allreduce failed: {e}")
             self._errors.of_collective(e)
             work = None

@@ -116,7 +116,9 @@ def test_a_step_that_does_not_end_after_a_failure_is_aborted(
     assert not manager.should_commit()
 
 
-def test_a_member_that_leaves_a_later_step_of_a_quorum_ends_that_step(fixture: Fixture) -> None:
+def test_a_member_that_leaves_a_later_step_of_a_quorum_ends_that_step(
+    fixture: Fixture, caplog: pytest.LogCaptureFixture
+) -> None:
     """The plan of a quorum that stands has the step in which it began."""
     manager, group = started(fixture)
     assert manager.should_commit()
@@ -124,9 +126,12 @@ def test_a_member_that_leaves_a_later_step_of_a_quorum_ends_that_step(fixture: F
     manager.wait_quorum()
     assert manager.current_step() == 1 and group.works == []
     manager._failures.member_failed(failure(step=1))
-    manager.allreduce(torch.ones(1)).wait()
+    for _ in range(3):
+        manager.allreduce(torch.ones(1)).wait()
     assert group.works == [] and not manager.should_commit()
     assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+    logged = [r for r in caplog.records if r.name == "torchft.manager" and "group_0:uuid" in r.getMessage()]
+    assert [r.exc_info for r in logged] == [None], "one line, whatever the number of reductions"
 
 
 def test_a_late_failure_of_an_earlier_step_does_not_fail_the_next_one(

@@ -263,7 +263,9 @@ class InPassing:
             return Fetch.ALL
         progress = self._ranks.group_progress(plan.max_step)
         if progress is Progress.WHOLE and not self._abandoned:
-            self._abandon("another rank of this group needs the whole state", plan.max_step)
+            # That rank says why, and warns if it did not choose it.
+            reason = "another rank of this group needs the whole state"
+            self._abandon(reason, plan.max_step, chosen=True)
         elif plan.participating_rank is not None and not self._abandoned:
             # with a synchronous quorum, in which not all groups heal in passing
             counted = "the other groups count on the gradients of this one in this step"

@@ -272,7 +272,8 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
             folder.mkdir()
             logs.append(folder / "output")
             script = activate + command.replace("29510", port)
-            env = {**terminal, "XDG_RUNTIME_DIR": str(folder)}
+            # Without copies: their keeper outlives the terminals.
+            env = {**terminal, "XDG_RUNTIME_DIR": str(folder), "TORCHFT_SNAPSHOTS": "0"}
             process = process_tree.start(["bash", "-c", script], logs[-1], env, cwd=tmp_path)
             running.callback(process_tree.kill_tree, process)
             return process, folder

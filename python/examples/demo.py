@@ -52,6 +52,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    os.environ.setdefault("TORCHFT_SNAPSHOTS", "0")  # after Ctrl-C it begins anew, and leaves no keeper
     ready = ReadyProcess(str(args.program), {**os.environ, **environment(args.nproc)})
     groups = [
         Group(number, args.groups, folder, args.nproc, args.program, ready) for number in range(args.groups)

@@ -123,8 +123,7 @@ func newMeters(job string) *meters {
 func (m *meters) all() []prometheus.Collector {
 	return []prometheus.Collector{
 		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.stalls, m.stops, m.heals, m.healed,
-		m.lost,
-		m.regressed, m.recovery, m.quorum, m.step,
+		m.lost, m.regressed, m.recovery, m.quorum, m.step,
 	}
 }
 

@@ -456,6 +456,13 @@ def has_folder_of_script() -> bool:
     return not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
 
 
+def _put_folder_first(path: list[str], start: Mapping[str, Any]) -> None:
+    """Begins a path as Python does: with the folder of the script, or for a module with the current one."""
+    if has_folder_of_script():
+        script = start["program"] if start["module"] is None else os.path.join(os.getcwd(), "-m")
+        path.insert(0, os.path.dirname(os.path.realpath(script)))
+
+
 def main() -> None:
     """Serves. Returns in forked programs, after they have run."""
     given = json.loads(sys.stdin.buffer.read())
@@ -470,9 +477,7 @@ def main() -> None:
     if has_folder_of_script():
         del sys.path[0]  # the folder of this file
     path = list(sys.path)
-    if has_folder_of_script():
-        script = given["program"] if given["module"] is None else os.path.join(os.getcwd(), "-m")
-        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    _put_folder_first(sys.path, given)
     from torchft.launch import become
 
     owner = given["owner"]
@@ -486,9 +491,7 @@ def main() -> None:
     ready.import_all()
     request, descriptors, connection = ready.serve()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    if has_folder_of_script():
-        script = request["program"] if request["module"] is None else os.path.join(os.getcwd(), "-m")
-        path.insert(0, os.path.dirname(os.path.realpath(script)))
+    _put_folder_first(path, request)
     become.become(request, descriptors, connection, path, ready.in_child(), ready.changes())
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 
-from torchft.checkpointing.codec.encoding import is_dtensor, is_plain
+from torchft.checkpointing.codec.encoding import show_path
+from torchft.checkpointing.codec.layout import local_part, tensors_by_path
 
 
 class Changed(NamedTuple):
@@ -33,11 +33,10 @@ class Versions:
 
     def __init__(self, state: object) -> None:
         self._seen: list[tuple[str, torch.Tensor, int]] = []
-        for path, leaf in pytree.tree_leaves_with_path(state):
-            if isinstance(leaf, torch.Tensor) and (is_dtensor(leaf) or is_plain(leaf)):
-                tensor = leaf._local_tensor if is_dtensor(leaf) else leaf  # type: ignore[attr-defined]
-                if not tensor.is_inference():  # those cannot change
-                    self._seen.append((pytree.keystr(path), tensor, tensor._version))
+        for path, tensor in tensors_by_path(state).items():
+            local = local_part(tensor)  # counts with the tensor
+            if not local.is_inference():  # those cannot change
+                self._seen.append((show_path(path), local, local._version))
 
     def changed(self) -> list[Changed]:
         """Returns the tensors that were written to since. An operation that is in progress on another thread

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -88,6 +88,16 @@ def _make_copies(works: queue.SimpleQueue[Optional[_Work]]) -> None:
 
 
 def _nothing() -> None: ...
+
+
+def _placed(slot: Slot, state: Any) -> Any:
+    """The state of a slot. Tensors that the rank's own state lacks are on a device if they were on one."""
+    own = tensors_by_path(state)
+    nodes = {path: plain_node(node)[1] for path, node in tensor_nodes(slot.tree, ())}
+    home = BufferMap(own, {path: slot.devices[region] for path, region in nodes.items()})
+    for region in {region for path, region in nodes.items() if path not in own}:
+        slot.flats[region] = slot.flats[region].to(home.of(slot.devices[region]))
+    return slot.state()
 
 
 class State:
@@ -201,13 +211,14 @@ class Snapshots:
             reach += [one for one in self._elsewhere() if one.step > newest]
         except SlotError as error:
             self._turn_off(str(error))
-        slot = choose(self._ranks, reach, self._refuses, self._logger.warn)
+        own = cache(self.state.own)  # a function of the user's, called once and only for a copy
+        slot = choose(self._ranks, reach, lambda slot: misfit(slot.tree, own()), self._logger.warn)
         if slot is None:
             return before
         header, where = slot.header, slot.path
         began = time.monotonic()
         try:
-            self.state.load(self._placed(slot))
+            self.state.load(_placed(slot, own()))
         except Exception as error:
             raise RuntimeError(
                 f"the copy of step {header.step} in {where} could not be loaded, and some weights may have "
@@ -271,18 +282,6 @@ class Snapshots:
             Reachable(step, quorum, " or ".join(one.url for one in each), partial(fetch, each))
             for (step, quorum), each in sources.items()
         ]
-
-    def _refuses(self, slot: Slot) -> Optional[str]:
-        return misfit(slot.tree, self.state.own())
-
-    def _placed(self, slot: Slot) -> Any:
-        """The state of a slot. Tensors that this rank lacks are on a device if they were on one."""
-        own = tensors_by_path(self.state.own())
-        nodes = {path: plain_node(node)[1] for path, node in tensor_nodes(slot.tree, ())}
-        home = BufferMap(own, {path: slot.devices[region] for path, region in nodes.items()})
-        for region in {region for path, region in nodes.items() if path not in own}:
-            slot.flats[region] = slot.flats[region].to(home.of(slot.devices[region]))
-        return slot.state()
 
     # Steps
 

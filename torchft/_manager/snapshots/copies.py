@@ -28,7 +28,7 @@ from torchft.checkpointing.client.target import BufferMap
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.layout import plain_node, tensor_nodes, tensors_by_path
 from torchft.checkpointing.snapshots import remote, slots
-from torchft.checkpointing.snapshots.due import FINISHED
+from torchft.checkpointing.snapshots.due import FINISHED, read_status, unwritten
 from torchft.checkpointing.snapshots.fits import misfit
 from torchft.checkpointing.snapshots.remote import Held
 from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
@@ -137,7 +137,7 @@ class Snapshots:
         restored: whether this process goes on from a copy, and has committed nothing since.
         state: the argument; a job replaces it before the first step.
         disk: returns where a copy of a step is to be written to as well, for its header; None: nowhere.
-        kept: whether a slot's state is still to be written to disk, so that the next copy spares the slot.
+        kept: whether the next copy spares a slot, whose state is still to be written to disk.
         copied: the step of the last copy that is complete.
     """
 
@@ -441,7 +441,8 @@ class Snapshots:
         self.abandon()
         self._works.put(None)
         if finished and self._lock is not None:
-            if any(header is not None and self.kept(header) for header in self._headers()):
+            told = read_status(self._folder.parents[1])
+            if any(header is not None and unwritten(header, told) for header in self._headers()):
                 (self._folder / FINISHED).touch()
             else:
                 slots.remove(self._folder)

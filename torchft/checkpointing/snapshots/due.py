@@ -60,15 +60,19 @@ def due(header: Header) -> Optional[Due]:
     return Due(*(given[name] for name in Due._fields))
 
 
+def unwritten(header: Header, status: Dict[str, Status]) -> bool:
+    """Whether a slot's state is still to be written, so that the slot is not removed."""
+    to = due(header)
+    return to is not None and header.step > status.get(to.folder, Status()).written
+
+
 def kept(header: Header, status: Dict[str, Status]) -> bool:
-    """Whether a slot's state is still to be written, so that the next copy goes to the other slot. While an
-    earlier step is written to a slow disk, that one is kept and not the later ones.
+    """Whether the next copy goes to the other slot, because this one is still to be written. While an earlier
+    step is written to a slow disk, that one is kept and not the later ones.
     """
     to = due(header)
-    if to is None:
-        return False
-    known = status.get(to.folder, Status())
-    return header.step > known.written and known.writing in (None, header.step)
+    writing = None if to is None else status.get(to.folder, Status()).writing
+    return unwritten(header, status) and writing in (None, header.step)
 
 
 def read_status(job: Path) -> Dict[str, Status]:

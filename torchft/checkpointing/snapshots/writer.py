@@ -31,8 +31,8 @@ from torchft.checkpointing.snapshots.due import (
     Due,
     Status,
     due,
-    kept,
     read_status,
+    unwritten,
     write_status,
 )
 from torchft.checkpointing.snapshots.saving import Save, Unit
@@ -313,7 +313,7 @@ class Writer:
             lock = slots.hold(mark.parent)
             if lock is None:
                 continue  # the next trainer has begun, and removes the mark
-            if not any(kept(each.header, told) for each in _slots(mark.parent)):
+            if not any(unwritten(each.header, told) for each in _slots(mark.parent)):
                 mark.unlink(missing_ok=True)
                 slots.remove(mark.parent)
             slots.let_go(lock)

@@ -20,7 +20,16 @@ from tests.unit.checkpointing.snapshots.contents import load, plain
 from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.snapshots import disk, folders, slots
-from torchft.checkpointing.snapshots.due import FINISHED, STATUS, Due, Status, due, kept, read_status
+from torchft.checkpointing.snapshots.due import (
+    FINISHED,
+    STATUS,
+    Due,
+    Status,
+    due,
+    kept,
+    read_status,
+    unwritten,
+)
 from torchft.checkpointing.snapshots.slots import Header
 from torchft.checkpointing.snapshots.writer import FolderWriter, Writer
 
@@ -199,6 +208,28 @@ def test_slots_of_a_finished_job_are_removed_when_they_are_written(host: Host) -
     assert not host.writer.look()
 
 
+def test_slots_are_not_removed_before_the_step_that_follows_one_on_a_disk_that_hangs(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer has begun with a state that no slot has any more."""
+    goes_on, write_to = threading.Event(), disk._Checked.write
+
+    def hanging(self: Any, data: Any) -> int:
+        assert goes_on.wait(60)
+        return write_to(self, data)
+
+    monkeypatch.setattr(disk._Checked, "write", hanging)
+    host.copy(10)
+    host.look_until(lambda: host.status().writing == 10)
+    (host.copy(20).parent / FINISHED).touch()
+    for _ in range(3):
+        host.writer.look()
+    assert host.job.exists()
+    goes_on.set()
+    host.look_until(lambda: not host.job.exists())
+    assert_same(load(host.folder / "step-20", plain()), plain(20))
+
+
 def test_what_the_writer_says_of_itself_is_read_or_nothing(host: Host) -> None:
     host.copy(10)
     host.written(10)
@@ -210,21 +241,23 @@ def test_what_the_writer_says_of_itself_is_read_or_nothing(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "status", "want"),
+    ("step", "status", "owed", "want"),
     [
-        (10, None, True),
-        (10, Status(written=9), True),
-        (10, Status(written=10), False),
-        (10, Status(written=5, writing=10), True),
-        (10, Status(written=5, writing=8), False),
-        (10, Status(written=5, problem="full"), True),
+        (10, None, True, True),
+        (10, Status(written=9), True, True),
+        (10, Status(written=10), False, False),
+        (10, Status(written=5, writing=10), True, True),
+        (10, Status(written=5, writing=8), True, False),
+        (10, Status(written=5, problem="full"), True, True),
     ],
 )
-def test_which_slot_is_kept(step: int, status: Optional[Status], want: bool) -> None:
+def test_which_slot_is_kept(step: int, status: Optional[Status], owed: bool, want: bool) -> None:
     header = Header("job", "g", 0, 1, step, 0, 3, 0.0, disk=Due("/f", 5, 0, 1, "k")._asdict())
-    assert kept(header, {} if status is None else {"/f": status}) is want
+    told = {} if status is None else {"/f": status}
+    assert unwritten(header, told) is owed
+    assert kept(header, told) is want
     assert due(header) == ("/f", 5, 0, 1, "k")
-    assert not kept(header._replace(disk=None), {})
+    assert not kept(header._replace(disk=None), {}) and not unwritten(header._replace(disk=None), {})
     assert due(header._replace(disk={"folder": "/f"})) is None
 
 

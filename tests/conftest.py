@@ -14,6 +14,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
 from torchft import _keeper
 
@@ -99,6 +100,15 @@ def memory_of_snapshots(no_settings_from_outside: None, monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHFT_SNAPSHOT_MEMORY", str(path))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def no_forward_of_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps one module per process whose forward pass runs, and restores the previous one after it:
+    with a thread per replica the last to end restores one that has ended. Compilation in later tests, which
+    splits the graph of that module, would see it.
+    """
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
 @pytest.fixture

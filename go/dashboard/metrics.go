@@ -122,8 +122,8 @@ func newMeters(job string) *meters {
 // all returns the metrics, for Prometheus.
 func (m *meters) all() []prometheus.Collector {
 	return []prometheus.Collector{
-		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.stalls, m.stops, m.heals, m.healed,
-		m.lost, m.regressed, m.recovery, m.quorum, m.step,
+		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.stalls, m.stops, m.heals,
+		m.healed, m.lost, m.regressed, m.recovery, m.quorum, m.step,
 	}
 }
 

@@ -255,10 +255,11 @@ class Worker:
             self.pg.shutdown()
         gc.collect()  # an exception keeps its frames alive, and with them the error
         # PyTorch's groups are destroyed on separate threads. And its store looks for a killed peer until its
-        # own timeout of some seconds, on a thread that a step has abandoned.
+        # own timeout of some seconds, on a thread that a step has abandoned. A thread that closes the sockets
+        # of Gloo's groups ends soon after them.
         deadline = time.monotonic() + ENDS_S
         while (
-            (self.kind != "native" and listens()) or left_over()["torchft_connect"]
+            (self.kind != "native" and listens()) or {"torchft_connect", "torchft_quiet"} & left_over().keys()
         ) and time.monotonic() < deadline:
             time.sleep(0.01)
         emit("ended", kind=self.kind, listens=listens(), left=dict(left_over()), holders=holders())

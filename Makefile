@@ -128,10 +128,10 @@ pictures: $(VENV)/with-test $(LIBRARY) ## the dashboard as docs/ shows it (needs
 recovery-picture: $(VENV)/with-plot $(LIBRARY) ## the picture in the README: a group is killed and comes back
 	$(PY) python/bench/recovery_picture.py docs/recovery-of-one.png
 
-loss-picture: $(VENV)/with-plot $(LIBRARY) ## the other one: the loss without a failure and with 20 kills
+loss-picture: $(VENV)/with-plot $(LIBRARY) ## that of docs/data.md: the loss without a failure and with 20 kills
 	$(PY) python/bench/loss_picture.py docs/loss.png
 
-join-picture: $(VENV)/with-plot $(LIBRARY) ## that of README.md and docs/healing.md: what others notice of a group that joins
+join-picture: $(VENV)/with-plot $(LIBRARY) ## that of docs/healing.md: what others notice of a group that joins
 	$(PY) python/bench/join_picture.py docs/join.png
 
 docs: $(VENV)/with-docs ## these pages as a site, in site/

@@ -1,4 +1,4 @@
-"""The picture in README.md and docs/healing.md: a group's steps while another one joins, `heal_along` off and
+"""The picture in docs/healing.md: a group's steps while another one joins, `heal_along` off and
 on.
 
     python python/bench/join_picture.py docs/join.png

@@ -1,4 +1,4 @@
-"""The second picture in the README: the loss over the samples of a job, without a failure and with 20 kills.
+"""The picture in docs/data.md: the loss over the samples of a job, without a failure and with 20 kills.
 
     python python/bench/loss_picture.py docs/loss.png
 

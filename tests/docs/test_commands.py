@@ -42,9 +42,10 @@ COMMANDS = [command for document, text in documents().items() for command in com
 
 # Sections (document, heading), and the number of their first shell blocks that a test below runs.
 RUN = {
-    ("README.md", "Run a job"): 3,
-    ("README.md", "By hand"): 2,
-    ("README.md", "What a step looks like"): 1,
+    ("README.md", "Try it"): 2,
+    ("docs/run.md", "Run a job"): 3,
+    ("docs/run.md", "By hand"): 2,
+    ("docs/run.md", "The loop of the README"): 1,
     ("docs/operating.md", "Security"): 5,
     ("docs/correctness.md", "The simulation"): 1,
     ("docs/two_hosts.md", "Start the lighthouse"): 1,
@@ -195,8 +196,8 @@ def assert_equal_ends(output: str) -> None:
 @pytest.mark.timeout(280)
 def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
     """Uses a terminal for each command."""
-    activate, *_ = section("README.md", "Run a job")
-    lighthouse, groups = section("README.md", "By hand")
+    activate, *_ = section("docs/run.md", "Run a job")
+    lighthouse, groups = section("docs/run.md", "By hand")
     first_group, second_group = groups.strip().splitlines()
     script = with_ports_of_our_own(
         f"{lighthouse.strip()} --bind 127.0.0.1:29510 &\n"
@@ -213,8 +214,8 @@ def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.slow  # test_torchft_run.py and tests/unit/cli test each of the commands
 @pytest.mark.timeout(280)
 def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path: Path) -> None:
-    activate, run, look = section("README.md", "Run a job")
-    assert "--steps 5000" in run
+    activate, run, look = section("docs/run.md", "Run a job")
+    assert "--steps 5000" in run and run == section("README.md", "Try it")[1]
     terminal["XDG_RUNTIME_DIR"] = str(tmp_path)
     log = tmp_path / "run"
     job = process_tree.start(["bash", "-c", f"{activate}exec {run}"], log, terminal, cwd=tmp_path)
@@ -260,8 +261,8 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
     """After Ctrl-C for the first group the second one continues alone, and together with the first one once
     that has been restarted. No process of a terminal is left behind.
     """
-    activate, *_ = section("README.md", "Run a job")
-    lighthouse, groups = section("README.md", "By hand")
+    activate, *_ = section("docs/run.md", "Run a job")
+    lighthouse, groups = section("docs/run.md", "By hand")
     first_group, second_group = groups.replace("--steps 20000", "--steps 1000000").splitlines()
     port = str(free_port())
     logs: list[Path] = []
@@ -309,8 +310,8 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
 @pytest.mark.slow  # test_train_readme.py runs the example
 @pytest.mark.timeout(280)
 def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None:
-    activate, *_ = section("README.md", "Run a job")
-    (run,) = section("README.md", "What a step looks like")
+    activate, *_ = section("docs/run.md", "Run a job")
+    (run,) = section("docs/run.md", "The loop of the README")
     output = bash(activate + run, tmp_path, terminal, 250)
     assert "\ndone: 2 groups\n" in output
     folder = tmp_path / re.findall(r"^logs: (\S+)$", output, re.M)[-1]

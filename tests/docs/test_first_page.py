@@ -1,4 +1,4 @@
-"""Each sentence of the README's first page has its evidence in claims.toml, and the evidence exists.
+"""Each sentence of the README above its last links has its evidence in claims.toml, and the evidence exists.
 
 References are of these kinds:
 
@@ -21,21 +21,21 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FIRST_PAGE = (ROOT / "README.md").read_text().partition("\n## Install\n")[0]
+FIRST_PAGE = (ROOT / "README.md").read_text().partition("\n## More\n")[0]
 CLAIMS: dict[str, list[str]] = tomllib.loads((ROOT / "tests" / "docs" / "claims.toml").read_text())["claims"]
 # The end of a sentence, in italics too. A colon before a list or a picture does not end one.
-END = re.compile(r"[.!?]\*?(?:\s|$)")
+END = re.compile(r"[.!?]\*{0,2}(?:\s|$)")
 FIGURE = re.compile(r"(?<![\w.])(?:\d+\.\d+(?![\w.])|\d+(?= (?:ms|s)\b))")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 
 
 def sentences(page: str) -> list[str]:
-    """Each sentence in running text, lists and the bodies of tables."""
+    """Each sentence in running text and lists, and each row of the bodies of tables."""
     page = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
     # Headings, and header rows of tables.
     page = re.sub(r"^(#.*|\|.*\|\n\|[-| ]+\|)$", "", page, flags=re.MULTILINE)
     page = LINK.sub(lambda link: "" if link[0].startswith("!") else link[1], page)
-    blocks = re.split(r"\n\s*\n|\n(?=[-*] )|\|", page)
+    blocks = [block.strip("|\n ") for block in re.split(r"\n\s*\n|\n(?=[-*] |\|)", page)]
     parts = (" ".join(part.split()) for block in blocks for part in END.split(block + " "))
     return [part for part in parts if re.search(r"\w", part)]
 
@@ -70,6 +70,7 @@ def table(part: str) -> str:
     [
         ("One. *Two\ngoes on.*", ["One", "*Two goes on"]),
         ("| head |\n| --- |\n| 1.5 s [here](x.md) |", ["1.5 s here"]),
+        ("| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n\nText.", ["1 | 2", "3 | 4", "Text"]),
         ("# Title\n\n![picture](a.png)\n\n```sh\nmake. it\n```\n", []),
     ],
 )

@@ -47,7 +47,7 @@ def test_the_size_of_the_download_is_printed_before_it_starts(tmp_path: Path) ->
     lines = recipes(tmp_path / "venv", "train")
     printed_at = where(r"echo .* \d GB to download, .* GB on disk", lines)
     (figures,) = re.findall(r"\S+ GB to download, \S+ GB on disk", lines[printed_at])
-    assert figures in " ".join((ROOT / "README.md").read_text().split())
+    assert figures in " ".join((ROOT / "docs" / "run.md").read_text().split())
     assert CPU_INDEX in lines[printed_at], "and how to download less"
     assert printed_at < min(i for i, line in enumerate(lines) if "pip install" in line)
 

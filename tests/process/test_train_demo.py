@@ -108,7 +108,7 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(
     digests = re.findall(r"group \d rank 0  ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
     assert len(digests) == 2 and len(set(digests)) == 1
     assert lines[-1] == "equal"
-    assert rows_of(done.stdout.partition("group 0     group 1\n")[2]) == rows_of(readme_table())
+    assert rows_of(done.stdout.partition("group 0     group 1\n")[2]) == rows_of(table_of_the_page())
     assert re.fullmatch(r"\d\.\de-1\d", rows["weights, relative to one process"][0])
 
 
@@ -144,9 +144,9 @@ def test_only_a_group_that_returns_is_shown_as_healed(
     assert starts_and_heals() == "training, healed"
 
 
-def readme_table() -> str:
-    """The table of `make train` in the README, below the names of the groups."""
-    return (ROOT / "README.md").read_text().partition("group 0     group 1\n")[2].partition("```")[0]
+def table_of_the_page() -> str:
+    """The table of `make train` in docs/run.md, below the names of the groups."""
+    return (ROOT / "docs" / "run.md").read_text().partition("group 0     group 1\n")[2].partition("```")[0]
 
 
 def rows_of(table: str) -> list[str]:

@@ -338,33 +338,6 @@ class ManagerClient(_Native):
             self._failed = failure.quorum_id  # a step that begins now must not begin in this quorum
         return kind, failure
 
-    def _suspect(self, quorum_id: int, replica_id: str) -> None:
-        """Reports a failed collective to the lighthouse, with the suspected peer; empty if the peer is not
-        known.
-        """
-        self._report(suspected={"quorum_id": quorum_id, "replica_id": replica_id})
-
-    def _report_progress(self, group_rank: int, waits: bool, what: str, phase: str = "") -> None:
-        """Answers the lighthouse's ``progress``: whether this rank waits for other groups, what it does, and
-        its phase, as named in the proto, if that does not follow from its requests.
-        """
-        said = {"group_rank": group_rank, "waits": waits, "what": what}
-        self._report(progress={**said, "phase": phase or "UNSAID"})
-
-    def _report_phase(self, group_rank: int, phase: str) -> None:
-        """Reports that the script begins a phase; empty: it ends the one before."""
-        self._report(progress={"group_rank": group_rank, "begins": True, "phase": phase or "UNSAID"})
-
-    def _report_raised(self, group_rank: int, raised: dict[str, object]) -> None:
-        """Reports an exception that ends this rank: the fields of the proto's Raised. A notice ``judged``
-        answers it.
-        """
-        self._report(raised={"group_rank": group_rank, **raised})
-
-    def _report_stacks(self, group_rank: int, collective: str, stacks: str) -> None:
-        """Reports where the threads of this rank are, and the collective that it waits for."""
-        self._report(stacks={"group_rank": group_rank, "collective": collective, "stacks": stacks})
-
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """The value that group rank ``rank`` announced as ``checkpoint_metadata`` in its last quorum."""
         go = self._go
@@ -406,50 +379,13 @@ class ManagerClient(_Native):
         """
         self._go.run(self._go.pyapi_ManagerLeaveStart, self._handle, _micros("timeout", timeout))
 
-    def _request_drain(self) -> None:
-        """Requests that the group leaves. The next request for a quorum repeats it, in case that it is
-        lost.
-        """
-        self._report(drain=True)
-
-    def _report_healing(self, group_rank: int, received: int, total: int) -> None:
-        """Reports the progress of a heal: the bytes of a peer's state that have arrived, and the total."""
-        self._report(healing={"group_rank": group_rank, "received": received, "total": total})
-
-    def _report_count(self, group_rank: int, name: str, number: int) -> None:
-        """Adds to a counter of the manager server the number of events in this rank since the last call.
+    def _report(self, **report: object) -> None:
+        """Sends a request of RankRequest (proto/torchft.proto) that has no answer. It may be lost.
 
         Raises:
-            ValueError: there is no counter of this name.
+            ValueError: there is no such request, field or counter.
+            RuntimeError: the client is shut down.
         """
-        self._report(counted={"group_rank": group_rank, "name": name, "number": number})
-
-    def _report_recovered(
-        self,
-        group_rank: int,
-        *,
-        healed: bool,
-        quorum_id: int,
-        step: int,
-        nbytes: int,
-        steps_lost: int,
-        phases: dict[str, float],
-    ) -> None:
-        """Reports the duration of a heal, or of a peer's failure in ``quorum_id``, in seconds by phase."""
-        self._report(
-            recovered={
-                "group_rank": group_rank,
-                "healed": healed,
-                "quorum_id": quorum_id,
-                "step": step,
-                "bytes": nbytes,
-                "steps_lost": steps_lost,
-                "phases": [{"phase": phase, "seconds": seconds} for phase, seconds in phases.items()],
-            }
-        )
-
-    def _report(self, **report: object) -> None:
-        """Sends a request of RankRequest (proto/torchft.proto) that has no answer. It may be lost."""
         self._go.pyapi_ManagerReport(self._handle, json.dumps(report))
 
     def shutdown(self) -> None:

@@ -409,12 +409,14 @@ class Manager(Stateful, Stepping):
         self._poison = poison = Poison(self._rank_state, self._errors, self._logger)
         failures = self._failures
         self._server.listen(
-            failures.member_failed,
-            failures.stalled,
-            failures.regressed,
-            failures.progress,
-            poison.judged,
-            poison.stop,
+            {
+                "failed": failures.member_failed,
+                "stalled": failures.stalled,
+                "regressed": failures.regressed,
+                "progress": failures.progress,
+                "judged": poison.judged,
+                "stopped": poison.stop,
+            }
         )
 
     def _heal_by(self, mode: HealMode) -> None:

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 from tests.unit.waiting import wait_until
+from torchft._manager.edge import as_server
+from torchft._manager.observe.log import _ManagerLogger
+from torchft._manager.poison import digest
+from torchft._manager.rank import RankState
 from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumRequest
 
 SOON = timedelta(seconds=20)
@@ -96,32 +100,42 @@ def test_a_round_that_nobody_waits_for_is_dropped(client: ManagerClient) -> None
     wait_until(lambda: client._go.pyapi_Handles() <= before)
 
 
-def test_reports_have_the_fields_of_the_server(client: ManagerClient) -> None:
-    client._suspect(1, "peer")
-    client._report_progress(0, True, "waits")
-    client._request_drain()
-    client._report_healing(0, 1 << 40, 1 << 41)
-    client._report_recovered(
-        0,
-        healed=True,
-        quorum_id=0,
-        step=3,
-        nbytes=1 << 40,
-        steps_lost=0,
-        phases={"transfer": 0.5, "load": 1.0},
-    )
+def test_reports_have_the_fields_of_the_server(
+    client: ManagerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = as_server(client, 0)
+    log = _ManagerLogger(RankState(SOON), "group", 0, server.report)
+    sent: list[str] = []
+    report = type(client)._report
+
+    def reported(client: ManagerClient, **fields: Any) -> None:
+        sent.extend(fields)
+        report(client, **fields)
+
+    monkeypatch.setattr(ManagerClient, "_report", reported)
+    server.suspect(1, ["peer"])
+    server.request_drain()
+    log.counted("nonfinite_syncs", 2)
+    log.heal_progress(1 << 40, 1 << 41)
+    log.phase("EVALUATION")
+    log.phase("")
+    log.stalled("allreduce", "stacks")
+    log.raised(digest(ValueError("NaN"), 3) or {})
+    log._recovered({"transfer": 0.5, "load": 1.0}, healed=True, bytes=1 << 40)
+    kinds = ["suspected", "drain", "counted", "healing", "progress", "progress", "stacks", "raised"]
+    assert sent == [*kinds, "recovered"]
     with pytest.raises(ValueError, match="unheard_of"):
         client._report(unheard_of=1)
     client.shutdown()
     with pytest.raises(RuntimeError, match="this object is shut down"):
-        client._suspect(1, "peer")
+        client._report(drain=True)
+    server.request_drain()  # which is not an error of the Manager
 
 
 def test_an_unknown_counter_is_refused_by_name(client: ManagerClient) -> None:
-    client._report_count(0, "nonfinite_syncs", 2)
     with pytest.raises(
         ValueError, match=r'no counter of a rank is named "nonfinite_steps", only: .*nonfinite_syncs'
     ):
-        client._report_count(0, "nonfinite_steps", 1)
+        client._report(counted={"name": "nonfinite_steps", "number": 1})
     with pytest.raises(ValueError, match="number=-1 must be at least 0"):
-        client._report_count(0, "nonfinite_syncs", -1)
+        client._report(counted={"name": "nonfinite_syncs", "number": -1})

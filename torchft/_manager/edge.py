@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional
@@ -22,7 +22,7 @@ from torchft._manager.quorum.notices import FailureListener
 from torchft._manager.quorum.plan import Plan
 from torchft._manager.quorum.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
-from torchft._torchft import MemberFailure, QuorumResult
+from torchft._torchft import QuorumResult
 from torchft._version import __version__
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized
@@ -124,15 +124,7 @@ class GroupServer:
         """Shuts the client down, which ends its pending calls."""
         _attribute(self.client, _OfClient, "shutdown")()
 
-    def listen(
-        self,
-        failed: Callable[[MemberFailure], None],
-        stalled: Callable[[MemberFailure], None],
-        regressed: Callable[[MemberFailure], None],
-        progress: Callable[[], tuple[bool, str, str]],
-        judged: Callable[[MemberFailure], None],
-        stopped: Callable[[MemberFailure], None],
-    ) -> None:
+    def listen(self, about: Mapping[str, Callable[..., Any]]) -> None:
         """Starts to receive notices about other members (:class:`FailureListener`). Upstream's client has
         none.
         """
@@ -146,8 +138,10 @@ class GroupServer:
     def suspect(self, quorum_id: int, others: list[str]) -> None:
         """Reports that a collective with these groups failed. With several, the failed one is not known."""
 
-    def report(self, call: str, *args: Any, **kwargs: Any) -> None:
-        """Calls the named method of the client, which reports something for logs, dashboard or metrics."""
+    def report(self, kind: str, **fields: Any) -> None:
+        """Reports something for logs, dashboard or metrics: the fields of a request of RankRequest in the
+        proto, beside the group rank.
+        """
 
 
 class _NativeServer(GroupServer):
@@ -166,18 +160,8 @@ class _NativeServer(GroupServer):
             raise RuntimeError(f"the manager server committed step {step}, which this rank voted against")
         return committed
 
-    def listen(
-        self,
-        failed: Callable[[MemberFailure], None],
-        stalled: Callable[[MemberFailure], None],
-        regressed: Callable[[MemberFailure], None],
-        progress: Callable[[], tuple[bool, str, str]],
-        judged: Callable[[MemberFailure], None],
-        stopped: Callable[[MemberFailure], None],
-    ) -> None:
-        self._listener = FailureListener(
-            self.client, self._group_rank, failed, stalled, regressed, progress, judged, stopped
-        )
+    def listen(self, about: Mapping[str, Callable[..., Any]]) -> None:
+        self._listener = FailureListener(self.client, self._group_rank, about)
 
     def close(self) -> None:
         if self._listener is not None:
@@ -189,18 +173,20 @@ class _NativeServer(GroupServer):
             self._listener.join()
 
     def request_drain(self) -> None:
-        self._report(self.client._request_drain)
+        self._send(drain=True)
 
     def suspect(self, quorum_id: int, others: list[str]) -> None:
         if others:
-            self._report(self.client._suspect, quorum_id, others[0] if len(others) == 1 else "")
+            self._send(
+                suspected={"quorum_id": quorum_id, "replica_id": others[0] if len(others) == 1 else ""}
+            )
 
-    def report(self, call: str, *args: Any, **kwargs: Any) -> None:
-        self._report(getattr(self.client, call), self._group_rank, *args, **kwargs)
+    def report(self, kind: str, **fields: Any) -> None:
+        self._send(**{kind: {"group_rank": self._group_rank, **fields}})
 
-    def _report(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _send(self, **report: Any) -> None:
         try:
-            call(*args, **kwargs)
+            self.client._report(**report)
         except RuntimeError as e:  # the client is shut down
             _logger.debug("not sent: %s", e)
 

@@ -83,16 +83,8 @@ class Lighthouse(Consensus):
         def failed(failure: MemberFailure) -> None:
             listener.member_failed(failure.quorum_id, f"{failure.replica_id} failed: {failure.reason}")
 
-        self._failures = FailureListener(
-            self._client,
-            0,
-            failed=failed,
-            stalled=lambda _: None,
-            regressed=lambda _: None,
-            progress=lambda: (False, "trains with FTLib", ""),
-            judged=lambda _: None,
-            stopped=lambda _: None,
-        )
+        about = {"failed": failed, "progress": lambda: (False, "trains with FTLib", "")}
+        self._failures = FailureListener(self._client, 0, about)
 
     def get_member_list(self) -> View:
         view, self._next = self._next, None

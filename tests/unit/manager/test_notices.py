@@ -31,8 +31,7 @@ class Notices:
 def listen(*notices: Any) -> tuple[FailureListener, list[MemberFailure]]:
     received: list[MemberFailure] = []
     client: Any = Notices(*notices)
-    take = received.append
-    return FailureListener(client, 0, take, take, take, lambda: (False, "", ""), take, take), received
+    return FailureListener(client, 0, {"failed": received.append}), received
 
 
 def test_a_notice_that_cannot_be_read_does_not_end_the_failure_bus(
@@ -56,7 +55,7 @@ def test_the_failure_bus_ends_silently_with_the_manager(caplog: pytest.LogCaptur
             raise RuntimeError("the client is closed")
 
     client: Any = Client()
-    listener = FailureListener(client, 0, print, print, print, lambda: (False, "", ""), print, print)
+    listener = FailureListener(client, 0, {})
     listener.end()
     closed.set()
     listener.join()

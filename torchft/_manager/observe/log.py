@@ -46,8 +46,8 @@ class _ManagerLogger:
         manager: has the step and quorum of the rank; the argument's name is upstream's. A Manager passes its
             ``RankState``.
         replica_id, group_rank: the identity of this rank.
-        report: calls a method of the manager server's client, given its name and arguments; None: there is
-            none.
+        report: sends a report to the manager server, given its kind and fields (``GroupServer.report``);
+            None: there is none.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class _ManagerLogger:
 
     def counted(self, name: str, number: int = 1) -> None:
         """Adds to a counter; go/manager/counted.go lists the names (``Counters``)."""
-        self._report("_report_count", name, number)
+        self._report("counted", name=name, number=number)
 
     def heal_progress(self, received: int, total: int) -> None:
         """Reports the bytes of a peer's state that have arrived, and the total."""
-        self._report("_report_healing", received, total)
+        self._report("healing", received=received, total=total)
 
     def phase(self, phase: str) -> None:
         """Reports that the script begins a phase; empty: it ends the one before."""
-        self._report("_report_phase", phase)
+        self._report("progress", begins=True, phase=phase or "UNSAID")
 
     def stalled(self, collective: str, stacks: str) -> None:
         """This rank makes no progress while other groups wait: logs where it is, and reports it.
@@ -99,11 +99,11 @@ class _ManagerLogger:
             stacks: those of its threads.
         """
         self.warn(f"this group is stalled{collective and f', in {collective}'}; its threads:\n{stacks}")
-        self._report("_report_stacks", collective, stacks)
+        self._report("stacks", collective=collective, stacks=stacks)
 
     def raised(self, raised: Mapping[str, Any]) -> bool:
         """Reports an exception that ends this rank. Returns whether there is a server that answers."""
-        self._report("_report_raised", raised)
+        self._report("raised", **raised)
         return self.reports
 
     # Events
@@ -122,7 +122,7 @@ class _ManagerLogger:
         text, nbytes = f"healed from step {from_step} in {phases}", phases.received
         self.info(text)
         self._event("recoveries", text, from_step=from_step, bytes=nbytes, **_seconds(phases.seconds))
-        self._recovered(phases.seconds, healed=True, quorum_id=0, nbytes=nbytes, steps_lost=0)
+        self._recovered(phases.seconds, healed=True, bytes=nbytes)
 
     def failure_event(self, incident: Incident) -> None:
         """The first step after a failure is committed."""
@@ -135,8 +135,7 @@ class _ManagerLogger:
         self.info(text)
         with_total = _seconds({**seconds, "total": sum(seconds.values())})
         self._event("failures", text, steps_lost=incident.steps_lost, **fields, **with_total)
-        lost, quorum_id = incident.steps_lost, incident.quorum_id
-        self._recovered(seconds, healed=False, quorum_id=quorum_id, nbytes=0, steps_lost=lost)
+        self._recovered(seconds, quorum_id=incident.quorum_id, steps_lost=incident.steps_lost)
 
     def divergence_event(
         self, text: str, digested_step: int, groups: list[str], tensors: list[str], certain: bool
@@ -149,9 +148,8 @@ class _ManagerLogger:
         self._event("divergences", text, logging.ERROR, digested_step=digested_step, **fields)
 
     def _recovered(self, seconds: Mapping[str, float], **fields: Any) -> None:
-        self._report(
-            "_report_recovered", step=self._rank_state.current_step(), phases=dict(seconds), **fields
-        )
+        phases = [{"phase": name, "seconds": took} for name, took in seconds.items()]
+        self._report("recovered", step=self._rank_state.current_step(), phases=phases, **fields)
 
     def _event(self, kind: str, msg: str, level: int = logging.INFO, **fields: Any) -> None:
         logger = _events[kind]

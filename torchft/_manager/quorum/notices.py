@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
-from torchft._torchft import ManagerClient, MemberFailure
+from torchft._torchft import ManagerClient
 from torchft.utils import weakly
 
 _logger = logging.getLogger("torchft.manager")
@@ -31,36 +32,19 @@ class FailureListener:
     Args:
         client: client of this rank's manager server.
         group_rank: the number of this rank in its group.
-        failed: called for each member that failed; its exceptions are logged.
-        stalled: called for each member that makes no progress while the others wait for it.
-        regressed: called if the quorum is below the step that the job had reached.
-        judged: called with the answer to an exception that this rank has reported.
-        stopped: called if the job stops.
-        progress: returns whether this rank waits for other groups, what it does, and its phase; called when
-            the lighthouse asks.
+        about: for each kind of notice, what is called with the member that it is about; its exceptions are
+            logged. ``failed``: the member has failed; ``stalled``: it makes no progress while the others wait
+            for it; ``regressed``: the quorum is below the step that the job had reached; ``judged``: the
+            answer to an exception that this rank has reported; ``stopped``: the job stops. That of
+            ``progress`` gets no argument, and returns whether this rank waits for other groups, what it does,
+            and its phase, as named in the proto.
     """
 
     def __init__(
-        self,
-        client: ManagerClient,
-        group_rank: int,
-        failed: Callable[[MemberFailure], None],
-        stalled: Callable[[MemberFailure], None],
-        regressed: Callable[[MemberFailure], None],
-        progress: Callable[[], tuple[bool, str, str]],
-        judged: Callable[[MemberFailure], None],
-        stopped: Callable[[MemberFailure], None],
+        self, client: ManagerClient, group_rank: int, about: Mapping[str, Callable[..., Any]]
     ) -> None:
         self._client = client
         self._group_rank = group_rank
-        about = {
-            "failed": failed,
-            "stalled": stalled,
-            "regressed": regressed,
-            "progress": progress,
-            "judged": judged,
-            "stopped": stopped,
-        }
         self._about = {kind: weakly(call) for kind, call in about.items()}
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
@@ -91,12 +75,16 @@ class FailureListener:
             if notice is None:
                 continue
             kind, failure = notice
+            if kind not in self._about:
+                continue
             about = self._about[kind]()
             if about is None:
                 return
             try:
                 if kind == "progress":
-                    self._client._report_progress(self._group_rank, *about())
+                    waits, what, phase = about()
+                    said = {"waits": waits, "what": what, "phase": phase or "UNSAID"}
+                    self._client._report(progress={"group_rank": self._group_rank, **said})
                 else:
                     about(failure)
             except Exception:

@@ -14,6 +14,7 @@ docs/training_loops.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Optional
@@ -35,11 +36,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchft._job import parameters
 from torchft._job.checkpoints import Checkpoints, check_every
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
-from torchft._job.values import MeanLoss, check_reduced_once, on_device
+from torchft._job.values import DistributedDataParallel, LossSum, check_reduced_once, on_device
 from torchft._manager.snapshots.copies import State
 from torchft.data._stream_reader import is_stream
 from torchft.data.loader import ElasticDataLoader
-from torchft.ddp import DistributedDataParallel
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 
@@ -117,6 +117,7 @@ class Job:
         self._steppers: list[Optimizer] = []  # as the loop uses them
         self._schedulers: list[LRScheduler] = []
         self._scaler: Optional[GradScaler] = None
+        self._losses: LossSum  # from the first model on
         self._others: dict[str, Any] = {}
         self._stage: Optional[str] = None  # key of this rank's part of a checkpoint
         self._loader: Optional[ElasticDataLoader] = None
@@ -150,15 +151,14 @@ class Job:
 
     def _prepare(self, given: Any) -> Any:
         parameters.check_plain(given)
-        if isinstance(given, nn.Module):
-            self._models.append(given)
-            self._wrapped.append(self._wrap(given))
-            return self._wrapped[-1]
-        if parameters.is_stage(given):
-            self._models.append(given.submod)
-            self._wrapped.append(given.submod)
-            self._stage = f"stage {self.manager._settings.group_rank}"
-            return given
+        stage = parameters.is_stage(given)
+        if stage or isinstance(given, nn.Module):
+            self._models.append(given.submod if stage else given)
+            if len(self._models) == 1:
+                self._losses = LossSum(self._models[0], self.device)
+            self._wrapped.append(given.submod if stage else self._wrap(given))
+            self._stage = f"stage {self.manager._settings.group_rank}" if stage else self._stage
+            return given if stage else self._wrapped[-1]
         if isinstance(given, Optimizer):
             self._optimizers.append(given)
             self._steppers.append(given if self._averages_weights else OptimizerWrapper(self.manager, given))
@@ -177,7 +177,7 @@ class Job:
             return model
         for module in sharded if not self._reproducible else ():  # then the loader reduces
             module.set_all_reduce_hook(self._average)
-        return model if sharded else DistributedDataParallel(self.manager, model)
+        return model if sharded else DistributedDataParallel(self.manager, model, self._losses)
 
     @property
     def _averages_weights(self) -> bool:
@@ -301,27 +301,26 @@ class Job:
         if loader.data_world_size > 1:
             for model in self._wrapped:
                 if isinstance(model, DistributedDataParallel):
-                    yield from model.parameters()
+                    yield from (*model.more, *model.parameters())
 
     def _begin_alike(self) -> None:
         """Each rank heals from its counterpart in another group, so the ranks of a group must begin alike."""
         for parameter in self._replicated():
             dist.broadcast(parameter.detach(), 0)
 
-    def _mean_loss(self) -> MeanLoss:
-        return MeanLoss(None if self._averages_weights else self.manager, self._ranks, self._reproducible)
-
     @property
     def _reproducible(self) -> bool:
         return self.manager._settings.reproducible_reduction
 
-    def _reduce(self) -> None:
-        """Reduces the gradients that the models or the loader do not reduce themselves."""
-        if self._reproducible or self._averages_weights:
-            return
-        parameters.reduce_plain(self._wrapped, self.manager)
-        if (group := dist.group.WORLD) is not None:
-            parameters.average_in_group(self._replicated(), group)
+    def _reduce(self) -> torch.Tensor:
+        """Reduces what the models or the loader do not reduce themselves. Returns the mean loss."""
+        averaged = self._reproducible or self._losses.carried
+        if not (self._reproducible or self._averages_weights):
+            own = [] if averaged else [self._losses]
+            parameters.reduce_plain([*self._wrapped, *own], self.manager)
+            if (group := dist.group.WORLD) is not None:
+                parameters.average_in_group(self._replicated(), group)
+        return self._losses.mean(averaged)
 
     def shutdown(self) -> None:
         """Leaves the job. The loop calls it at its end, and the process at its own."""
@@ -356,6 +355,7 @@ class JobLoader(Iterator["JobStep"]):
             raise
         for optimizer in job._steppers:
             optimizer.zero_grad()
+        job._losses.zero_grad()
         self._last = JobStep(job, step)
         return self._last
 
@@ -368,8 +368,8 @@ class JobStep:
         self._step = step
         self._unit: Optional[Unit] = None
         self._backward = False  # whether the unit had its backward pass
-        self._mean = job._mean_loss()
         self.ended, self.counted, self._reduced = False, False, 0
+        self._loss: Optional[torch.Tensor] = None
 
     @property
     def epoch(self) -> int:
@@ -385,9 +385,7 @@ class JobStep:
         """Yields the batches of this rank, on its device. Each belongs into one call of :meth:`backward`."""
         job = self._job
         for unit in self._step:
-            if self._unit is not None and self._unit.last:  # all batches come again (`reproducible`)
-                self._mean = job._mean_loss()
-            with unit.accumulate(*job._wrapped):
+            with unit.accumulate(*job._wrapped, job._losses):
                 self._unit, self._backward = unit, False
                 yield on_device(unit.data, job.device)
                 if not self._backward:
@@ -396,11 +394,11 @@ class JobStep:
                         "one that must not count has a loss multiplied by 0"
                     )
         self._unit = None
-        job._reduce()
+        self._loss = job._reduce()
         self._reduced = len(job.manager._current.inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Runs the backward pass of a batch. The gradients of the last batch's pass are reduced meanwhile.
+        """Runs the backward pass of a batch, once. Gradients are reduced during that of the last one.
 
         Args:
             loss: the mean over the samples of the batch, a tensor of one element.
@@ -409,8 +407,8 @@ class JobStep:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise TypeError(f"loss is {what}: it has to be a tensor of one element that needs gradients")
         scaler, weighted = self._job._scaler, loss * self.weight
-        self.ran(weighted)  # before the pass, so that losses are reduced in the meantime
-        (weighted if scaler is None else scaler.scale(weighted)).backward()
+        scaled = weighted if scaler is None else scaler.scale(weighted)
+        self._run(scaled, self._job._losses(weighted))
 
     @property
     def weight(self) -> float:
@@ -423,11 +421,13 @@ class JobStep:
         Args:
             weighted: its loss times :attr:`weight`, of one element; None in a rank that computes no loss.
         """
-        unit = self._current("backward()")
-        if weighted is not None:
-            self._mean.add(weighted)
-        if unit.last and not self._backward:
-            self._mean.reduce(self._job.device)
+        self._run(*(() if weighted is None else (self._job._losses(weighted),)))
+
+    def _run(self, *losses: torch.Tensor) -> None:
+        self._current("backward()")
+        if self._backward:
+            raise RuntimeError("step.backward() was called twice for a batch: give it the sum of the losses")
+        torch.autograd.backward(losses)
         self._backward = True
 
     def _current(self, what: str) -> Unit:
@@ -446,9 +446,11 @@ class JobStep:
         group's); NaN if a group failed in this step.
 
         Raises:
-            RuntimeError: this rank has not run all backward passes of the step.
+            RuntimeError: it was called before the end of the batches.
         """
-        return self._mean.value()
+        if self._loss is None:
+            raise RuntimeError("step.loss belongs after `for batch in step`, run to its end")
+        return math.nan if self._step.failed else self._loss.item()
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients so that their norm is at most ``max_norm``. Call it between the batches and

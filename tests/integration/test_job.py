@@ -150,6 +150,46 @@ def test_with_reproducible_sums_weights_and_losses_have_the_same_bits_with_one_g
     assert [max(ends[0][1][step]) for step in range(STEPS)] == pytest.approx(one_process()[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_losses_are_reduced_with_the_gradients(dtype: torch.dtype, reproducible: bool) -> None:
+    def loop(rank: Rank) -> tuple[list[int], list[float], list[float]]:
+        manager = rank.start_manager(reproducible_reduction=reproducible, compare_commits=0)
+        job = torchft.Job(manager=manager, device="cpu")
+        first, second = nn.Linear(4, 3).to(dtype), nn.Linear(3, 1).to(dtype)
+        adam = torch.optim.Adam([*first.parameters(), *second.parameters()], lr=0.01)
+        one, two, _ = job.prepare(first, second, adam)
+        sizes, means, expected = list[int](), list[float](), list[float]()
+        reduce = manager.allreduce
+
+        def allreduce(tensor: torch.Tensor, **more: Any) -> Any:
+            sizes.append(tensor.numel())
+            return reduce(tensor, **more)
+
+        manager.allreduce = allreduce  # type: ignore[method-assign]
+        for step in job.loader(dataset(), **{**SETTINGS, "epochs": 1}):
+            losses: dict[float, float] = {}  # of each batch, which may come again (`reproducible`)
+            sizes.clear()
+            for x, y in step:
+                loss = nn.functional.mse_loss(two(one(x.to(dtype)).tanh()), y.to(dtype))
+                losses[float(x.sum())] = float(loss.detach() * step.weight)
+                step.backward(loss)
+            for module in (first, second):
+                assert module.weight.grad.data_ptr() % 64 == 0
+            step.commit()
+            means.append(step.loss)
+            expected.append(sum(losses.values()))
+        return sizes, means, expected
+
+    with Cluster() as cluster:
+        ((sizes, means, expected),) = results(cluster.start(loop, 0))
+    assert len(means) == 4
+    assert means == pytest.approx(expected, rel=1e-6 if dtype != torch.float64 or reproducible else 1e-12)
+    # two models, or the integers of both; a sum of losses in bfloat16 would be of no use
+    alone = dtype is torch.bfloat16 and not reproducible
+    assert len(sizes) == (1 if reproducible else 3 if alone else 2)
+
+
 def test_a_stream_needs_no_settings() -> None:
     class Stream(IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
@@ -196,7 +236,9 @@ def body(name: str) -> Callable[[JobStep, nn.Module], None]:
                 step.commit()
             if name == "left early":
                 break
-            if name == "early loss" and not step._unit.last:
+            if name == "backward twice":
+                step.backward(model(x).sum())
+            if name == "early loss":
                 step.loss  # noqa: B018
         step.commit()
         if name == "twice":
@@ -214,7 +256,8 @@ def body(name: str) -> Callable[[JobStep, nn.Module], None]:
         ("None", TypeError, "loss is None: it has to be a tensor of one element"),
         ("not a scalar", TypeError, r"loss is a tensor of shape \(2,\)"),
         ("raises", KeyError, "label"),
-        ("early loss", RuntimeError, "step.loss is known after the last batch"),
+        ("backward twice", RuntimeError, r"step.backward\(\) was called twice for a batch"),
+        ("early loss", RuntimeError, "step.loss belongs after `for batch in step`, run to its end"),
         ("twice", RuntimeError, "called twice"),
         ("clips a batch", RuntimeError, r"step.clip\(\) belongs after `for batch in step`"),
         ("commits a batch", RuntimeError, r"step.commit\(\) belongs after `for batch in step`"),

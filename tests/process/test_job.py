@@ -42,12 +42,22 @@ def one_process() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("script", ["pipeline_script.py", "ranks_script.py"])
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ("pipeline_script.py", ""),
+        ("ranks_script.py", "ddp"),
+        pytest.param(
+            "ranks_script.py", "reproducible", marks=pytest.mark.slow
+        ),  # unlike "ddp" in the sums only
+        pytest.param("ranks_script.py", "fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_of_a_group_are_stages_of_a_pipeline_or_read_different_data(
-    script: str, tmp_path: Path
+    script: str, kind: str, tmp_path: Path
 ) -> None:
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)
-    command = [str(Path(__file__).with_name(script)), "2"]
+    command = [str(Path(__file__).with_name(script)), kind, "2"]
     groups = [ReplicaGroup(i, 2, command, tmp_path / f"{i}.log", nproc=2) for i in range(2)]
     try:
         for group in groups:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from torchft import ddp
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
-_ONE = 2.0**32  # of a loss in a sum of integers
+_ALIGNED = 64  # elements
 
 
 def on_device(value: Any, device: torch.device) -> Any:
@@ -44,58 +46,64 @@ def check_reduced_once(manager: Manager, reduced: int) -> None:
         raise error
 
 
-class MeanLoss:
-    """The mean of a step's losses: the sum of the weighted losses of all groups. It is reduced while the
-    gradients of the last batch are computed.
+class LossSum(nn.Module):
+    """The sum of a step's weighted losses, as the gradient of a parameter. So it is reduced like gradients,
+    and with them: in a bucket of DistributedDataParallel, or in the integers of ``reproducible``.
 
     Args:
-        manager: the Manager of this rank; None: the mean of this group alone.
-        ranks: ranks of this group. Those that add a loss have weighted it for a mean over them.
-        exact: sum integers, with a fraction of 32 bits, so that the order of the sum does not matter.
+        model: whose gradients it is to be reduced with.
+        device: of this rank.
+
+    Attributes:
+        carried: whether a bucket of a DistributedDataParallel has it.
     """
 
-    def __init__(self, manager: Optional[Manager], ranks: int, exact: bool) -> None:
-        self._manager = manager
-        self._ranks = ranks
-        self._exact = exact
-        self._sum: Optional[torch.Tensor] = None  # if exact, the second element counts infinities and NaN
-        self._givers: Union[int, torch.Tensor] = 1  # ranks of this group that have added losses
-        self._work: Optional[dist.Work] = None
-        self._reduced = False
+    carried = False
 
-    def add(self, weighted: torch.Tensor) -> None:
-        """Adds the weighted loss of a batch, of one element."""
-        own = weighted.detach().double().reshape(1)
-        if self._exact:
-            bad = (~own.isfinite()).to(torch.int64)
-            own = torch.cat([(own.nan_to_num(0, 0, 0) * _ONE).round().to(torch.int64), bad])
-        self._sum = own if self._sum is None else self._sum + own
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        wide = any(p.dtype == torch.float64 for p in model.parameters())
+        # In a bucket, the gradients behind it are as aligned as without it.
+        zeros = torch.zeros(_ALIGNED, dtype=torch.float64 if wide else torch.float32, device=device)
+        self.sum = nn.Parameter(zeros)
 
-    def reduce(self, device: torch.device) -> None:
-        """Begins to sum over all ranks. Nothing is added later."""
-        given = self._sum is not None
-        if self._sum is None:  # another stage of a pipeline has the losses
-            shape, kind = (2, torch.int64) if self._exact else (1, torch.float64)
-            self._sum = torch.zeros(shape, dtype=kind, device=device)
-        if self._ranks > 1:
-            own = torch.cat([self._sum, self._sum.new_tensor([given])])
-            dist.all_reduce(own)
-            self._sum, self._givers = own[:-1].contiguous(), own[-1]
-        self._reduced = True
-        if self._manager is not None:
-            self._work = self._manager.allreduce(self._sum, reduce_op=dist.ReduceOp.SUM)
+    def forward(self, weighted: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of one element, whose backward pass adds a loss, of one element, to the sum."""
+        return self.sum[0] * weighted.detach().reshape(()).to(self.sum)
 
-    def value(self) -> float:
-        """Waits for the sum; NaN if it failed.
+    def mean(self, averaged: bool) -> torch.Tensor:
+        """Returns the sum, of one element, as a mean over the ranks of this group that have added losses.
 
-        Raises:
-            RuntimeError: it has not begun.
+        Args:
+            averaged: whether the ranks of this group have averaged it.
         """
-        if not self._reduced or self._sum is None:
-            raise RuntimeError("step.loss is known after the last batch of the step")
-        if self._work is not None and not self._work.wait():
-            return math.nan
-        total, givers = self._sum.tolist(), float(self._givers)
-        if not self._exact:
-            return total[0] / givers
-        return math.nan if total[1] else total[0] / _ONE / givers
+        given = self.sum.grad is not None
+        own = self.sum.grad[:1].clone() if self.sum.grad is not None else self.sum.new_zeros(1)
+        if averaged or not dist.is_initialized() or dist.get_world_size() == 1:
+            return own
+        both = torch.cat([own, own.new_tensor([given])])
+        dist.all_reduce(both)
+        return both[:1] / both[1:]
+
+
+class DistributedDataParallel(ddp.DistributedDataParallel):
+    """torchft's, whose first one in a job reduces the sum of the losses with the gradients.
+
+    Args:
+        manager: the Manager of this rank.
+        module: the model.
+        losses: the sum. A loss is added in each backward pass.
+    """
+
+    def __init__(self, manager: Manager, module: nn.Module, losses: LossSum) -> None:
+        self.more = () if losses.carried else (losses.sum,)
+        losses.carried = True
+        super().__init__(manager, module)
+
+    def _ddp_init_helper(self, parameters: list[Any], expect_sparse_gradient: list[bool], *rest: Any) -> None:
+        # In front: behind the others, it might have a bucket of its own.
+        names, *others = rest
+        more = len(self.more)
+        names = {**dict.fromkeys(range(more), "step.loss"), **{i + more: each for i, each in names.items()}}
+        sparse = [False] * more + expect_sparse_gradient
+        super()._ddp_init_helper([*self.more, *parameters], sparse, names, *others)

@@ -201,6 +201,11 @@ class LoaderStep:
             raise
 
     @property
+    def failed(self) -> bool:
+        """Whether the step has failed, as far as it is known; False with LocalSGD and DiLoCo."""
+        return self._loader._local_steps is None and self._attempt.error is not None
+
+    @property
     def begun(self) -> bool:
         """Whether any unit of the step has been accumulated."""
         return bool(self._added)

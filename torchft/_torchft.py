@@ -48,9 +48,9 @@ __all__ = [
     "QuorumRequest",
     "QuorumResult",
     "Timestamp",
+    "held_in",
     "keep",
     "lighthouse_main",
-    "slots_in",
 ]
 
 LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
@@ -602,11 +602,12 @@ def keep(root: str, bind: str, keep: timedelta, writer: list[str], began: Callab
     keeper.shutdown()  # a second signal ends the process at once
 
 
-def slots_in(root: str) -> list[dict[str, Any]]:
-    """What the slots in a folder hold, as ``GET /api/v1/keepers`` describes them; no keeper needs to run.
+def held_in(root: str) -> dict[str, Any]:
+    """What the slots in a folder hold, and what the writer of checkpoints does: ``snapshots`` and ``disks``,
+    as ``GET /api/v1/keepers`` describes them. No keeper needs to run.
 
     Raises:
         RuntimeError: the folder cannot be read.
     """
-    found: list[dict[str, Any]] = json.loads(_load().pyapi_KeeperList(root))
+    found: dict[str, Any] = json.loads(_load().pyapi_KeeperList(root))
     return found

@@ -18,7 +18,7 @@ import (
 func metricNames(t *testing.T) []string {
 	families, err := registry(func() []*Feed {
 		step := int64(1)
-		status := Status{Snapshots: Snapshots{Step: &step}}
+		status := Status{Snapshots: Snapshots{Step: &step, Checkpoint: &step}}
 		status.EjectAfterMS = map[string]int64{"training": 30_000}
 		return []*Feed{NewFeed("default", func() Status { return status })}
 	}).Gather()

@@ -205,6 +205,12 @@ var (
 	snapshotIncompleteDesc = prometheus.NewDesc("torchft_snapshot_incomplete_slots",
 		"Slots that hold nothing to restore: they are being written, or torn.",
 		[]string{"training_job"}, nil)
+	checkpointStepDesc = prometheus.NewDesc("torchft_checkpoint_step",
+		"Newest complete checkpoint on disk that the writer of a host knows; none if there is none.",
+		[]string{"training_job"}, nil)
+	checkpointProblemDesc = prometheus.NewDesc("torchft_checkpoint_problem_seconds",
+		"For how long the writer of a host has not got on, as on a full disk; 0: all do.",
+		[]string{"training_job"}, nil)
 	signOfLifeDesc = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds",
 		"Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
 )
@@ -253,6 +259,10 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	if held.Step != nil {
 		gauge(snapshotStepDesc, float64(*held.Step))
 	}
+	if held.Checkpoint != nil {
+		gauge(checkpointStepDesc, float64(*held.Checkpoint))
+	}
+	gauge(checkpointProblemDesc, float64(held.ProblemMS)/1000)
 	f.mu.Lock()
 	viewers := len(f.viewers)
 	f.mu.Unlock()

@@ -21,6 +21,12 @@ type Snapshots struct {
 	Step       *int64 `json:"step,omitempty"` // newest with all ranks; nil: there is none
 	Bytes      int64  `json:"bytes"`          // of all slots
 	Incomplete int    `json:"incomplete"`     // slots that hold nothing to restore
+	// Newest complete checkpoint on disk that a writer knows; nil: there is none.
+	Checkpoint *int64 `json:"checkpoint,omitempty"`
+	// Why a host writes no checkpoint, and for how long; empty: each that is due gets on. If several have a
+	// problem, it is that of the host that has had one for longest.
+	Problem   string `json:"problem,omitempty"`
+	ProblemMS int64  `json:"problem_ms,omitempty"`
 }
 
 // Member is one replica group in Status.

@@ -130,7 +130,7 @@ func (s *server) mine(j job) bool { return j.settings.Lighthouse != "" && j.key 
 
 func (s *server) serveList(w http.ResponseWriter, _ *http.Request) {
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(s.keeper.held(s.mine)) // fails only if the client has gone
+	_ = json.NewEncoder(w).Encode(s.keeper.held(s.mine).Snapshots) // fails only if the client has gone
 }
 
 // serveSlot sends a slot, or a range of it, if it is complete. Its ETag stands for its header: a reader that

@@ -178,7 +178,7 @@ func (k *Keeper) scan(now time.Time) {
 		if j.settings.Lighthouse != "" {
 			wanted[jobs[i].key], told[target{j.settings.Lighthouse, j.settings.Job, jobs[i].key}] = true, true
 		}
-		for _, s := range j.slots {
+		for _, s := range j.Snapshots {
 			disk = disk || s.Folder != ""
 		}
 		if j.ranks {
@@ -219,14 +219,15 @@ func (k *Keeper) follow(jobs []job, wanted map[key]bool, told map[target]bool) {
 	}
 }
 
-// held returns the slots of the jobs whose settings a predicate accepts.
-func (k *Keeper) held(accepts func(job) bool) []slots.Slot {
+// held returns what is held of the jobs whose settings a predicate accepts.
+func (k *Keeper) held(accepts func(job) bool) slots.Held {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	found := []slots.Slot{}
+	found := slots.Held{Snapshots: []slots.Slot{}}
 	for _, j := range k.jobs {
 		if accepts(j) {
-			found = append(found, j.slots...)
+			found.Snapshots = append(found.Snapshots, j.Snapshots...)
+			found.Disks = append(found.Disks, j.Disks...)
 		}
 	}
 	return found

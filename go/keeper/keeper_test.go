@@ -475,11 +475,28 @@ func TestListNeedsNoKeeper(t *testing.T) {
 	h.slot("a/b", "g:1", 3, 1, 7, nil, "group_world_size", 4)
 	held, err := List(h.root)
 	require.NoError(t, err)
-	require.Len(t, held, 1)
-	assert.Equal(t, slots.Place{Job: "a/b", Group: "g:1", GroupRank: 3, Slot: 1}, held[0].Place)
+	require.Len(t, held.Snapshots, 1)
+	assert.Equal(t, slots.Place{Job: "a/b", Group: "g:1", GroupRank: 3, Slot: 1}, held.Snapshots[0].Place)
 	held, err = List(filepath.Join(h.root, "nothing"))
 	require.NoError(t, err)
-	assert.Empty(t, held)
+	assert.Equal(t, slots.Held{Snapshots: []slots.Slot{}}, held)
+}
+
+func TestWhatTheWriterSaysIsTold(t *testing.T) {
+	h := newHost(t)
+	at := startLighthouse(t, auth.Security{})
+	h.job("1", at, auth.Security{})
+	h.slot("1", "g", 0, 0, 7, nil)
+	h.write(filepath.Join(h.root, "1", "disk.json"),
+		[]byte(`{"/ckpt": {"written": 3, "writing": null, "nbytes": 0, "problem": "full", "since": 1.5}}`))
+	h.start()
+	want := []slots.Disk{{Job: "1", Folder: "/ckpt", Written: 3, Problem: "full", Since: 1.5}}
+	assert.Equal(t, want, keepers(t, at, 1)[0].Disks)
+	require.NoError(t, os.Remove(filepath.Join(h.root, "1", "disk.json")))
+	require.NoError(t, os.Symlink("/etc/hostname", filepath.Join(h.root, "1", "disk.json")))
+	held, err := List(h.root)
+	require.NoError(t, err)
+	assert.Empty(t, held.Disks, "no link is followed")
 }
 
 func TestALighthouseElsewhereOpensAllInterfaces(t *testing.T) {

@@ -23,8 +23,8 @@ const (
 	postTimeout = 2 * time.Second
 	// retryAfter is the pause after a report that failed: a lighthouse that starts hears soon what there is.
 	retryAfter = 500 * time.Millisecond
-	// mostReported bounds the slots of a report: the lighthouse takes 256 KiB.
-	mostReported = 500
+	// These bound a report: the lighthouse takes 256 KiB.
+	mostReported, mostDisks = 500, 20
 )
 
 // target is a lighthouse's job to which slots are reported.
@@ -89,11 +89,13 @@ func (k *Keeper) tell(ctx context.Context, t target, s *server) error {
 	held := k.held(func(j job) bool {
 		return s.mine(j) && j.settings.Lighthouse == t.lighthouse && j.settings.Job == t.job
 	})
+	held.Snapshots = held.Snapshots[:min(len(held.Snapshots), mostReported)]
+	held.Disks = held.Disks[:min(len(held.Disks), mostDisks)]
 	body, err := json.Marshal(struct {
-		Address   string       `json:"address"`
-		Host      string       `json:"host"`
-		Snapshots []slots.Slot `json:"snapshots"`
-	}{s.address, host, held[:min(len(held), mostReported)]})
+		Address string `json:"address"`
+		Host    string `json:"host"`
+		slots.Held
+	}{s.address, host, held})
 	if err != nil {
 		return err
 	}

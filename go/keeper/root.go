@@ -26,9 +26,10 @@ import (
 const (
 	lockName     = "keeper.lock"
 	settingsName = "job.json"
+	disksName    = "disk.json" // of the writer: torchft/checkpointing/snapshots/due.py
 	rankPrefix   = "rank-"
 	rankLock     = "lock"
-	// mostSettings bounds the file with a job's settings, in bytes.
+	// mostSettings bounds the file with a job's settings, and that of its writer, in bytes.
 	mostSettings = 64 << 10
 	// lockWait is how long a keeper waits for the lock: one that ends holds it for a moment more.
 	lockWait = time.Second
@@ -47,9 +48,9 @@ type job struct {
 	folder   string
 	settings settings
 	key      key
-	slots    []slots.Slot
-	ranks    bool      // whether it has folders of ranks: a rank makes its own when it begins
-	changed  time.Time // when a file of it last changed
+	slots.Held
+	ranks   bool      // whether it has folders of ranks: a rank makes its own when it begins
+	changed time.Time // when a file of it last changed
 }
 
 // RunningError says that another keeper runs.
@@ -136,11 +137,16 @@ func list(root *os.Root, log *slog.Logger) []job {
 		}
 		j := job{name: name, folder: folder}
 		j.settings, j.changed = readSettings(root, folder, log)
+		if f, _, err := openFile(root, path.Join(folder, disksName)); err == nil {
+			text, _ := io.ReadAll(io.LimitReader(f, mostSettings)) // what is cut off is not understood
+			_ = f.Close()
+			j.Disks = slots.ReadDisks(name, text)
+		}
 		for _, place := range places(root, j) {
 			j.ranks = true
 			s, changed, there := look(root, place)
 			if there {
-				j.slots = append(j.slots, s)
+				j.Snapshots = append(j.Snapshots, s)
 				// a file that is written through a mapping need not get a newer time
 				j.changed = later(j.changed, time.UnixMilli(int64(1000*s.Saved)))
 			}
@@ -151,19 +157,20 @@ func list(root *os.Root, log *slog.Logger) []job {
 	return jobs
 }
 
-// List returns the slots below a root, whether or not a keeper runs; none if there is no such folder.
-func List(folder string) ([]slots.Slot, error) {
-	found := []slots.Slot{}
+// List returns what is held below a root, whether or not a keeper runs; nothing if there is no such folder.
+func List(folder string) (slots.Held, error) {
+	found := slots.Held{Snapshots: []slots.Slot{}}
 	root, err := os.OpenRoot(folder)
 	if errors.Is(err, fs.ErrNotExist) {
 		return found, nil
 	}
 	if err != nil {
-		return nil, err
+		return found, err
 	}
 	defer func() { _ = root.Close() }()
 	for _, j := range list(root, slog.New(slog.DiscardHandler)) {
-		found = append(found, j.slots...)
+		found.Snapshots = append(found.Snapshots, j.Snapshots...)
+		found.Disks = append(found.Disks, j.Disks...)
 	}
 	return found, nil
 }

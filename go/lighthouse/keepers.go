@@ -27,13 +27,15 @@ const (
 	mostKeepers = 4096
 	// longestName bounds the names in a report, in bytes: that of a file is no longer.
 	longestName = 255
+	// longestPath bounds the names of folders, in bytes: that of Linux has at most as many.
+	longestPath = 4096
 )
 
 // report is what a keeper says about one job.
 type report struct {
-	Address   string       `json:"address"` // http://host:port, from which others fetch its slots
-	Host      string       `json:"host"`
-	Snapshots []slots.Slot `json:"snapshots"`
+	Address string `json:"address"` // http://host:port, from which others fetch its slots
+	Host    string `json:"host"`
+	slots.Held
 }
 
 const wantedReport = `{"address": "http://host:port", "host": "...", "snapshots": []}`
@@ -50,6 +52,11 @@ func (r report) check() error {
 	for _, s := range r.Snapshots {
 		if len(s.Job) > longestName || len(s.Group) > longestName || len(s.Incomplete) > mostBody {
 			return fmt.Errorf("the name of a slot has more than %d bytes", longestName)
+		}
+	}
+	for _, d := range r.Disks {
+		if len(d.Job) > longestName || len(d.Folder) > longestPath || len(d.Problem) > mostBody {
+			return fmt.Errorf("the name of a folder has more than %d bytes", longestPath)
 		}
 	}
 	return nil
@@ -129,10 +136,10 @@ type KeepersAnswer struct {
 
 // KeeperHeld is what one keeper holds of a job.
 type KeeperHeld struct {
-	Address   string       `json:"address"`
-	Host      string       `json:"host"`
-	AgeMS     int64        `json:"age_ms"` // of its report
-	Snapshots []slots.Slot `json:"snapshots"`
+	Address string `json:"address"`
+	Host    string `json:"host"`
+	AgeMS   int64  `json:"age_ms"` // of its report
+	slots.Held
 }
 
 // serveKeepers takes the report of a keeper about the job in the query, or lists those of the job. A job
@@ -144,7 +151,7 @@ func (s *Server) serveKeepers(w http.ResponseWriter, r *http.Request) {
 		answer := KeepersAnswer{now.Sub(s.listeningSince()).Milliseconds(), []KeeperHeld{}}
 		for _, h := range s.keepers.all(job, now) {
 			answer.Keepers = append(answer.Keepers,
-				KeeperHeld{h.Address, h.Host, now.Sub(h.at).Milliseconds(), h.Snapshots})
+				KeeperHeld{h.Address, h.Host, now.Sub(h.at).Milliseconds(), h.Held})
 		}
 		dashboard.Answer(w, answer)
 	case http.MethodPost:
@@ -185,19 +192,28 @@ func (s *Server) listeningSince() time.Time {
 
 // snapshots summarizes what the keepers of a job hold.
 func (k *keepers) snapshots(job string, now time.Time) (sum dashboard.Snapshots) {
-	var held []slots.Slot
+	var held slots.Held
 	for _, h := range k.all(job, now) {
 		sum.Hosts++
-		held = append(held, h.Snapshots...)
+		held.Snapshots, held.Disks = append(held.Snapshots, h.Snapshots...), append(held.Disks, h.Disks...)
 	}
-	for _, s := range held {
+	for _, s := range held.Snapshots {
 		sum.Bytes += s.Bytes
 		if s.Incomplete != "" {
 			sum.Incomplete++
 		}
 	}
-	if step, found := slots.Newest(held); found {
+	if step, found := slots.Newest(held.Snapshots); found {
 		sum.Step = &step
+	}
+	for _, d := range held.Disks {
+		if d.Written >= 0 && (sum.Checkpoint == nil || d.Written > *sum.Checkpoint) {
+			sum.Checkpoint = &d.Written
+		}
+	}
+	if worst, found := slots.Trouble(held.Disks); found {
+		sum.Problem = worst.Problem
+		sum.ProblemMS = max(0, now.UnixMilli()-int64(1000*worst.Since))
 	}
 	return sum
 }

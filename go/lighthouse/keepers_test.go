@@ -60,7 +60,7 @@ func TestKeepersTellWhatTheyHoldForAWhile(t *testing.T) {
 		answer := heldOf(t, client, "default")
 		assert.EqualValues(t, 1000, answer.ListeningMS)
 		require.Len(t, answer.Keepers, 2, "those of another job are not listed")
-		assert.Equal(t, lighthouse.KeeperHeld{Address: "http://b:1", Host: "b", Snapshots: []slots.Slot{slot, torn}},
+		assert.Equal(t, lighthouse.KeeperHeld{Address: "http://b:1", Host: "b", Held: slots.Held{Snapshots: []slots.Slot{slot, torn}}},
 			answer.Keepers[1])
 		assert.Len(t, heldOf(t, client, "other").Keepers, 1, "a job needs no members to have snapshots")
 		_, metrics := get(t, client, "/metrics")
@@ -79,6 +79,35 @@ func TestKeepersTellWhatTheyHoldForAWhile(t *testing.T) {
 		assert.NotContains(t, metrics, "torchft_snapshot_step{")
 		time.Sleep(10 * time.Second)
 		assert.Empty(t, heldOf(t, client, "default").Keepers)
+	})
+}
+
+func TestTheStateOfDisksIsTold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		client := browser(t, fttest.NewCluster(t, 1), "far")
+		good := slots.Disk{Job: "j", Folder: "/ckpt", Written: 40, Since: 1.5}
+		full := slots.Disk{Job: "j", Folder: "/ckpt", Written: 30, Problem: "no space left on device",
+			Since: float64(time.Now().Unix() - 90)}
+		for host, disk := range map[string]slots.Disk{"a": good, "b": full} {
+			text, err := json.Marshal(map[string]any{"address": "http://" + host + ":1", "host": host,
+				"snapshots": []slots.Slot{}, "disks": []slots.Disk{disk}})
+			require.NoError(t, err)
+			code, body := tell(t, client, "default", string(text))
+			require.Equal(t, http.StatusOK, code, body)
+		}
+		answer := heldOf(t, client, "default")
+		assert.Equal(t, []slots.Disk{full}, answer.Keepers[1].Disks)
+		_, metrics := get(t, client, "/metrics")
+		assert.Contains(t, metrics, `torchft_checkpoint_step{training_job="default"} 40`)
+		assert.Contains(t, metrics, `torchft_checkpoint_problem_seconds{training_job="default"} 90`)
+		code, body := tell(t, client, "default", `{"address": "http://b:1", "host": "b", "snapshots": [], "disks":
+			[{"job": "j", "folder": "`+strings.Repeat("f", 5000)+`", "written": 1, "bytes": 0, "since": 1}]}`)
+		assert.Equal(t, http.StatusBadRequest, code)
+		assert.Contains(t, body, "the name of a folder has more than 4096 bytes")
+		time.Sleep(10 * time.Second)
+		_, metrics = get(t, client, "/metrics")
+		assert.NotContains(t, metrics, "torchft_checkpoint_step{")
+		assert.Contains(t, metrics, `torchft_checkpoint_problem_seconds{training_job="default"} 0`)
 	})
 }
 

@@ -117,7 +117,8 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 		ask("GET", "/healthz", "", 200)
 		ask("GET", "/readyz", "", 200)
 		ask("POST", "/api/v1/keepers", `{"address": "http://b:1", "host": "b", "snapshots": [{"job": "j", "group": "a",
-			"group_rank": 0, "slot": 1, "group_world_size": 1, "step": 3, "quorum": 1, "saved": 1.5, "bytes": 4096}]}`, 200)
+			"group_rank": 0, "slot": 1, "group_world_size": 1, "step": 3, "quorum": 1, "saved": 1.5, "bytes": 4096}],
+			"disks": [{"job": "j", "folder": "/ckpt", "written": -1, "writing": 3, "bytes": 5, "problem": "full", "since": 1.5}]}`, 200)
 		ask("POST", "/api/v1/keepers", "", 400)
 		ask("POST", "/api/v1/keepers", `{}`, 403, "Origin", "http://evil.example")
 		ask("GET", "/api/v1/keepers", "", 200)
@@ -165,7 +166,7 @@ func TestOpenAPINamesEachField(t *testing.T) {
 		"Status": dashboard.Status{}, "Member": dashboard.Member{}, "Event": dashboard.Event{},
 		"Point":   dashboard.Point{},
 		"Cluster": replica.Status{}, "ClusterMember": replica.Member{},
-		"Snapshots": dashboard.Snapshots{}, "Slot": slots.Slot{}, "Keeper": lighthouse.KeeperHeld{},
+		"Snapshots": dashboard.Snapshots{}, "Slot": slots.Slot{}, "Disk": slots.Disk{}, "Keeper": lighthouse.KeeperHeld{},
 		"Keepers": lighthouse.KeepersAnswer{},
 	} {
 		var fields, named []string

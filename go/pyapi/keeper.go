@@ -38,7 +38,7 @@ func KeeperStart(root, bind, hostname, writer string, keepUs int64) (op int64, e
 	}), nil
 }
 
-// KeeperList returns the slots below a root as JSON, as a keeper lists them.
+// KeeperList returns what is held below a root as JSON, as a keeper tells it.
 func KeeperList(root string) (list string, err error) {
 	defer ops.Guard(&err)
 	held, err := keeper.List(root)

@@ -1,4 +1,6 @@
-"""``torchft snapshots``: the copies of a job's state that each host holds in memory."""
+"""``torchft snapshots``: the copies of a job's state that each host holds in memory, and what it writes to
+disk.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from torchft.cli.output import printable
 
 _ABOUT = """\
 Lists the snapshots in the memory of all hosts, as their keepers have told the lighthouse within the last ten
-seconds; without a lighthouse, or with --here, those of this host, of all jobs.
+seconds; without a lighthouse, or with --here, those of this host, of all jobs. Then, for each folder of
+checkpoints, what the hosts write, and why one does not get on.
 """
 _HEAD = ("host", "job", "group", "rank", "step", "size", "age", "state")
+_DISKS = ("host", "job", "folder", "step", "state")
 _RIGHT = ("rank", "step", "size", "age")
 
 
@@ -33,12 +37,13 @@ def main(arguments: Sequence[str]) -> int:
     except (Unanswered, OSError, RuntimeError, ValueError) as e:
         print(printable(f"torchft snapshots: {e}"), file=sys.stderr)
         return 1
-    print(json.dumps(held) if args.json else table(held, time.time()))
+    now = time.time()
+    print(json.dumps(held) if args.json else table(held, now) + disks(held, now))
     return 0
 
 
 def _held(lighthouse: str | None, job: str | None, here: bool) -> list[dict[str, Any]]:
-    """What each host holds: ``host`` and ``snapshots``."""
+    """What each host holds: ``host``, ``snapshots``, and ``disks`` if it writes checkpoints."""
     if not here:
         try:
             keepers: list[dict[str, Any]] = HttpLighthouse(lighthouse, job).get("/api/v1/keepers")["keepers"]
@@ -48,10 +53,13 @@ def _held(lighthouse: str | None, job: str | None, here: bool) -> list[dict[str,
                 raise
             print("no lighthouse answers on this machine; in the memory of this host:", file=sys.stderr)
     from torchft import _keeper
-    from torchft._torchft import slots_in
+    from torchft._torchft import held_in
 
-    slots = [slot for slot in slots_in(str(_keeper.root())) if job in (None, slot["job"])]
-    return [{"host": socket.gethostname(), "snapshots": slots}]
+    held = {
+        kind: [one for one in found if job in (None, one["job"])]
+        for kind, found in held_in(str(_keeper.root())).items()
+    }
+    return [{"host": socket.gethostname(), **held}]
 
 
 def table(held: Sequence[dict[str, Any]], now: float) -> str:
@@ -67,11 +75,33 @@ def table(held: Sequence[dict[str, Any]], now: float) -> str:
     if len(rows) == 1:
         hosts = ", ".join(printable(one["host"]) for one in held)
         return f"no snapshots (keepers: {hosts})" if hosts else "no keeper holds snapshots of this job"
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    return _aligned(rows)
+
+
+def disks(held: Sequence[dict[str, Any]], now: float) -> str:
+    """Formats what hosts write to disk, as lines to append; "": none writes. ``now`` as in `table`."""
+    rows: list[tuple[str, ...]] = [_DISKS]
+    for one in held:
+        for disk in one.get("disks") or []:
+            since = _age(now - disk["since"])
+            state = "complete" if disk["written"] >= 0 else "none"
+            if problem := disk.get("problem"):
+                state = f"for {since}: {problem}"
+            elif (step := disk.get("writing")) is not None:
+                state = f"writes step {step}: {size(disk['bytes'])} in {since}"
+            step = str(disk["written"]) if disk["written"] >= 0 else "-"
+            rows.append(tuple(map(printable, (one["host"], disk["job"], disk["folder"], step, state))))
+    return "\n\n" + _aligned(rows) if len(rows) > 1 else ""
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """The rows of a table, of which the first names the columns."""
+    head = rows[0]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for name, cell, width in zip(_HEAD, row, widths)
+            for name, cell, width in zip(head, row, widths)
         ).rstrip()
         for row in rows
     )

@@ -324,13 +324,25 @@ async function drawKeepers() {
   if (at("keepers").hidden) return;
   const answer = await fetch(`api/v1/keepers?job=${encodeURIComponent(job || "default")}`).catch(() => null);
   if (!answer || !answer.ok) return;
-  const held = (await answer.json()).keepers.flatMap((one) => (one.snapshots || []).map((slot) => ({ host: one.host, ...slot })));
+  const keepers = (await answer.json()).keepers;
+  const all = (kind) => keepers.flatMap((one) => (one[kind] || []).map((each) => ({ host: one.host, ...each })));
+  const held = all("snapshots");
   at("slots").replaceChildren(...held.slice(0, MOST_ROWS).map((slot) => {
     const tr = element("tr");
     const why = slot.incomplete;
     tr.append(element("td", slot.host), element("td", slot.group), element("td", slot.group_rank, "number"),
       element("td", why ? "" : slot.step, "number"), element("td", gigabytes(slot.bytes), "number"),
       element("td", why ? "" : ago(1000 * slot.saved), "number"), element("td", why || "complete", why ? "waiting" : "training"));
+    return tr;
+  }));
+  const disks = all("disks");
+  at("disks").hidden = disks.length === 0;
+  at("disks").tBodies[0].replaceChildren(...disks.slice(0, MOST_ROWS).map((disk) => {
+    const tr = element("tr");
+    const [what, className] = disk.problem ? [`for ${ago(1000 * disk.since)}: ${disk.problem}`, "failed"]
+      : disk.writing !== undefined ? [`writes step ${disk.writing}: ${gigabytes(disk.bytes)} in ${ago(1000 * disk.since)}`, "waiting"]
+      : disk.written < 0 ? ["none", "waiting"] : ["complete", "training"];
+    tr.append(element("td", disk.host), element("td", disk.folder), element("td", disk.written < 0 ? "" : disk.written, "number"), element("td", what, className));
     return tr;
   }));
 }

@@ -10,7 +10,7 @@ import pytest
 
 from torchft._torchft import LighthouseServer
 from torchft.cli import main
-from torchft.cli.snapshots import table
+from torchft.cli.snapshots import disks, table
 
 SLOT = {
     "job": "train",
@@ -35,6 +35,26 @@ def test_the_table() -> None:
     ]
     assert table(held[1:], 0) == "no snapshots (keepers: two)"
     assert table([], 0) == "no keeper holds snapshots of this job"
+
+
+def test_the_table_of_disks() -> None:
+    about = {"job": "train", "folder": "/ckpt", "written": 600, "bytes": 0, "since": 1000.0}
+    writing = {**about, "writing": 700, "bytes": 5_000_000}
+    full = {**about, "written": -1, "problem": "No space\x1b left on device"}
+    held = [
+        {"host": "one", "disks": [about, writing]},
+        {"host": "two", "disks": [full]},
+        {"host": "three", "snapshots": []},
+    ]
+    assert disks(held, 1120.0).splitlines() == [
+        "",
+        "",
+        "host  job    folder  step  state",
+        "one   train  /ckpt    600  complete",
+        "one   train  /ckpt    600  writes step 700: 5.0 MB in 2 min",
+        "two   train  /ckpt      -  for 2 min: No space? left on device",
+    ]
+    assert disks(held[2:], 0) == ""
 
 
 def test_all_hosts_by_the_lighthouse(
@@ -68,10 +88,15 @@ def test_this_host_without_a_keeper(memory_of_snapshots: Path, capfd: pytest.Cap
     slot.parent.mkdir(parents=True)
     slot.write_bytes(bytes(5000))
     (slot.parent / "1").write_bytes(b"TFTSLOT9" + bytes(4088))
+    status = {"written": 5, "writing": None, "nbytes": 0, "problem": None, "since": 1.0}
+    (memory_of_snapshots / "a%20job" / "disk.json").write_text(json.dumps({"/ckpt": status}))
     assert main(["snapshots", "--here"]) == 0
     shown = capfd.readouterr().out
     assert "a job" in shown
+    assert shown.splitlines()[-1].split()[-3:] == ["/ckpt", "5", "complete"]
     assert "it is being written, or its trainer ended while it wrote" in shown
     assert "its format has version '9', and this keeper reads version '1'" in shown
     assert main(["snapshots", "--here", "--job", "other", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)[0]["snapshots"] == []
+    assert main(["snapshots", "--here", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)[0]["disks"][0]["written"] == 5

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from causes import SILENCE_MS, check_killed, check_silenced, failures
 from chaos_history import Life, check_ended, check_history, check_nothing_left
-from chaos_worker import BUCKETS
+from chaos_worker import BUCKETS, SNAPSHOTS
 from flapping import Flapping
 from hosts import Hosts
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
@@ -51,7 +51,7 @@ class Outcome:
     """The effect of a fault on the survivors."""
 
     seconds: float  # from the fault to the last survivor's next commit without the victims
-    lost: int  # number of steps, of the survivor that lost most
+    lost: int  # number of steps, of the survivor that lost most; without survivors those made again
     phases: dict[str, float] = field(default_factory=dict)  # report of a survivor that noticed an error
 
 
@@ -76,6 +76,7 @@ class Chaos:
     lives: list[Life] = field(default_factory=list)
     past: list[Life] = field(default_factory=list)
     spares: list[Life] = field(default_factory=list)
+    era: int = 0  # how often all groups have ended at once
 
     @property
     def heartbeat_timeout_ms(self) -> int:
@@ -110,6 +111,37 @@ class Chaos:
         self._check_killed(before, len(victims))
         self._replace(victims)
         return outcome
+
+    def kill_all(self, phase: str = "in bucket 1", lighthouse: bool = False) -> Outcome:
+        """Sends SIGKILL to all trainers and agents at once, and to the lighthouse if wanted, when a rank of
+        the first group is at a phase. Then all are restarted, and go on from the copies in memory.
+        """
+        for group in range(self.groups):
+            self._prepare(group)
+        # An earlier fault may have spoilt the last copy.
+        reached = self._reached() + 2 * SNAPSHOTS
+        self.job.wait(lambda: self._reached() > reached, HEAL_BOUND_S, "copies are made")
+        before, children = self._failures(), self._children()
+        at = self._strike([self.lives[0].ranks[0]], phase, signal.SIGKILL)
+        victims = [*children, *([self.lighthouse] if lighthouse else [])]
+        for child in victims:
+            child.send_signal(signal.SIGKILL)
+            if self.torchrun and child is not self.lighthouse:
+                os.kill(child.of("imported")[-1]["pid"], signal.SIGKILL)
+        for child in victims:
+            child.kill()
+        for child in children:
+            check_ended(child)
+        if lighthouse:
+            self.lighthouse = self._start_lighthouse()
+        else:
+            self._wait_killed(before, self.groups)
+        reached = self._reached()
+        self.era += 1
+        self._replace(range(self.groups))
+        first = [next(e for e in c.of("step") if e["committed"]) for c in self._children()]
+        again = reached + 1 - min(e["step"] for e in first)
+        return Outcome(max(e["at"] for e in first) - at, max(again, 0))
 
     def kill_worker(self, victim: int, phase: str = "in bucket 1") -> Outcome:
         """Sends SIGKILL to the rank of a group at a phase. torchrun's agent restarts it."""
@@ -327,6 +359,9 @@ class Chaos:
             for child in life.ranks:
                 child.kill()
         self.lighthouse.kill()
+        memory = Path(os.environ["TORCHFT_SNAPSHOT_MEMORY"])
+        left = [path.name for path in memory.iterdir() if path.is_dir()]
+        assert not left, f"a job that has ended leaves copies: {left}"
         check_history([*self.past, *self.lives], last)
         check_nothing_left(
             [*self.past, *self.lives, *self.spares], self.memory_before, (self._address(), self.port)
@@ -343,6 +378,13 @@ class Chaos:
 
     def _check_killed(self, before: Counter[str], members: int) -> None:
         check_killed(before, self._failures(), members, self.heartbeat_timeout_ms)
+
+    def _wait_killed(self, before: Counter[str], members: int) -> None:
+        """Waits until the lighthouse has found members that nobody survived."""
+        self.job.wait(
+            lambda: (self._failures() - before).total() >= members, KILL_BOUND_S, "the lighthouse finds them"
+        )
+        self._check_killed(before, members)
 
     def _start_lighthouse(self) -> Child:
         argv: list[str | Path] = [
@@ -361,10 +403,12 @@ class Chaos:
     def _spawn(self, group: int) -> Life:
         number = sum(life.group == group for life in [*self.past, *self.lives, *self.spares])
         worker = [HERE / "chaos_worker.py", f"--group={group}", f"--kind={self.kind}", *self.options]
+        if self.hosts is not None:
+            worker.append("--snapshots=0")  # its keeper would stay in the namespace of a host
         if self.torchrun:
             agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
             command = [*agent, "--max_restarts=1000", *worker]
-            env = {"SHARED_STORE": str(self.shared.port)}
+            env = {"SHARED_STORE": str(self.shared.port), "TORCHFT_JOB_ID": "default"}
             return Life(
                 group, [self.job.start(f"group{group}-life{number}", command, path=ours_path(), env=env)]
             )
@@ -374,6 +418,7 @@ class Chaos:
             "MASTER_ADDR": self._address(),
             "MASTER_PORT": str(store.port),
             "SHARED_STORE": str(self.shared.port),
+            "TORCHFT_JOB_ID": "default",
             # Otherwise Gloo would use the address of the host's name, which these hosts share.
             **({"GLOO_SOCKET_IFNAME": "eth0"} if self.hosts else {}),
         }
@@ -399,6 +444,7 @@ class Chaos:
     def _take_spare(self, group: int) -> Life:
         spare = next(life for life in self.spares if life.group == group)
         self.spares.remove(spare)
+        spare.era = self.era
         old = self.lives[group]
         self.past.append(old)
         return spare
@@ -470,6 +516,10 @@ class Chaos:
 
     def _steps(self, life: Life) -> list[Event]:
         return life.ranks[0].of("step")
+
+    def _reached(self) -> int:
+        """The newest step that a group has told of."""
+        return max(e["step"] for life in self.lives for e in self._steps(life) if e["committed"])
 
     def _commits(self) -> int:
         return sum(e["committed"] for child in self._children() for e in child.of("step"))

@@ -14,6 +14,7 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from chaos import PHASES, STOP_BOUND_S, Chaos, Outcome
+from chaos_worker import SNAPSHOTS
 from flapping import Flapping
 from processes import Job
 
@@ -43,6 +45,7 @@ class Fault:
     torchrun: bool = False
     weight: int = 1  # relative frequency in a random choice
     times: int = 5  # number of repetitions in a record
+    lost: int = 1  # the most steps that it may cost
 
 
 Do = Callable[[Chaos, random.Random], Outcome]
@@ -79,6 +82,10 @@ def _worker(chaos: Chaos, rng: random.Random) -> Outcome:
     return chaos.kill_worker(rng.randrange(chaos.groups), rng.choice(PHASES))
 
 
+def _all(lighthouse: bool) -> Do:
+    return lambda chaos, rng: chaos.kill_all(rng.choice(PHASES), lighthouse)
+
+
 FAULTS = [
     *(Fault(f"kill -9 {phase}", _kill(1, phase), weight=2, times=50) for phase in PHASES),
     Fault("kill -9 of the manager's rank", _kill(1), ranks=2),
@@ -87,6 +94,11 @@ FAULTS = [
     Fault("kill -9 of a worker that torchrun restarts", _worker, torchrun=True),
     Fault("kill -9 of two at once", _kill(2), groups=4, weight=2),
     Fault("kill -9 of all but one at once", _kill(0), groups=3, weight=2),
+    Fault("kill -9 of all groups at once", _all(lighthouse=False), lost=SNAPSHOTS + 1),
+    Fault("kill -9 of all groups and the lighthouse at once", _all(lighthouse=True), lost=SNAPSHOTS + 1),
+    Fault(
+        "kill -9 of all agents and workers at once", _all(lighthouse=True), torchrun=True, lost=SNAPSHOTS + 1
+    ),
     Fault("kill -9 of the source of a heal", _heal("source", signal.SIGKILL), groups=3),
     Fault("kill -9 while it heals", _heal("target", signal.SIGKILL)),
     *(Fault(f"SIGSTOP {phase}", _stop(1, phase)) for phase in PHASES),
@@ -170,8 +182,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def main() -> int:
     args = _parse()
-    if args.flapping:
-        return flap(args)
+    with tempfile.TemporaryDirectory(prefix="torchft-test-", dir="/dev/shm") as memory:
+        os.environ["TORCHFT_SNAPSHOT_MEMORY"] = memory  # the keeper ends with it
+        return flap(args) if args.flapping else run(args)
+
+
+def run(args: argparse.Namespace) -> int:
     torchrun = " --torchrun" if args.torchrun else ""
     again = " ".join(
         [

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from chaos_worker import BUCKETS, RATE, SIZE, gradient
+from chaos_worker import BUCKETS, RATE, SIZE, SNAPSHOTS, gradient
 from processes import Child, Event
 from torch.distributed import TCPStore
 
@@ -32,11 +33,26 @@ class Life:
         ranks: a process for each rank; or only torchrun's agent, which starts and restarts the group's only
             rank.
         store: a replacement for the store of torchrun's agent; None if there is an agent.
+        era: how often all groups had ended at once before. The next ones go on from a copy, and make some
+            steps again.
     """
 
     group: int
     ranks: list[Child]
     store: TCPStore | None = None
+    era: int = 0
+
+
+class After(NamedTuple):
+    """What a step has left.
+
+    Attributes:
+        weights: shape [BUCKETS, SIZE].
+        batches: committed so far.
+    """
+
+    weights: torch.Tensor
+    batches: int
 
 
 def check_history(lives: Sequence[Life], last: int) -> None:
@@ -47,15 +63,42 @@ def check_history(lives: Sequence[Life], last: int) -> None:
     rank numbers.
     """
     for rank in range(len(lives[0].ranks)):
-        _check_rank([(life.group, life.ranks[rank]) for life in lives], last)
+        eras: list[list[tuple[int, Child]]] = [[] for _ in range(max(life.era for life in lives) + 1)]
+        for life in lives:
+            eras[life.era].append((life.group, life.ranks[rank]))
+        _check_rank(eras, last)
 
 
-def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
+def _check_rank(eras: Sequence[Sequence[tuple[int, Child]]], last: int) -> None:
+    newest = -1
+    after: dict[int, After] = {}  # by step
+    for children in eras:
+        by_step = _check_era(children)
+        first = min(by_step)
+        # The steps since the last complete copy are made again, and the one in progress.
+        assert 0 <= newest + 1 - first <= SNAPSHOTS + 1, (
+            f"all groups ended at step {newest}, and the next ones began with step {first}"
+        )
+        # What later steps had made of the weights is lost.
+        after = {step: made for step, made in after.items() if step < first}
+        _check_weights(children, by_step, after)
+        newest = max(by_step)
+    assert newest == last - 1, "every step is committed"
+    every = [child for children in eras for _, child in children]
+    differences = [e["what"] for child in every for e in child.of("differs")]
+    assert not differences, f"differences between groups were reported: {differences}"
+    # Parameters that never change equal those of the group with whose weights all began.
+    states = {e["ballast"] for child in every for e in child.of("finished")}
+    assert len(states) == 1, f"a part of the state differs: {states}"
+
+
+def _check_era(children: Sequence[tuple[int, Child]]) -> dict[int, list[Event]]:
+    """Checks in which order the steps of an era were committed, and by whom. Returns the commits by step."""
     commits = [e for _, child in children for e in child.of("step") if e["committed"]]
     by_step: dict[int, list[Event]] = {}
     for e in commits:
         by_step.setdefault(e["step"], []).append(e)
-    assert sorted(by_step) == list(range(last)), "every step is committed"
+    assert sorted(by_step) == list(range(min(by_step), max(by_step) + 1)), "every step is committed"
 
     # No step is committed twice: it is committed in one quorum only, and by each rank once.
     for step, events in by_step.items():
@@ -74,25 +117,36 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
         while i < len(ended) and ended[i][0] < e["began"]:
             newest, i = max(newest, ended[i][1]), i + 1
         assert e["step"] > newest, f"step {e['step']} was begun when {newest} was committed"
+    return by_step
 
-    # All weights equal those that one process computes from the participants.
+
+def _check_weights(
+    children: Sequence[tuple[int, Child]], by_step: dict[int, list[Event]], after: dict[int, After]
+) -> None:
+    """Checks that all weights of an era equal those that one process computes from the participants.
+
+    Args:
+        after: what is known of the steps before the era; those of the era are added.
+    """
     contributors: dict[tuple[int, int], set[int]] = {}
     for group, child in children:
         for e in child.of("begin"):
             if e["contributes"]:
                 contributors.setdefault((e["quorum"], e["step"]), set()).add(group)
-    # All groups begin with the weights of the one that contributes to the first step.
-    (first,) = contributors[by_step[0][0]["quorum"], 0]
-    weights, batches = torch.full((BUCKETS, SIZE), float(first)), 0
-    for step in range(last):
+    for step in sorted(by_step):
         e = by_step[step][0]
         groups = contributors[e["quorum"], step]
-        if step > 0:  # in the first step, groups that take over the first weights count in the divisor
+        if step == 0:  # all groups begin with the weights of the one that contributes
+            (first,) = groups
+            before = After(torch.full((BUCKETS, SIZE), float(first)), 0)
+        else:  # in the first step, groups that take over the first weights count in the divisor
             assert len(groups) == e["participants"], (step, groups, e)
+            before = after[step - 1]
+        weights = before.weights.clone()
         for bucket in range(BUCKETS):
             for group in groups:
                 weights[bucket] -= RATE / e["participants"] * gradient(step, group, bucket)
-        batches += e["participants"]
+        batches = before.batches + e["participants"]
         found = torch.frombuffer(bytearray(base64.b64decode(e["weights"])), dtype=torch.float32).view_as(
             weights
         )
@@ -103,11 +157,7 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
             assert event["batches"] == batches, (
                 f"batches_committed after step {step}: {event['batches']}, {batches}"
             )
-    differences = [e["what"] for _, child in children for e in child.of("differs")]
-    assert not differences, f"differences between groups were reported: {differences}"
-    # Parameters that never change equal those of the group with whose weights all began.
-    states = {e["ballast"] for _, child in children for e in child.of("finished")}
-    assert len(states) == 1, f"a part of the state differs: {states}"
+        after[step] = After(weights, batches)
 
 
 def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthouse: tuple[str, int]) -> None:

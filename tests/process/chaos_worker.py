@@ -34,6 +34,7 @@ from events import Commands, emit
 from torch.distributed import PrefixStore, TCPStore
 
 BUCKETS = 3
+SNAPSHOTS = 4  # steps between two copies of the state in memory
 # Bytes per second of a source whose state arrives in parts, over about ten steps.
 ALONG_RATE = 20_000_000
 SIZE = 64
@@ -68,6 +69,7 @@ class Worker:
     def __init__(self, args: argparse.Namespace) -> None:
         self.group, self.kind, self.compute_s = args.group, args.kind, args.compute_s
         self.heal, self.compare_commits = args.heal, args.compare_commits
+        self.snapshots = args.snapshots
         if args.kind == "isolated" and self.compare_commits is None:
             # The first comparison allocates permanent shared memory, so it must precede the reference of
             # chaos_leaks.
@@ -131,6 +133,10 @@ class Worker:
         class Transport(HTTPTransport):
             """Reports when this group heals, and when it serves its state in parts."""
 
+            def send_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+                worker.strike_soon("heals another")
+                super().send_checkpoint(*args, **kwargs)
+
             def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
                 worker.strike("heals")
                 return super().recv_checkpoint(*args, **kwargs)
@@ -164,12 +170,12 @@ class Worker:
             ),
             heal=self.heal,
             compare_commits=self.compare_commits,
+            snapshots=self.snapshots,
         )
         # Registers the parameters to compare and to heal.
         self.registered = Optimizer(self.manager, self.optimizer)
 
     def save(self) -> dict[str, Any]:
-        self.strike_soon("heals another")
         return {"weights": self.weights, "ballast": self.ballast}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -243,12 +249,13 @@ class Worker:
                 ).decode(),
                 error=None if manager.errored() is None else str(manager.errored())[:200],
             )
-            if committed:
+            # the first copy starts a thread that stays
+            if committed and (not self.snapshots or manager._snapshots.copied >= 0):
                 self.leaks.step(plan.quorum_id, len(groups))
         grown = self.leaks.grown(ENDS_S)
         digest = hashlib.sha256(self.ballast.cpu().numpy()).hexdigest()
         emit("finished", ballast=digest, grown=grown, compared=self.leaks.compared)
-        manager.shutdown()
+        manager.shutdown(finished=True)
         if self.kind == "native":
             dist.destroy_process_group()
         else:
@@ -330,6 +337,7 @@ if __name__ == "__main__":
     parser.add_argument("--state_mb", type=int, default=4)
     parser.add_argument("--heal", default="at_once")
     parser.add_argument("--compare_commits", type=int)
+    parser.add_argument("--snapshots", type=int, default=SNAPSHOTS)
     worker = Worker(parser.parse_args())
     while (command := worker.commands.next())["do"] != "join":
         worker.armed = command

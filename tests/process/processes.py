@@ -171,7 +171,7 @@ class Child:
     def kill(self) -> None:
         """Send SIGKILL to the child and all its descendants."""
         self.expected_to_live = False
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self._process.wait(timeout=10)
 
     def close(self) -> None:
@@ -192,7 +192,8 @@ class Child:
         """Return all that it wrote to stderr."""
         return Path(self._log.name).read_text(errors="replace")
 
-    def _signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the child and all its descendants, and wait for nothing."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 

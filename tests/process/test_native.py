@@ -111,7 +111,7 @@ def test_a_peer_that_is_stopped_in_a_collective() -> None:
         groups = Groups(job, timeout_s=4, heartbeat_timeout_ms=1000)
         first, second, third = groups.start(0, 1, 2)
         groups.wait_step([first, second, third], 3)
-        first._signal(signal.SIGSTOP)
+        first.send_signal(signal.SIGSTOP)
         started = time.monotonic()
         groups.wait_step([second, third], 2)
         print(

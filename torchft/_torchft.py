@@ -412,6 +412,7 @@ class LighthouseServer(_GoServer):
             5000.
         state_dir (str): directory where the last quorum of each job is kept for a restarted lighthouse;
             default: none.
+        max_replicas (int): most replica groups that train: further ones are standbys; 0: no limit.
 
     Raises:
         ValueError: an argument that is not allowed.
@@ -428,6 +429,7 @@ class LighthouseServer(_GoServer):
         quorum_tick_ms: int | None = None,
         heartbeat_timeout_ms: int | None = None,
         state_dir: str | None = None,
+        max_replicas: int = 0,
     ) -> None:
         settings = {
             "bind": bind,
@@ -440,6 +442,7 @@ class LighthouseServer(_GoServer):
                 "heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms, 1
             ),
             "state_dir": state_dir or "",
+            "max_replicas": integer("max_replicas", max_replicas, 0),
             **files(),
         }
         arguments = json.dumps([f"--{name}={value}" for name, value in settings.items()])

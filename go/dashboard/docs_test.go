@@ -84,7 +84,7 @@ func TestTheAlertingRulesUseStatesAndCausesThatExist(t *testing.T) {
 			assert.Contains(t, quorum.Causes, quorum.Cause(label[2]))
 		} else {
 			assert.Contains(t, []State{Training, Healing, Waiting, Joining, Suspect, Stalled, Draining,
-				Failed}, State(label[2]))
+				Standby, Failed}, State(label[2]))
 		}
 	}
 	assert.Equal(t, strings.Count(string(text), "- alert:"), strings.Count(string(text), "expr:"))

@@ -219,7 +219,7 @@ var (
 func (f *Feed) collect(out chan<- prometheus.Metric) {
 	status := f.status()
 	states := map[State]int{Training: 0, Healing: 0, Waiting: 0, Joining: 0, Suspect: 0, Stalled: 0,
-		Draining: 0, Failed: 0}
+		Draining: 0, Standby: 0, Failed: 0}
 	oldest := int64(0)
 	phases := map[string]int{}
 	for _, p := range quorum.Phases() {

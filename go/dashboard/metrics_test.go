@@ -96,6 +96,7 @@ torchft_members{state="draining",training_job="default"} 0
 torchft_members{state="healing",training_job="default"} 0
 torchft_members{state="joining",training_job="default"} 0
 torchft_members{state="stalled",training_job="default"} 0
+torchft_members{state="standby",training_job="default"} 0
 torchft_members{state="suspect",training_job="default"} 0
 torchft_members{state="training",training_job="default"} 2
 torchft_members{state="waiting",training_job="default"} 0

@@ -20,6 +20,7 @@ const (
 	Suspect  State = "suspect"  // its connection broke a moment ago
 	Stalled  State = "stalled"  // it makes no progress while the others wait for it
 	Draining State = "draining" // asked to leave
+	Standby  State = "standby"  // ready, and held back until a group fails
 	Failed   State = "failed"
 )
 
@@ -174,6 +175,8 @@ func stateOf(m quorum.MemberStatus) State {
 		return Healing
 	case m.InQuorum:
 		return Training
+	case m.Standby:
+		return Standby
 	case m.Waiting:
 		return Waiting
 	default:

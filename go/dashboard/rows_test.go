@@ -70,6 +70,7 @@ func TestTheStateOfAMember(t *testing.T) {
 		Suspect:  {Healthy: true, InQuorum: true, Suspect: true},
 		Stalled:  {Healthy: true, InQuorum: true, Stalled: "rank 1 computes", Healing: true},
 		Healing:  {Healthy: true, InQuorum: true, Healing: true},
+		Standby:  {Healthy: true, Waiting: true, Standby: true},
 		Draining: {InQuorum: true, Draining: "an operator", Out: "it left"},
 	} {
 		assert.Equal(t, want, stateOf(m))

@@ -35,6 +35,8 @@ func ParseArgs(args []string) (Config, error) {
 	}
 	flags.StringVar(&cfg.Bind, "bind", cfg.Bind, "host:port to listen on, for gRPC and the status page alike")
 	flags.IntVar(&cfg.MinReplicas, "min_replicas", 0, "least number of replica groups in a quorum (required)")
+	flags.IntVar(&cfg.MaxReplicas, "max_replicas", 0, "most replica groups that train: further ones are "+
+		"standbys, each ready to take the place of one that fails (0: no limit)")
 	duration(&cfg.JoinTimeout, "join_timeout_ms",
 		"how long to wait for replica groups that are alive and have not asked yet")
 	duration(&cfg.QuorumTick, "quorum_tick_ms", "how often to check for a quorum when no request arrives")

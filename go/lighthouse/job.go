@@ -123,6 +123,7 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Poisoned:  codes.FailedPrecondition,
 
 	quorum.Unbelieved: codes.InvalidArgument,
+	quorum.Unneeded:   codes.FailedPrecondition,
 }
 
 // quorum waits until the member that asked is in a quorum, or ctx ends.

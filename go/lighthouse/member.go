@@ -397,7 +397,7 @@ func (s *stream) expire() {
 	if s.waiter == 0 || time.Now().Before(s.deadline) || s.job.ended != nil {
 		return
 	}
-	reason := s.job.reason(time.Now()) // before forget: the reason counts this request, too
+	reason := s.job.reasonFor(s.replicaID) // before forget: the reason counts this request, too
 	s.answer(s.number, answer{err: status.Errorf(codes.DeadlineExceeded, "no quorum in time: %s", reason)})
 	s.forget()
 }

@@ -27,6 +27,14 @@ func (j *job) reason(now time.Time) string {
 	return j.waitLog.reason
 }
 
+// reasonFor returns why there is no quorum with a member.
+func (j *job) reasonFor(replicaID string) (reason string) {
+	if err := j.safely(func() { reason = j.machine.StandsBy(replicaID) }); err == nil && reason != "" {
+		return reason
+	}
+	return j.reason(time.Now())
+}
+
 // logWait logs, once, that requests have been pending for long.
 func (j *job) logWait(now time.Time) {
 	j.mu.Lock()

@@ -12,6 +12,7 @@ type tally struct {
 	// healthy members that count as alive only because they were in the last quorum: they have sent nothing
 	// since
 	presumed   int
+	present    int // healthy members of the previous quorum
 	candidates int // healthy members with a pending request
 	shrinkers  int // candidates whose request has shrink_only
 

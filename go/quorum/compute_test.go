@@ -71,6 +71,8 @@ func TestPolicyValidate(t *testing.T) {
 	}{
 		{func(p *Policy) { p.MinReplicas = 0 }, "min_replicas is 0: it must be at least 1"},
 		{func(p *Policy) { p.MinReplicas = -3 }, "min_replicas is -3: it must be at least 1"},
+		{func(p *Policy) { p.MinReplicas, p.MaxReplicas = 3, 2 },
+			"max_replicas is 2: it must be at least min_replicas (3), or 0 (no limit)"},
 		{func(p *Policy) { p.JoinTimeout = 0 }, "join_timeout_ms is 0: it must be more than 0"},
 		{func(p *Policy) { p.JoinTimeout = -1500 * time.Microsecond },
 			"join_timeout_ms is -1.5: it must be more than 0"},

@@ -23,6 +23,7 @@ type Status struct {
 	Members []MemberStatus `json:"members"`
 
 	MinReplicas        int   `json:"min_replicas"`
+	MaxReplicas        int   `json:"max_replicas"` // 0: no limit
 	JoinTimeoutMS      int64 `json:"join_timeout_ms"`
 	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`
 
@@ -54,6 +55,7 @@ type MemberStatus struct {
 	Stalled        string `json:"stalled,omitempty"` // its activity while the others wait for it
 	Out            string `json:"out,omitempty"`     // why it counts as failed until it asks again
 	Suspect        bool   `json:"suspect,omitempty"` // its connection broke a moment ago
+	Standby        bool   `json:"standby,omitempty"` // it asks, and is held back until a group fails
 	// it is behind the others of its quorum, and receives their state
 	Healing  bool   `json:"healing,omitempty"`
 	Draining string `json:"draining,omitempty"` // who requested that it leaves
@@ -65,9 +67,9 @@ type MemberStatus struct {
 // Describe returns the state at a time. It changes nothing: a member whose heartbeat has become too old since
 // the last event counts as failed from the next tick on.
 //
-// Describe and Knows are the only queries; all other results of the machine are actions. The status is a
-// query, since its ages depend on the time of the query, and since its cost grows with the number of groups.
-// The shell only displays it.
+// Describe, Knows and StandsBy are the only queries; all other results of the machine are actions. The status
+// is a query, since its ages depend on the time of the query, and since its cost grows with the number of
+// groups. The shell only displays it.
 func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
 		now = m.now
@@ -83,6 +85,7 @@ func (m *Machine) Describe(now time.Time) Status {
 		Waiters:            len(m.roster.waiters),
 		Members:            make([]MemberStatus, 0, len(m.roster.members)),
 		MinReplicas:        m.policy.MinReplicas,
+		MaxReplicas:        m.policy.MaxReplicas,
 		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
 		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),
 		MedianStepMS:       m.watch.median().Milliseconds(),
@@ -133,6 +136,7 @@ func (m *Machine) Describe(now time.Time) Status {
 			Out:            r.out,
 			Draining:       r.draining,
 			Suspect:        r.suspect != nil,
+			Standby:        r.held && r.waiting(),
 			Healing: r.previous && !r.waiting() && r.alive() && !m.standing.holds(r) &&
 				member.Step < s.MaxStep,
 		}
@@ -156,7 +160,7 @@ func (s *roster) explain(d decision) string {
 	var missing []string
 	if !d.ready() && d.cause != noRequest && d.detail == "" {
 		for _, r := range s.members {
-			if !r.candidate() {
+			if !r.candidate() && !r.held {
 				missing = append(missing, r.id)
 			}
 		}

@@ -39,6 +39,9 @@ func (d *drains) drained(e Drained) {
 	}
 	r.draining = e.Reason
 	d.do(Drain(e))
+	if r.held { // it may wait for a step for ever
+		d.refuseAll(r, Unneeded, "this standby is not needed: it is asked to leave")
+	}
 }
 
 // leaving keeps a member out of the next quorum: it counts as failed, so that the others do not wait for it.

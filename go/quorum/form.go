@@ -88,6 +88,7 @@ func (m *Machine) deliver(d decision) {
 	}
 	m.reported, m.reconnect = noRequest, reconnect{}
 	m.suspicion.forget()
+	m.seats.taken = false
 	m.watch.next(!d.changed)
 }
 

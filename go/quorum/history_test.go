@@ -287,10 +287,13 @@ func recount(s *roster, now time.Time) tally {
 		if r.previous {
 			t.previous++
 		}
-		if !r.alive() || now.Sub(r.lastBeat) >= s.timeout {
+		if !r.alive() || now.Sub(r.lastBeat) >= s.timeout || r.held {
 			continue
 		}
 		t.healthy++
+		if r.previous {
+			t.present++
+		}
 		if r.presumed {
 			t.presumed++
 		}

@@ -24,6 +24,7 @@ type Machine struct {
 	watch     watch     // members that make no progress
 	standing  standing  // whether the members train on without requests
 	poison    poison    // exceptions that end members
+	seats     seats     // newcomers that are held back
 	search    search    // for a quorum that a member knows, and this lighthouse does not
 
 	lastTick time.Time
@@ -46,6 +47,7 @@ func NewMachine(policy Policy, start time.Time, term int64) *Machine {
 	m.suspicion = suspicion{core: shared, past: past}
 	m.watch = watch{core: shared, past: past, reconnect: &m.reconnect}
 	m.standing = standing{core: shared, past: past, watch: &m.watch}
+	m.seats = seats{core: shared}
 	m.search = search{core: shared, past: past}
 	m.poison = poison{core: shared}
 	return m
@@ -68,6 +70,10 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	}
 	m.failed = append(m.failed, m.roster.expire(m.now, m.standing.deaf(event))...)
 	decide := m.take(event)
+	if m.seats.assign() {
+		decide = true
+		m.standing.reconsider()
+	}
 	// A failure may complete the quorum: the remaining healthy members may all have asked.
 	decide = decide || len(m.failed) > 0
 	m.reportFailures()
@@ -76,6 +82,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	_, tick := event.(Tick)
 	if decide {
 		m.act(tick)
+		m.seats.assign() // a quorum that was formed may have left members out
 	}
 	if tick {
 		m.lastTick = m.now
@@ -145,6 +152,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		return true // the member counts as failed: the pending requests may be those of all healthy members
 	case ShuttingDown:
 		m.drains.shuttingDown(e)
+		m.seats.completes(e)
 		m.finish()
 	case Recalled:
 		if m.search.recalled(e) {
@@ -215,6 +223,8 @@ func (m *Machine) asked(e Asked) bool {
 		return false
 	}
 	m.roster.ask(e, m.now)
+	m.seats.assign()
+	m.standing.joins(m.roster.members[id])
 	m.past.outfit(e)
 	if e.Member.Step >= m.past.step {
 		m.past.behind = time.Time{} // this member has the job's step: the wait for such a member is over
@@ -275,6 +285,7 @@ func (m *Machine) finish() {
 	}
 	m.drains.release()
 	m.standing.ends()
+	m.seats.end()
 	m.past.forget()
 	m.reconnect = reconnect{}
 	m.suspicion.forget()

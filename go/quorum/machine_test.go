@@ -152,7 +152,7 @@ func TestDescribeAsJSON(t *testing.T) {
 		"quorum_id": 0, "quorum": [], "quorum_age_ms": 0, "max_step": 0,
 		"reason": "no member asks for a quorum",
 		"healthy": 0, "candidates": 0, "waiters": 0, "members": [],
-		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000,
+		"min_replicas": 2, "max_replicas": 0, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000,
 		"median_step_ms": 0, "stalled_after_ms": 5000, "eject_after_ms": {}
 	}`, string(empty))
 
@@ -173,7 +173,7 @@ func TestDescribeAsJSON(t *testing.T) {
 			{"replica_id": "b", "heartbeat_age_ms": 500, "healthy": true, "in_quorum": true, "waiting": true, "waiting_ms": 500,
 			 "step": 4, "world_size": 0, "commit_failures": 1, "shrink_only": false}
 		],
-		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000,
+		"min_replicas": 2, "max_replicas": 0, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000,
 		"median_step_ms": 0, "stalled_after_ms": 5000, "eject_after_ms": {}
 	}`, epoch.UnixMilli()+1), string(full))
 }
@@ -195,7 +195,7 @@ func TestResultsLeaveAsActionsOnly(t *testing.T) {
 	for i := range machine.NumMethod() {
 		methods = append(methods, machine.Method(i).Name)
 	}
-	require.Equal(t, []string{"Describe", "Knows", "Step"}, methods)
+	require.Equal(t, []string{"Describe", "Knows", "StandsBy", "Step"}, methods)
 	for _, field := range reflect.VisibleFields(machine.Elem()) {
 		require.False(t, field.IsExported(), field.Name)
 	}

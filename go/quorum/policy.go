@@ -12,6 +12,7 @@ import (
 // with another.
 type Policy struct {
 	MinReplicas      int           // groups a quorum needs at least
+	MaxReplicas      int           // groups that train; further ones are standbys (seats.go). 0: no limit
 	JoinTimeout      time.Duration // how long a possible quorum waits for healthy groups that have not asked
 	HeartbeatTimeout time.Duration // a group whose last heartbeat is as old as this counts as failed
 	SuspectGrace     time.Duration // how long a group whose connection broke may take to come back
@@ -31,6 +32,10 @@ func (p Policy) Validate() error {
 	var errs []error
 	if p.MinReplicas < 1 {
 		errs = append(errs, fmt.Errorf("min_replicas is %d: it must be at least 1", p.MinReplicas))
+	}
+	if p.MaxReplicas != 0 && p.MaxReplicas < p.MinReplicas {
+		errs = append(errs, fmt.Errorf("max_replicas is %d: it must be at least min_replicas (%d), or 0 (no "+
+			"limit)", p.MaxReplicas, p.MinReplicas))
 	}
 	if p.JoinTimeout <= 0 {
 		errs = append(errs, fmt.Errorf("join_timeout_ms is %s: it must be more than 0",

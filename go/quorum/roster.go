@@ -33,9 +33,11 @@ type record struct {
 	// its element in roster.previousQueue; nil unless the member is a candidate and in the previous quorum
 	previousPlace *list.Element
 
-	previous bool // member of the previous quorum
-	returned bool // it has begun a stream since its last answer, and has not asked yet
-	behind   bool // it was in the latest quorum with a smaller step than its own (behind.go)
+	previous bool          // member of the previous quorum
+	newcomer *list.Element // its element in roster.newcomers; nil if it is none
+	held     bool          // it is a standby (seats.go)
+	returned bool          // it has begun a stream since its last answer, and has not asked yet
+	behind   bool          // it was in the latest quorum with a smaller step than its own (behind.go)
 
 	claim Claim // the latest round that it claims to have received, and can show
 	// it claimed to know a later quorum, and did not show it in time: no decision waits for it again
@@ -67,7 +69,7 @@ func (r *record) alive() bool { return r.pulse != nil && r.out == "" }
 
 func (r *record) waiting() bool { return len(r.requests) > 0 }
 
-func (r *record) candidate() bool { return r.alive() && r.waiting() }
+func (r *record) candidate() bool { return r.alive() && r.waiting() && !r.held }
 
 // OnlyBeats is why a member that has sent heartbeats by calls, and has not asked yet, does not count as
 // healthy.
@@ -97,16 +99,18 @@ func anyRequest(request) bool { return true }
 //
 // Invariants:
 //
-//  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous) goes through
-//     update, which takes the member out of the counts and adds it again. So after every event, counts equals
-//     a recount of all members.
+//  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous, held) goes
+//     through update, which takes the member out of the counts and adds it again. So after every event,
+//     counts equals a recount of all members.
 //  2. A member has a record in members while it is alive, has a pending request, or is in the latest quorum,
 //     and no longer: this bounds the memory.
 //  3. pulses has the members with a recent heartbeat, the oldest heartbeat first. suspects has those of them
 //     whose stream broke, the longest ago first. So expire looks only at the first ones of each list.
 //  4. queue has the candidates, previousQueue those of them that were in the latest quorum, both in the order
 //     in which they joined: timers count from the first one.
-//  5. out is cleared by a request, or when the heartbeat is too old. A heartbeat does not clear it, since an
+//  5. newcomers has the members with a recent heartbeat that are not in the latest quorum, in the order in
+//     which they came. Only they may be held.
+//  6. out is cleared by a request, or when the heartbeat is too old. A heartbeat does not clear it, since an
 //     evicted member keeps sending them. A drained member keeps it after its heartbeat was dropped, so that
 //     the status shows the reason (drains.disconnected).
 type roster struct {
@@ -118,6 +122,7 @@ type roster struct {
 	suspects      *list.List // of *record that are alive and whose stream broke, the longest ago first
 	queue         *list.List // of *record that are candidates, the first to join first
 	previousQueue *list.List // those of them that were in the previous quorum, in the same order
+	newcomers     *list.List // of *record with a recent heartbeat that are not in the latest quorum, in order
 	counts        tally      // waited and joining are not set: they depend on the time
 	// until then a member whose stream broke may come back: the grace of a suspect begins later
 	lenient time.Time
@@ -133,6 +138,7 @@ func newRoster(p Policy) *roster {
 		suspects:      list.New(),
 		queue:         list.New(),
 		previousQueue: list.New(),
+		newcomers:     list.New(),
 	}
 }
 
@@ -347,6 +353,7 @@ func (s *roster) update(r *record, now time.Time, change func()) {
 	was := r.candidate()
 	s.count(r, -1)
 	change()
+	s.isNewcomer(r)
 	s.count(r, +1)
 
 	switch is := r.candidate(); {
@@ -383,8 +390,11 @@ func pushInOrder(queue *list.List, r *record) *list.Element {
 
 func (s *roster) count(r *record, by int) {
 	t := &s.counts
-	if r.alive() {
+	if r.alive() && !r.held {
 		t.healthy += by
+		if r.previous {
+			t.present += by
+		}
 		if r.presumed {
 			t.presumed += by
 		}

@@ -190,14 +190,12 @@ func (s *standing) callAgain(r *record) {
 	}
 }
 
-// asked handles a request, before it is in the roster. A newcomer is a reason to call the next quorum. So is
-// a member that asks at the end of a step; after a lost step it parts with the others. It reports whether the
+// asked handles a request, before it is in the roster. A member of the latest quorum that asks at the end of
+// a step is a reason to call the next one; after a lost step it parts with the others. It reports whether the
 // member trains on, and withdraws the request.
 func (s *standing) asked(r *record, e Asked) (trainsOn bool) {
 	switch {
-	case r == nil || !r.previous:
-		s.joins(e.Member.ReplicaID)
-	case !s.holding:
+	case r == nil || !r.previous || !s.holding:
 	case e.Member.CommitFailures > 0 || s.trains(r) && e.Member.CommittedQuorumID != r.standsIn:
 		r.reached(e.Member.Step)
 		s.part(r, fmt.Sprintf("it asks for another quorum at step %d, which it has lost", e.Member.Step))
@@ -212,10 +210,11 @@ func (s *standing) asked(r *record, e Asked) (trainsOn bool) {
 	return false
 }
 
-// joins handles a newcomer that asks, or that has asked before a quorum was known to stand.
-func (s *standing) joins(id string) {
-	if !s.shrinks() {
-		s.wants(id + " asks to join")
+// joins handles a newcomer that asks, or that has asked before a quorum was known to stand: unless it is a
+// standby, it is a reason to call the next quorum.
+func (s *standing) joins(r *record) {
+	if !r.previous && !r.held && !s.shrinks() {
+		s.wants(r.id + " asks to join")
 	}
 }
 
@@ -226,7 +225,7 @@ func (s *standing) reconsider() {
 	}
 	for e := s.roster.queue.Front(); e != nil; e = e.Next() {
 		if r := e.Value.(*record); !r.previous {
-			s.joins(r.id)
+			s.joins(r)
 			return
 		}
 	}

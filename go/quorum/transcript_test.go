@@ -15,7 +15,7 @@ import (
 
 // The commands of a transcript:
 //
-//	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid] [term=1]   a new machine, at 1000 ms, so that its first quorum is 1001
+//	policy min=2 [max=3] join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid] [term=1]   a new machine, at 1000 ms, so that its first quorum is 1001
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [layout=L,...] [recallable]
 //	ask … [committed=1001] [each]   likewise; it asks for each step
 //	greet a [term=1] [known=1005] [step=3] [stands=1005] [at=7]   a member begins a stream; step is that of its last round, at the one that it is in
@@ -54,6 +54,7 @@ type scribe struct {
 func (r *scribe) begin(args []string) *Machine {
 	return NewMachine(Policy{
 		MinReplicas:       int(transcript.Number(r.t, transcript.Option(args, "min"))),
+		MaxReplicas:       int(transcript.Number(r.t, transcript.Option(args, "max"))),
 		JoinTimeout:       transcript.Duration(r.t, transcript.Option(args, "join")),
 		HeartbeatTimeout:  transcript.Duration(r.t, transcript.Option(args, "heartbeat")),
 		SuspectGrace:      transcript.Duration(r.t, cmp.Or(transcript.Option(args, "grace"), "0s")),
@@ -313,7 +314,9 @@ func describe(s Status) []string {
 		if m.Draining != "" {
 			line += ", draining"
 		}
-		if m.Waiting {
+		if m.Standby {
+			line += ", standby"
+		} else if m.Waiting {
 			line += fmt.Sprintf(", waits for %d ms", m.WaitingMS)
 		}
 		lines = append(lines, line)

@@ -364,4 +364,5 @@ const (
 	// its group has another world_size than the other groups, or reduces other tensors
 	Misfit
 	Poisoned // the job stops
+	Unneeded // it is a standby, and the training is complete or it was asked to leave
 )

@@ -81,6 +81,7 @@ class Cluster:
     join_timeout_ms: int = 30_000
     heartbeat_timeout_ms: int = 10_000
     min_replicas: int = 1
+    max_replicas: int = 0
     make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
     ranks: list[Rank] = field(default_factory=list)
 
@@ -90,6 +91,7 @@ class Cluster:
             min_replicas=self.min_replicas,
             join_timeout_ms=self.join_timeout_ms,
             heartbeat_timeout_ms=self.heartbeat_timeout_ms,
+            max_replicas=self.max_replicas,
         )
         self._loops: list[Future[Any]] = []
         self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="rank")

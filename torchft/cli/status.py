@@ -97,4 +97,6 @@ def state(member: dict[str, Any]) -> str:
     if member["in_quorum"]:
         phase = member.get("phase")
         return phase if phase in ("first_steps", "evaluation", "checkpoint") else "training"
+    if member.get("standby"):
+        return "standby"
     return "waiting" if member["waiting"] else "joining"

@@ -4,7 +4,7 @@
 const MOST_ROWS = 200; // drawn at once; the search finds the others
 const MOST_EVENTS = 300;
 const MOST_POINTS = 4000;
-const ORDER = ["failed", "stalled", "suspect", "draining", "waiting", "joining", "healing", "training"];
+const ORDER = ["failed", "stalled", "suspect", "draining", "waiting", "joining", "healing", "standby", "training"];
 
 const EVENT_COLOURS = { quorum: "training", healed: "training", recovered: "training", drained: "draining", ended: "draining" };
 

@@ -8,6 +8,7 @@ asks for it, usually the training thread: most steps switch no threads.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
 
 Follow = Callable[["QuorumResult"], None]
 
+_logger = logging.getLogger("torchft.manager")
+
 # The timeout of one call that waits for a change; the call is repeated. Its length does not matter.
 _LONGEST_WAIT = timedelta(hours=1)
+
+# What the lighthouse answers a group that it holds back (go/quorum/seats.go): at the deadline of each
+# request, and when the training has ended without it.
+_STANDS_BY, _UNNEEDED = "waits as a standby", "this standby is not needed"
 
 
 class Round:
@@ -134,7 +141,9 @@ class Rounds(Protocol):
         Args:
             follow: acts on the result; called once, on any thread.
             request: the request of this rank.
-            timeout: of the whole wait.
+            timeout: of the whole wait; a standby asks again and again.
+
+        The result is SystemExit if this group is a standby that is not needed any more.
         """
         ...
 
@@ -283,8 +292,21 @@ class NativeRounds:
         last, self._last = self._last, None
 
         def take() -> QuorumResult:
-            self._last = result = self._client._end_round(op, last)
-            return result
+            nonlocal op
+            while True:
+                try:
+                    self._last = result = self._client._end_round(op, last)
+                    return result
+                except TimeoutError as e:
+                    if _STANDS_BY not in str(e):
+                        raise
+                except RuntimeError as e:
+                    if _UNNEEDED not in str(e):
+                        raise
+                    _logger.info("the script ends: %s", e)
+                    # not StopIteration or alike: what follows the loop is for groups that have trained
+                    raise SystemExit(0) from None
+                op = self._client._begin_round(request, timeout, last)
 
         with self._lock:
             if self._closed is not None:

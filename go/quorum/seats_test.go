@@ -1,0 +1,53 @@
+package quorum
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// What a standby may do is in testdata/standby.txt. Here the events are random, and the invariants are checked
+// after each.
+func TestStandbysAreInNoCountAndNoQuorum(t *testing.T) {
+	standbys, letIn := 0, 0
+	for seed := range uint64(20) {
+		h := newHistory(t, seed)
+		h.policy.MaxReplicas = h.policy.MinReplicas + h.rng.IntN(2)
+		m := NewMachine(h.policy, epoch, 0)
+		held := map[string]bool{}
+		for range 500 {
+			h.now = h.now.Add(time.Duration(h.rng.IntN(100)) * time.Millisecond)
+			event := h.event(6)
+			if _, recalled := event.(Recalled); recalled {
+				continue // of a job without the limit: none of its members is held back
+			}
+			for _, action := range m.Step(event, h.now) {
+				if d, formed := action.(Deliver); formed {
+					h.lastID = d.Quorum.ID
+					require.LessOrEqual(t, len(d.Quorum.Members), h.policy.MaxReplicas)
+					for _, member := range d.Quorum.Members {
+						if held[member.ReplicaID] {
+							letIn++
+						}
+					}
+				}
+			}
+			require.Equal(t, recount(m.roster, m.now), m.roster.tally(m.now))
+			held = map[string]bool{}
+			for id, r := range m.roster.members {
+				if !r.held {
+					continue
+				}
+				held[id] = true
+				standbys++
+				require.False(t, r.previous || r.place != nil)
+				require.NotEmpty(t, m.StandsBy(id))
+				require.True(t, m.seats.taken || m.roster.counts.healthy >= h.policy.MaxReplicas,
+					"a group is held back, and a seat is free")
+			}
+		}
+	}
+	require.Greater(t, standbys, 1000)
+	require.Greater(t, letIn, 10)
+}

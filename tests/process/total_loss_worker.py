@@ -1,13 +1,16 @@
 """A rank of a job that trains with FSDP2 and a loader, and is killed with all others. It writes an event for
-each step: its number, and the samples that this rank counted.
+each step: its number, and the samples that this rank counted. The weights at the end depend on all that goes
+on after a kill: the optimizer, the scheduler, the masks of the dropout, and the data's random numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import time
 
+import numpy
 import torch
 from events import emit
 from torch import nn
@@ -26,13 +29,14 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         generator = torch.Generator().manual_seed(index)
-        return torch.randn(8, generator=generator), index
+        noise = 0.1 * random.random() + 0.1 * numpy.random.random() + 0.1 * torch.rand(8)
+        return torch.randn(8, generator=generator) + noise, index
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
     job = torchft.Job(device="cpu", reproducible=True, snapshots=int(os.environ["SNAPSHOTS"]))
     fully_shard(net, mesh=job.mesh)
     adam = torch.optim.AdamW(net.parameters(), lr=0.01)

@@ -1,28 +1,34 @@
-"""What copies in shared memory cost, and how soon a group that goes on from one has committed a step.
+"""What copies in shared memory cost beside `torch.distributed.checkpoint.async_save`, and how soon a group
+that goes on from one has committed a step.
 
 One group of one rank on the CPU has a state of the given size. Its steps take `--step-ms`, in which the
-processor is free, as with a GPU, or computes on one thread (`--busy`). For the cost, stretches of steps with
-one copy alternate with as many steps without. The ratio is that of the throughput with `snapshots="auto"` to
-that without, for the interval that the rule chooses for this cost. For the start, the process is killed with
--9 after a copy, and the next one measures the time from the end of `import torch` to its first commit.
+processor is free, as with a GPU, or computes on one thread (`--busy`). For the cost, each round has a stretch
+of steps without a copy, one with a copy, and one with an async_save to a disk, which lasts until that has
+ended, in changing order. The ratio is that of the throughput with one copy in as many steps as
+`snapshots="auto"` chooses for the median cost, to that without; async_save has the same distance. For the
+start, the process is killed with -9 after a copy, and the next one measures the time from the end of
+`import torch` to its first commit.
 
-    python python/bench/snapshots.py --mb 50 1000 --pairs 8
+    python python/bench/snapshots.py --sizes 50 1000 4000 --rounds 8
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from common import START_TIMEOUT_S
+from common import START_TIMEOUT_S, rotated
 from processes import Child, Job, ours_path
 
 STRETCH = 4  # steps
 COMMAND_TIMEOUT_S = 540
+THROUGHPUT_GOAL, START_GOAL_S = 0.99, 2.0
 
 
 def worker(mb: int, step_ms: int, busy: bool) -> None:
@@ -54,7 +60,7 @@ def worker(mb: int, step_ms: int, busy: bool) -> None:
         snapshots="auto",
     )
 
-    def step() -> float:
+    def step() -> None:
         began = time.monotonic()
         manager.start_quorum()
         manager.allreduce(torch.ones(1)).wait()
@@ -63,18 +69,29 @@ def worker(mb: int, step_ms: int, busy: bool) -> None:
             product.mm(product)
         time.sleep(max(0.0, until - time.monotonic()))
         assert manager.should_commit()
-        return time.monotonic() - began
 
     step()
     emit("started", seconds=time.monotonic() - imported, step=manager.current_step())
+    import torch.distributed.checkpoint as dcp
+
     commands = Commands()
     while (command := commands.next())["do"] != "end":
-        seconds = []
-        for number in range(STRETCH):
-            copies = command["copy"] and number == 1
-            manager._snapshots._next = manager.current_step() if copies else sys.maxsize
-            seconds.append(step())
-        emit("stretch", seconds=seconds)
+        mode, saved, steps = command["do"], None, 0
+        copied = manager._snapshots.copied
+        began = time.monotonic()
+        while steps < STRETCH or not (saved is None or saved.done()):
+            due = mode == "copy" and steps == 1
+            manager._snapshots._next = manager.current_step() if due else sys.maxsize
+            if mode == "async_save" and steps == 1:
+                shutil.rmtree(command["folder"], ignore_errors=True)
+                saved = dcp.async_save(state, checkpoint_id=command["folder"], no_dist=True)
+            step()
+            steps += 1
+        seconds = time.monotonic() - began
+        if saved is not None:
+            saved.result()
+        assert (mode == "copy") == (manager._snapshots.copied > copied), "the stretch has a copy, or none"
+        emit("stretch", seconds=seconds, steps=steps)
     manager.shutdown(finished=True)
 
 
@@ -84,76 +101,119 @@ def start(job: Job, lighthouse: str, memory: str, args: argparse.Namespace, mb: 
         "WORLD_SIZE": "1",
         "TORCHFT_LIGHTHOUSE": lighthouse,
         "TORCHFT_SNAPSHOT_MEMORY": memory,
+        "TORCHFT_JOB_ID": "bench",
     }
-    argv = ["--worker", "--mb", mb, "--step-ms", args.step_ms, *(["--busy"] if args.busy else [])]
+    argv = ["--worker", "--sizes", mb, "--step-ms", args.step_ms, *(["--busy"] if args.busy else [])]
     child = job.python("rank", Path(__file__).resolve(), *argv, path=ours_path(), env=env)
     job.wait(lambda: child.of("started"), START_TIMEOUT_S, "a first step")
     return child
 
 
-def stretch(job: Job, child: Child, copy: bool) -> float:
-    """Returns the seconds of some steps, with one copy or without."""
+def stretch(job: Job, child: Child, mode: str, folder: str = "") -> tuple[float, int]:
+    """Returns the seconds of some steps, and their number. `mode` is "none", "copy" or "async_save"."""
     before = len(child.of("stretch"))
-    child.send(do="train", copy=copy)
-    job.wait(lambda: len(child.of("stretch")) > before, COMMAND_TIMEOUT_S, "a stretch of steps")
-    return sum(child.of("stretch")[-1]["seconds"])
+    child.send(do=mode, folder=folder)
+    job.wait(lambda: len(child.of("stretch")) > before, COMMAND_TIMEOUT_S, f"a stretch: {mode}")
+    event = child.of("stretch")[-1]
+    return event["seconds"], event["steps"]
+
+
+def spread(values: Iterable[float], digits: int) -> str:
+    """The median, and all runs in brackets."""
+    ordered = sorted(values)
+    low, middle, high = (f"{x:.{digits}f}" for x in (ordered[0], median(ordered), ordered[-1]))
+    return f"{middle} [{low}, {high}]"
 
 
 def measure(args: argparse.Namespace, mb: int) -> None:
-    from torchft._manager.snapshots.rate import interval
-
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="torchft-bench-", dir=memory) as folder, Job() as job:
+    # The state, two slots, and what async_save copies; at a start what is read of a slot.
+    needed, free = 4 * mb / 1000 + 1, available_gb()
+    if free < needed:
+        print(f"{mb} MB: skipped, since {needed:.0f} GB of memory are needed, and {free:.0f} are free")
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="torchft-bench-", dir="/dev/shm") as memory,
+        tempfile.TemporaryDirectory(prefix="torchft-bench-", dir=args.folder) as disk,
+        Job() as job,
+    ):
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=1)
-        child = start(job, lighthouse, folder, args, mb)
-        stretch(job, child, copy=True)  # the first use of the slots' memory
-        stretch(job, child, copy=True)
-        pairs = [(stretch(job, child, True), stretch(job, child, False)) for _ in range(args.pairs)]
-        costs = [max(0.0, with_copy - without) for with_copy, without in pairs]
-        step = median(without for _, without in pairs) / STRETCH
-        steps = interval(step, median(costs))
-        ratios = sorted(1 / (1 + cost / (steps * step)) for cost in costs)
-        print(
-            f"{mb} MB: a copy costs {1000 * median(costs):.0f} ms ({1000 * min(costs):.0f} to "
-            f"{1000 * max(costs):.0f}), every {steps} steps of {1000 * step:.0f} ms; throughput "
-            f"{median(ratios):.4f} ({ratios[0]:.4f} to {ratios[-1]:.4f}) of that without",
-            flush=True,
-        )
+        child = start(job, lighthouse, memory, args, mb)
+        for mode in ("copy", "copy", "async_save"):  # the first use of their memory
+            stretch(job, child, mode, f"{disk}/saved")
+        step_s, costs = [], {"copy": [], "async_save": []}
+        for number in range(args.rounds):
+            took = {}
+            for mode in rotated(["none", *costs], number):
+                took[mode] = stretch(job, child, mode, f"{disk}/saved")
+            step_s.append(took["none"][0] / took["none"][1])
+            for mode, of in costs.items():
+                seconds, steps = took[mode]
+                of.append(max(0.0, seconds - steps * step_s[-1]))
+        show_costs(mb, step_s, costs)
         seconds = []
         for _ in range(args.starts):
             child.kill()
-            child = start(job, lighthouse, folder, args, mb)
+            child = start(job, lighthouse, memory, args, mb)
             (event,) = child.of("started")
             assert event["step"] > 1, "it did not go on from a copy"
             seconds.append(event["seconds"])
-            stretch(job, child, copy=True)
+            stretch(job, child, "copy")
         print(
-            f"{mb} MB: {median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}) from the import of "
-            "PyTorch to the first commit after a copy",
+            f"{mb} MB: {spread(seconds, 2)} s from the import of PyTorch to the first commit after a copy "
+            f"(goal with 1000 MB: at most {START_GOAL_S:g})",
             flush=True,
         )
         child.send(do="end")
         job.wait_exit([child], 30)
 
 
+def show_costs(mb: int, step_s: list[float], costs: dict[str, list[float]]) -> None:
+    """Prints what one copy, and one async_save, costs, and the throughput with one in each interval."""
+    from torchft._manager.snapshots.rate import interval
+
+    step = median(step_s)
+    steps = interval(step, median(costs["copy"]))
+    print(f"{mb} MB: one in {steps} steps of {1000 * step:.0f} ms", flush=True)
+    ratios = {mode: [1 / (1 + cost / (steps * step)) for cost in of] for mode, of in costs.items()}
+    for mode, of in costs.items():
+        goal = f" (goal: at least {THROUGHPUT_GOAL:g})" if mode == "copy" else ""
+        print(
+            f"{mb} MB: {mode} costs {spread((1000 * cost for cost in of), 0)} ms; throughput "
+            f"{spread(ratios[mode], 4)} of that without{goal}",
+            flush=True,
+        )
+    both = [ours / theirs for ours, theirs in zip(ratios["copy"], ratios["async_save"])]
+    print(f"{mb} MB: copies have {spread(both, 4)} of the throughput with async_save", flush=True)
+
+
+def available_gb() -> float:
+    """The memory that the system can give, in 10^9 bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 / 1e9
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure copies in shared memory, and a start from one.")
     parser.add_argument(
-        "--mb", type=int, nargs="+", default=[50, 1000], help="of state; default: %(default)s"
+        "--sizes", type=int, nargs="+", default=[50, 1000], help="of state, in MB; default: %(default)s"
     )
-    parser.add_argument("--pairs", type=int, default=8, help="of stretches; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=8, help="of three stretches; default: %(default)s")
     parser.add_argument("--starts", type=int, default=5, help="after a kill; default: %(default)s")
     parser.add_argument("--step-ms", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--busy", action="store_true", help="compute in place of a pause")
+    parser.add_argument("--folder", help="on a disk, for async_save; default: that of temporary files")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for name in ("pairs", "starts", "step_ms"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: allowed is 1 or more")
+    for name in ("sizes", "rounds", "starts", "step_ms"):
+        given = getattr(args, name)
+        if min(given if isinstance(given, list) else [given]) < 1:
+            parser.error(f"--{name.replace('_', '-')} {given}: allowed is 1 or more")
     if args.worker:
-        worker(args.mb[0], args.step_ms, args.busy)
+        worker(args.sizes[0], args.step_ms, args.busy)
         return
-    for mb in args.mb:
+    for mb in args.sizes:
         measure(args, mb)
 
 

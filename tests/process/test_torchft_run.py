@@ -93,6 +93,19 @@ def test_run_kills_and_restarts_groups(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
+@pytest.mark.timeout(240)
+def test_a_standby_takes_the_place_of_a_killed_group_which_is_the_standby_then(tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--standby", "1", "--kill-every", "5s", "--seed", "1"]
+    run = Command(tmp_path, *options, str(MEMBER), FOREVER)
+    try:
+        run.wait(lambda: run.shows(r"^group \d .* standby$"), "one stands by")
+        run.wait(lambda: run.shows(r"^group \d .* killed"), "one is killed")
+        run.wait(lambda: run.shows(r"^group \d .* standby .*\(started again"), "it stands by")
+        end(run, 6)
+    finally:
+        process_tree.kill_tree(run.process)
+
+
 def end(run: Command, at_least: int, number: int = signal.SIGINT) -> None:
     """Checks that at least this number of processes run, sends Ctrl-C, and checks that none of them is
     left.

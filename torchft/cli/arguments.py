@@ -74,6 +74,12 @@ def duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number of at least 0")
+    return int(text)
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number of at least 1")

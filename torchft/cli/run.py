@@ -16,7 +16,7 @@ from typing import Any
 from torchft import _keeper
 from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._manager.signals import grace_from_env
-from torchft.cli.arguments import Parser, duration, lighthouses, nearest, positive, replicas
+from torchft.cli.arguments import Parser, duration, lighthouses, natural, nearest, positive, replicas
 from torchft.cli.output import write_no_more
 from torchft.launch.cluster import log_name, watched_cluster
 from torchft.launch.control import Control
@@ -33,11 +33,12 @@ groups that fail, and lighthouses if there are several; shows one line for each 
 groups have finished. Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup ignores it) ends all
 processes of the job: scripts that call Manager.draining() end their step first, in TORCHFT_GRACE_S (25 s).
 
-The environment of the script has REPLICA_GROUP_ID, NUM_REPLICA_GROUPS (the largest number, MAX), and
-torchrun's variables.
+The environment of the script has REPLICA_GROUP_ID, NUM_REPLICA_GROUPS (the largest number, MAX, and
+standbys), and torchrun's variables.
 
   torchft run --replicas 2 --kill-every 30s train_ddp.py --steps 5000
   torchft run --lighthouses 3 --replicas 2 train.py
+  torchft run --replicas 2 --standby 1 train.py   # a third group is ready to take the place of one
   torchft run --replicas 2:8 train.py        # and later, in another terminal: torchft scale 4
 """
 
@@ -162,13 +163,14 @@ def _run(args: Any) -> int:
     def make_group(number: int) -> ReplicaGroup:
         log = args.log_dir / f"group-{number}.log"
         command = [str(args.script), *args.script_args]
-        return ReplicaGroup(number, most, command, log, args.nproc_per_node, ready=ready)
+        return ReplicaGroup(number, most + args.standby, command, log, args.nproc_per_node, ready=ready)
 
     options = [
         "--min_replicas",
         str(args.min_replicas),
         "--join_timeout_ms",
         str(round(1000 * args.join_timeout)),
+        *(["--max_replicas", str(first)] if args.standby else []),
     ]
     watched = (
         watched_lighthouse(args.log_dir / _LIGHTHOUSE_LOG, options, args.bind)
@@ -178,7 +180,9 @@ def _run(args: Any) -> int:
     with watched as (address, check_lighthouse):
         print(f"lighthouse{'' if args.lighthouses == 1 else 's'}: {address}", flush=True)
         _start_keeper()
-        job = LocalJob(make_group, first, most, address, args.kill_every, args.seed, args.min_replicas)
+        job = LocalJob(
+            make_group, first, most, address, args.kill_every, args.seed, args.min_replicas, args.standby
+        )
         control = None
         try:
             try:
@@ -226,6 +230,13 @@ def _parse(arguments: Sequence[str]) -> Any:
         "--min-replicas", type=positive, default=1, metavar="N", help="fewest groups that train (1)"
     )
     parser.add_argument(
+        "--standby",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="further groups, each ready to take the place of one that fails (0)",
+    )
+    parser.add_argument(
         "--join-timeout",
         type=duration,
         default=10.0,
@@ -262,6 +273,12 @@ def _parse(arguments: Sequence[str]) -> Any:
     args = parser.parse_args(arguments)
     if not args.script.is_file():
         parser.error(f"script {str(args.script)!r} is no file{_alike(args.script)}")
+    first, most = args.replicas
+    if args.standby and first != most:
+        parser.error(
+            f"--standby {args.standby} is not allowed with --replicas {first}:{most}, a range; "
+            f"allowed: --replicas {first}"
+        )
     if args.bind and args.lighthouses > 1:
         parser.error(
             f"--bind {args.bind} is not allowed with --lighthouses {args.lighthouses}, which take free "

@@ -39,6 +39,9 @@ _AFTER_GRACE_SEC = 2.0
 _DRAIN_SEC = 30.0
 
 
+STANDBY = "standby"  # the state of a group that the lighthouse holds back
+
+
 @dataclass
 class GroupState:
     """The state of one group."""
@@ -48,7 +51,7 @@ class GroupState:
     state: str = "starting"
     step: int = 0
     fruitless: int = 0  # consecutive incarnations that took part in no step
-    took_part: bool = False  # whether this incarnation participated in a step
+    took_part: bool = False  # whether this incarnation participated in a step, or is ready to
     restart_at: float | None = None
     leaving: bool = False
     abandoned: str = ""  # why it is not restarted; empty if it is
@@ -71,6 +74,8 @@ class LocalJob:
         lighthouse: address of the lighthouse.
         kill_every: seconds between two kills of a group chosen at random; None: no kills.
         seed: seed of the random choice.
+        standby: number of further groups, which the lighthouse holds back until one of the others fails. All
+            groups are alike: one that comes back after a failure is the next standby.
     """
 
     def __init__(
@@ -82,11 +87,13 @@ class LocalJob:
         kill_every: float | None = None,
         seed: int | None = None,
         least: int = 1,
+        standby: int = 0,
     ) -> None:
         self.members: list[GroupState] = []
         self._first = replicas
         self.most = most
         self.least = least
+        self._standby = standby
         self.kills = 0
         self.pace = StepRate()
         self._make_group = make_group
@@ -106,8 +113,13 @@ class LocalJob:
         Groups whose restarts had stopped are started again.
 
         Raises:
-            ValueError: ``replicas`` is below ``least`` or above ``most``.
+            ValueError: ``replicas`` is below ``least`` or above ``most``, or the job has standbys.
         """
+        if self._standby and self.members:
+            raise ValueError(
+                f"{replicas} replica groups are not allowed with --standby {self._standby}, which "
+                f"keeps their number; allowed: {self._first}"
+            )
         if not self.least <= replicas <= self.most:
             more = (
                 f"; to allow them, start it with --replicas {self._first}:{replicas}"
@@ -123,7 +135,7 @@ class LocalJob:
             if member.state not in ("done", "left", "leaving"):
                 member.leaving, member.state, member.restart_at, member.abandoned = True, "leaving", None, ""
                 self._drain(member)
-        for number in range(replicas):
+        for number in range(replicas + self._standby):
             if number == len(self.members):
                 self.members.append(GroupState(self._make_group(number)))
             member = self.members[number]
@@ -152,6 +164,8 @@ class LocalJob:
         if self._kill_every is not None and now >= self._next_kill:
             self._next_kill = now + self._kill_every
             self._kill_one()
+        if self._standby:
+            self._end_standbys()
         goes_on = any(member.running or member.restart_at is not None for member in self.members)
         abandoned = [member for member in self.members if member.abandoned]
         if abandoned and not goes_on:
@@ -257,9 +271,23 @@ class LocalJob:
             f"not restarted: ended with status {status} and never took part, see {member.group.log}"
         )
 
+    def _end_standbys(self) -> None:
+        """Ends the groups that are left when as many as train have finished: standbys, which a script without
+        ``shutdown(finished=True)`` leaves waiting, and groups that come back too late.
+        """
+        finished = sum(member.state == "done" for member in self.members)
+        if finished < self._first or any(m.running and m.state == "training" for m in self.members):
+            return
+        for member in self.members:
+            if (member.running or member.restart_at is not None) and not member.leaving:
+                member.leaving, member.state, member.restart_at = True, "leaving", None
+                member.group.terminate()
+
     def _kill_one(self) -> None:
         candidates = [
-            member for member in self.members if member.running and member.took_part and not member.leaving
+            member
+            for member in self.members
+            if member.running and member.took_part and not member.leaving and member.state != STANDBY
         ]
         if len(candidates) < 2:  # one group must survive
             return
@@ -283,8 +311,10 @@ class LocalJob:
             if reported is None or not member.running or member.leaving:
                 continue
             member.step, member.replica_id = reported["step"], reported["replica_id"]
-            member.state = "training" if reported["in_quorum"] else "waiting"
-            member.took_part = member.took_part or reported["in_quorum"]
+            stands_by = reported.get("standby", False)
+            member.state = "training" if reported["in_quorum"] else STANDBY if stands_by else "waiting"
+            # also a standby: its script can start
+            member.took_part = member.took_part or reported["in_quorum"] or stands_by
         self._trained = self._trained or any(member.took_part for member in self.members)
         if steps := [reported["step"] for reported in shown["members"] if reported["in_quorum"]]:
             self.pace.look(now, shown["quorum_id"], max(steps))

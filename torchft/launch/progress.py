@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 
-from torchft.launch.job import GroupState, LocalJob
+from torchft.launch.job import STANDBY, GroupState, LocalJob
 from torchft.launch.step_rate import StepRate
 
 _EVERY_SEC = 10.0  # seconds between two lines of a group that only continues to train
@@ -37,10 +37,10 @@ class StatusLines:
 
 
 def line(member: GroupState, pace: StepRate) -> str:
-    """The state of a group in one line, without a step after its end: the last look may be older than the
-    last step.
+    """The state of a group in one line, without a step of a standby, which has none, and after the end: the
+    last look may be older than the last step.
     """
-    step = " " * 13 if member.state in ("done", "left") else f"step {member.step:>8d}"
+    step = " " * 13 if member.state in ("done", "left", STANDBY) else f"step {member.step:>8d}"
     text = f"group {member.group.number:<3d} {step}  {member.state}"
     if member.state == "training" and (rate := str(pace)):
         text += f", {rate}"

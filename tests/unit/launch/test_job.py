@@ -14,6 +14,7 @@ from torchft.launch import process_tree
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import JobStops, LocalJob
 from torchft.launch.lighthouse import LaunchError
+from torchft.launch.progress import line
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
 
@@ -47,6 +48,7 @@ class Cluster:
         self.now = 0.0
         self.groups: list[FakeGroup] = []
         self.training: dict[int, int] = {}  # group: step
+        self.standby: set[int] = set()
         self.time = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(module, "time", self.time)
         self.drained: list[str] = []
@@ -71,7 +73,17 @@ class Cluster:
             }
             for i, step in self.training.items()
         ]
-        return {"quorum_id": len(members), "members": members}
+        members += [
+            {
+                "replica_id": f"g{i}",
+                "address": f"http://host:{self.groups[i].port}",
+                "step": 0,
+                "in_quorum": False,
+                "standby": True,
+            }
+            for i in self.standby
+        ]
+        return {"quorum_id": len(self.training), "members": members}
 
     def pass_time(self, seconds: float) -> bool:
         self.now += seconds
@@ -290,6 +302,30 @@ def test_kills_spare_the_last_group_and_are_reproducible(monkeypatch: pytest.Mon
     alone.training = {0: 1}  # the other one has not joined yet
     alone.pass_time(30)
     assert alone.job.kills == 0
+
+
+def test_a_standby_is_started_like_the_others_and_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 2, 2, standby=1, kill_every=100.0)
+    cluster.training, cluster.standby = {0: 5, 1: 5}, {2}
+    cluster.pass_time(1)
+    assert cluster.states() == ["training", "training", "standby"]
+    assert "step" not in line(cluster.job.members[2], cluster.job.pace)
+    with pytest.raises(ValueError, match=r"^3 .* not allowed with --standby 1, .*; allowed: 2$"):
+        cluster.job.scale(3)
+    cluster.groups[2].status = 1
+    cluster.pass_time(0)
+    cluster.pass_time(0)
+    assert cluster.groups[2].starts == 2, "it was ready, so it is started at once"
+    cluster.pass_time(1)
+    cluster.training = {1: 5}
+    cluster.pass_time(100)
+    assert cluster.job.kills == 1 and cluster.groups[2].status is None, "a standby is not killed"
+    cluster.groups[0].status = cluster.groups[1].status = 0
+    cluster.groups[2].status = None
+    assert cluster.pass_time(1)
+    assert [group.terminated for group in cluster.groups] == [0, 0, 1]
+    cluster.groups[2].status = 143
+    assert not cluster.pass_time(1) and cluster.states() == ["done", "done", "left"]
 
 
 def test_adding_and_draining_groups(monkeypatch: pytest.MonkeyPatch) -> None:

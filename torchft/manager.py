@@ -177,6 +177,9 @@ class Manager(Stateful, Stepping):
             process: if all groups fail, the next ones go on from the newest. "auto": as many as keep the cost
             below 1 % of the time; 0: none; None: as TORCHFT_SNAPSHOTS says (0; "auto" under ``torchft run``):
             docs/total_loss.md. The group needs a ``replica_id``.
+        snapshot_copies: number of groups that keep each part of such a copy, where memory is short: at least
+            2, and ``snapshots`` a number of at least 2, both the same in all groups. 0: each group keeps all,
+            so that one host that is left is enough; None: as TORCHFT_SNAPSHOT_COPIES says (0).
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -218,6 +221,7 @@ class Manager(Stateful, Stepping):
         heal_along: Optional[bool] = None,
         heal: Optional[str] = None,
         snapshots: Union[int, str, None] = None,
+        snapshot_copies: Optional[int] = None,
     ) -> None:
         prepare()
         self._maker = Maker("Manager")
@@ -242,6 +246,7 @@ class Manager(Stateful, Stepping):
             heal=heal,
             heal_along=heal_along,
             snapshots=snapshots,
+            snapshot_copies=snapshot_copies,
         )
         check_limits(min_replica_size, max_retries)
         default_signals = leave_on_from_env()
@@ -1101,6 +1106,7 @@ class Manager(Stateful, Stepping):
             self._rank_state.step += 1
             self._batches_committed += participants
             self._committed_quorum_id = self._quorum_id
+            self._snapshots.member = self._current.participating_rank, participants
             self._commit_failures = 0
             self._uncommitted.steps = 0
             if self._data.has_loader:

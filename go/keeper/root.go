@@ -29,6 +29,8 @@ const (
 	disksName    = "disk.json" // of the writer: torchft/checkpointing/snapshots/due.py
 	rankPrefix   = "rank-"
 	rankLock     = "lock"
+	// blockSize is the unit of stat's number of blocks, in bytes.
+	blockSize = 512
 	// mostSettings bounds the file with a job's settings, and that of its writer, in bytes.
 	mostSettings = 64 << 10
 	// lockWait is how long a keeper waits for the lock: one that ends holds it for a moment more.
@@ -255,7 +257,11 @@ func look(root *os.Root, at place) (s slots.Slot, changed time.Time, there bool)
 	if err != nil {
 		return s, changed, false
 	}
-	return slots.Read(at.Place, page, info.Size()), info.ModTime(), true
+	s = slots.Read(at.Place, page, info.Size())
+	if stat, ok := info.Sys().(*syscall.Stat_t); ok && len(s.Share) > 0 {
+		s.Bytes = stat.Blocks * blockSize // the rest is holes
+	}
+	return s, info.ModTime(), true
 }
 
 // readPage reads the header of a slot, or what there is of it.

@@ -53,6 +53,10 @@ func (r report) check() error {
 		if len(s.Job) > longestName || len(s.Group) > longestName || len(s.Incomplete) > mostBody {
 			return fmt.Errorf("the name of a slot has more than %d bytes", longestName)
 		}
+		if !slots.ValidShare(s.Share) {
+			return fmt.Errorf("share is %v: allowed are a part, the number of parts, and that of its own",
+				s.Share)
+		}
 	}
 	for _, d := range r.Disks {
 		if len(d.Job) > longestName || len(d.Folder) > longestPath || len(d.Problem) > mostBody {

@@ -38,6 +38,9 @@ type Slot struct {
 	Quorum         int64   `json:"quorum"` // in which the step was committed
 	Saved          float64 `json:"saved"`  // seconds since 1970
 	Bytes          int64   `json:"bytes"`  // of the file
+	// Which part of the state it has, where groups keep parts: the first part, the number of parts, and how
+	// many of these it has (torchft/checkpointing/snapshots/shares.py). Empty: the whole state.
+	Share []int64 `json:"share,omitempty"`
 	// Why it cannot be restored; empty: it is complete, as far as its header tells. A reader checks the
 	// digests of what it reads.
 	Incomplete string `json:"incomplete,omitempty"`
@@ -54,6 +57,7 @@ type header struct {
 	Quorum         int64   `json:"quorum"`
 	Saved          float64 `json:"saved"`
 	NBytes         int64   `json:"nbytes"`
+	Share          []int64 `json:"share"`
 	Disk           *struct {
 		Folder string `json:"folder"`
 	} `json:"disk"`
@@ -72,11 +76,13 @@ func Read(at Place, page []byte, size int64) Slot {
 		why = fmt.Sprintf("it has %d of %d bytes", size, h.NBytes)
 	case h.GroupWorldSize <= at.GroupRank || h.Step < 0:
 		why = fmt.Sprintf("its header has step %d and %d ranks", h.Step, h.GroupWorldSize)
+	case !ValidShare(h.Share):
+		why = fmt.Sprintf("its header has the share %v", h.Share)
 	}
 	if s.Incomplete = why; why != "" {
 		return s
 	}
-	s.GroupWorldSize, s.Step, s.Quorum, s.Saved = h.GroupWorldSize, h.Step, h.Quorum, h.Saved
+	s.GroupWorldSize, s.Step, s.Quorum, s.Saved, s.Share = h.GroupWorldSize, h.Step, h.Quorum, h.Saved, h.Share
 	if h.Disk != nil {
 		s.Folder = h.Disk.Folder
 	}
@@ -113,12 +119,37 @@ func parse(page []byte) (h header, why string) {
 	return h, ""
 }
 
-// Newest returns the newest step of which these slots have all ranks; false if there is none. Groups of a job
-// have equal states, so the ranks may be of several groups. If the slots are of several jobs, it is that of
-// the one that saved last.
+// mostParts bounds the number of parts of a state: that of groups.
+const mostParts = 1 << 16
+
+// ValidShare reports whether this is a share: empty, or the first part, the number of parts, and how many of
+// these a slot has.
+func ValidShare(share []int64) bool {
+	return len(share) == 0 ||
+		len(share) == 3 && share[1] <= mostParts && 0 <= share[0] && share[0] < share[1] &&
+			0 < share[2] && share[2] <= share[1]
+}
+
+// parts are those of a state that some slots have.
+type parts map[int64]bool
+
+// add counts the slot of a rank. It returns whether the parts are all.
+func (p parts) add(share []int64) bool {
+	if len(share) == 0 {
+		return true
+	}
+	for i := range share[2] {
+		p[(share[0]+i)%share[1]] = true
+	}
+	return int64(len(p)) == share[1]
+}
+
+// Newest returns the newest step of which these slots have all ranks, and all parts of each; false if there
+// is none. Groups of a job have equal states, so they may be of several groups. If the slots are of several
+// jobs, it is that of the one that saved last.
 func Newest(held []Slot) (step int64, found bool) {
-	type copyOf struct{ step, ranks int64 }
-	have := map[copyOf]map[int64]bool{}
+	type copyOf struct{ step, quorum, ranks int64 }
+	have, whole := map[copyOf]map[int64]parts{}, map[copyOf]map[int64]bool{}
 	last := Slot{Saved: math.Inf(-1)}
 	for _, s := range held {
 		if s.Incomplete == "" && s.Saved > last.Saved {
@@ -129,13 +160,18 @@ func Newest(held []Slot) (step int64, found bool) {
 		if s.Incomplete != "" || s.Job != last.Job {
 			continue
 		}
-		of := copyOf{s.Step, s.GroupWorldSize}
+		of := copyOf{s.Step, s.Quorum, s.GroupWorldSize}
 		if have[of] == nil {
-			have[of] = map[int64]bool{}
+			have[of], whole[of] = map[int64]parts{}, map[int64]bool{}
 		}
-		have[of][s.GroupRank] = true
+		if have[of][s.GroupRank] == nil {
+			have[of][s.GroupRank] = parts{}
+		}
+		if have[of][s.GroupRank].add(s.Share) {
+			whole[of][s.GroupRank] = true
+		}
 	}
-	for of, ranks := range have {
+	for of, ranks := range whole {
 		if int64(len(ranks)) == of.ranks && (!found || of.step > step) {
 			step, found = of.step, true
 		}

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"hash/crc32"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -37,6 +38,8 @@ func TestACompleteSlot(t *testing.T) {
 		Read(place, page(t, nil), 9000))
 	disk := map[string]any{"disk": map[string]any{"folder": "/ckpt", "every": 10, "part": 0, "parts": 2}}
 	assert.Equal(t, "/ckpt", Read(place, page(t, disk), 9000).Folder)
+	part := map[string]any{"share": []int{2, 3, 2}}
+	assert.Equal(t, []int64{2, 3, 2}, Read(place, page(t, part), 9000).Share)
 }
 
 func TestWhyASlotIsIncomplete(t *testing.T) {
@@ -58,6 +61,9 @@ func TestWhyASlotIsIncomplete(t *testing.T) {
 		"it has 9000 of 9001 bytes":                                    page(t, map[string]any{"nbytes": 9001}),
 		"its header has step 7 and 1 ranks":                            page(t, map[string]any{"group_world_size": 1}),
 		"its header has step -1":                                       page(t, map[string]any{"step": -1}),
+		"its header has the share [3 3 1]":                             page(t, map[string]any{"share": []int{3, 3, 1}}),
+		"its header has the share [0 3 4]":                             page(t, map[string]any{"share": []int{0, 3, 4}}),
+		"its header has the share [0 3]":                               page(t, map[string]any{"share": []int{0, 3}}),
 	} {
 		s := Read(place, p, 9000)
 		assert.Contains(t, s.Incomplete, want)
@@ -79,6 +85,14 @@ func TestTheNewestStepThatAllRanksHave(t *testing.T) {
 		return Slot{Place: Place{Group: group, GroupRank: rank}, GroupWorldSize: ranks, Step: step,
 			Incomplete: why}
 	}
+	part := func(rank int64, share ...int64) Slot {
+		s := at("g", rank, 2, 6, "")
+		s.Share = share
+		return s
+	}
+	older := []Slot{at("a", 0, 2, 5, ""), at("a", 1, 2, 5, "")}
+	quorum := part(1, 1, 3, 2)
+	quorum.Quorum = 9
 	for _, c := range []struct {
 		name string
 		held []Slot
@@ -95,6 +109,13 @@ func TestTheNewestStepThatAllRanksHave(t *testing.T) {
 		{"step 0 is a step", []Slot{at("a", 0, 1, 0, "")}, 0, true},
 		{"an older job has come further", []Slot{at("a", 0, 1, 5, ""),
 			{Place: Place{Job: "new"}, GroupWorldSize: 1, Step: 2, Saved: 1}}, 2, true},
+		{"all parts", slices.Concat(older, []Slot{part(0, 0, 3, 2), part(0, 1, 3, 2), part(1, 0, 3, 2),
+			part(1, 2, 3, 2)}), 6, true},
+		{"a part of a rank is missing", slices.Concat(older, []Slot{part(0, 0, 3, 2), part(0, 1, 3, 2),
+			part(1, 0, 3, 2)}), 5, true},
+		{"a part of another history", slices.Concat(older, []Slot{part(0, 0, 3, 2), part(0, 1, 3, 2),
+			part(1, 0, 3, 2), quorum}), 5, true},
+		{"a whole copy beside a part", slices.Concat(older, []Slot{part(0), part(1, 0, 3, 2), part(1)}), 6, true},
 	} {
 		step, ok := Newest(c.held)
 		assert.Equal(t, c.want, step, c.name)

@@ -4,7 +4,10 @@ sample counts once.
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,14 +18,24 @@ from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
 from total_loss_worker import BATCH, SAMPLES
 
 from tests.bounded import todays
+from torchft.checkpointing.snapshots import slots
 
 EVERY = 2  # steps between two copies
 EPOCH = SAMPLES // BATCH  # steps
 
 
 def start(
-    job: Job, lighthouse: str, memory: Path, groups: int, ranks: int, epochs: int, name: str
+    job: Job,
+    lighthouse: str,
+    memory: Path,
+    groups: int,
+    ranks: int,
+    epochs: int,
+    name: str,
+    hosts: bool = False,
+    **more: str,
 ) -> list[Child]:
+    """Starts the ranks of all groups. ``hosts``: each group is on a host of its own."""
     children = []
     for group in range(groups):
         env = {
@@ -31,15 +44,16 @@ def start(
             "WORLD_SIZE": str(ranks),
             "REPLICA_GROUP_ID": str(group),
             "TORCHFT_LIGHTHOUSE": lighthouse,
-            "TORCHFT_SNAPSHOT_MEMORY": str(memory),
+            "TORCHFT_SNAPSHOT_MEMORY": str(memory / f"host{group}" if hosts else memory),
             "SNAPSHOTS": str(EVERY),
             "STEP_S": "0.05",
             "EPOCHS": str(epochs),
+            **more,
         }
         for rank in range(ranks):
-            more = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             worker = Path(HERE) / "total_loss_worker.py"
-            children.append(job.python(f"{name}-{group}-{rank}", worker, path=ours_path(), env=more))
+            children.append(job.python(f"{name}-{group}-{rank}", worker, path=ours_path(), env=own))
     job.wait(lambda: all(child.of("ready") for child in children), START_TIMEOUT_S, "all ranks are ready")
     return children
 
@@ -109,3 +123,38 @@ def test_everything_is_killed(groups: int, ranks: int, kills: int, tmp_path: Pat
             assert epoch == Counter(range(SAMPLES)) if whole else max(epoch.values()) == 1
     left = [path for path in (tmp_path / "memory").iterdir() if path.is_dir()]
     assert left == [], "a job that has ended leaves no copies"
+
+
+@pytest.mark.timeout(300)
+def test_a_host_is_lost_where_each_has_a_part(tmp_path: Path) -> None:
+    """Each part of the state is in the memory of two of three hosts."""
+    wide = {"WIDTH": "4096", "TORCHFT_SNAPSHOT_COPIES": "2"}
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=60000)
+        undisturbed = end(job, start(job, lighthouse, tmp_path / "other", 1, 1, 1, "undisturbed", **wide))
+        memory = tmp_path / "memory"
+        children = start(job, lighthouse, memory, 3, 1, 1, "first", hosts=True, **wide)
+        job.wait(lambda: any(e["step"] >= 5 for e in children[0].of("step")), 60, "a step")
+        for child in children:
+            child.expected_to_live = False
+        for child in children:
+            child.kill()
+        reached = max(step for step, _ in counted(children))
+        headers = [slots.read_header(path) for path in memory.glob("host*/*/*/rank-0/[01]") if whole(path)]
+        assert headers and all(header.share and header.share[1:] == (3, 2) for header in headers), headers
+        keeper = int((memory / "host1" / "keeper.lock").read_text().split()[1])
+        os.kill(keeper, signal.SIGKILL)
+        shutil.rmtree(memory / "host1")
+
+        children = start(job, lighthouse, memory, 3, 1, 1, "last", hosts=True, **wide)
+        assert end(job, children) == undisturbed, job.report()
+        begun = min(step for step, _ in counted(children))
+        assert reached - 2 * EVERY <= begun <= reached + 1, job.report()
+
+
+def whole(path: Path) -> bool:
+    try:
+        slots.read_header(path)
+    except slots.SlotError:
+        return False
+    return True

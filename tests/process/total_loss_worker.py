@@ -36,7 +36,8 @@ class Samples(Dataset):
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
+    width = int(os.environ.get("WIDTH", "16"))
+    net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 2))
     job = torchft.Job(device="cpu", reproducible=True, snapshots=int(os.environ["SNAPSHOTS"]))
     fully_shard(net, mesh=job.mesh)
     adam = torch.optim.AdamW(net.parameters(), lr=0.01)

@@ -26,6 +26,7 @@ REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
 COMPARE_COMMITS_ENV: str = "TORCHFT_COMPARE_COMMITS"
 ON_DIVERGENCE_ENV: str = "TORCHFT_ON_DIVERGENCE"
 SNAPSHOTS_ENV: str = "TORCHFT_SNAPSHOTS"
+SNAPSHOT_COPIES_ENV: str = "TORCHFT_SNAPSHOT_COPIES"
 HEAL_ENV: str = "TORCHFT_HEAL"
 HEAL_ALONG_ENV: str = "TORCHFT_HEAL_ALONG"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
@@ -89,6 +90,8 @@ class Settings:
     # Number of steps between two copies of the state in shared memory; 0: none, because a script that knows
     # nothing of them may restore a state of its own; None: chosen by their cost
     snapshots: Optional[int] = 0
+    # Number of groups that keep each part of such a copy; 0: all, so that one host that is left is enough
+    snapshot_copies: int = 0
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -121,6 +124,7 @@ def resolve(
     heal: Optional[str] = None,
     heal_along: Optional[bool] = None,
     snapshots: Union[int, str, None] = None,
+    snapshot_copies: Optional[int] = None,
 ) -> Settings:
     """Takes settings that the caller left out from the environment, and checks all of them.
 
@@ -149,6 +153,7 @@ def resolve(
         on_divergence=_on_divergence(on_divergence),
         heal=_heal(heal, heal_along),
         snapshots=_number_or_auto("snapshots", snapshots, SNAPSHOTS_ENV, "0"),
+        snapshot_copies=_snapshot_copies(snapshot_copies),
     )
     _check(settings)
     return settings
@@ -202,6 +207,14 @@ def _number_or_auto(argument: str, given: Union[int, str, None], env: str, defau
             f'{name}={value!r}: allowed are 0 (never), a number of {what}, or "auto": chosen by {by}'
         )
     return number
+
+
+def _snapshot_copies(given: Optional[int]) -> int:
+    name = SNAPSHOT_COPIES_ENV if given is None else "snapshot_copies"
+    copies = int_from_env(SNAPSHOT_COPIES_ENV, 0) if given is None else given
+    if not isinstance(copies, int) or isinstance(copies, bool) or copies < 0 or copies == 1:
+        raise ValueError(f"{name}={copies!r}: allowed are 0 (all groups), or a number of groups from 2")
+    return copies
 
 
 def _on_divergence(given: Optional[str]) -> OnDivergence:
@@ -293,6 +306,14 @@ def _check(settings: Settings) -> None:
             f"rank={settings.group_rank} is outside its group: allowed are 0 to "
             f"{settings.group_world_size - 1} "
             f"(world_size={settings.group_world_size})"
+        )
+    if settings.snapshot_copies and settings.snapshots in (None, 1):
+        # The groups' parts must be of one step. While one group writes the copy of a step, another one may
+        # begin with that of the next, over the step before.
+        given = "auto" if settings.snapshots is None else settings.snapshots
+        raise ValueError(
+            f"snapshots={given!r} with snapshot_copies={settings.snapshot_copies}: allowed are 0 (none), and "
+            "a number of steps from 2, the same in all groups"
         )
     for name in ("store_port", "manager_port"):
         value = getattr(settings, name)

@@ -227,6 +227,32 @@ def test_a_bad_number_of_steps_between_snapshots_is_refused(monkeypatch: pytest.
         make()
 
 
+@pytest.mark.parametrize(
+    ("given", "variable", "copies"), [(None, None, 0), (None, "2", 2), (3, "2", 3), (0, "2", 0)]
+)
+def test_the_groups_that_keep_each_part_of_a_snapshot(
+    given: int | None, variable: str | None, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("TORCHFT_SNAPSHOT_COPIES", variable)
+    assert make(snapshots=2, snapshot_copies=given).snapshot_copies == copies
+
+
+def test_a_bad_number_of_groups_that_keep_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for copies in (1, -1, True, "2"):
+        why = f"snapshot_copies={copies!r}: allowed are 0 (all groups), or a number of groups from 2"
+        with pytest.raises(ValueError, match=re.escape(why)):
+            make(snapshots=2, snapshot_copies=copies)
+    for snapshots in (1, "auto"):
+        why = f"snapshots={snapshots!r} with snapshot_copies=2: allowed are 0 (none), and a number of steps"
+        with pytest.raises(ValueError, match=re.escape(why)):
+            make(snapshots=snapshots, snapshot_copies=2)
+    assert make(snapshots=0, snapshot_copies=2).snapshots == 0
+    monkeypatch.setenv("TORCHFT_SNAPSHOT_COPIES", "1")
+    with pytest.raises(ValueError, match="TORCHFT_SNAPSHOT_COPIES=1: allowed are 0"):
+        make()
+
+
 def test_the_action_of_a_group_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make().on_divergence.value == "report"
     assert make(on_divergence="evict").on_divergence.value == "evict"

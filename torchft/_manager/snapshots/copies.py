@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from torchft import _keeper
 from torchft._manager.rank import Position
@@ -27,10 +27,12 @@ from torchft._manager.snapshots.restore import Ranks, Reachable, choose
 from torchft.checkpointing.client.target import BufferMap
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.layout import plain_node, tensor_nodes, tensors_by_path
-from torchft.checkpointing.snapshots import remote, slots
+from torchft.checkpointing.snapshots import gather, remote, slots
 from torchft.checkpointing.snapshots.due import FINISHED, read_status, unwritten
 from torchft.checkpointing.snapshots.fits import misfit
+from torchft.checkpointing.snapshots.gather import Source
 from torchft.checkpointing.snapshots.remote import Held
+from torchft.checkpointing.snapshots.shares import Share, missing
 from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
 from torchft.checkpointing.source.offer import with_copies
 from torchft.utils import DeviceThread
@@ -100,6 +102,16 @@ def _placed(slot: Slot, state: Any) -> Any:
     return slot.state()
 
 
+_Part = tuple[Optional[Share], Callable[[], Source]]  # what a slot has, and how it is read
+
+
+class _Found(NamedTuple):
+    """The slots of a step that a group may load, which are not whole in its own memory."""
+
+    whole: list[Held]
+    parts: list[_Part]
+
+
 class State:
     """The state that is copied.
 
@@ -139,6 +151,8 @@ class Snapshots:
         disk: returns where a copy of a step is to be written to as well, for its header; None: nowhere.
         kept: whether the next copy spares a slot, whose state is still to be written to disk.
         copied: the step of the last copy that is complete.
+        member: the number of this group among those that committed the last step together, None if it was not
+            one of them, and how many these were.
     """
 
     sought = False
@@ -159,7 +173,9 @@ class Snapshots:
         self.disk: Callable[[int], Optional[dict[str, Any]]] = lambda step: None
         self.kept: Callable[[Header], bool] = lambda header: False
         self.copied = -1
+        self.member: tuple[Optional[int], int] = None, 0
         self._every = settings.snapshots
+        self._copies = settings.snapshot_copies
         self._group, named, _ = replica_id.partition(":")
         self._named = bool(named)
         self._store = store
@@ -172,6 +188,7 @@ class Snapshots:
         self._unchanged = unchanged
         self._obstacle = obstacle
         self._logger = logger
+        self._parts: list[tuple[Path, Header]] = []  # slots of this host that have a part of a state
         self._moving: set[int] = set()  # addresses of tensors that have changed while they were copied
         self._lock: Optional[int] = None  # the file that is locked
         self._rate = Rate()
@@ -255,33 +272,60 @@ class Snapshots:
                     f"one has {ranks}"
                 )
                 continue
+            if header.share is not None:
+                self._parts.append((path, header))
+                continue
             yield Reachable(header.step, header.quorum, str(path), partial(Slot.open, path, copy=True))
 
     def _elsewhere(self) -> list[Reachable]:
-        """The slots of this rank, of any group, on other hosts."""
-        if not self._lighthouse:
-            return []
+        """The slots of this rank, of any group, on other hosts, and what slots with parts of a state give
+        together. Called after ``_reachable``.
+        """
+        held = []
         try:
-            held = remote.held(self._lighthouse, self._job, self._logger.warn)
+            if self._lighthouse:
+                held = remote.held(self._lighthouse, self._job, self._logger.warn)
         except SlotError as error:
             self._logger.warn(str(error))
-            return []
         which = (self._ranks.group_rank, self._ranks.group_world_size)
-        sources: dict[tuple[int, int], list[Held]] = {}
+        found: dict[tuple[int, int], _Found] = {}
+        for path, header in self._parts:
+            of = found.setdefault((header.step, header.quorum), _Found([], []))
+            of.parts.append((header.share, partial(gather.local, path)))
         for one in held:
             if (one.rank, one.ranks) == which:
-                sources.setdefault((one.step, one.quorum), []).append(one)
-        into = self._folder / "fetched"
+                of = found.setdefault((one.step, one.quorum), _Found([], []))
+                if one.share is None:
+                    of.whole.append(one)
+                else:
+                    of.parts.append((one.share, partial(remote.part, one)))
+        reach = []
+        for (step, quorum), of in found.items():
+            if of.whole:
+                where = " or ".join(one.url for one in of.whole)
+                reach.append(Reachable(step, quorum, where, partial(self._fetch, of.whole)))
+            elif lacks := missing(share for share, _ in of.parts):
+                self._logger.warn(
+                    f"the copy of step {step} is not loaded: no host that is left has its parts {list(lacks)}"
+                )
+            else:
+                where = f"{len(of.parts)} parts on hosts of several groups"
+                reach.append(Reachable(step, quorum, where, partial(self._gather, step, quorum, of.parts)))
+        return reach
 
-        def fetch(each: list[Held]) -> Slot:
-            hosts = ", ".join(sorted({one.host for one in each}))
-            self._logger.info(f"fetches the copy of step {each[0].step} from the memory of {hosts}")
-            return remote.fetch(each, into)
+    def _fetch(self, whole: list[Held]) -> Slot:
+        hosts = ", ".join(sorted({one.host for one in whole}))
+        self._logger.info(f"fetches the copy of step {whole[0].step} from the memory of {hosts}")
+        return remote.fetch(whole, self._folder / "fetched")
 
-        return [
-            Reachable(step, quorum, " or ".join(one.url for one in each), partial(fetch, each))
-            for (step, quorum), each in sources.items()
-        ]
+    def _gather(self, step: int, quorum: int, parts: list[_Part]) -> Slot:
+        self._logger.info(f"gathers the copy of step {step} from {len(parts)} slots with parts of it")
+        which = (step, quorum, self._ranks.group_rank, self._ranks.group_world_size)
+
+        def fits(header: Header) -> bool:
+            return (header.step, header.quorum, header.group_rank, header.group_world_size) == which
+
+        return gather.gather([opened for _, opened in parts], self._folder / "fetched", fits)
 
     # Steps
 
@@ -318,8 +362,12 @@ class Snapshots:
 
     def _copy(self, position: Position, disk: Optional[dict[str, Any]], last: bool = False) -> None:
         self._last = position.step
+        part, parts = self.member
+        if self._copies and part is None:
+            return  # the groups that committed the step keep it among themselves
+        share = None if part is None else Share.of(part, parts, self._copies)
         try:
-            self._start(position, disk, last)
+            self._start(position, disk, last, share)
         except Exception as error:
             self._turn_off(f"its state cannot be copied: {error}")
 
@@ -330,7 +378,9 @@ class Snapshots:
             self._next = step + 1  # the step after the first, which takes longer than the others
         return step >= self._next
 
-    def _start(self, position: Position, disk: Optional[dict[str, Any]], last: bool) -> None:
+    def _start(
+        self, position: Position, disk: Optional[dict[str, Any]], last: bool, share: Optional[Share]
+    ) -> None:
         began = time.monotonic()
         self._number += 1
         state, _ = with_copies(self.state.read(), self._unchanged(), self._moving)
@@ -350,6 +400,7 @@ class Snapshots:
             position.committed_quorum_id,
             saved=0.0,
             disk=disk,
+            share=share,
         )
         path = self._folder / slots.SLOTS[slots.pick(self._headers(), self.kept)]
         hears = agreed and self._ranks.group_rank > 0

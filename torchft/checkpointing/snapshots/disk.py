@@ -31,12 +31,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchft.checkpointing.codec.encoding import decode, tensor_at
+from torchft.checkpointing.snapshots.shares import Share, deal
 from torchft.checkpointing.transport import CheckpointError
 
 CUT = 64 << 20  # bytes of a tensor in one item, if its first dimension allows that
 METADATA = ".metadata"
 
 Items = List[WriteItem]
+Parts = Dict[MetadataIndex, int]
 Mappings = Dict[str, Tuple[Any, ...]]  # the path of each item's name in the state
 Files = Dict[str, Tuple[int, int]]  # size and CRC32 of each file, by name
 Watch = Callable[[int], None]  # is told of each write: its bytes
@@ -50,21 +52,29 @@ class Content:
     """What one rank's state adds to a checkpoint.
 
     Attributes:
-        items: what can be written from it.
+        items: what it adds.
         mappings: the path of each item's name in the state.
+        parts: of the items, by index, where the groups keep parts of the state (``shares.py``); an item that
+            is missing here is kept by all groups.
 
     Args:
         tree: the structure of the state, decoded from JSON (``codec/encoding.py``).
         flats: the memory of each region, as flat tensors of bytes.
         rank: the rank in the group, by which DTensors name the members of their meshes.
         what: name of the state in errors.
+        share: what the regions have of the state; None: all.
 
     Raises:
         DiskError: a tensor's place is not known.
         CheckpointError: the structure is malformed, or an object's class cannot be imported.
     """
 
-    def __init__(self, tree: Any, flats: List[torch.Tensor], rank: int, what: str) -> None:
+    def __init__(
+        self, tree: Any, flats: List[torch.Tensor], rank: int, what: str, share: Optional[Share] = None
+    ) -> None:
+        self._share = share
+        dealt = deal([flat.numel() for flat in flats], share.parts) if share is not None else ()
+        parts = {_memory(flat): part for flat, part in zip(flats, dealt) if part is not None}
         shards: Dict[int, Tuple[List[int], List[int]]] = {}  # shape of the whole and place in it, by id
 
         def shard(path: Tuple[str, ...], node: List[Any]) -> Optional[torch.Tensor]:
@@ -83,22 +93,29 @@ class Content:
         flat.set_up_planner(state, is_coordinator=True)
         self.mappings: Mappings = flat.mappings
         self.items: Items = []
+        self.parts: Parts = {}
         self._values: Dict[MetadataIndex, Any] = {}
         for fqn, value in flat.state_dict.items():
             if isinstance(value, torch.Tensor):
                 whole, at = shards.get(id(value)) or (list(value.shape), [0] * value.dim())
+                of = parts.get(_memory(value))
                 for begin, part in _cut(value):
-                    self._add_tensor(fqn, part, whole, [at[0] + begin, *at[1:]] if at else at)
+                    self._add_tensor(fqn, part, whole, [at[0] + begin, *at[1:]] if at else at, of)
             else:
                 self._add(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO), value)
 
-    def _add_tensor(self, fqn: str, part: torch.Tensor, whole: List[int], at: List[int]) -> None:
+    def _add_tensor(
+        self, fqn: str, part: torch.Tensor, whole: List[int], at: List[int], of: Optional[int]
+    ) -> None:
         if part.numel() == 0 and 0 not in whole:
             return  # the rows of other ranks are all
         properties = TensorProperties(dtype=part.dtype, requires_grad=part.requires_grad)
         chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(part.shape))
         data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(whole))
-        self._add(WriteItem(MetadataIndex(fqn, at), WriteItemType.SHARD, tensor_data=data), part)
+        index = MetadataIndex(fqn, at)
+        if of is not None:
+            self.parts[index] = of
+        self._add(WriteItem(index, WriteItemType.SHARD, tensor_data=data), part)
 
     def _add(self, item: WriteItem, value: Any) -> None:
         self.items.append(item)
@@ -110,12 +127,18 @@ class Content:
         Raises:
             DiskError: this state has no such item.
         """
+        if self._share is not None and not self._share.has(self.parts.get(index)):
+            raise DiskError(f"this group has {self._share} of the state, which lacks {index.fqn}")
         try:
             return self._values[index]
         except KeyError:
             raise DiskError(
                 f"this state has no {index.fqn} at {index.offset}: the groups' states differ"
             ) from None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _cut(tensor: torch.Tensor) -> Iterable[Tuple[int, torch.Tensor]]:
@@ -185,12 +208,13 @@ def size_of(item: WriteItem) -> int:
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 1
 
 
-def assign(ranks: Sequence[Items], parts: int) -> List[List[Items]]:
+def assign(ranks: Sequence[Items], parts: int, given: Sequence[Parts] = ()) -> List[List[Items]]:
     """Says who writes what: a pure function of what the ranks have.
 
     Args:
         ranks: the items of each rank. Of several that have an item, the one with the least to do writes it.
         parts: the number of groups that share the work of a rank.
+        given: the part of each item of a rank that not all groups have.
 
     Returns:
         The items of each part of each rank.
@@ -207,7 +231,9 @@ def assign(ranks: Sequence[Items], parts: int) -> List[List[Items]]:
             if having[0] != rank:
                 continue  # assigned already
             least = min(having, key=lambda each: sum(loads[each]))
-            part = min(range(parts), key=loads[least].__getitem__)
+            part = given[least].get(item.index) if given else None
+            if part is None:
+                part = min(range(parts), key=loads[least].__getitem__)
             loads[least][part] += size_of(item)
             shares[least][part].append(item)
     return shares

@@ -1,6 +1,6 @@
 """Slots in the memory of other hosts, which their keepers serve (go/keeper).
 
-Every group has the whole state, so a job goes on from the copy of any host that is left.
+Where every group has the whole state, a job goes on from the copy of any host that is left.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 from urllib.parse import quote, urlsplit
 
 from torchft._lighthouse_http import HttpLighthouse, Unanswered, direct, refusal_of, token_headers
+from torchft.checkpointing.snapshots.gather import Source
+from torchft.checkpointing.snapshots.shares import Share
 from torchft.checkpointing.snapshots.slots import Slot, SlotError
 
 # Keepers report every 2 s, so one that a lighthouse has not heard of within this time has nothing to say.
@@ -40,6 +42,7 @@ class Held(NamedTuple):
         job, group, rank, slot: which slot it is.
         ranks: number of ranks of its group.
         step, quorum: of the state.
+        share: what of the state it has; None: all.
     """
 
     address: str
@@ -51,6 +54,7 @@ class Held(NamedTuple):
     ranks: int
     step: int
     quorum: int
+    share: Optional[Share] = None
 
     @property
     def url(self) -> str:
@@ -124,6 +128,7 @@ def _complete(keepers: Sequence[dict[str, Any]], job: str, say: Callable[[str], 
                     slot["group_world_size"],
                     slot["step"],
                     slot["quorum"],
+                    Share(*slot["share"]) if slot.get("share") else None,
                 )
                 for slot in keeper["snapshots"] or []
                 if slot["job"] == job and not slot.get("incomplete")
@@ -168,22 +173,51 @@ def fetch(sources: Sequence[Held], into: Path) -> Slot:
 
 
 def _receive(source: Held, into: Path) -> None:
-    """Receives the bytes of a slot. A connection that breaks is made again, as long as something arrives."""
+    """Receives the bytes of a slot."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(into, flags, 0o600), "wb", buffering=0) as file:
-        tag, done = "", 0
+        for block in _Connection(source).read(0, None):
+            _write(file, block)
+
+
+def part(source: Held) -> Source:
+    """Returns a slot of another host, of which a part is read."""
+    return Source(source.url, None, _Connection(source).read)
+
+
+class _Connection:
+    """Reads a slot of another host. What it reads is of one state."""
+
+    def __init__(self, source: Held) -> None:
+        self._source = source
+        self._tag = ""
+
+    def read(self, offset: int, length: Optional[int]) -> Iterator[bytes]:
+        """Yields the bytes from an offset; None: up to the end. A connection that breaks is made again, as
+        long as something arrives.
+
+        Raises:
+            SlotError: they did not arrive.
+        """
+        source, done, total = self._source, 0, length
+        if total == 0:
+            return
         while True:
             before = done
             headers = token_headers()
-            if done:
-                headers.update({"Range": f"bytes={done}-", "If-Match": tag})
+            if self._tag:
+                headers["If-Match"] = self._tag
+            if done or length is not None:
+                end = "" if length is None else offset + length - 1
+                headers["Range"] = f"bytes={offset + done}-{end}"
             try:
                 request = urllib.request.Request(source.url, headers=headers)
                 with direct(source.address).open(request, timeout=_PROGRESS_SEC) as response:
-                    tag = response.headers["ETag"]
+                    self._tag = response.headers["ETag"]
                     total = done + int(response.headers["Content-Length"])
                     for block in _blocks(response, source):
-                        done += _write(file, block)
+                        done += len(block)
+                        yield block
             except urllib.error.HTTPError as error:
                 with error:
                     why = str(refusal_of(source.url, error.code, error.read()))
@@ -193,11 +227,11 @@ def _receive(source: Held, into: Path) -> None:
             except TypeError:  # no length
                 raise SlotError(f"{source.url} is of another version, or no keeper's") from None
             except (OSError, http.client.HTTPException) as error:
-                if getattr(error, "filename", None) or done == before:
+                if done == before:
                     reason = getattr(error, "reason", error) or type(error).__name__
                     raise SlotError(f"{source.url}: {reason}") from None
                 continue
-            if done == total:
+            if done == total and length in (None, done):
                 return
             if done == before:
                 raise SlotError(f"{source.url} ended the connection: its host may have overwritten the slot")
@@ -214,11 +248,10 @@ def _blocks(response: Any, source: Held) -> Any:
             raise SlotError(f"{source.url} has sent {arrived} bytes in {_PROGRESS_SEC:g} s")
 
 
-def _write(file: Any, block: bytes) -> int:
+def _write(file: Any, block: bytes) -> None:
     view = memoryview(block)
     while view:
         try:
             view = view[file.write(view) :]
         except OSError as error:
             raise SlotError(f"no room for a copy of another host: {error.strerror}") from error
-    return len(block)

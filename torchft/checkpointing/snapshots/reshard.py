@@ -6,10 +6,11 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
-from torchft.checkpointing.snapshots import slots
+from torchft.checkpointing.snapshots import gather, slots
 from torchft.checkpointing.snapshots.disk import Content
 from torchft.checkpointing.snapshots.saving import Save
 from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
@@ -44,7 +45,7 @@ def resharded(
             header: Header = slots.read_header(path)
             if header.group_world_size != ranks and header.step > beyond:
                 slots.check_job(path, lighthouse)
-                of = states.setdefault((header.step, header.quorum, header.group_world_size), {})
+                of = states.setdefault(_state(header), {})
                 of.setdefault(header.group_rank, []).append(path)
     for state in sorted(states, reverse=True):
         if len(states[state]) == state[2] and (made := _made(folder, state, states[state], say)) is not None:
@@ -59,7 +60,7 @@ def _made(
     within = Path(tempfile.mkdtemp(prefix="resharded-", dir=folder))
     save = Save(within, step, str(quorum), ranks, 1)
     try:
-        opened = [_opened(paths[rank], state, rank, say) for rank in range(ranks)]
+        opened = [_opened(paths[rank], state, rank, within, say) for rank in range(ranks)]
         contents = [Content(slot.tree, slot.flats, rank, str(slot.path)) for rank, slot in enumerate(opened)]
         for rank, content in enumerate(contents):
             save.announce(rank, content)
@@ -68,7 +69,7 @@ def _made(
             assert written is not None
             save.add(unit, written)
         for slot in opened:
-            if slots.read_header(slot.path) != slot.header:
+            if slot.path.parent != within and slots.read_header(slot.path) != slot.header:
                 raise SlotError(f"{slot.path} has another state now")
         save.complete()
         return within / f"step-{step}"
@@ -78,15 +79,24 @@ def _made(
         return None
 
 
-def _opened(paths: List[Path], state: _State, rank: int, say: Callable[[str], None]) -> Slot:
-    """Returns one of several copies of a rank: the first one that is not damaged."""
+def _opened(paths: List[Path], state: _State, rank: int, within: Path, say: Callable[[str], None]) -> Slot:
+    """Returns one of several copies of a rank: the first one that is not damaged, or one made of parts."""
+    parts: List[Path] = []
     for path in paths:
         try:
             slot = Slot.open(path)
         except SlotError as error:
             say(str(error))
             continue
-        header = slot.header
-        if (header.step, header.quorum, header.group_world_size) == state:
-            return slot
+        if _state(slot.header) == state:
+            if slot.header.share is None:
+                return slot
+            parts.append(path)
+    if parts:
+        sources = [partial(gather.local, path) for path in parts]
+        return gather.gather(sources, within / f"rank-{rank}", lambda header: _state(header) == state)
     raise SlotError(f"there is no undamaged copy of rank {rank}")
+
+
+def _state(header: Header) -> _State:
+    return header.step, header.quorum, header.group_world_size

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Tuple
 
 from torchft.checkpointing.snapshots import disk, folders
-from torchft.checkpointing.snapshots.disk import Content, DiskError, Items, Mappings, Written
+from torchft.checkpointing.snapshots.disk import Content, DiskError, Items, Mappings, Parts, Written
 
 Unit = Tuple[int, int]  # rank, and part of what it has
 
@@ -32,6 +32,7 @@ Unit = Tuple[int, int]  # rank, and part of what it has
 class _Plan(NamedTuple):
     items: Items
     mappings: Mappings
+    parts: Parts
 
 
 class Save:
@@ -76,7 +77,7 @@ class Save:
         if self._claims():
             return
         self._partial.mkdir(parents=True, exist_ok=True)
-        self._put(f"plan-{rank}", _Plan(content.items, content.mappings))
+        self._put(f"plan-{rank}", _Plan(content.items, content.mappings, content.parts))
 
     def silent(self) -> List[int]:
         """Returns the ranks that have not said what they have."""
@@ -200,7 +201,8 @@ class Save:
         return [(rank, part) for rank in range(self._ranks) for part in range(self._parts)]
 
     def _shares(self, at: Path) -> List[List[Items]]:
-        return disk.assign([plan.items for plan in self._read_plans(at)], self._parts)
+        plans = self._read_plans(at)
+        return disk.assign([plan.items for plan in plans], self._parts, [plan.parts for plan in plans])
 
     def _read_plans(self, at: Path) -> List[_Plan]:
         if self._plans is None:

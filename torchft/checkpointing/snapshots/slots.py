@@ -11,6 +11,9 @@ ROOT is TORCHFT_SNAPSHOT_MEMORY, or /dev/shm/torchft-<uid>. Names are quoted as 
            the table of regions (JSON): for each its offset, length, the digests of its pieces of 16 MiB, and
            its device in the trainer
 
+Where a group keeps a part of its state alone (`shares.py`), the others' regions are holes, which take no
+memory, and have null instead of digests.
+
 The page is zeroed before anything is written, and is written last, so a slot is complete only with it. Every
 byte of a slot is covered by a check: header, structure and table by a CRC, regions with their padding by
 digests.
@@ -32,6 +35,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple, Union
 
@@ -45,6 +49,7 @@ from torchft.checkpointing.codec.encoding import Encoded, Replace, decode
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
 from torchft.checkpointing.memory.host import HostMemory
 from torchft.checkpointing.memory.staging import Staged, copies_for
+from torchft.checkpointing.snapshots.shares import Share, deal
 
 SLOTS = ("0", "1")
 
@@ -77,6 +82,7 @@ class Header(NamedTuple):
         nbytes: size of the whole file.
         structure, regions: offset, length and CRC of the structure and of the table of regions.
         disk: where this state is to be written to as well: folder, every, part, parts; None: nowhere.
+        share: what of the state is in the slot; None: all.
     """
 
     job: str
@@ -88,6 +94,7 @@ class Header(NamedTuple):
     quorum: int
     saved: float
     disk: Optional[Dict[str, Any]] = None
+    share: Optional[Share] = None
     nbytes: int = 0
     structure: Tuple[int, int, int] = (0, 0, 0)
     regions: Tuple[int, int, int] = (0, 0, 0)
@@ -250,7 +257,7 @@ def check_job(path: Path, lighthouse: Optional[str]) -> None:
         )
 
 
-def _header(path: Path, page: bytes, nbytes: int) -> Header:
+def _header(path: Union[Path, str], page: bytes, nbytes: Optional[int]) -> Header:
     if len(page) < PAGE or not any(page):
         raise SlotError(f"{path}: it is not complete, its writer has ended before")
     magic, length, crc = _LEAD.unpack_from(page)
@@ -263,12 +270,17 @@ def _header(path: Path, page: bytes, nbytes: int) -> Header:
         raise SlotError(f"{path}: its header is damaged")
     try:
         fields = json.loads(text)
+        fields.setdefault("share", None)  # as written before there were parts
         header = Header(**{name: fields[name] for name in Header._fields})
         # JSON has lists
-        header = header._replace(structure=_section(header.structure), regions=_section(header.regions))
+        header = header._replace(
+            structure=_section(header.structure),
+            regions=_section(header.regions),
+            share=None if header.share is None else Share(*header.share),
+        )
     except (ValueError, TypeError, KeyError) as error:
         raise SlotError(f"{path}: its header is of another version: {error!r}") from error
-    if header.nbytes != nbytes:
+    if nbytes not in (None, header.nbytes):
         raise SlotError(f"{path}: it has {nbytes} bytes, its header says {header.nbytes}")
     return header
 
@@ -278,6 +290,59 @@ def _section(values: Sequence[int]) -> Tuple[int, int, int]:
     return offset, length, crc
 
 
+class Region(NamedTuple):
+    """A row of the table of regions.
+
+    Attributes:
+        offset, length: in the slot, in bytes.
+        digests: of its pieces; None: the slot lacks it.
+        device: in the trainer, such as "cpu".
+    """
+
+    offset: int
+    length: int
+    digests: Optional[List[str]]
+    device: str
+
+
+class Index(NamedTuple):
+    """What a slot says of itself."""
+
+    header: Header
+    structure: bytes
+    regions: List[Region]
+
+
+def read_index(
+    where: Union[Path, str], page: bytes, nbytes: Optional[int], read: Callable[[int, int], bytes]
+) -> Index:
+    """Returns what a slot says of itself.
+
+    Args:
+        where: names it in errors.
+        page: its first page.
+        nbytes: its size; None: it was compared already.
+        read: returns a number of its bytes from an offset.
+
+    Raises:
+        SlotError: it is not complete, or damaged.
+    """
+    header = _header(where, page, nbytes)
+    sections = []
+    for (offset, length, crc), what in (
+        (header.regions, "table of regions"),
+        (header.structure, "structure"),
+    ):
+        section = read(offset, length)
+        if len(section) != length or zlib.crc32(section) != crc:
+            raise SlotError(f"{where}: its {what} is damaged")
+        sections.append(section)
+    try:
+        return Index(header, sections[1], [Region(*row) for row in json.loads(sections[0])])
+    except (ValueError, TypeError) as error:
+        raise SlotError(f"{where}: its table of regions is of another version: {error!r}") from error
+
+
 class Slot:
     """A complete slot, all of whose bytes were verified.
 
@@ -285,7 +350,8 @@ class Slot:
         path: the file.
         header: its header.
         tree: the structure, decoded from JSON.
-        flats: the memory of each region, as flat tensors of bytes in host memory.
+        flats: the memory of each region, as flat tensors of bytes in host memory. Those that the slot lacks
+            have zeros.
         devices: the device of each region in the trainer, such as "cpu".
     """
 
@@ -314,19 +380,18 @@ class Slot:
         try:
             with open(path, "rb") as file:
                 nbytes = os.fstat(file.fileno()).st_size
-                header = _header(path, file.read(PAGE), nbytes)
-                table = json.loads(_checked(path, file.fileno(), header.regions, "table of regions"))
-                tree = json.loads(_checked(path, file.fileno(), header.structure, "structure"))
+                index = read_index(path, file.read(PAGE), nbytes, partial(_pread, file.fileno()))
+                tree = json.loads(index.structure)
                 read = _copied(file.fileno()) if copy else _mapped(file.fileno(), nbytes)
-                flats = _regions(path, read, table, nbytes)
-                devices = [device for *_, device in table]
+                flats = _regions(path, read, index, nbytes)
+                devices = [region.device for region in index.regions]
         except SlotError:
             raise
         except OSError as error:
             raise SlotError(f"{path}: {error.strerror}") from error
         except (ValueError, TypeError, MemoryError) as error:
             raise SlotError(f"{path}: it cannot be read: {error!r}") from error
-        return cls(path, header, tree, flats, devices)
+        return cls(path, index.header, tree, flats, devices)
 
     def state(self, replace: Optional[Replace] = None) -> Any:
         """Returns the state. Its tensors have the memory of :attr:`flats`, unless ``replace`` gives others,
@@ -335,7 +400,10 @@ class Slot:
         Raises:
             CheckpointError: it holds a type that is not allowed; or DTensors, and torch.distributed is not
                 initialized.
+            SlotError: the slot has a part of it alone.
         """
+        if self.header.share is not None:
+            raise SlotError(f"{self.path} has a part of a state: {self.header.share}")
         return decode(self.tree, self.flats, str(self.path), replace)
 
 
@@ -343,12 +411,8 @@ class Slot:
 _Read = Callable[[int, int], Tuple[torch.Tensor, bytes]]
 
 
-def _checked(path: Path, file: int, section: Tuple[int, int, int], what: str) -> bytes:
-    offset, length, crc = section
-    read = os.pread(file, length, offset)
-    if len(read) != length or zlib.crc32(read) != crc:
-        raise SlotError(f"{path}: its {what} is damaged")
-    return read
+def _pread(file: int, offset: int, length: int) -> bytes:
+    return os.pread(file, length, offset)
 
 
 def _mapped(file: int, nbytes: int) -> _Read:
@@ -380,24 +444,38 @@ def _copied(file: int) -> _Read:
     return read
 
 
-def _regions(path: Path, read: _Read, table: Any, nbytes: int) -> List[torch.Tensor]:
+def _regions(path: Path, read: _Read, index: Index, nbytes: int) -> List[torch.Tensor]:
+    in_parts = index.header.share is not None
+
     def one(number: int) -> torch.Tensor:
-        offset, length, digests, _ = table[number]
-        return _region(f"{path}: region {number}", read, offset, length, digests)
+        region = index.regions[number]
+        if not region.length:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        flat, padding = read(region.offset, region.length)
+        if not (in_parts and region.digests is None) and not _undamaged(region, flat, padding):
+            raise SlotError(f"{path}: region {number} is damaged")
+        return flat
 
     if nbytes < _LARGE:
-        return [one(number) for number in range(len(table))]
+        return [one(number) for number in range(len(index.regions))]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="torchft_slot") as threads:
-        return list(threads.map(one, range(len(table))))
+        return list(threads.map(one, range(len(index.regions))))
 
 
-def _region(what: str, read: _Read, offset: int, length: int, digests: List[str]) -> torch.Tensor:
-    if not length:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    flat, padding = read(offset, length)
-    if [_digest(piece) for piece in flat.split(PIECE)] != digests or any(padding):
-        raise SlotError(f"{what} is damaged")
-    return flat
+def _undamaged(region: Region, flat: torch.Tensor, padding: bytes) -> bool:
+    return [_digest(piece) for piece in flat.split(PIECE)] == region.digests and not any(padding)
+
+
+def fits(region: Region, file: int) -> bool:
+    """Whether a file has the bytes of a region."""
+    if not region.length:
+        return True
+    return _undamaged(region, *_copied(file)(region.offset, region.length))
+
+
+def padded(length: int) -> int:
+    """Returns the bytes that a region takes in a slot."""
+    return length + -length % _ALIGNED
 
 
 def _digest(piece: torch.Tensor) -> str:
@@ -442,8 +520,9 @@ def write(
     Args:
         path: the slot; what it held is lost with the first item.
         header: without sizes and sections; ``saved`` is set at the end.
-        encoded: the state. Its tensors must not change until the end. Those on devices are copied on a side
-            stream, behind the work that is queued on the current stream at this call.
+        encoded: the state, of which the share in the header is written. Its tensors must not change until the
+            end. Those on devices are copied on a side stream, behind the work that is queued on the current
+            stream at this call.
         holds: returns whether they have not, before the last piece. If they have, the slot stays incomplete.
 
     Raises:
@@ -451,16 +530,26 @@ def write(
             then.
     """
     flats = [storage_bytes(storage) for storage in encoded.storages]
-    devices = {flat.device for flat in flats}
+    share = header.share
+    parts = [None] * len(flats) if share is None else deal([flat.numel() for flat in flats], share.parts)
+    held = [share is None or share.has(part) for part in parts]
+    devices = {flat.device for flat, has in zip(flats, held) if has}
     copies = {device: kind(device) for device in devices if (kind := copies_for(device.type)) is not None}
-    sources: List[_Source] = [
-        (flat, Staged(flat, copies[flat.device]) if flat.device in copies and flat.numel() else None)
-        for flat in flats
+    sources = [
+        _Source(
+            flat,
+            Staged(flat, copies[flat.device]) if has and flat.device in copies and flat.numel() else None,
+            has,
+        )
+        for flat, has in zip(flats, held)
     ]
     return _written(path, header, encoded, sources, holds)
 
 
-_Source = Tuple[torch.Tensor, Optional[Staged]]  # a region, and how it is read on a device
+class _Source(NamedTuple):
+    flat: torch.Tensor  # a region
+    staged: Optional[Staged]  # how it is read on a device
+    has: bool  # whether it is written
 
 
 def _written(
@@ -472,14 +561,14 @@ def _written(
             yield from _write(file, header, encoded, sources, holds)
         finally:
             os.close(file)
-            for _, staged in sources:
-                if staged is not None:
-                    staged.close(wait=False)
+            for source in sources:
+                if source.staged is not None:
+                    source.staged.close(wait=False)
     except OSError as error:
         if error.errno in _FULL:
             with suppress(OSError):
                 os.truncate(path, 0)  # others have use for the room
-            nbytes = PAGE + len(encoded.structure) + sum(flat.numel() for flat, _ in sources)
+            nbytes = PAGE + len(encoded.structure) + sum(each.flat.numel() for each in sources if each.has)
             raise SlotError(f"{path}: no room for a copy of {nbytes} bytes: {error.strerror}") from error
         raise SlotError(f"{path}: {error.strerror}") from error
 
@@ -487,35 +576,66 @@ def _written(
 def _write(
     file: int, header: Header, encoded: Encoded, sources: Sequence[_Source], holds: Callable[[], bool]
 ) -> Iterator[int]:
-    _put(file, bytes(PAGE), 0)
+    if header.share is not None and _share(file) != header.share:
+        os.ftruncate(file, 0)  # else the holes have memory
+    put(file, bytes(PAGE), 0)
     yield PAGE
     table, offset = [], PAGE
-    for flat, staged in sources:
-        begin, digests = offset, []
-        for piece in _pieces(flat, staged):
-            _put(file, tensor_memory(piece), offset)
-            digests.append(_digest(piece))
-            offset += piece.numel()
-            yield piece.numel()
-        padding = -flat.numel() % _ALIGNED
-        _put(file, bytes(padding), offset)
-        offset += padding
-        table.append([begin, flat.numel(), digests, str(flat.device)])
+    for flat, staged, has in sources:
+        region = Region(offset, flat.numel(), [] if has else None, str(flat.device))
+        table.append(region)
+        if region.digests is not None:
+            for piece in _pieces(flat, staged):
+                put(file, tensor_memory(piece), offset)
+                region.digests.append(_digest(piece))
+                offset += piece.numel()
+                yield piece.numel()
+            put(file, bytes(-flat.numel() % _ALIGNED), offset)
+        offset = region.offset + padded(region.length)
+    yield from _end(file, header, encoded.structure, table, offset, holds)
+
+
+def complete(file: int, index: Index) -> None:
+    """Makes a slot of a file that has all regions.
+
+    Raises:
+        OSError: there is no room.
+    """
+    end = max((region.offset + padded(region.length) for region in index.regions), default=PAGE)
+    for _ in _end(file, index.header._replace(share=None), index.structure, index.regions, end):
+        pass
+
+
+def _share(file: int) -> Optional[Share]:
+    try:
+        return _header("", os.pread(file, PAGE, 0), os.fstat(file).st_size).share
+    except SlotError:
+        return None
+
+
+def _end(
+    file: int,
+    header: Header,
+    structure: bytes,
+    table: Sequence[Region],
+    offset: int,
+    holds: Callable[[], bool] = lambda: True,
+) -> Iterator[int]:
+    """Writes what follows the regions, and the header."""
     sections = []
-    for section in (encoded.structure, json.dumps(table, separators=(",", ":")).encode()):
-        _put(file, section, offset)
+    for section in (structure, json.dumps(table, separators=(",", ":")).encode()):
+        put(file, section, offset)
         sections.append((offset, len(section), zlib.crc32(section)))
         offset += len(section)
         yield len(section)
     os.ftruncate(file, offset)
-    structure, regions = sections
-    header = header._replace(saved=time.time(), nbytes=offset, structure=structure, regions=regions)
+    header = header._replace(saved=time.time(), nbytes=offset, structure=sections[0], regions=sections[1])
     text = json.dumps(header._asdict(), separators=(",", ":")).encode()
     if _LEAD.size + len(text) > PAGE:
         raise SlotError(f"the header of a slot takes {len(text)} bytes, and at most {PAGE - _LEAD.size} fit")
     if not holds():
         return
-    _put(file, (_LEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text).ljust(PAGE, b"\0"), 0)
+    put(file, (_LEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text).ljust(PAGE, b"\0"), 0)
     yield PAGE
 
 
@@ -528,7 +648,12 @@ def _pieces(flat: torch.Tensor, staged: Optional[Staged]) -> Iterator[torch.Tens
         yield from block.split(PIECE)
 
 
-def _put(file: int, data: Union[bytes, memoryview], offset: int) -> None:
+def put(file: int, data: Union[bytes, memoryview], offset: int) -> None:
+    """Writes all of the data to a file.
+
+    Raises:
+        OSError: there is no room.
+    """
     view = memoryview(data)
     while len(view):
         done = os.pwrite(file, view, offset)

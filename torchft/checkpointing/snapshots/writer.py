@@ -57,6 +57,10 @@ class Found(NamedTuple):
     header: Header
     due: Due
 
+    def has(self, unit: Unit) -> bool:
+        """Whether the slot has a part of its rank."""
+        return self.header.share is None or self.header.share.has(unit[1])
+
 
 class _Changed(Exception):
     """The trainer has begun to write another state to the slot."""
@@ -175,9 +179,9 @@ class FolderWriter:
         own: Dict[Unit, Found] = {}
         for each in found:
             own.setdefault((each.header.group_rank, each.due.part), each)
-        ranks: Dict[int, Found] = {}
+        ranks: Dict[int, List[Found]] = {}
         for each in found:
-            ranks.setdefault(each.header.group_rank, each)
+            ranks.setdefault(each.header.group_rank, []).append(each)
         self._announce(save, ranks)
         waited = _Stopwatch()
         while not self._ended:
@@ -199,16 +203,18 @@ class FolderWriter:
                 self._unit(save, mine[0], own[mine[0]])
                 continue
             elif waited.since(missing) > self._others:
-                others = [unit for unit in missing if unit[0] in ranks]
+                others = [
+                    (unit, each) for unit in missing for each in ranks.get(unit[0], []) if each.has(unit)
+                ]
                 if not others:
                     return f"no host has written part {missing[0]} (rank, part) for {self._others:g} s"
-                self._unit(save, others[0], ranks[others[0][0]])
+                self._unit(save, *others[0])
                 continue
             time.sleep(_POLL / 4)
         return None
 
-    def _announce(self, save: Save, ranks: Dict[int, Found]) -> None:
-        for rank, each in ranks.items():
+    def _announce(self, save: Save, ranks: Dict[int, List[Found]]) -> None:
+        for rank, (each, *_) in ranks.items():
             if save.claimed() is None and rank in save.silent():
                 content = self._content(each)
                 self._check(each)
@@ -237,7 +243,8 @@ class FolderWriter:
             raise DiskError(f"{error}; it is not written") from None
         if slot.header != each.header:
             raise _Changed
-        content = Content(slot.tree, slot.flats, slot.header.group_rank, str(each.path))
+        header = slot.header
+        content = Content(slot.tree, slot.flats, header.group_rank, str(each.path), header.share)
         self._check(each)
         self._contents[each.path] = slot.header, content
         return content

@@ -7,8 +7,10 @@ import signal
 import socketserver
 import threading
 from collections.abc import Callable, Generator
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from tests.unit.waiting import wait_until
 from torchft import _keeper
 from torchft._torchft import LighthouseServer
 from torchft.checkpointing.codec.encoding import Encoded
-from torchft.checkpointing.snapshots import remote, slots
+from torchft.checkpointing.snapshots import gather, remote, slots
 from torchft.checkpointing.snapshots.remote import Held
+from torchft.checkpointing.snapshots.shares import Share
 from torchft.checkpointing.snapshots.slots import Header, SlotError
 
 JOB = "a job/1"
@@ -26,12 +29,20 @@ JOB = "a job/1"
 pytestmark = pytest.mark.usefixtures("keepers")
 
 
-def save(step: int, group: str = "g", size: int = 1000, slot: int = 0, quorum: int = 7) -> Path:
+def save(
+    step: int,
+    group: str = "g",
+    size: int = 1000,
+    slot: int = 0,
+    quorum: int = 7,
+    share: Optional[Share] = None,
+) -> Path:
     """Writes a slot into this host's memory."""
     folder = slots.folder_of(JOB, group, 0)
     folder.mkdir(parents=True, exist_ok=True)
-    header = Header(JOB, group, 0, 1, step, step, quorum, 0.0)
-    for _ in slots.write(folder / str(slot), header, Encoded({"w": torch.full((size,), float(step))})):
+    header = Header(JOB, group, 0, 1, step, step, quorum, 0.0, share=share)
+    state = {name: torch.full((size,), float(step)) for name in "wxyz"[: 1 if share is None else 4]}
+    for _ in slots.write(folder / str(slot), header, Encoded(state)):
         pass
     return folder / str(slot)
 
@@ -103,6 +114,24 @@ def test_the_slots_of_two_hosts(
     assert slot.header.step == 7
     assert torch.equal(slot.state()["w"], torch.full((1000,), 7.0))
     assert remote.held(lighthouse, "another job") == []
+
+
+def test_the_parts_of_two_hosts(
+    hosts: Callable[[str], Host], lighthouse: str, memory_of_snapshots: Path
+) -> None:
+    for name, share in (("a", Share(0, 3, 2)), ("b", Share(1, 3, 2))):
+        with hosts(name):
+            path = save(5, group=name, size=300_000, share=share)
+            assert path.stat().st_blocks * 512 < 4 * 1_200_000
+            _keeper.ensure(JOB, lighthouse)
+    found = heard(lighthouse, 2)
+    assert sorted(one.share or () for one in found) == [(0, 3, 2), (1, 3, 2)]
+    into, sources = memory_of_snapshots / "fetched", [partial(remote.part, one) for one in found]
+    slot = gather.gather(sources, into, lambda header: header.step == 5)
+    assert not into.exists()
+    assert all(w.eq(5).all() and len(w) == 300_000 for w in slot.state().values())
+    with pytest.raises(SlotError, match="no copy has region"):
+        gather.gather(sources[:1], into, lambda header: header.step == 5)
 
 
 def test_the_token_of_the_job_is_needed(

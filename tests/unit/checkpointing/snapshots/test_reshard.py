@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.snapshots import slots
 from torchft.checkpointing.snapshots.reshard import resharded
+from torchft.checkpointing.snapshots.shares import Share
 from torchft.checkpointing.snapshots.slots import Header
 
 pytestmark = [
@@ -23,13 +25,22 @@ pytestmark = [
 ]
 
 
-def copy(step: int, rank: int, ranks: int = 2, group: str = "g", slot: str = "0") -> Path:
+def copy(
+    step: int,
+    rank: int,
+    ranks: int = 2,
+    group: str = "g",
+    slot: str = "0",
+    rows: int = 7,
+    share: Optional[Share] = None,
+) -> Path:
     """Makes a copy of a shard whose values are those of the step."""
     path = slots.folder_of("job", group, rank) / slot
     path.parent.mkdir(parents=True, exist_ok=True)
     with as_rank(rank, ranks):
-        state = {"w": part(torch.arange(7.0) + step, init_device_mesh("cpu", (ranks,)), 0)}
-        for _ in slots.write(path, Header("job", group, rank, ranks, step, 0, 3, 0.0), Encoded(state)):
+        state = {"w": part(torch.arange(float(rows)) + step, init_device_mesh("cpu", (ranks,)), 0)}
+        header = Header("job", group, rank, ranks, step, 0, 3, 0.0, share=share)
+        for _ in slots.write(path, header, Encoded(state)):
             pass
     return path
 
@@ -64,3 +75,20 @@ def test_the_newest_step_of_which_all_ranks_are_there(
     assert f"{damaged}: region 0 is damaged" in said
     copy(6, 1, group="other", slot="1")
     assert made() == (torch.arange(7.0) + 6).tolist()
+
+
+def test_parts_of_several_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_keeper.ROOT_ENV, str(tmp_path))
+    said: list[str] = []
+    for rank in range(2):
+        for group in range(3):
+            copy(5, rank, group=f"g{group}", rows=40_000, share=Share(group, 3, 2))
+    slots.spoil(slots.folder_of("job", "g0", 0) / "0")  # and each part of the rank is left
+    checkpoint = resharded("job", 1, 0, said.append)
+    assert checkpoint is not None, said
+    read = {"w": torch.zeros(40_000)}
+    dcp.load(read, checkpoint_id=checkpoint, no_dist=True)
+    assert torch.equal(read["w"], torch.arange(40_000.0) + 5)
+    slots.spoil(slots.folder_of("job", "g2", 0) / "0")
+    assert resharded("job", 1, 0, said.append) is None
+    assert "the copies of step 5, of 2 ranks, are not loaded: no copy has region 0" in said

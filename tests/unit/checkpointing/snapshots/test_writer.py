@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
+import torch
 
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.snapshots.contents import load, plain
@@ -30,6 +31,7 @@ from torchft.checkpointing.snapshots.due import (
     read_status,
     unwritten,
 )
+from torchft.checkpointing.snapshots.shares import Share
 from torchft.checkpointing.snapshots.slots import Header
 from torchft.checkpointing.snapshots.writer import FolderWriter, Writer
 
@@ -48,13 +50,15 @@ class Host:
         self.writer = Writer(self.root, lambda folder: FolderWriter(folder, others=0.5, retry=0.1))
         self.job = self.root / "job"
 
-    def copy(self, step: int, group: int = 0, groups: int = 1, slot: str = "0", **fields: Any) -> Path:
+    def copy(
+        self, step: int, group: int = 0, groups: int = 1, slot: str = "0", state: Any = None, **fields: Any
+    ) -> Path:
         """Makes a copy of a rank, which is due."""
         to = Due(str(self.folder), 10, group, groups, f"key-{step}")._asdict()
         header = Header("job", f"g{group}", 0, 1, step, 0, 3, 0.0, disk=to)._replace(**fields)
         path = slots.folder_of("job", f"g{group}", header.group_rank) / slot
         path.parent.mkdir(parents=True, exist_ok=True)
-        for _ in slots.write(path, header, Encoded(plain(step))):
+        for _ in slots.write(path, header, Encoded(plain(step) if state is None else state)):
             pass
         return path
 
@@ -107,6 +111,24 @@ def test_groups_of_one_host_share_the_work(host: Host) -> None:
 def test_the_part_of_a_group_that_has_failed_is_written_by_another(host: Host) -> None:
     host.copy(10, group=1, groups=3)
     host.written(10)
+
+
+def test_groups_that_have_parts_of_the_state_write_it_together(host: Host) -> None:
+    """Only two of three live: each part is in one of them, and none has all."""
+    large = {**plain(10), "more": [torch.arange(20_000) + i for i in range(5)]}
+    for group in (0, 2):
+        host.copy(10, group=group, groups=3, state=large, share=Share(group, 3, 2))
+    host.look_until(lambda: host.status().written == 10)
+    assert_same(load(host.folder / "step-10", large), large)
+    assert folders.damage(host.folder / "step-10") is None
+
+
+def test_a_part_that_no_group_has_is_named(host: Host) -> None:
+    large = {**plain(10), "more": [torch.arange(20_000) + i for i in range(5)]}
+    host.copy(10, group=1, groups=3, state=large, share=Share(1, 3, 2))
+    host.look_until(lambda: host.status().problem is not None)
+    assert "no host has written part (0, 0) (rank, part) for 0.5 s" in str(host.status().problem)
+    assert not folders.complete(host.folder)
 
 
 def test_a_rank_that_says_nothing_is_named(host: Host, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,6 +29,8 @@ class Rank:
         ranks: int = 1,
         life: int = 0,
         unchanged: Any = (),
+        group: str = "group",
+        copies: int = 0,
     ) -> None:
         self.state = state
         self.said: list[str] = []
@@ -40,12 +42,13 @@ class Rank:
             group_world_size=ranks,
             timeout=timedelta(seconds=20),
             lighthouse_addr=None,
+            snapshot_copies=copies,
         )
         logger: Any = SimpleNamespace(warn=self.said.append, info=self.said.append)
         self.snapshots = Snapshots(
             settings,
             store or HashStore(),  # type: ignore[arg-type]
-            f"group:{life}",
+            f"{group}:{life}",
             State(lambda: self.state, self._load),
             lambda: set(unchanged),
             lambda: self.obstacle,

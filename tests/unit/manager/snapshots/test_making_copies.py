@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -236,3 +237,69 @@ def test_if_rank_0_makes_none_the_others_make_none() -> None:
             list(threads.map(lambda rank, step=step: rank.step(step), ranks))
     assert "rank 0 of this group makes none" in ranks[1].said[-1]
     assert saved(0) == []
+
+
+def three(step: int, parts: int = 3, life: int = 0, but: int = -1) -> list[Rank]:
+    """Groups that keep two copies of each part, after they have committed a step together; ``but``: one of
+    them healed in it.
+    """
+    weights = {str(i): torch.full((30_000,), float(10 * step + i)) for i in range(5)}
+    groups = [
+        Rank({"w": weights, "step": step}, every=2, group=f"g{i}", copies=2, life=life) for i in range(3)
+    ]
+    for group in groups:
+        group.restore()
+    for i, group in enumerate(groups):
+        group.snapshots.member = None if i == but else i, parts
+        group.step(step)
+        group.snapshots.close(finished=False)
+    return groups
+
+
+def restored(but: int = -1) -> tuple[list[int], list[str]]:
+    """The steps with which new groups go on, and what they say."""
+    groups = [
+        Rank({"w": {str(i): torch.zeros(30_000) for i in range(5)}, "step": 0}, group=f"g{i}", life=9)
+        for i in range(3)
+        if i != but
+    ]
+    steps = [group.restore() for group in groups]
+    for group in groups:
+        if group.loaded is not None:
+            step = group.loaded["step"]
+            assert all(w.eq(10 * step + int(name)).all() for name, w in group.loaded["w"].items())
+        group.snapshots.close(finished=False)
+    return steps, [text for group in groups for text in group.said]
+
+
+def test_groups_that_keep_parts_restore_without_any_one_of_them() -> None:
+    three(2)
+    three(4, life=1)
+    assert {len(list(slots.root().rglob(f"g{i}/rank-0/[01]"))) for i in range(3)} == {2}
+    shutil.rmtree(slots.root() / slots.job_name() / "g1")
+    steps, said = restored()
+    assert steps == [4, 4, 4]
+    assert any("gathers the copy of step 4 from 2 slots" in text for text in said)
+
+
+def test_a_step_of_which_a_part_is_missing_is_named_and_the_one_before_is_restored() -> None:
+    three(2)
+    three(4, life=1)
+    for i in (0, 1):
+        (path,) = [
+            path
+            for path in slots.folder_of(slots.job_name(), f"g{i}", 0).glob("[01]")
+            if slots.read_header(path).step == 4
+        ]
+        slots.spoil(path)
+    steps, said = restored()
+    assert steps == [2, 2, 2]
+    assert "the copy of step 4 is not loaded: no host that is left has its parts [1]" in said
+
+
+def test_the_members_change_between_two_copies() -> None:
+    three(2)
+    three(4, life=1, parts=2, but=2)  # the group that heals keeps none; the two others keep all
+    steps, _ = restored()
+    assert steps == [4, 4, 4]
+    assert [slots.read_header(path).share for path in slots.root().rglob("g0/rank-0/[01]")].count(None) == 1

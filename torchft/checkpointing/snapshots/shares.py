@@ -1,0 +1,78 @@
+"""Which group keeps which part of a state, where no group keeps all of it. Pure code.
+
+The groups that commit a step have equal states. Each region of the state (a tensor's memory) is of one part;
+there are as many parts as groups. A group keeps its own part and those that follow, so that each part is in
+the memory of several groups' hosts. Small regions, most of which are not weights, are in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import List, NamedTuple, Optional, Tuple
+
+SMALL = 64 << 10  # bytes; a region of at most this size is kept by all groups
+
+
+class Share(NamedTuple):
+    """What a group keeps of a state.
+
+    Attributes:
+        part: the first of its parts: its number among the groups that committed the step.
+        parts: the number of these groups.
+        copies: groups that keep each part.
+    """
+
+    part: int
+    parts: int
+    copies: int
+
+    @classmethod
+    def of(cls, part: int, parts: int, copies: int) -> Optional[Share]:
+        """Returns what a group keeps if ``copies`` groups keep each part, 0: all; None: the whole state."""
+        return cls(part, parts, copies) if 0 < copies < parts else None
+
+    def has(self, part: Optional[int]) -> bool:
+        """Whether the group keeps a part; None: what all groups keep."""
+        return part is None or (part - self.part) % self.parts < self.copies
+
+
+def deal(sizes: Sequence[int], parts: int) -> Tuple[Optional[int], ...]:
+    """Returns the part of each region, None for what all groups keep: the same in all groups, and parts of
+    about the same size.
+
+    Args:
+        sizes: of the regions, in bytes.
+        parts: the number of parts.
+    """
+    return _dealt(tuple(sizes), parts)
+
+
+@lru_cache(maxsize=4)  # the same for each copy
+def _dealt(sizes: Tuple[int, ...], parts: int) -> Tuple[Optional[int], ...]:
+    loads = [0] * parts
+    dealt: List[Optional[int]] = []
+    for size in sizes:
+        if size <= SMALL:
+            dealt.append(None)
+            continue
+        part = min(range(parts), key=loads.__getitem__)
+        loads[part] += size
+        dealt.append(part)
+    return tuple(dealt)
+
+
+def missing(shares: Iterable[Optional[Share]]) -> Optional[Tuple[int, ...]]:
+    """Returns the parts of a state that none of its copies has: none of them if it can be restored; None if
+    there is no copy.
+
+    Args:
+        shares: what each copy has; None: all.
+    """
+    found = list(shares)
+    if not found:
+        return None
+    if None in found:
+        return ()
+    kept = [share for share in found if share is not None]
+    return tuple(part for part in range(kept[0].parts) if not any(share.has(part) for share in kept))

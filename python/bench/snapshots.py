@@ -20,8 +20,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from common import START_TIMEOUT_S, rotated
 from processes import Child, Job, ours_path
@@ -76,7 +78,8 @@ def worker(mb: int, step_ms: int, busy: bool) -> None:
 
     commands = Commands()
     while (command := commands.next())["do"] != "end":
-        mode, saved, steps = command["do"], None, 0
+        mode, steps = command["do"], 0
+        saved: Future[Any] | None = None
         copied = manager._snapshots.copied
         began = time.monotonic()
         while steps < STRETCH or not (saved is None or saved.done()):
@@ -84,7 +87,9 @@ def worker(mb: int, step_ms: int, busy: bool) -> None:
             manager._snapshots._next = manager.current_step() if due else sys.maxsize
             if mode == "async_save" and steps == 1:
                 shutil.rmtree(command["folder"], ignore_errors=True)
-                saved = dcp.async_save(state, checkpoint_id=command["folder"], no_dist=True)
+                begun = dcp.async_save(state, checkpoint_id=command["folder"], no_dist=True)
+                assert isinstance(begun, Future)
+                saved = begun
             step()
             steps += 1
         seconds = time.monotonic() - began

@@ -94,7 +94,7 @@ FAULTS = [
     Fault("kill -9 of a worker that torchrun restarts", _worker, torchrun=True),
     Fault("kill -9 of two at once", _kill(2), groups=4, weight=2),
     Fault("kill -9 of all but one at once", _kill(0), groups=3, weight=2),
-    Fault("kill -9 of all groups at once", _all(lighthouse=False), lost=SNAPSHOTS + 1),
+    Fault("kill -9 of all groups at once", _all(lighthouse=False), weight=2, lost=SNAPSHOTS + 1),
     Fault("kill -9 of all groups and the lighthouse at once", _all(lighthouse=True), lost=SNAPSHOTS + 1),
     Fault(
         "kill -9 of all agents and workers at once", _all(lighthouse=True), torchrun=True, lost=SNAPSHOTS + 1

@@ -8,18 +8,23 @@ thread, descriptor or shared memory is left. One job survives many faults, one a
 
 from __future__ import annotations
 
+import base64
 import random
 import signal
 from collections import Counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from causes import CAUSES, SILENCE_MS, check_killed
 from chaos import HEARTBEAT_TIMEOUT_MS, PHASES, STOP_BOUND_S, Chaos
 from chaos_faults import EJECT, FAULTS, Fault, next_missing, possible_in, table
+from chaos_history import Life, check_history
+from chaos_worker import BUCKETS, RATE, SIZE, SNAPSHOTS, gradient
 from flapping import Flapping
-from processes import Job
+from processes import Child, Job
 
 from tests.promises import KILL_S, within
 
@@ -222,6 +227,46 @@ def test_each_fault_has_a_job_that_it_is_recorded_in() -> None:
     recorded = [f.name for job in jobs for f in possible_in(*job, recorded=True)]
     assert sorted(recorded) == sorted(fault.name for fault in FAULTS)
     assert {"kill -9 in bucket 1", "kill -9 of another rank"} <= {f.name for f in possible_in(2, 2, False)}
+
+
+def lives_of(*eras: range, from_copy: bool = True) -> list[Life]:
+    """What one group tells of its lives, in each of which it committed these steps.
+
+    Args:
+        from_copy: whether it goes on with the weights and counts of the step before, or with its last ones.
+    """
+    lives: list[Life] = []
+    after, last = {-1: (torch.zeros(BUCKETS, SIZE), 0)}, -1
+    for era, steps in enumerate(eras):
+        events: list[dict[str, Any]] = [{"event": "finished", "ballast": "same"}]
+        for step in steps:
+            weights, batches = after[step - 1 if from_copy and step - 1 in after else last]
+            update = torch.stack([gradient(step, 0, bucket) for bucket in range(BUCKETS)])
+            after[step] = weights - RATE * update, batches + 1
+            last = step
+            begun: dict[str, Any] = {"step": step, "quorum": era, "at": step, "began": step}
+            events.append({"event": "begin", "contributes": True, **begun})
+            done = base64.b64encode(after[step][0].numpy().tobytes()).decode()
+            counted = {"committed": True, "participants": 1, "batches": batches + 1, "weights": done}
+            events.append({"event": "step", **counted, **begun})
+        child = SimpleNamespace(
+            name=f"life{era}", of=lambda kind, events=events: [e for e in events if e["event"] == kind]
+        )
+        lives.append(Life(0, [cast(Child, child)], era=era))
+    return lives
+
+
+def test_steps_that_are_made_again() -> None:
+    """After the end of all groups the history goes on from a copy: at most so many steps are lost, and what
+    they did counts once.
+    """
+    check_history(lives_of(range(10), range(10, 15)), 15)
+    check_history(lives_of(range(10), range(9 - SNAPSHOTS, 12), range(12, 15)), 15)
+    for first in (8 - SNAPSHOTS, 11):
+        with pytest.raises(AssertionError, match=f"the next ones began with step {first}"):
+            check_history(lives_of(range(10), range(first, 15)), 15)
+    with pytest.raises(AssertionError, match="after step 8"):
+        check_history(lives_of(range(10), range(8, 15), from_copy=False), 15)
 
 
 def test_strikes_end_or_stop_the_process() -> None:

@@ -111,14 +111,18 @@ def running(folder: Path) -> bool:
     Raises:
         OSError: its lock cannot be tried.
     """
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: a keeper that begins waits longer
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
+    return holder(folder / _LOCK) is not None
+
+
+def holder(lock: Path) -> str | None:
+    """Returns what the process has written to a file that holds its lock; None: none does.
+
+    Raises:
+        OSError: the lock cannot be tried.
+    """
+    with contextlib.suppress(FileNotFoundError), open(lock, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: who wants it tries again
+        except BlockingIOError:
+            return file.read().decode(errors="replace")
+    return None

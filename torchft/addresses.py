@@ -7,6 +7,7 @@ networks needs only one setting. With a wrong address heals may use a slow netwo
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
@@ -97,7 +98,7 @@ def announced_store_host(host: str, port: int, lighthouse_addr: str | None = Non
     may not know: both are replaced by the address that is announced for everything else.
     """
     host = host.removeprefix("[").removesuffix("]")
-    if host == "localhost" or _is_loopback(host) or _is_own_name(host):
+    if is_loopback(host) or _is_own_name(host):
         host = announced_host(lighthouse_addr)
     return host_port(host, port)
 
@@ -164,13 +165,18 @@ def _route_towards(lighthouse_addr: str) -> str | None:
                 address = str(probe.getsockname()[0])
         except OSError:
             continue
-        if not _is_loopback(address):
+        if not is_loopback(address):
             return address
     return None
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "::ffff:127.0.0.1")
+def is_loopback(host: str) -> bool:
+    """Whether this is localhost, or an address of the loopback interface."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _is_own_name(host: str) -> bool:

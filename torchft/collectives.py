@@ -16,14 +16,14 @@ difference.
 from __future__ import annotations
 
 import math
-from typing import Callable, Optional, Sequence, Union
+from typing import Optional, Union
 
 import torch
 from torch.distributed import ProcessGroup as BaseProcessGroup
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceScatterOptions
 
-from torchft._quantization.exchange import Exchange, RankedGroup, start
+from torchft._quantization.exchange import Exchange, start
 from torchft._quantization.layout import check_tensors, format_from_env
 from torchft.quantization import (
     check_reduce_op,
@@ -134,7 +134,7 @@ def allreduce_quantized(
         fused_reduce_fp8(tensors, buffer, ranks, exchange.rank, op, fmt)
         fused_dequantize_from_fp8(tensors, exchange.gather(buffer), ranks, fmt)
 
-    return _start(
+    return start(
         run, f"allreduce {fmt.value} {reduce_op_name(op)}", tensors, tensors, process_group, sync_stream
     )
 
@@ -190,7 +190,7 @@ def reduce_scatter_quantized(
         for part, tensor in zip(parts, inputs):
             part.copy_(tensor.detach().reshape(-1))
         return _DummyWork(output)
-    return _start(
+    return start(
         run,
         f"reduce_scatter {fmt.value} {reduce_op_name(op)}",
         [*inputs, output],
@@ -198,20 +198,6 @@ def reduce_scatter_quantized(
         process_group,
         sync_stream,
     )
-
-
-def _start(
-    run: Callable[[Exchange], None],
-    what: str,
-    tensors: Sequence[torch.Tensor],
-    result: object,
-    process_group: BaseProcessGroup,
-    sync_stream: Optional[torch.Stream],
-) -> Work:
-    if not any(tensor.numel() for tensor in tensors):
-        return _DummyWork(result)
-    kinds = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
-    return start(run, f"{what}: {', '.join(kinds)}", tensors, result, RankedGroup(process_group), sync_stream)
 
 
 def _pad(tensor: torch.Tensor, size: torch.Size) -> torch.Tensor:

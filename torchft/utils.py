@@ -68,6 +68,11 @@ def free_stream(device: torch.device, trains: Optional[torch.Stream] = None) -> 
     return next((stream for stream in streams if stream.query()), streams[0])
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name by which ``torch`` has a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
 def on_device(device: Optional[torch.device]) -> ContextManager[object]:
     """A context in which `device` is the current one; None, or the CPU, leaves the current device as it
     is.

@@ -55,7 +55,17 @@ class _DummyWork(dist._Work):
         pass
 
 
-class _PendingWork(dist._Work):
+class _OrderedByWait(dist._Work):
+    """A work whose ``wait`` makes the current stream wait for its result."""
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
+        self.wait() if timeout is None else self.wait(timeout)
+
+
+class _PendingWork(_OrderedByWait):
     """An operation that some thread ends. A subclass has `wait`.
 
     Args:
@@ -111,9 +121,3 @@ class _PendingWork(dist._Work):
 
     def result(self) -> list[torch.Tensor]:
         return cast(list[torch.Tensor], self._value)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
-        self.wait() if timeout is None else self.wait(timeout)

@@ -25,8 +25,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.futures import Future
 
 from torchft._agreement import difference
-from torchft.utils import DeviceEvent, DeviceThread, get_stream_context
-from torchft.work import _PendingWork
+from torchft.utils import DeviceEvent, DeviceThread, dtype_name, get_stream_context
+from torchft.work import _DummyWork, _OrderedByWait, _PendingWork
 
 # Tags of sends and receives; large, so that they differ from those of other users of the group.
 _DESCRIPTION_TAG = 0x71F7_0001
@@ -79,22 +79,25 @@ def start(
     what: str,
     tensors: Sequence[torch.Tensor],
     result: object,
-    ranks: RankedGroup,
+    process_group: BaseProcessGroup,
     stream: Optional[torch.Stream],
 ) -> Work:
     """Runs a function that exchanges buffers among the ranks of a group, without waiting for it.
 
     Args:
         run: the function.
-        what: a description of the operation, which must be equal on all ranks.
+        what: a description of the operation, which must be equal on all ranks, as the tensors' shapes.
         tensors: the tensors that ``run`` reads and writes.
         result: the value of the work's future.
-        ranks: the group.
+        process_group: the group.
         stream: the stream for the work on a device; None: one that all operations on this device share.
     """
-    device = tensors[0].device
+    if not any(tensor.numel() for tensor in tensors):
+        return _DummyWork(result)
+    ranks, device = RankedGroup(process_group), tensors[0].device
     if device.type == "cpu" or ranks.on_host:
-        return _start_on_host(run, what, device, result, ranks, stream)
+        kinds = ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
+        return _start_on_host(run, f"{what}: {kinds}", device, result, ranks, stream)
     return _StreamWork(run, tensors, result, ranks, stream)
 
 
@@ -125,7 +128,7 @@ class _StreamExchange(Exchange):
         return buffer
 
 
-class _StreamWork(Work):
+class _StreamWork(_OrderedByWait):
     """Queues both exchanges at once; `wait` orders the current stream behind them."""
 
     def __init__(
@@ -173,12 +176,6 @@ class _StreamWork(Work):
             )
         self._end.follow()
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
-        self.wait()
 
     def get_future(self) -> Future[object]:
         return self._future

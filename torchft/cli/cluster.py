@@ -11,7 +11,7 @@ from typing import Any
 from torchft._lighthouse_http import HttpLighthouse, Unanswered
 from torchft._security import DEFAULT_JOB
 from torchft.cli.arguments import Parser, ask_lighthouse
-from torchft.cli.output import printable
+from torchft.cli.output import duration_text, printable
 
 _CHANGE_SEC = 15.0  # a new member takes over the log before it counts
 
@@ -75,7 +75,7 @@ def summary(status: Mapping[str, Any]) -> str:
     """Formats in one line which lighthouse leads, since when, and which others are not reached."""
     voters = [member for member in status["members"] or [] if member["voter"]]
     missing = [member["address"] for member in voters if not member["reached"]]
-    since = _for(status["since_ms"] / 1000)
+    since = duration_text(status["since_ms"] / 1000)
     if status["leader"]:
         text = (
             f"cluster: {status['leader']} has led {len(voters)} lighthouse{'' if len(voters) == 1 else 's'} "
@@ -95,11 +95,3 @@ def _state(member: Mapping[str, Any]) -> str:
     if not member["voter"]:
         return "not in the cluster"
     return "follower" if member["reached"] else "not reached"
-
-
-def _for(seconds: float) -> str:
-    """A duration, as on the lighthouse's page."""
-    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds / 86400:.0f} d"

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from torchft import _libraries
 from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, HttpLighthouse, Unanswered, direct
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
-from torchft.addresses import host_port, localhost, loopback
+from torchft.addresses import host_port, is_loopback, localhost, loopback
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.output import printable
 from torchft.cli.status import groups
@@ -31,7 +31,6 @@ _LOCAL_SEC = 1.0  # seconds; a lighthouse on this machine answers within millise
 _MOST_SKEW_SEC = 1.0
 _FEW_FILES = 4096
 _SMALL_SHM = 1 << 30  # bytes
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MARKS = {"ok": "ok   ", "warn": "warn ", "bad": "BAD  "}
 
 
@@ -164,12 +163,12 @@ def _own_address(lighthouse: str) -> Iterator[Finding]:
     address = _address(host)
     more = ", ".join([*([address] if address != host else []), *_interface(address)])
     yield Finding("ok", f"this machine announces itself as {host}" + (f" ({more})" if more else ""))
-    if not lighthouse or _is_loopback(_address(_host_of(lighthouse))):
+    if not lighthouse or is_loopback(_address(_host_of(lighthouse))):
         return  # the job is local, or there is none yet
-    if _is_loopback(address):
+    if is_loopback(address):
         yield Finding("warn", f"{host} cannot be reached from other machines", "set TORCHFT_HOST")
     name = socket.gethostname()
-    if _is_loopback(_address(name)) and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if is_loopback(_address(name)) and "GLOO_SOCKET_IFNAME" not in os.environ:
         yield Finding(
             "warn",
             f"Gloo announces this machine as {name}, which is a loopback address here: other machines "
@@ -198,10 +197,6 @@ def _address(host: str) -> str:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError):
         return host
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in _LOOPBACK
 
 
 def _interface(address: str) -> list[str]:

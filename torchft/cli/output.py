@@ -20,3 +20,11 @@ def printable(text: str) -> str:
     terminal.
     """
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def duration_text(seconds: float) -> str:
+    """A duration, as on the lighthouse's page."""
+    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
+        if seconds < limit:
+            return f"{max(seconds, 0) / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} d"

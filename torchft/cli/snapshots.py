@@ -14,7 +14,7 @@ from typing import Any
 
 from torchft._lighthouse_http import LIGHTHOUSE_ENV, HttpLighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of
-from torchft.cli.output import printable
+from torchft.cli.output import duration_text, printable
 
 _ABOUT = """\
 Lists the snapshots in the memory of all hosts, as their keepers have told the lighthouse within the last ten
@@ -68,7 +68,7 @@ def table(held: Sequence[dict[str, Any]], now: float) -> str:
     for one in held:
         for slot in one["snapshots"] or []:
             why = slot.get("incomplete", "")
-            step, age = ("-", "-") if why else (str(slot["step"]), _age(now - slot["saved"]))
+            step, age = ("-", "-") if why else (str(slot["step"]), duration_text(now - slot["saved"]))
             about = (one["host"], slot["job"], slot["group"], str(slot["group_rank"]), step)
             row = (*about, size(slot["bytes"]), age, why or "complete")
             rows.append(tuple(printable(cell) for cell in row))
@@ -83,7 +83,7 @@ def disks(held: Sequence[dict[str, Any]], now: float) -> str:
     rows: list[tuple[str, ...]] = [_DISKS]
     for one in held:
         for disk in one.get("disks") or []:
-            since = _age(now - disk["since"])
+            since = duration_text(now - disk["since"])
             state = "complete" if disk["written"] >= 0 else "none"
             if problem := disk.get("problem"):
                 state = f"for {since}: {problem}"
@@ -110,10 +110,3 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
 def size(nbytes: int) -> str:
     """A size in bytes, as on the lighthouse's page."""
     return f"{nbytes / 1e6:.1f} MB" if nbytes < 1e8 else f"{nbytes / 1e9:.1f} GB"
-
-
-def _age(seconds: float) -> str:
-    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
-        if seconds < limit:
-            return f"{max(seconds, 0) / unit:.0f} {name}"
-    return f"{seconds / 86400:.0f} d"

@@ -208,6 +208,9 @@ class DataPlan:
                     f"{state[name]}: "
                     f"batches would be others; give {name}={state[name]}, or begin without the position"
                 )
+        return self._saved_position(state)
+
+    def _saved_position(self, state: Mapping[str, int]) -> DataPosition:
         position = DataPosition(state["epoch"], state["batch"])
         if position > self.end:
             raise PositionDiffers(

@@ -149,14 +149,7 @@ class StreamPlan(DataPlan):
                     f"{state[name]}: samples of a stream would be left out or repeated; continue with the "
                     "dataset and the batch sizes of that run"
                 )
-        position = DataPosition(state["epoch"], state["batch"])
-        if position > self.end:
-            raise PositionDiffers(
-                f"epochs is {self.epochs}, and the saved position is in epoch {position.epoch}, from 0"
-            )
-        if position != self.end:
-            self._check_inside(position)
-        return position
+        return self._saved_position(state)
 
     def count(self, samples: int, more: int) -> int:
         """The number that a rank adds to the comparison.

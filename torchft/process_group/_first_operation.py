@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from torchft.utils import get_stream_context
+from torchft.utils import dtype_name, get_stream_context
 
 # Sizes are powers of two, as exponents. A larger operation counts as one of 32 MiB, which bounds the memory.
 _MOST = 25
@@ -68,7 +68,7 @@ class RecordedAllreduces:
     def add(self, tensors: Iterable[torch.Tensor], reduction: object) -> None:
         op = next((name for name, op in _REDUCTIONS.items() if reduction == op), None)
         for tensor in tensors:
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = dtype_name(tensor.dtype)
             if op is not None and dtype in _TYPES and tensor.numel():
                 # One call, which other threads see whole.
                 self._kinds.add(AllreduceKind(op, dtype, min(tensor.nbytes.bit_length() - 1, _MOST)))

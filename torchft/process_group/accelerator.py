@@ -33,7 +33,7 @@ from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, bac
 from torchft.process_group.reconfigure import Handle, options_of
 from torchft.process_group.wrapper import ProcessGroupWrapper
 from torchft.utils import DeviceEvent, on_device, poll, refuse_capture
-from torchft.work import _DummyWork
+from torchft.work import _DummyWork, _OrderedByWait
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def deadline_of(pg: ProcessGroup) -> _Deadline:
     return known
 
 
-class _WorkAcceleratorTimeout(Work):
+class _WorkAcceleratorTimeout(_OrderedByWait):
     """An operation on a device, with a deadline.
 
     Args:
@@ -139,12 +139,6 @@ class _WorkAcceleratorTimeout(Work):
     def _refuse_if_over(self) -> None:
         if self._over:
             raise self._ended()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
-        self.wait(timeout)
 
     def get_future(self) -> torch.futures.Future[object]:
         from torchft import process_group

@@ -26,6 +26,7 @@ from torch.distributed import Store
 
 from torchft._checks import switch
 from torchft.process_group._errors import POINT_TO_POINT, tensors_of
+from torchft.utils import dtype_name
 
 CHECK_COLLECTIVES = "TORCHFT_CHECK_COLLECTIVES"
 
@@ -51,7 +52,7 @@ def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
     if name in POINT_TO_POINT:
         return None
     tensors = tensors_of(args[_COMPARED_ARGUMENT[name]] if name in _COMPARED_ARGUMENT else args)
-    kinds = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
+    kinds = [f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors]
     if name in _SIZES_DIFFER:
         kinds = sorted({kind.partition("[")[0] for kind in kinds})
     if len(kinds) > 8:  # a few sizes are enough to recognise the call; a digest distinguishes the rest

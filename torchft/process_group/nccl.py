@@ -7,7 +7,7 @@ import os
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ClassVar, Iterator, List, Tuple
+from typing import Any, ClassVar, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.process_group._attempt import running
 from torchft.process_group._first_operation import first_operation
 from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
-from torchft.process_group.base import BaseProcessGroup
+from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.utils import out_of_memory, poll
 
 TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -159,7 +159,36 @@ def with_sizes(
     return output, given, [output.shape[0] // n] * n, [given.shape[0] // n] * n
 
 
-class ProcessGroupNCCL(AcceleratorProcessGroup):
+class WithSizes(ProcessGroup):
+    """A group on NCCL: an all-to-all operation gets the sizes of its slices."""
+
+    def alltoall_base(
+        self,
+        output_buffer: torch.Tensor,
+        input_buffer: torch.Tensor,
+        output_split_sizes: List[int],
+        input_split_sizes: List[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        slices = with_sizes(output_buffer, input_buffer, output_split_sizes, input_split_sizes, self.size())
+        return super().alltoall_base(*slices, opts)
+
+
+def nccl_options(timeout: timedelta, global_ranks: Optional[List[int]]) -> Any:
+    """The options of PyTorch's backend for a communicator that does not block the host."""
+    from torch.distributed import (
+        ProcessGroupNCCL as BaseProcessGroupNCCL,  # not every build of PyTorch has it
+    )
+
+    opts = BaseProcessGroupNCCL.Options()
+    opts.config.blocking = 0
+    opts._timeout = timeout
+    if global_ranks is not None:
+        opts.global_ranks_in_group = global_ranks
+    return opts
+
+
+class ProcessGroupNCCL(WithSizes, AcceleratorProcessGroup):
     """A reconfigurable NCCL group on the current CUDA device.
 
     The communicator is non-blocking, so that it can be aborted while a peer is silent. It is created by
@@ -232,15 +261,9 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         device, attempt = self._current_device(), running()
         if attempt is None or not attempt.standby:  # otherwise other peers are in use
             self._make_room(device, world_size)
-        # Imported here because not every build of PyTorch has it.
         from torch.distributed import ProcessGroupNCCL as BaseProcessGroupNCCL
 
-        opts = BaseProcessGroupNCCL.Options()
-        opts.config.blocking = 0
-        opts._timeout = _NEVER
-        if self._global_ranks is not None:
-            opts.global_ranks_in_group = self._global_ranks
-
+        opts = nccl_options(_NEVER, self._global_ranks)
         pg = BaseProcessGroup(store, rank, world_size)
         pg._set_default_backend(BaseProcessGroup.BackendType.NCCL)
         with _failures_survived():
@@ -251,17 +274,6 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
     def _current_device(self) -> torch.device:
         return torch.device(self._device, torch.get_device_module(self._device).current_device())
-
-    def alltoall_base(
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: List[int],
-        input_split_sizes: List[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        slices = with_sizes(output_buffer, input_buffer, output_split_sizes, input_split_sizes, self.size())
-        return super().alltoall_base(*slices, opts)
 
     def abort(self, errored: bool = True) -> None:
         """Aborts the communicator, without waiting for the device.

@@ -25,6 +25,7 @@ from torchft._agreement import CALLS, announced, difference
 from torchft._manager.checks.layout import LayoutDiffers
 from torchft.process_group._attempt import in_time, running
 from torchft.process_group.reconfigure import Handle, create_store_client
+from torchft.utils import dtype_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -51,7 +52,7 @@ def describe_call(tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) 
         (name for name, one in ReduceOp.RedOpType.__members__.items() if op == one), "another operation"
     )
     sparse = "sparse " if tensor.layout != torch.strided else ""
-    of = f"{tensor.numel()} x {sparse}{str(tensor.dtype).removeprefix('torch.')}"
+    of = f"{tensor.numel()} x {sparse}{dtype_name(tensor.dtype)}"
     return f"allreduce of {of} ({which}{how})"
 
 

@@ -28,6 +28,7 @@ from torchft._manager.quorum.plan import Plan
 from torchft.checkpointing.codec.layout import local_part
 from torchft.process_group._attempt import in_time
 from torchft.process_group.reconfigure import create_store_client
+from torchft.utils import dtype_name
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
 _FETCH_TIMEOUT = timedelta(seconds=2)
@@ -173,7 +174,7 @@ def describe(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return "of unknown shape"
     local = local_part(tensor)
-    return f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
+    return f"{dtype_name(local.dtype)}{list(local.shape)}"
 
 
 def check_layouts(plan: Plan, ours: Optional[Sequence[str]], *, new_here: bool, read: Read) -> None:

@@ -33,10 +33,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torchft._manager.heal.side_stream import SideStream
 from torchft._unvoted import before_step
 from torchft.checkpointing.codec.digest import digest, memory_of
-from torchft.checkpointing.codec.encoding import dtype_name, dtype_of, is_dtensor
+from torchft.checkpointing.codec.encoding import dtype_of, is_dtensor
 from torchft.checkpointing.codec.layout import local_part
 from torchft.checkpointing.memory.host import HostMemory
 from torchft.checkpointing.memory.staging import copies_for
+from torchft.utils import dtype_name
 
 # Compared by exact type, because a subclass may do anything. Each type is in the table of
 # tests/unit/manager/test_tracked.py.

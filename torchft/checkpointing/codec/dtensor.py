@@ -26,6 +26,8 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 import torch.distributed as dist
 
+from torchft.utils import dtype_name
+
 _GROUPS = ("_dim_group_names", "_dim_group_infos")  # since PyTorch 2.8, and before
 
 
@@ -47,9 +49,7 @@ class SpecEncoder:
                 "spec",
                 self._meshes[id(spec.mesh)][1],
                 [_placement(p) for p in spec.placements],
-                None
-                if meta is None
-                else [list(meta.shape), list(meta.stride), str(meta.dtype).removeprefix("torch.")],
+                None if meta is None else [list(meta.shape), list(meta.stride), dtype_name(meta.dtype)],
                 None if order is None else [[entry.tensor_dim, list(entry.mesh_dims)] for entry in order],
             ]
             return node if self._decoder.decode(node) == spec else None
@@ -118,10 +118,10 @@ class SpecDecoder:
         if len(made) != spec.mesh.ndim:
             raise ValueError(f"{len(made)} placements on a mesh of {spec.mesh.ndim} dimensions")
         if meta is not None:
-            shape, strides, dtype_name = meta
-            dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
+            shape, strides, name = meta
+            dtype = getattr(torch, name, None) if isinstance(name, str) else None
             if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
-                raise ValueError(f"a tensor of dtype {dtype_name!r}, shape {shape} and strides {strides}")
+                raise ValueError(f"a tensor of dtype {name!r}, shape {shape} and strides {strides}")
             spec.tensor_meta = TensorMeta(torch.Size(_numbers(shape)), tuple(_numbers(strides)), dtype)
         entries = [(_numbers([dim])[0], tuple(_numbers(dims))) for dim, dims in order or []]
         if any(mesh_dim >= len(made) for _, dims in entries for mesh_dim in dims):

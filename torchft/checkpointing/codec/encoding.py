@@ -30,6 +30,7 @@ import torch
 from torchft.checkpointing.codec.dtensor import SpecDecoder, SpecEncoder
 from torchft.checkpointing.codec.stream import pickle_object, read_object
 from torchft.checkpointing.transport import CheckpointError, Unsendable
+from torchft.utils import dtype_name
 
 _REQUIRES_GRAD, _PARAMETER = 1, 2
 _INLINE = 4096  # bytes; an array of at most this size is part of the structure
@@ -305,10 +306,6 @@ def _numpy_values(name: str, raw: bytes) -> Any:
     if dtype is None or dtype.kind not in _NUMPY_KINDS:
         raise ValueError(f"{name!r} is no plain dtype of numpy")
     return np.frombuffer(raw, dtype=dtype)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _type_name(kind: type) -> str:

@@ -6,7 +6,6 @@ Where every group has the whole state, a job goes on from the copy of any host t
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import os
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Optional
 from urllib.parse import quote, urlsplit
 
 from torchft._lighthouse_http import HttpLighthouse, Unanswered, direct, refusal_of, token_headers
+from torchft.addresses import is_loopback
 from torchft.checkpointing.snapshots.gather import Source
 from torchft.checkpointing.snapshots.shares import Share
 from torchft.checkpointing.snapshots.slots import Slot, SlotError
@@ -76,7 +76,7 @@ def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: No
     """
     asked = HttpLighthouse(lighthouse, timeout=_ANSWER_SEC)
     # All keepers of this host have told a lighthouse of this host already, or are not needed.
-    elsewhere = not all(_is_loopback(urlsplit(one).hostname or "") for one in asked.addresses)
+    elsewhere = not all(is_loopback(urlsplit(one).hostname or "") for one in asked.addresses)
     until = time.monotonic() + (_ALL_HEARD_SEC if elsewhere else 0.0)
     while True:
         try:
@@ -94,13 +94,6 @@ def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: No
             if missing <= 0 or time.monotonic() >= until:
                 return _complete(keepers, job, say)
         time.sleep(0.1)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
 
 
 def _lives(lighthouse: HttpLighthouse) -> bool:

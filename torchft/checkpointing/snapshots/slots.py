@@ -169,14 +169,8 @@ def owner(folder: Path) -> Optional[str]:
     """Returns what the process has said that holds the slots of a rank; None: none does. Two jobs at one time
     can have one name, and must not take over states of each other.
     """
-    try:
-        with open(folder / "lock", "rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: who wants it tries again
-            except BlockingIOError:
-                return file.read().decode(errors="replace")
-    except OSError:
-        pass
+    with suppress(OSError):
+        return _keeper.holder(folder / "lock")
     return None
 
 

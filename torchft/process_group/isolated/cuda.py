@@ -34,9 +34,9 @@ from typing import Any, Optional
 import torch
 
 from torchft.process_group.isolated import driver
-from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing, dtype_name
+from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing
 from torchft.process_group.isolated.values import Awaited, Page, Pages, Written
-from torchft.utils import DeviceThread, use_device
+from torchft.utils import DeviceThread, dtype_name, use_device
 
 _DEVICE = "cuda"
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, List
+from typing import Any, ClassVar
 
 import torch
-from torch.distributed import AllToAllOptions, Store, Work
+from torch.distributed import Store, Work
 
 from torchft.process_group.accelerator import _NEVER
 from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup
 from torchft.process_group.gloo import gloo_group
 from torchft.process_group.isolated.parent import ProcessGroupBaby
-from torchft.process_group.nccl import with_sizes
+from torchft.process_group.nccl import WithSizes, nccl_options
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):
@@ -35,7 +35,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
         return super()._run(name, *args, opts=opts)
 
 
-class ProcessGroupBabyNCCL(ProcessGroupBaby):
+class ProcessGroupBabyNCCL(WithSizes, ProcessGroupBaby):
     """NCCL in a worker, on the device that is current when the group gets peers.
 
     Args: see `ProcessGroupBaby`.
@@ -58,23 +58,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         os.environ.setdefault(
             "TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(cls._worker_timeout.total_seconds())))
         )
-        opts = BaseProcessGroupNCCL.Options()
-        opts.config.blocking = 0
-        opts._timeout = cls._worker_timeout
-        if cls._worker_global_ranks is not None:
-            opts.global_ranks_in_group = cls._worker_global_ranks
+        opts = nccl_options(cls._worker_timeout, cls._worker_global_ranks)
         return _on_device(cls._device, BaseProcessGroupNCCL, "NCCL", store, rank, world_size, opts)
-
-    def alltoall_base(
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: List[int],
-        input_split_sizes: List[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        slices = with_sizes(output_buffer, input_buffer, output_split_sizes, input_split_sizes, self.size())
-        return super().alltoall_base(*slices, opts)
 
 
 class ProcessGroupBabyXCCL(ProcessGroupBaby):

@@ -20,7 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torchft.process_group.isolated._native import copy
-from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing, dtype_name
+from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing
+from torchft.utils import dtype_name
 
 _MAP, _UNMAP = "map", "unmap"  # notes: with the region, and its size in bytes
 

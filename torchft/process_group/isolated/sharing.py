@@ -107,8 +107,3 @@ class Borrowing:
     def mark(self) -> Any:
         """Returns a mark behind the work queued on the current stream so far, for the trainer's end."""
         return None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name by which `torch` has a dtype, for a record."""
-    return str(dtype).removeprefix("torch.")

@@ -7,17 +7,17 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Optional
 
 import torch
-from torch.distributed import Work
 
 from torchft.process_group._errors import copied
 from torchft.process_group.isolated.operation import timed_out
 from torchft.utils import devices_of
+from torchft.work import _OrderedByWait
 
 if TYPE_CHECKING:
     from torchft.process_group.isolated.parent import ProcessGroupBaby
 
 
-class _BabyWork(Work):
+class _BabyWork(_OrderedByWait):
     """An operation in the worker.
 
     Args:
@@ -51,12 +51,6 @@ class _BabyWork(Work):
         if op.marks:
             self._channel.follow(op, seconds, began)
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
-        self.wait(timeout)
 
     def get_future(self) -> torch.futures.Future[object]:
         return self._channel.get_future(self._op, [*devices_of(self._op.result)], self._stream)

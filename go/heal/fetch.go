@@ -338,12 +338,10 @@ func (s *source) run() {
 	errs := make([]error, f.settings.Streams)
 	var streams sync.WaitGroup
 	for i := range errs {
-		streams.Add(1)
-		go func() {
-			defer streams.Done()
+		streams.Go(func() {
 			defer recovered(&errs[i])
 			errs[i] = s.stream()
-		}()
+		})
 	}
 	streams.Wait()
 	err := s.conclude(errs)

@@ -5,7 +5,6 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -163,7 +162,9 @@ func (s *server) serveSlot(w http.ResponseWriter, r *http.Request) {
 	h.Set("ETag", `"`+hex.EncodeToString(sum[:16])+`"`)
 	h.Set("Content-Type", "application/octet-stream")
 	http.ServeContent(w, r, "", time.Time{}, &steady{
-		file: f, page: page, size: info.Size(), control: http.NewResponseController(w), keeper: s.keeper,
+		SectionReader: io.NewSectionReader(f, 0, info.Size()), file: f, page: page,
+		sent:    part, // the first read checks the header
+		control: http.NewResponseController(w), keeper: s.keeper,
 	})
 }
 
@@ -189,44 +190,26 @@ func (s *server) find(r *http.Request) (at place, known bool) {
 
 // steady reads a slot as long as its header stays the same, and gives the reader some time for each part.
 type steady struct {
-	file    *os.File
-	page    []byte // the header
-	size    int64
-	at      int64
-	sent    int64 // since the last check
-	control *http.ResponseController
-	keeper  *Keeper
-}
-
-func (s *steady) Seek(offset int64, whence int) (int64, error) {
-	switch whence {
-	case io.SeekCurrent:
-		offset += s.at
-	case io.SeekEnd:
-		offset += s.size
-	}
-	if offset < 0 {
-		return 0, errors.New("a position before the beginning")
-	}
-	s.at, s.sent = offset, part // checked at the next read
-	return offset, nil
+	*io.SectionReader // of the whole file
+	file              *os.File
+	page              []byte // the header
+	sent              int64  // since the last check
+	control           *http.ResponseController
+	keeper            *Keeper
 }
 
 func (s *steady) Read(p []byte) (int, error) {
-	if s.at >= s.size {
-		return 0, io.EOF
-	}
-	n, err := s.file.ReadAt(p[:min(int64(len(p)), s.size-s.at)], s.at)
-	s.at += int64(n)
+	n, err := s.SectionReader.Read(p)
+	at, _ := s.Seek(0, io.SeekCurrent) // cannot fail
 	s.sent += int64(n)
-	if s.sent >= part || s.at >= s.size || err != nil {
+	if s.sent >= part || at >= s.Size() || err != nil {
 		s.sent = 0
 		now, pageErr := readPage(s.file)
-		if err != nil || pageErr != nil || !bytes.Equal(now, s.page) {
+		if err != nil && at < s.Size() || pageErr != nil || !bytes.Equal(now, s.page) {
 			s.keeper.log.Info("torchft: a slot was overwritten while it was read", "file", s.file.Name())
 			panic(http.ErrAbortHandler) // the reader must not take it for complete
 		}
 		_ = s.control.SetWriteDeadline(time.Now().Add(s.keeper.cfg.progress))
 	}
-	return n, nil
+	return n, err
 }

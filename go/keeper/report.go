@@ -91,11 +91,7 @@ func (k *Keeper) tell(ctx context.Context, t target, s *server) error {
 	})
 	held.Snapshots = held.Snapshots[:min(len(held.Snapshots), mostReported)]
 	held.Disks = held.Disks[:min(len(held.Disks), mostDisks)]
-	body, err := json.Marshal(struct {
-		Address string `json:"address"`
-		Host    string `json:"host"`
-		slots.Held
-	}{s.address, host, held})
+	body, err := json.Marshal(slots.Report{Address: s.address, Host: host, Held: held})
 	if err != nil {
 		return err
 	}

@@ -8,7 +8,6 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
-	"net"
 	"net/url"
 	"os"
 	"path"
@@ -304,8 +303,7 @@ func (k *Keeper) keyOf(s settings) key {
 		if err == nil {
 			host = u.Hostname()
 		}
-		ip := net.ParseIP(host)
-		local = local && (host == "localhost" || ip != nil && ip.IsLoopback())
+		local = local && (host == "localhost" || auth.IsLoopback(host))
 	}
 	return key{s.Security, local}
 }

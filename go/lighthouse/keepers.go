@@ -31,16 +31,9 @@ const (
 	longestPath = 4096
 )
 
-// report is what a keeper says about one job.
-type report struct {
-	Address string `json:"address"` // http://host:port, from which others fetch its slots
-	Host    string `json:"host"`
-	slots.Held
-}
-
 const wantedReport = `{"address": "http://host:port", "host": "...", "snapshots": []}`
 
-func (r report) check() error {
+func checkReport(r slots.Report) error {
 	if _, err := rpc.ParseAddress("address", r.Address); err != nil {
 		return err
 	}
@@ -76,12 +69,12 @@ type keepers struct {
 }
 
 type told struct {
-	report
+	slots.Report
 	at time.Time
 }
 
 // hear records a report. It returns an error if there are too many keepers.
-func (k *keepers) hear(job string, r report, now time.Time) error {
+func (k *keepers) hear(job string, r slots.Report, now time.Time) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.forget(now)
@@ -140,10 +133,8 @@ type KeepersAnswer struct {
 
 // KeeperHeld is what one keeper holds of a job.
 type KeeperHeld struct {
-	Address string `json:"address"`
-	Host    string `json:"host"`
-	AgeMS   int64  `json:"age_ms"` // of its report
-	slots.Held
+	slots.Report
+	AgeMS int64 `json:"age_ms"` // of its report
 }
 
 // serveKeepers takes the report of a keeper about the job in the query, or lists those of the job. A job
@@ -154,18 +145,17 @@ func (s *Server) serveKeepers(w http.ResponseWriter, r *http.Request) {
 	case http.MethodGet:
 		answer := KeepersAnswer{now.Sub(s.listeningSince()).Milliseconds(), []KeeperHeld{}}
 		for _, h := range s.keepers.all(job, now) {
-			answer.Keepers = append(answer.Keepers,
-				KeeperHeld{h.Address, h.Host, now.Sub(h.at).Milliseconds(), h.Held})
+			answer.Keepers = append(answer.Keepers, KeeperHeld{h.Report, now.Sub(h.at).Milliseconds()})
 		}
 		dashboard.Answer(w, answer)
 	case http.MethodPost:
 		if !s.admits(w, r, "the list of keepers", "`torchft keeper`") {
 			return
 		}
-		var said report
+		var said slots.Report
 		code, err := readBody(w, r, mostReport, wantedReport, &said)
 		if err == nil {
-			code, err = http.StatusBadRequest, cmp.Or(rpc.ValidateJob("job", job), said.check())
+			code, err = http.StatusBadRequest, cmp.Or(rpc.ValidateJob("job", job), checkReport(said))
 		}
 		if err == nil {
 			code, err = http.StatusServiceUnavailable, s.keepers.hear(job, said, now)

@@ -60,8 +60,8 @@ func TestKeepersTellWhatTheyHoldForAWhile(t *testing.T) {
 		answer := heldOf(t, client, "default")
 		assert.EqualValues(t, 1000, answer.ListeningMS)
 		require.Len(t, answer.Keepers, 2, "those of another job are not listed")
-		assert.Equal(t, lighthouse.KeeperHeld{Address: "http://b:1", Host: "b", Held: slots.Held{Snapshots: []slots.Slot{slot, torn}}},
-			answer.Keepers[1])
+		assert.Equal(t, lighthouse.KeeperHeld{Report: slots.Report{Address: "http://b:1", Host: "b",
+			Held: slots.Held{Snapshots: []slots.Slot{slot, torn}}}}, answer.Keepers[1])
 		assert.Len(t, heldOf(t, client, "other").Keepers, 1, "a job needs no members to have snapshots")
 		_, metrics := get(t, client, "/metrics")
 		for _, line := range []string{"torchft_keepers{training_job=\"default\"} 2",

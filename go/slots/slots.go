@@ -48,6 +48,13 @@ type Slot struct {
 	Folder string `json:"-"`
 }
 
+// Report is what a keeper tells a lighthouse about one job.
+type Report struct {
+	Address string `json:"address"` // http://host:port, from which others fetch its slots
+	Host    string `json:"host"`
+	Held
+}
+
 type header struct {
 	Job            string  `json:"job"`
 	Group          string  `json:"group"`

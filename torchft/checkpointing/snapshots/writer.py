@@ -2,18 +2,16 @@
 
     python -m torchft.checkpointing.snapshots.writer ROOT
 
-It has the lowest priority and is alone for ROOT. It ends with its parent, or when no slot has named a folder
-for a while. Each folder has a thread of its own, because a disk may hang; the main thread goes on to say so
+The keeper gives it the lowest priority; it is alone for ROOT. It ends with its parent, or when no slot has
+named a folder for a while. Each folder has a thread of its own, because a disk may hang; the main thread goes on to say so
 (`due.Status`, and its log on stderr).
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import logging
 import os
-import platform
 import sys
 import threading
 import time
@@ -350,15 +348,6 @@ def _slots(folder: Path) -> List[Found]:
     return found
 
 
-def _yield_to_others() -> None:
-    """Lets all other processes go before this one, at processors and disks."""
-    os.nice(19)
-    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())  # ioprio_set
-    if number is not None:
-        ctypes.CDLL(None).syscall(number, 1, 0, 3 << 13)  # this process; the class "idle"
-    torch.set_num_threads(1)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Writes until the parent ends, or nothing is left to be written."""
     if len(arguments) != 1:
@@ -372,7 +361,7 @@ def main(arguments: Sequence[str]) -> int:
         except OSError:
             print(f"{root} has a writer already", file=sys.stderr)
             return 0
-        _yield_to_others()
+        torch.set_num_threads(1)  # the keeper has given it the lowest priority
         writer, idle = Writer(root), time.monotonic()
         while os.getppid() == parent and time.monotonic() - idle < _IDLE:
             if writer.look():

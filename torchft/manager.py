@@ -41,7 +41,7 @@ from torchft._manager.heal.in_passing import InPassing, Obstacles, StillHealing
 from torchft._manager.heal.part_server import PartServer
 from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.state import Stateful
-from torchft._manager.heal.together import Agreement, Ranks
+from torchft._manager.heal.together import Agreement, HealingRanks
 from torchft._manager.heal.transfers import Transfers
 from torchft._manager.heal.wait import HealWait
 from torchft._manager.lifetime import Life, began, earlier, ended
@@ -432,7 +432,7 @@ class Manager(Stateful, Stepping):
                 self._replicas.state.optimizers,
                 self._recovery.locate,
                 Obstacles(self._transport, self._layout, self._data).first,
-                Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
+                HealingRanks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
                 settings.timeout.total_seconds(),
                 self._logger,
                 chooses=mode is HealMode.AUTO,

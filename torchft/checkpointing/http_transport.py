@@ -203,7 +203,7 @@ class HTTPTransport(CheckpointTransport[T]):
             abandon: aborts the transfer
 
         Raises:
-            Refused: the source has no such part, or has decided on the step
+            RequestRefused: the source has no such part, or has decided on the step
             CheckpointError, CheckpointTimeout: see `CheckpointTransport.recv_checkpoint`
         """
         deadline = Deadline(timeout.total_seconds(), of_progress=True)

@@ -42,7 +42,7 @@ class Read(NamedTuple):
     saved: Optional[Saved] = None
 
 
-class Source:
+class StreamSource:
     """One epoch of a source, open at some block.
 
     Args:
@@ -112,7 +112,7 @@ class StreamReader:
         self._keep = batches * plan.blocks
         self._states = states
         self._epoch = -1
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, StreamSource] = {}
         self._filler: list[Any] = []
 
     def __getitems__(self, key: Key) -> Read:
@@ -137,7 +137,7 @@ class StreamReader:
     def __getitem__(self, key: Key) -> Read:
         return self.__getitems__(key)
 
-    def _source(self, number: int, block: int, position: DataPosition) -> Source:
+    def _source(self, number: int, block: int, position: DataPosition) -> StreamSource:
         """A source from which a block can be read."""
         first = self._plan.first_block(position)
         source = self._sources.get(number)
@@ -150,7 +150,7 @@ class StreamReader:
             return source
         # From the begin of the batch: this rank may get other blocks of it.
         data, samples = self._open(number, first, saved)
-        source = Source(
+        source = StreamSource(
             samples, first, self._plan.micro_batch_size, self._keep, data if has_state(data) else None
         )
         self._sources[number] = source
@@ -197,7 +197,7 @@ class StreamReader:
         data.load_state_dict(state)
         return True
 
-    def _save(self, number: int, source: Source) -> Optional[Saved]:
+    def _save(self, number: int, source: StreamSource) -> Optional[Saved]:
         """The state of a source, if it is due, and belongs to a block."""
         begin = time.monotonic()
         if not source.at_block or not source.cadence.due(begin):

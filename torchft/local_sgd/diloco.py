@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class Due(NamedTuple):
+class FragmentDue(NamedTuple):
     """The actions after an inner step."""
 
     start: bool
     finish: bool
 
 
-def due(local_step: int, period: int, delay: int, in_flight: bool) -> Due:
+def due(local_step: int, period: int, delay: int, in_flight: bool) -> FragmentDue:
     """Decides whether a synchronisation starts now, and whether one ends.
 
     The counts are compared by "at least", not "equal": a synchronisation that could not start, because there
@@ -40,7 +40,7 @@ def due(local_step: int, period: int, delay: int, in_flight: bool) -> Due:
         in_flight: whether a synchronisation has started and not ended.
     """
     start = not in_flight and local_step >= period - delay
-    return Due(start, finish=(start or in_flight) and local_step >= period)
+    return FragmentDue(start, finish=(start or in_flight) and local_step >= period)
 
 
 class DiLoCo(InnerSteps):

@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 from torchft.data._prefetch import Key
 from torchft.data._source_states import SourceStates
-from torchft.data._stream_reader import Source, StreamReader, shards_of
+from torchft.data._stream_reader import StreamReader, StreamSource, shards_of
 from torchft.data.position import DataPosition
 from torchft.data.streams import StreamPlan
 
@@ -140,7 +140,7 @@ class Reader(StreamReader):
 
     random = random.Random(0)
 
-    def _save(self, number: int, source: Source) -> Any:
+    def _save(self, number: int, source: StreamSource) -> Any:
         source.cadence._next = self.random.choice([float("-inf"), float("inf")])
         return super()._save(number, source)
 

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from tests.unit.data.streaming import Files, Sequential, Skipping
 from torchft.data._prefetch import Key
 from torchft.data._source_states import SourceStates
-from torchft.data._stream_reader import Collate, Read, Source, StreamReader, is_stream, shards_of
+from torchft.data._stream_reader import Collate, Read, StreamReader, StreamSource, is_stream, shards_of
 from torchft.data.position import DataPosition
 from torchft.data.streams import StreamPlan
 
@@ -27,7 +27,7 @@ def read(of: StreamReader, batch: int, unit: int, epoch: int = 0) -> Read:
 
 
 def test_blocks_of_a_source() -> None:
-    source = Source(iter(range(7)), first=3, size=2, keep=2)
+    source = StreamSource(iter(range(7)), first=3, size=2, keep=2)
     assert source.block(3) == [0, 1] and source.block(4) == [2, 3] and source.block(3) == [0, 1]
     assert source.has(3) and not source.has(2)
     assert source.has_after(3) and source.has_after(4)

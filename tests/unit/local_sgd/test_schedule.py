@@ -10,10 +10,10 @@ from torch import nn
 
 from tests.unit.local_sgd.one_group import OneGroup
 from torchft.local_sgd import DiLoCo, LocalSGD
-from torchft.local_sgd.diloco import Due, due
+from torchft.local_sgd.diloco import FragmentDue, due
 
-START, FINISH = Due(True, False), Due(False, True)
-BOTH, NOTHING = Due(True, True), Due(False, False)
+START, FINISH = FragmentDue(True, False), FragmentDue(False, True)
+BOTH, NOTHING = FragmentDue(True, True), FragmentDue(False, False)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,9 @@ BOTH, NOTHING = Due(True, True), Due(False, False)
         (1, 1, 0, False, BOTH, "every step"),
     ],
 )
-def test_due(local_step: int, period: int, delay: int, in_flight: bool, expected: Due, why: str) -> None:
+def test_due(
+    local_step: int, period: int, delay: int, in_flight: bool, expected: FragmentDue, why: str
+) -> None:
     assert due(local_step, period, delay, in_flight) == expected, why
 
 

@@ -17,8 +17,8 @@ from torchft._manager.checks.divergence import (
     SHARE,
     WINDOW,
     WORD,
+    DigestPace,
     OnDivergence,
-    Pace,
     Sweep,
     acts,
     bucket_of,
@@ -53,8 +53,8 @@ def test_the_length_of_a_sweep(setting: Optional[int], total: int, on_device: bo
         assert total / commits <= (DEVICE_PIECE if on_device else CPU_PIECE)
 
 
-def pace_of(sweeps: int) -> Pace:
-    pace = Pace()
+def pace_of(sweeps: int) -> DigestPace:
+    pace = DigestPace()
     pace.sweeps = sweeps
     return pace
 

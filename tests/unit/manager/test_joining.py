@@ -22,11 +22,11 @@ from torchft._manager.heal.joining import Target
 from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.rules import FIRST, NOTHING, Ask
-from torchft._manager.heal.together import Agreement, Ranks
+from torchft._manager.heal.together import Agreement, HealingRanks
 from torchft._manager.heal.tracked import Parameters
 from torchft._manager.rank import Position
 from torchft._records import MemberFailure
-from torchft.checkpointing.client.request import Abandon, Busy, Refused
+from torchft.checkpointing.client.request import Abandon, Busy, RequestRefused
 from torchft.checkpointing.codec.requests import StatePart
 from torchft.checkpointing.transport import CheckpointError
 
@@ -302,10 +302,10 @@ def test_a_source_that_fails_is_replaced_by_that_of_the_next_quorum(start: Any, 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (Refused("its optimizer is Muon", 404), "the source: its optimizer is Muon"),
-        (Refused("as upstream", 500), "the source: as upstream"),
-        (Refused("no part of step 7 is offered any more", 400), None),
-        (Refused("it is not offered yet", 503), None),
+        (RequestRefused("its optimizer is Muon", 404), "the source: its optimizer is Muon"),
+        (RequestRefused("as upstream", 500), "the source: as upstream"),
+        (RequestRefused("no part of step 7 is offered any more", 400), None),
+        (RequestRefused("it is not offered yet", 503), None),
         (CheckpointError("its connection broke"), None),
         (Busy("a part", 0.01), None),
     ],
@@ -458,7 +458,7 @@ def in_passing(peer: Peer) -> Iterator[tuple[InPassing, Recovery]]:
     recovery = recovery_of(MagicMock())
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
     transport = MagicMock(recv_part=peer.recv_part, recv_decision=peer.recv_decision)
-    ranks = Ranks(MagicMock(), "", 0, 1)
+    ranks = HealingRanks(MagicMock(), "", 0, 1)
     recovery.in_passing = made = InPassing(
         transport, [optimizer], str, lambda: None, ranks, DEADLINE_SEC, MagicMock()
     )

@@ -23,7 +23,7 @@ from torchft._manager.heal.rules import (
     Heal,
     Outcome,
 )
-from torchft._manager.heal.together import Progress, Ranks
+from torchft._manager.heal.together import HealingRanks, Progress
 
 
 def heal_in(step: int, total: int = 3) -> Heal:
@@ -331,7 +331,7 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
         trouble = chance.choice([0.0, 0.05, 0.2])
         job = Job(chance)
         store = Store()
-        ranks = [Ranks(store, "group:uuid", number, 3) for number in range(3)]
+        ranks = [HealingRanks(store, "group:uuid", number, 3) for number in range(3)]
         targets = [Target(job, chance.randrange(1, 20)) for _ in ranks]
         for _ in range(200):
             job.attempt += 1

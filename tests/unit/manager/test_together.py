@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.unit.waiting import wait_until
-from torchft._manager.heal.together import Agreement, Progress, Ranks
+from torchft._manager.heal.together import Agreement, HealingRanks, Progress
 
 LONG, NONE = timedelta(seconds=60), timedelta(0)
 
@@ -31,8 +31,8 @@ class Store(dict[str, str]):
 
 def test_progress_is_what_all_ranks_of_a_group_have_reported() -> None:
     store = Store()
-    ranks = [Ranks(store, "group:uuid", number, 2) for number in range(2)]
-    assert Ranks(store, "alone:uuid", 0, 1).group_progress(7) is Progress.READY and not store
+    ranks = [HealingRanks(store, "group:uuid", number, 2) for number in range(2)]
+    assert HealingRanks(store, "alone:uuid", 0, 1).group_progress(7) is Progress.READY and not store
     ranks[0].report(7, Progress.READY)
     ranks[0].report(7, Progress.READY)  # in a second attempt
     assert [rank.group_progress(8) for rank in ranks] == [Progress.ARRIVING] * 2
@@ -71,7 +71,7 @@ def test_a_report_that_the_store_did_not_acknowledge_is_repeated_and_counts_once
                 raise ConnectionError("the store did not answer")
 
     store = Unreliable()
-    ranks = [Ranks(store, "group:uuid", number, 2) for number in range(2)]
+    ranks = [HealingRanks(store, "group:uuid", number, 2) for number in range(2)]
     with pytest.raises(ConnectionError):
         ranks[0].report(7, Progress.READY)
     ranks[0].report(7, Progress.READY)

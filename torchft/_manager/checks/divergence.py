@@ -118,7 +118,7 @@ class Sweep:
         return spans
 
 
-class Pace:
+class DigestPace:
     """Limits the time that digests take to :data:`SHARE` of the steps' time.
 
     With n ``sweeps`` a rank digests one part in n, so that n sweeps digest each part once. Groups choose

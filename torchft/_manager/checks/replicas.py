@@ -20,7 +20,7 @@ from torchft._manager.checks.divergence import (
     BUCKETS,
     NOTHING,
     Difference,
-    Pace,
+    DigestPace,
     Sweep,
     acts,
     bucket_of,
@@ -191,7 +191,9 @@ class Digester:
         self._setting = setting
         # number of the sweep, and :meth:`RegisteredState.counts`, for which the parts were listed
         self._listed: Optional[tuple[int, list[int]]] = None
-        self._pace: Optional[Pace] = None  # with weights on a device, where the length of a sweep is chosen
+        self._pace: Optional[DigestPace] = (
+            None  # with weights on a device, where the length of a sweep is chosen
+        )
         self._began: Optional[float] = None
 
     def digest(self, step: int) -> Optional[Digests]:
@@ -231,7 +233,7 @@ class Digester:
         on_device = any(isinstance(value, torch.Tensor) and not value.is_cpu for value in values)
         commits = sweep_commits(self._setting, sum(sizes), on_device)
         if self._setting is None and on_device:
-            self._pace = self._pace or Pace()
+            self._pace = self._pace or DigestPace()
         self._sweep = Sweep(sizes, commits)
         self._header = header([_line(part.name, value) for part, value in zip(self._parts, values)], commits)
         self._listed = step // commits, counts

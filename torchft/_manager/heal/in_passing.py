@@ -19,7 +19,7 @@ import torch
 from torchft._manager.heal.joining import Locate, Target
 from torchft._manager.heal.mode import why_at_once
 from torchft._manager.heal.part_server import PartServer, StepParts
-from torchft._manager.heal.together import Progress, Ranks
+from torchft._manager.heal.together import HealingRanks, Progress
 from torchft._manager.heal.tracked import Parameters, Unsupported
 from torchft._manager.settings import HealMode
 from torchft.checkpointing.source.offer import with_copies
@@ -114,7 +114,7 @@ class InPassing:
         optimizers: Sequence[Optimizer],
         locate: Locate,
         refuses: Callable[[], Optional[str]],
-        ranks: Ranks,
+        ranks: HealingRanks,
         timeout: float,
         logger: _ManagerLogger,
         chooses: bool = False,

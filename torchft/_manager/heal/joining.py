@@ -29,7 +29,7 @@ from torchft._manager.heal.pace import Pace
 from torchft._manager.heal.rules import NOTHING, Ask, Heal, Outcome
 from torchft._manager.heal.tracked import Parameters, Unsupported
 from torchft._manager.settings import HealMode
-from torchft.checkpointing.client.request import Abandon, Busy, Refused
+from torchft.checkpointing.client.request import Abandon, Busy, RequestRefused
 from torchft.checkpointing.client.retry import Attempts
 from torchft.checkpointing.codec.requests import StatePart
 from torchft.checkpointing.transport import CheckpointError
@@ -421,7 +421,7 @@ class Target:
             return
         if isinstance(error, Unsupported):
             self.heal.abandon(str(error))
-        elif isinstance(error, Refused) and error.status not in _OF_THIS_STEP:
+        elif isinstance(error, RequestRefused) and error.status not in _OF_THIS_STEP:
             self.heal.abandon(f"the source: {error}")
         else:
             self._logger.info(f"a request for a part of the state failed: {error}")

@@ -39,7 +39,7 @@ class Keys(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-class Ranks:
+class HealingRanks:
     """The ranks of a group, as one of them sees them. A group of a single rank does not use the store.
 
     Args:

@@ -36,7 +36,7 @@ _ERROR_BODY = 2000  # bytes of an error's body that are read
 _LONGEST_RETRY_AFTER = 10.0  # seconds
 
 
-class Refused(CheckpointError):
+class RequestRefused(CheckpointError):
     """The source refused the request; a retry is useless.
 
     Attributes:
@@ -188,7 +188,9 @@ class Request:
         if response.status == http.client.SERVICE_UNAVAILABLE and retry_after.isdecimal():
             raise Busy(what, min(float(retry_after), _LONGEST_RETRY_AFTER))
         if response.status != http.client.OK:
-            raise Refused(f"{what}: refused with {response.status}: {_reason(response)}", response.status)
+            raise RequestRefused(
+                f"{what}: refused with {response.status}: {_reason(response)}", response.status
+            )
         if upgrade and offered:
             # the source accepts each complete upgrade request, so this one was garbled on its way
             raise Garbled(f"{what}: the request was garbled on its way")

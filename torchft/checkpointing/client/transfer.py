@@ -9,7 +9,7 @@ import torch
 from torchft.checkpointing.client.progress import TransferProgress
 from torchft.checkpointing.client.request import Answer, Request
 from torchft.checkpointing.codec.handshake import Ticket
-from torchft.checkpointing.native.core import ON_DEVICE, NativeFetch, Status
+from torchft.checkpointing.native.core import ON_DEVICE, FetchStatus, NativeFetch
 from torchft.checkpointing.native.staged_receive import StagedReceive, is_staged
 from torchft.checkpointing.transport import CheckpointError, Interrupted, Role
 
@@ -51,7 +51,7 @@ class Transfer:
         )
         self._staged.begin(self._fetch)
 
-    def run(self, answer: Answer, ticket: Ticket, progress: TransferProgress) -> Status:
+    def run(self, answer: Answer, ticket: Ticket, progress: TransferProgress) -> FetchStatus:
         """Fetches from a source until everything has arrived, and tells it so.
 
         Raises:

@@ -164,7 +164,7 @@ class Grant(_Handle):
 
 
 @dataclass
-class Status:
+class FetchStatus:
     """The progress of a transfer."""
 
     done: bool
@@ -217,10 +217,10 @@ class NativeFetch(_Handle):
         """
         return self._go.pyapi_HealStage(self._handle, block.data_ptr(), block.numel())
 
-    def wait(self, seconds: float) -> Status:
+    def wait(self, seconds: float) -> FetchStatus:
         """Waits until the transfer is settled (done, failed or without a source) or a window is full."""
         us = max(1, int(seconds * _US))
-        return Status(**json.loads(self._go.run(self._go.pyapi_HealWaitStart, self._handle, us)))
+        return FetchStatus(**json.loads(self._go.run(self._go.pyapi_HealWaitStart, self._handle, us)))
 
     def end(self) -> None:
         """Ends the transfer. After this call nothing writes to the memory."""

@@ -3,8 +3,8 @@
     python -m torchft.checkpointing.snapshots.writer ROOT
 
 The keeper gives it the lowest priority; it is alone for ROOT. It ends with its parent, or when no slot has
-named a folder for a while. Each folder has a thread of its own, because a disk may hang; the main thread goes on to say so
-(`due.Status`, and its log on stderr).
+named a folder for a while. Each folder has a thread of its own, because a disk may hang; the main thread goes
+on to say so (`due.Status`, and its log on stderr).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ import torch
 
 from torchft.process_group.isolated import driver
 from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing
-from torchft.process_group.isolated.values import Awaited, Page, Pages, Written
+from torchft.process_group.isolated.values import Awaited, Page, Pages, WrittenValues
 from torchft.utils import DeviceThread, dtype_name, use_device
 
 _DEVICE = "cuda"
@@ -387,7 +387,7 @@ class WorkerEnd(Borrowing):
         self._streams: list[torch.cuda.Stream] = []
         self._turn = 0
         self._idle: Optional[torch.cuda.Stream] = None
-        self._written: Optional[Written] = None  # None: marks are events
+        self._written: Optional[WrittenValues] = None  # None: marks are events
         self._notes = 0
         self._lock = threading.Lock()
 
@@ -431,7 +431,9 @@ class WorkerEnd(Borrowing):
         try:
             of_device = driver.driver_of(self._device)
             if of_device is not None:
-                self._written = Written(Page(of_device, torch.cuda.current_stream(self._device), descriptor))
+                self._written = WrittenValues(
+                    Page(of_device, torch.cuda.current_stream(self._device), descriptor)
+                )
         except (RuntimeError, OSError):  # the driver, or the system, refuses
             pass
         finally:

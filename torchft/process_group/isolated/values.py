@@ -114,7 +114,7 @@ class Awaited:
                     self._page[slot] = value
 
 
-class Written:
+class WrittenValues:
     """The worker's end of a page."""
 
     def __init__(self, page: Page) -> None:

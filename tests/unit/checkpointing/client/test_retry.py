@@ -7,7 +7,7 @@ from typing import Optional
 
 import pytest
 
-from torchft.checkpointing.client.request import Busy, Refused
+from torchft.checkpointing.client.request import Busy, RequestRefused
 from torchft.checkpointing.client.retry import MOST, PAUSE, Attempts
 from torchft.checkpointing.client.transfer import SourceFailed
 from torchft.checkpointing.codec.handshake import Garbled
@@ -50,7 +50,7 @@ def test_a_busy_source_is_asked_until_the_deadline() -> None:
         (Garbled, True),
         (Busy, True),
         (SourceFailed, True),
-        (Refused, False),
+        (RequestRefused, False),
         (Unsendable, False),
         (CheckpointError, False),
         (CheckpointTimeout, False),

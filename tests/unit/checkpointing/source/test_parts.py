@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchft.checkpointing import HTTPTransport
-from torchft.checkpointing.client.request import Abandon, Refused
+from torchft.checkpointing.client.request import Abandon, RequestRefused
 from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.codec.requests import StatePart, parse
 from torchft.checkpointing.source import publisher as source_module
@@ -93,7 +93,7 @@ def test_a_part_is_of_its_step(
         assert waits.wait(20), "the source has not begun that step"
         source.offer_parts(8, Number(8))
         assert following.result(20).memory[0] == 8
-    with pytest.raises(Refused, match="no part of step 7 is offered any more") as refused:
+    with pytest.raises(RequestRefused, match="no part of step 7 is offered any more") as refused:
         ask(target, source, 7)
     assert refused.value.status == 400
 
@@ -104,7 +104,7 @@ def test_between_two_steps_nothing_is_read(
 ) -> None:
     source.offer_parts(7, Number(7))
     source.note_decision(7, 1, True) if ends == "decision" else source.disallow_checkpoint()
-    with pytest.raises(Refused, match="no part of step 7"):
+    with pytest.raises(RequestRefused, match="no part of step 7"):
         ask(target, source, 7)
 
 
@@ -164,7 +164,7 @@ def test_invalid_requests_are_refused(
     source: HTTPTransport[Any], target: HTTPTransport[Any], key: str
 ) -> None:
     source.offer_parts(7, Number(7))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         ask(target, source, 7, key)
     assert refused.value.status == 404
 
@@ -177,7 +177,7 @@ def test_a_source_that_gives_no_parts_says_why_at_once(target: HTTPTransport[Any
             source.prepare_parts(dict)
             source.refuse_parts(7, "its optimizer is Muon")
         with pytest.raises(
-            Refused, match="its optimizer is Muon" if prepared else "its state at once only"
+            RequestRefused, match="its optimizer is Muon" if prepared else "its state at once only"
         ) as refused:
             ask(target, source, 7)
         assert refused.value.status == 404
@@ -190,7 +190,7 @@ def test_a_target_that_cannot_take_parts_is_refused(
 ) -> None:
     source.offer_parts(7, Number(7))
     monkeypatch.setattr(source._server.native, "start", lambda: False)
-    with pytest.raises(Refused, match="by the native core only"):
+    with pytest.raises(RequestRefused, match="by the native core only"):
         ask(target, source, 7)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import pytest
 
 from torchft.process_group.isolated import values
-from torchft.process_group.isolated.values import Awaited, Page, Pages, Written, reached
+from torchft.process_group.isolated.values import Awaited, Page, Pages, WrittenValues, reached
 
 TOP = (1 << 32) - 1
 
@@ -78,7 +78,7 @@ def page_of(device: Device) -> Page:
 def test_a_stream_waits_for_the_value_of_the_worker() -> None:
     device = Device()
     page = page_of(device)
-    awaited, written = Awaited(page), Written(page)
+    awaited, written = Awaited(page), WrittenValues(page)
     slot, value = written.mark("worker's stream")
     assert not awaited.reached(slot, value)
     awaited.follow("trainer's stream", slot, value)
@@ -93,7 +93,7 @@ def test_each_stream_of_the_worker_has_its_own_slot() -> None:
     """They finish in any order."""
     device = Device()
     page = page_of(device)
-    written = Written(page)
+    written = WrittenValues(page)
     marks = [written.mark(stream) for stream in "aba"]
     assert marks == [(0, 1), (1, 1), (0, 2)]
     page[0] = 1
@@ -103,7 +103,7 @@ def test_each_stream_of_the_worker_has_its_own_slot() -> None:
 def test_streams_are_freed_from_a_worker_that_has_ended() -> None:
     device = Device()
     page = page_of(device)
-    awaited, written = Awaited(page), Written(page)
+    awaited, written = Awaited(page), WrittenValues(page)
     marks = [written.mark(stream) for stream in "abaab"]
     for mark in (marks[2], marks[0], marks[1]):  # two threads may wait in any order
         awaited.follow("s", *mark)
@@ -117,7 +117,7 @@ def test_streams_are_freed_from_a_worker_that_has_ended() -> None:
 def test_values_that_were_reached_are_not_set_back() -> None:
     device = Device()
     page = page_of(device)
-    awaited, written = Awaited(page), Written(page)
+    awaited, written = Awaited(page), WrittenValues(page)
     slot, first = written.mark("a")
     awaited.follow("s", slot, first)
     _, second = written.mark("a")
@@ -130,7 +130,7 @@ def test_a_full_queue_does_not_block_the_release() -> None:
     """The driver blocks a wait while the stream's queue is full, which it stays until the stream is freed."""
     device, blocked, freed = Device(), threading.Event(), threading.Event()
     page = page_of(device)
-    awaited, written = Awaited(page), Written(page)
+    awaited, written = Awaited(page), WrittenValues(page)
 
     def wait(stream: Any, address: int, value: int) -> None:
         blocked.set()
@@ -157,7 +157,7 @@ def test_the_next_worker_continues_from_the_values_of_the_page() -> None:
     page, _ = taken
     for start in (TOP, 5):  # also past the largest value
         page[0] = start
-        slot, value = Written(page).mark("a stream")
+        slot, value = WrittenValues(page).mark("a stream")
         assert (slot, value) == (0, (start + 1) & TOP) and page[slot] == value
     pages.give_back(taken)
     assert pages.take("s") is taken and len(device.registered) == 1

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/torchft/torchft/go/dashboard"
+	"github.com/torchft/torchft/go/internal/rpc"
 )
 
 // logAfter is how long requests must have been pending before the reason is logged. In each step of a healthy
@@ -27,12 +28,17 @@ func (j *job) reason(now time.Time) string {
 	return j.waitLog.reason
 }
 
-// reasonFor returns why there is no quorum with a member.
+// reasonFor returns why there is no quorum with a member. A panic costs only what is said of a standby. The
+// caller holds mu.
 func (j *job) reasonFor(replicaID string) (reason string) {
-	if err := j.safely(func() { reason = j.machine.StandsBy(replicaID) }); err == nil && reason != "" {
-		return reason
-	}
-	return j.reason(time.Now())
+	var err error
+	defer func() {
+		if err != nil || reason == "" {
+			reason = j.reason(time.Now())
+		}
+	}()
+	defer rpc.Recovered(j.log, "the state of a standby", &err)
+	return j.machine.StandsBy(replicaID)
 }
 
 // logWait logs, once, that requests have been pending for long.

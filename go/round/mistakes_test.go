@@ -37,8 +37,8 @@ var mistakes = []mistake{
 		[]string{"has another setting", "gets notices late"},
 	},
 	{
-		"newcomers cause no call", "quorum/standing.go", "	if !s.shrinks() {\n",
-		"	if !s.shrinks() && !$ {\n",
+		"newcomers cause no call", "quorum/standing.go", "	if !r.previous && !r.held && !s.shrinks() {\n",
+		"	if !r.previous && !r.held && !s.shrinks() && !$ {\n",
 		[]string{"joins"},
 	},
 	{

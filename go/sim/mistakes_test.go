@@ -292,8 +292,8 @@ var mistakes = []mistake{
 		only(cutLighthouse), []string{ruleTogether, ruleProgress},
 	},
 	{
-		"a newcomer calls nobody", "quorum/standing.go", "	if !s.shrinks() {\n",
-		"	if !s.shrinks() && !$ {\n",
+		"a newcomer calls nobody", "quorum/standing.go", "	if !r.previous && !r.held && !s.shrinks() {\n",
+		"	if !r.previous && !r.held && !s.shrinks() && !$ {\n",
 		nil, []string{ruleTogether, ruleProgress, ruleForms, ruleNewcomer, ruleEarly},
 	},
 

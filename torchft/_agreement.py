@@ -35,6 +35,8 @@ IN_PASSING = _PREFIX + "in_passing"
 CONNECTIONS = _PREFIX + "connections"
 # The units of a batch whose gradients this group keeps (data/kept.py).
 KEEPS = _PREFIX + "keeps"
+# This group loads a copy of an earlier life, unless a group has a later state (snapshots/restore.py).
+RESTORES = _PREFIX + "restores"
 VERSION = _PREFIX + "version"  # of torchft in this group
 LOADER = _PREFIX + "loader"  # the kind of data loader that weights this group's gradients (layout.py)
 # Digest of the tensors that this rank reduces, and of its data (layout.py, go/quorum/fit.go).

@@ -233,7 +233,7 @@ class Job:
             self.manager._use_async_quorum = False
         self._begin_alike()
         self.manager._snapshots.state = State(self._checkpoint, self._resume, self._before_loading)
-        self._checkpoints.resume(self._checkpoint, self._resume)
+        self._checkpoints.resume(self._read_into, self._resume)
         return JobLoader(self, self._loader)
 
     # State
@@ -273,8 +273,20 @@ class Job:
         own = {"model": get_model_state_dict(parameters.root_of(self._models)), "optimizer": {}, **others}
         return {"manager": {}, "data": {}, **(own if self._stage is None else {self._stage: own})}
 
+    def _read_into(self) -> dict[str, Any]:
+        """Returns the state that a checkpoint is read into."""
+        self._forget_gradients()
+        return self._checkpoint()
+
+    def _forget_gradients(self) -> None:
+        # A step may have been lost before. PyTorch gives no state to a new optimizer whose parameters have
+        # gradients, and loads none then.
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
     def _resume(self, state: dict[str, Any]) -> None:
         assert self._loader is not None
+        self._forget_gradients()
         own = state if self._stage is None else state[self._stage]
         model, optimizer = own["model"], own["optimizer"]
         root = parameters.root_of(self._models)

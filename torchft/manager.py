@@ -19,13 +19,14 @@ from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, TypeVar, Union
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft._agreement import COMPARES, CONNECTIONS, IN_PASSING, KEEPS
+from torchft._agreement import COMPARES, CONNECTIONS, IN_PASSING, KEEPS, RESTORES
 from torchft._forked import Maker
 from torchft._handoff import hand_off, prepare
 from torchft._manager.checks.calls import Calls
@@ -85,6 +86,7 @@ from torchft._manager.stepping import Stepping
 from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
+from torchft.checkpointing.client.progress import watched_by
 from torchft.futures import future_timeout
 from torchft.process_group.reconfigure import options_of
 from torchft.work import AnyReduceOp, _DummyWork
@@ -548,16 +550,15 @@ class Manager(Stateful, Stepping):
         sharing.reduced = False
         return self._shared_decision
 
-    def _begin_with_copy(self, beyond: int) -> bool:
-        """Begins with the newest copy in shared memory of a step after ``beyond``. All ranks of the group
-        call it, before their first step. Returns whether there is one.
+    def _begin_with_copy(self, beyond: int, otherwise: Callable[[], object]) -> bool:
+        """Begins with the newest copy in shared memory of a step after ``beyond``, unless a group has a later
+        state. All ranks of the group call it, before their first step. Returns whether there is one.
+
+        Args:
+            otherwise: called if it cannot be loaded after all.
         """
-        if self._snapshots.on:
-            before = self._position
-            found = self._snapshots.restore(before._replace(step=max(before.step, beyond)))
-            if self._snapshots.restored:
-                self._position = found
-        return self._snapshots.restored
+        self._snapshots.otherwise = otherwise
+        return self._snapshots.on and self._snapshots.seek(max(self._step, beyond))
 
     def _begin_round(self, request: StepRequest, replays: bool = False, reads_state: bool = False) -> None:
         """Begins an attempt at a step.
@@ -599,7 +600,7 @@ class Manager(Stateful, Stepping):
         if self._snapshots.on:
             if first:
                 if not self._snapshots.sought:
-                    self._position = self._snapshots.restore(self._position)
+                    self._snapshots.seek(self._step)
             elif not self._recovery.inconsistent:
                 self._snapshots.begin(self._position)
         last = self._current
@@ -627,6 +628,7 @@ class Manager(Stateful, Stepping):
             claim_device(self._store, self._replica_id, self._group_rank)
         begin = partial(rounds.begin, follow, sent, request.timeout)
         step.reads_state = reads_state
+        restores = self._snapshots.found(self._position) is not None
         heals = self._in_passing if first else None
         if heals is not None and self._data.adds_gradients:
             heals.prepare()  # its batch depends on the quorum
@@ -636,11 +638,14 @@ class Manager(Stateful, Stepping):
         self._round = begin()
         if not self._round.asks:
             step.reads_state = False
-        elif reads_state:
+        if step.reads_state or restores:
             with suppress(Exception):  # `wait_quorum` raises the error of the round
                 plan = self._planner.plan(self._round.answer(), request.allow_heal)
-                if plan.serves and plan.in_background:
+                restores = self._restores(plan)
+                if step.reads_state and plan.serves and plan.in_background and not restores:
                     self._read_state(step)
+        if restores:
+            self.wait_quorum()  # it loads the copy, before anything is computed
 
     def _same_request(self, request: StepRequest) -> Optional[QuorumRequest]:
         """The last request, for this step; None if this rank may have something new to say."""
@@ -665,13 +670,17 @@ class Manager(Stateful, Stepping):
 
     def _quorum_request(self, request: StepRequest, aborted: bool, keeps: str) -> QuorumRequest:
         """The request of this rank for a quorum."""
-        connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
+        found = self._snapshots.found(self._position)
+        at_step, committed_in = self._step, self._committed_quorum_id
+        if found is not None:  # it is not loaded yet
+            at_step, committed_in = found.step, found.quorum
+        connections = self._connection.announcement(at_step, broken=self._commit_failures > 0 or aborted)
         layout = self._layout.for_lighthouse()
         local_sgd = self._layout.lines is not None and not self._data.adds_gradients  # or DiLoCo
         self._sent_layout = self._layout.announces
         return QuorumRequest(
             group_rank=self._group_rank,
-            step=self._step,
+            step=at_step,
             checkpoint_metadata=self._transport.metadata(),
             shrink_only=request.shrink_only,
             # after an abort, too, the next quorum needs a new id, for which the groups connect again
@@ -684,12 +693,14 @@ class Manager(Stateful, Stepping):
                     (CONNECTIONS, connections),
                     (IN_PASSING, self._in_passing.announces if self._in_passing is not None else ""),
                     (KEEPS, keeps),
+                    (RESTORES, "" if found is None else "1"),
                 ],
             ),
             # The server refuses a number that differs from rank 0's.
             group_world_size=self._settings.group_world_size,
-            committed_quorum_id=self._committed_quorum_id,
-            replays_failed_steps=self._replayer.enabled,
+            committed_quorum_id=committed_in,
+            # what it has kept it has computed from other weights than those of the copy
+            replays_failed_steps=self._replayer.enabled and found is None,
             asks_each_step=self._data.averages_weights or self._layout.lines is not None,  # LocalSGD, DiLoCo
             layout=layout,
             drain=self._signals.drain_request(self._logger.info),
@@ -732,7 +743,8 @@ class Manager(Stateful, Stepping):
         plan = self._planner.plan(result, step.request.allow_heal)
         step.follow(plan)
         self._replicas.follow(plan)
-        self._recovery.follow(plan)
+        restores = self._restores(plan)
+        self._recovery.follow(plan, restores)
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, including a rank whose heal fails.
             self._snapshots.abandon()
@@ -756,21 +768,53 @@ class Manager(Stateful, Stepping):
         step.peers = self._connection.members or plan.replica_ids
         step.connected()
         plan = self._connection.without_unconnected(plan)
-        if plan.in_background and (step.reads_state or not plan.serves):
+        if plan.in_background and (step.reads_state or not plan.serves) and not restores:
             self._transfer(step, plan)
         else:
             step.deferred = plan
-        if plan.quiet and self._connection.settled:
+        if plan.quiet and self._connection.settled and not restores:
             self._quiet = result
+
+    def _restores(self, plan: Plan) -> bool:
+        """Whether this group loads the copy that it has announced: no group of the quorum has a later
+        state.
+        """
+        return plan.up_to_date and not plan.heal and self._snapshots.found(self._position) is not None
+
+    def _restore(self, plan: Plan) -> bool:
+        """Loads the copy that this group has announced, on the training thread. If it cannot be loaded, the
+        step is lost, and the groups that would heal from this one are told; the next request announces what
+        this group has then.
+        """
+        reports = count(1)  # of progress, from several hosts
+        try:
+            with (
+                self._rank_state.doing("loads a copy of the state", waits=False),
+                watched_by(lambda received, total: self._heal_wait.received(next(reports))),
+            ):
+                position = self._snapshots.load()
+        except Exception as e:
+            self._transfers.refuse(plan, str(e))
+            raise
+        if position is not None:
+            self._position = position
+            self._recovery.restored()
+            return True
+        error = RuntimeError(f"no copy of step {plan.max_step}, which this group announced, can be loaded")
+        self._errors.of_this_rank(error)
+        self._transfers.refuse(plan, str(error))
+        return False
 
     def _transfer(self, step: Step, plan: Plan) -> None:
         """Serves this group's state, or fetches a peer's. On the training thread, or after it has read the
         state.
         """
-        if plan.serves and (not step.reads_state or threading.get_ident() == step.thread):
-            self._read_state(step)
         # A group that does not fit never heals.
         with nullcontext() if self._connection.unsupported else self._heal_wait.following(plan):
+            if self._restores(plan) and not self._restore(plan):
+                return
+            if plan.serves and (not step.reads_state or threading.get_ident() == step.thread):
+                self._read_state(step)
             # The quorum of a replay, in which this group is behind, serves the next step too: it heals before
             # that.
             replays = step.kept is not None and len(step.kept) > 0

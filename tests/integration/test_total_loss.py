@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests.integration import test_job as jobs
-from tests.integration.cluster import Cluster, Rank, results
+from tests.integration.cluster import Cluster, Gate, Rank, results
 from tests.integration.test_loader import Training, check, one_process
 from tests.integration.test_training import Loop
 from tests.unit.waiting import wait_until
 from torchft import _keeper
+from torchft._manager.rank import Position
 from torchft._manager.snapshots.copies import Snapshots
 from torchft.checkpointing.snapshots import remote, slots
 from torchft.data import ElasticDataLoader
@@ -42,18 +43,27 @@ def saved(group: str, rank: int = 0) -> list[int]:
 
 
 class Steps:
-    """Records the step with which each group began its life after the failure."""
+    """Records the steps that each rank found to begin with, and those that it loaded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.began: list[int] = []
-        restore = Snapshots.restore
+        self.began: list[int] = []  # 0: it found none
+        self.loaded: list[int] = []
+        seek, load = Snapshots.seek, Snapshots.load
 
-        def recorded(snapshots: Snapshots, before: Any) -> Any:
-            position = restore(snapshots, before)
-            self.began.append(position.step)
+        def seeks(snapshots: Snapshots, beyond: int) -> bool:
+            found = seek(snapshots, beyond)
+            newest = snapshots.found(Position(0, 0, -1))
+            self.began.append(0 if newest is None else newest.step)
+            return found
+
+        def loads(snapshots: Snapshots) -> Optional[Position]:
+            position = load(snapshots)
+            if position is not None:
+                self.loaded.append(position.step)
             return position
 
-        monkeypatch.setattr(Snapshots, "restore", recorded)
+        monkeypatch.setattr(Snapshots, "seek", seeks)
+        monkeypatch.setattr(Snapshots, "load", loads)
 
 
 def twice(training: Any, groups: int, world_size: int = 1, fewer: int = 0) -> list[Any]:
@@ -128,6 +138,71 @@ def test_each_rank_fetches_its_own_copy(monkeypatch: pytest.MonkeyPatch, memory_
     assert steps.began[4:] == [newest] * 4
 
 
+def on_hosts_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    """Lets each group find its own copies only."""
+    found = slots.found
+    patch.setattr(
+        slots,
+        "found",
+        lambda job, group, rank, say, lighthouse: [
+            each for each in found(job, group, rank, say, lighthouse) if each[1].group == group
+        ],
+    )
+    patch.setattr(remote, "held", lambda lighthouse, job, say: [])  # the hosts have no keepers
+
+
+def tear(group: str, step: int) -> None:
+    """Takes the header of the copy of a step, if there is one."""
+    for name in slots.SLOTS:
+        path = slots.folder_of(slots.job_name(), group, 0) / name
+        if path.exists() and slots.read_header(path).step == step:
+            path.write_bytes(bytes(5000))
+
+
+def flip(group: str, step: int) -> None:
+    """Changes a bit in the copies of a step, or of all if it is -1."""
+    for name in slots.SLOTS:
+        path = slots.folder_of(slots.job_name(), group, 0) / name
+        if path.exists() and step in (-1, slots.read_header(path).step):
+            bad = bytearray(path.read_bytes())
+            bad[slots.PAGE + 3] ^= 1
+            path.write_bytes(bad)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_async_quorum": True},
+        {"use_async_quorum": False},
+        {"heal": "in_passing"},
+        {"replay_failed_step": True},
+        {"reproducible_reduction": True},
+    ],
+)
+def test_a_copy_that_is_found_damaged_after_it_won_costs_a_step_and_the_next_older_one_wins(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other group is to heal from the one that has it. Both go on from the step before."""
+    steps = Steps(monkeypatch)
+    training = Training(settings={**settings, "snapshots": 1}, before=together(2))
+    training.events = {(0, 0, 4): crash, (1, 0, 4): crash}
+    with Cluster(min_replicas=2) as cluster:
+        results(*(cluster.start(training, group) for group in range(2)))
+    behind, ahead = sorted(("group_0", "group_1"), key=lambda group: max(saved(group)))
+    newest = max(saved(ahead))
+    tear(behind, newest)
+    flip(ahead, newest)
+    with pytest.MonkeyPatch.context() as patch:
+        on_hosts_of_their_own(patch)
+        with Cluster(min_replicas=2) as cluster:
+            ended = results(*(cluster.start(training, group) for group in range(2)))
+    check(training, ended)
+    assert f"the copy of step {newest} in" in caplog.text and "region 0 is damaged" in caplog.text
+    assert f"no copy of step {newest}, which this group announced, can be loaded" in caplog.text
+    assert sorted(steps.began[2:]) == [newest - 1, newest]
+    assert steps.loaded and set(steps.loaded) == {newest - 1}
+
+
 def test_a_group_with_a_newer_copy_wins_and_the_others_heal(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
     training = Training(settings={"snapshots": 1}, before=together(2))
@@ -136,24 +211,13 @@ def test_a_group_with_a_newer_copy_wins_and_the_others_heal(monkeypatch: pytest.
         results(*(cluster.start(training, group) for group in range(2)))
     newest = max(saved("group_0") + saved("group_1"))
     with pytest.MonkeyPatch.context() as patch:
-        # Each group has its own host.
-        found = slots.found
-        patch.setattr(
-            slots,
-            "found",
-            lambda job, group, rank, say, lighthouse: [
-                each for each in found(job, group, rank, say, lighthouse) if each[1].group == group
-            ],
-        )
-        patch.setattr(remote, "held", lambda lighthouse, job, say: [])  # and hosts have no keepers
-        for name in slots.SLOTS:  # the newest copy of group 1 is torn
-            path = slots.folder_of(slots.job_name(), "group_1", 0) / name
-            if path.exists() and slots.read_header(path).step == newest:
-                path.write_bytes(bytes(5000))
+        on_hosts_of_their_own(patch)
+        tear("group_1", newest)
         with Cluster(min_replicas=2) as cluster:
             ended = results(*(cluster.start(training, group) for group in range(2)))
     check(training, ended)
     assert sorted(steps.began[2:]) == [newest - 1, newest]
+    assert steps.loaded == [newest], "the other group heals, and loads nothing"
 
 
 def test_any_group_begins_with_the_copy_of_any_other_one_on_its_host(
@@ -281,16 +345,11 @@ def test_damaged_copies_are_named_and_the_next_older_one_is_loaded(
     steps = Steps(monkeypatch)
 
     def again(rank: Rank) -> list[float]:
-        for name in slots.SLOTS:
-            path = slots.folder_of(slots.job_name(), "group_0", 0) / name
-            if slots.read_header(path).step == 5:
-                bad = bytearray(path.read_bytes())
-                bad[slots.PAGE + 3] ^= 1
-                path.write_bytes(bad)
+        flip("group_0", 5)
         return Loop(steps=8, settings={"snapshots": 1})(rank)
 
     assert restarted(Loop(steps=6, settings={"snapshots": 1}), again) == [[8.0] * 4]
-    assert steps.began == [0, 4]
+    assert steps.began == [0, 5] and steps.loaded == [4]
     assert "the copy of step 5 in" in caplog.text and "region 0 is damaged" in caplog.text
 
 
@@ -317,11 +376,19 @@ def test_a_copy_that_hangs_is_abandoned(
         hang.set()
 
 
-def test_one_group_of_a_running_job_that_returns_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"heal": "at_once"}, {"heal": "in_passing"}, {"use_async_quorum": False}]
+)
+def test_one_group_of_a_running_job_that_returns_heals_and_loads_nothing(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = Steps(monkeypatch)
-    training = Training(settings={"snapshots": 1}, start_with=2)
+    on_hosts_of_their_own(monkeypatch)
+    training = Training(settings={**settings, "snapshots": 1}, start_with=2)
+    later = Gate()
 
     def wait(rank: Rank) -> Optional[str]:
+        later.open()  # the job is at a later step than each copy of the other group
         rank.cluster.wait_for_another()
         return None
 
@@ -329,10 +396,29 @@ def test_one_group_of_a_running_job_that_returns_heals(monkeypatch: pytest.Monke
     with Cluster() as cluster:
         first = [cluster.start(training, group) for group in range(2)]
         results(first[1])
+        later.wait()
         ended = results(first[0], cluster.start(training, 1))
     for weights in ended:
         torch.testing.assert_close(weights, one_process(), rtol=0, atol=1e-9)
     assert steps.began[:2] == [0, 0] and steps.began[2] >= 1
+    assert steps.loaded == []
+
+
+def test_a_job_loads_the_next_older_copy_after_a_lost_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+
+    def stop(rank: Rank) -> bool:
+        rank.crash()
+        return True
+
+    loop = jobs.Loop(settings={"snapshots": 1}, events={(0, 5): stop})
+    with Cluster() as cluster:
+        results(cluster.start(loop, 0))
+    flip("group_0", newest := max(saved("group_0")))
+    with Cluster() as cluster:
+        (ended,) = results(cluster.start(loop, 0))
+    torch.testing.assert_close(ended, jobs.one_process()[0], rtol=1e-9, atol=1e-12)
+    assert steps.began[1:] == [newest] and steps.loaded == [newest - 1]
 
 
 @pytest.mark.parametrize("settings", [{}, {"reproducible_reduction": True}, {"heal": "in_passing"}])
@@ -353,6 +439,31 @@ def test_a_job_goes_on_with_its_schedule_and_position(
         torch.testing.assert_close(each, weights, rtol=1e-6, atol=1e-9)
     assert [max(loop.losses[step]) for step in range(jobs.STEPS)] == pytest.approx(losses, rel=1e-5)
     assert max(steps.began[2:]) >= 3
+
+
+def test_if_no_copy_can_be_loaded_a_job_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = Steps(monkeypatch)
+
+    def stop(rank: Rank) -> bool:
+        rank.crash()
+        return True
+
+    def loop(**more: Any) -> jobs.Loop:
+        job = {"checkpoint_dir": tmp_path, "checkpoint_every": 3}
+        return jobs.Loop(settings={"snapshots": 1}, job=job, **more)
+
+    with Cluster() as cluster:
+        results(cluster.start(loop(events={(0, 5): stop}), 0))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    flip("group_0", -1)
+    again = loop()
+    with Cluster() as cluster:
+        (ended,) = results(cluster.start(again, 0))
+    torch.testing.assert_close(ended, jobs.one_process()[0], rtol=1e-9, atol=1e-12)
+    assert steps.began[1] > 3 and steps.loaded == []
+    assert min(again.losses) == 3 and "goes on from step 3, of the checkpoint" in caplog.text
 
 
 def test_a_job_refuses_another_model_and_trains_from_the_beginning(

@@ -17,6 +17,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -141,8 +142,8 @@ class Checkpoints:
     # Resuming
 
     def resume(self, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
-        """Loads the newest state, from a copy in memory or a checkpoint, if there is one. All ranks of the
-        group call it.
+        """Loads the newest state, if there is one: a checkpoint; or with the first step, unless a group has a
+        later state, a copy in memory. All ranks of the group call it.
 
         Args:
             state: returns the state with the tensors to read into.
@@ -169,7 +170,9 @@ class Checkpoints:
         newest = self._newest(damaged)
         # Of a step that both have, the copy is loaded: that is faster.
         beyond = -1 if newest is None else _step(newest) - 1
-        if self._manager._begin_with_copy(beyond) or self._load_resharded(beyond, state, load):
+        # If the copy cannot be loaded after all, none is found, and the next in the list is loaded.
+        again = partial(self.resume, state, load)
+        if self._manager._begin_with_copy(beyond, again) or self._load_resharded(beyond, state, load):
             return True
         if newest is None:
             if damaged:

@@ -480,10 +480,11 @@ def test_weights_that_were_written_in_passing_are_of_no_step(
     wait_until(lambda: target.wrote, DEADLINE_SEC)
     heals.advance(reduced=False)
     with pytest.raises(RuntimeError, match="its weights are of no step"):
-        recovery.follow(alone)
+        recovery.follow(alone, restores=False)
+    recovery.follow(alone, restores=True)  # a copy replaces all of them
     recovery.pending = {"user": {}}
     assert recovery.load()
-    recovery.follow(alone)
+    recovery.follow(alone, restores=False)
     target._thread.join(DEADLINE_SEC)
 
 

@@ -163,13 +163,21 @@ def test_the_source_gives_parts(handles: str, source: int, expected: bool) -> No
         # Init_sync.
         ("aaa", {"max_world_size": 3, "max_replica_rank": 1, "heal": False, "max_step": 0}, True),
         ("a", {"replica_world_size": 1, "max_world_size": 1, "max_step": 0}, False),
+        # one loads a copy
+        ("ara", {"max_world_size": 3, "max_replica_rank": 0, "heal": False}, True),
+        ("aar", {"max_world_size": 3, "max_replica_rank": 0, "heal": False}, True),
+        ("arb", {"max_world_size": 3, "max_replica_rank": 0, "heal": False}, False),
+        ("r", {"replica_world_size": 1, "max_world_size": 1, "max_replica_rank": 0, "heal": False}, False),
     ],
 )
-def test_groups_wait_for_those_that_heal(handles: str, fields: dict[str, Any], expected: bool) -> None:
+def test_groups_wait_for_those_that_heal_or_load_a_copy(
+    handles: str, fields: dict[str, Any], expected: bool
+) -> None:
     text = {
         "a": '{"id": "a", "torchft_heals": "1"}',
         "b": '{"id": "b"}',
         "n": 'native torchft_{"torchft_heals": "1"}',
+        "r": '{"id": "r", "torchft_heals": "1", "torchft_restores": "1"}',
     }
     quorum = result(reconfigure_handles=[text[handle] for handle in handles], **fields)
     assert plan(quorum).awaits_heals is expected

@@ -251,6 +251,11 @@ class InPassing:
         self._gives = True
         return True
 
+    def refuse(self, plan: Plan, reason: str) -> None:
+        """Tells the targets that this group gives no parts of its state."""
+        if self._transport.gives_parts:
+            self._transport.refuse_parts(plan.max_step, reason)
+
     def join(self, plan: Plan, may_write: bool) -> Fetch:
         """Begins or continues a heal in passing.
 

@@ -138,15 +138,19 @@ class Recovery:
         """Whether this group trains along while its state arrives in parts."""
         return self.in_passing is not None and self.in_passing.joining
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: Plan, restores: bool) -> None:
         """Takes a quorum into account, before the group acts on it.
+
+        Args:
+            plan: the plan of this rank.
+            restores: whether it loads a copy of its state.
 
         Raises:
             RuntimeError: the weights are of no step, and there is no group to heal from.
         """
         if self.in_passing is not None:
             self.in_passing.follow(plan)
-        if self.inconsistent and not plan.heal:
+        if self.inconsistent and not (plan.heal or restores):
             raise RuntimeError(
                 f"a heal of this group did not get to its end, so its weights are of no step, and quorum "
                 f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
@@ -219,6 +223,13 @@ class Recovery:
             self._transport.refuse_checkpoint(reason=f"its state_dict function failed: {e!r}", **where)
             raise Unsendable(f"the state_dict function failed: {e!r}") from e
         self._transport.send_checkpoint(state_dict=state, **where)
+
+    def refuse_targets(self, plan: Plan, reason: str) -> None:
+        """Tells the targets of this group that it has no state for them."""
+        if plan.recover_dst:
+            if self.in_passing is not None:
+                self.in_passing.refuse(plan, reason)
+            self._transport.refuse_checkpoint(reason=reason, **self._where(plan))
 
     def heal(self, plan: Plan, at_once: bool) -> Optional[Position]:
         """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group, or
@@ -412,11 +423,15 @@ class Recovery:
             self._logger.exception(f"the state of a peer could not be loaded: {e}")
             raise
         self.before = None
+        self.restored()
+        self._logger.recovery_event(before.step if before else 0, self.phases)
+        return True
+
+    def restored(self) -> None:
+        """The whole state of this rank was loaded, that of a peer or a copy: its weights are of one step."""
         self._inconsistent = False
         if self.in_passing is not None:
             self.in_passing.healed()
-        self._logger.recovery_event(before.step if before else 0, self.phases)
-        return True
 
     def _all_received(self) -> bool:
         """Whether all ranks of this group have received their states. Waits for them as long as they make

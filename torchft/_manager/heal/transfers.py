@@ -83,6 +83,14 @@ class Transfers:
                 self._failed(plan, e)
         return None
 
+    def refuse(self, plan: Plan, reason: str) -> None:
+        """Tells the targets that this group has no state for them."""
+        self.busy = True
+        try:
+            self._recovery.refuse_targets(plan, reason)
+        except Exception as e:
+            self._logger.warn(f"the groups that heal from this one may wait until their timeout: {e}")
+
     def arrived(self) -> bool:
         """Waits until the device has sent the state that this group serves, and received the state that it
         fetched. Returns False on a timeout.

@@ -7,7 +7,7 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Optional
 
-from torchft._agreement import AVERAGES, HEALS, IN_PASSING, all_announce, announced
+from torchft._agreement import AVERAGES, HEALS, IN_PASSING, RESTORES, all_announce, announced
 
 if TYPE_CHECKING:
     from torchft._torchft import QuorumResult
@@ -82,10 +82,14 @@ class Plan:
 
     @cached_property
     def awaits_heals(self) -> bool:
-        """Whether groups may heal in this quorum, and each announces that it waits for them: see
-        heal/wait.py. The same in all groups of a quorum.
+        """Whether groups may heal in this quorum, or load a copy, and each announces that it waits for them:
+        see heal/wait.py. The same in all groups of a quorum.
         """
-        may_heal = self.num_up_to_date < self.replica_world_size or self.max_step == 0
+        may_heal = (
+            self.num_up_to_date < self.replica_world_size
+            or self.max_step == 0
+            or any(announced(handle, RESTORES) for handle in self.handles)
+        )
         return may_heal and self.replica_world_size > 1 and self.without_upstream
 
     @cached_property

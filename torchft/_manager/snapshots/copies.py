@@ -4,6 +4,9 @@ A copy begins when a step begins, with the state that the step before has left, 
 change: a thread writes it to a slot in shared memory (checkpointing/snapshots/slots.py) while the model runs.
 Whatever a forward pass may change is copied at once.
 
+A job that begins announces the newest copy with its first request for a quorum (restore.py). Its answer
+decides whether the group loads that, or heals from a group with a later state.
+
 All ranks of a group copy at the same steps. Unless the steps are given, rank 0 chooses them: with each copy
 it puts the step of the next one into the group's store, before it votes on the present step.
 """
@@ -23,7 +26,7 @@ from torchft import _keeper
 from torchft._manager.rank import Position
 from torchft._manager.snapshots.changes import Changed, Versions
 from torchft._manager.snapshots.rate import Rate
-from torchft._manager.snapshots.restore import Ranks, Reachable, choose
+from torchft._manager.snapshots.restore import Choice, Ranks, Reachable
 from torchft.checkpointing.client.target import BufferMap
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.layout import plain_node, tensor_nodes, tensors_by_path
@@ -102,6 +105,20 @@ def _placed(slot: Slot, state: Any) -> Any:
     return slot.state()
 
 
+def _misfit(path: Path, own: Callable[[], Any]) -> Optional[str]:
+    try:
+        return misfit(slots.read_structure(path), own())
+    except SlotError as error:
+        return str(error)
+
+
+def _read(path: Path, header: Header) -> Slot:
+    slot = Slot.open(path, copy=True)
+    if slot.header != header:
+        raise SlotError(f"{path} has another state now")
+    return slot
+
+
 _Part = tuple[Optional[Share], Callable[[], Source]]  # what a slot has, and how it is read
 
 
@@ -146,6 +163,7 @@ class Snapshots:
     Attributes:
         on: whether a step may have something to do here.
         sought: whether this process has looked for a copy to begin with.
+        otherwise: loads what the group begins with if no copy can be loaded that it has announced.
         restored: whether this process goes on from a copy, and has committed nothing since.
         state: the argument; a job replaces it before the first step.
         disk: returns where a copy of a step is to be written to as well, for its header; None: nowhere.
@@ -170,6 +188,7 @@ class Snapshots:
     ) -> None:
         self.on = settings.snapshots != 0
         self.state = state
+        self.otherwise: Callable[[], object] = lambda: None
         self.disk: Callable[[int], Optional[dict[str, Any]]] = lambda step: None
         self.kept: Callable[[Header], bool] = lambda header: False
         self.copied = -1
@@ -193,6 +212,8 @@ class Snapshots:
         self._lock: Optional[int] = None  # the file that is locked
         self._rate = Rate()
         self._number = 0  # of copies so far
+        self._choice: Optional[Choice] = None  # what this group can begin with
+        self._exhausted = False  # it has announced a copy, and could load none
         self._last = -1  # step of the last copy
         self._next: Optional[int] = None  # step of the next one, unless steps are given
         self._began: Optional[tuple[int, float, bool]] = None  # step, time, and whether it has a copy
@@ -207,15 +228,19 @@ class Snapshots:
 
     # The begin of a job
 
-    def restore(self, before: Position) -> Position:
-        """Loads the newest copy that all ranks of the group have, if it is of a later step than this group's
-        state. Called by all ranks, on the training thread, before the first quorum. Returns the position.
+    def seek(self, beyond: int) -> bool:
+        """Looks for the newest copy, of a step after ``beyond``, that all ranks of the group have. Returns
+        whether there is one. Called by all ranks, on the training thread, before the first quorum.
 
         Raises:
-            RuntimeError: another rank of this group did not answer; or a copy that fits could not be loaded.
+            RuntimeError: another rank of this group did not answer.
         """
         self.sought = True
+        if self._exhausted:
+            return False
         reach: list[Reachable] = []
+        self._parts = []
+        own = cache(self.state.own)  # a function of the user's, called once and only for a copy
         try:
             if (why := self._obstacle()) is not None:
                 raise SlotError(why)
@@ -223,15 +248,37 @@ class Snapshots:
                 raise SlotError("this group has no name that stays the same: give Manager a replica_id")
             if self._lock is None:
                 self._take_slots()
-            reach = [one for one in self._reachable() if one.step > before.step]
-            newest = max((one.step for one in reach), default=before.step)
+            reach = [one for one in self._reachable(own) if one.step > beyond]
+            newest = max((one.step for one in reach), default=beyond)
             reach += [one for one in self._elsewhere() if one.step > newest]
         except SlotError as error:
             self._turn_off(str(error))
-        own = cache(self.state.own)  # a function of the user's, called once and only for a copy
-        slot = choose(self._ranks, reach, lambda slot: misfit(slot.tree, own()), self._logger.warn)
+        self._choice = Choice(self._ranks, reach, self._logger.warn)
+        return self._choice.newest is not None
+
+    def found(self, own: Position) -> Optional[Reachable]:
+        """Returns the copy that this group can load, if it is of a later step than its own state."""
+        newest = None if self._choice is None else self._choice.newest
+        return newest if newest is not None and newest.step > own.step else None
+
+    def load(self) -> Optional[Position]:
+        """Loads the copy that the group has found, and returns its position. All ranks call it, on the
+        training thread: no group of the quorum has a later state. Returns None if a rank could not load its
+        own copy: nothing is loaded then, and the next older copy is found instead. If there is none, the
+        group begins with what ``otherwise`` loads.
+
+        Raises:
+            RuntimeError: another rank of this group did not answer; or a copy that fits could not be loaded.
+        """
+        assert self._choice is not None
+        own = cache(self.state.own)
+        slot = self._choice.open(lambda slot: misfit(slot.tree, own()))
         if slot is None:
-            return before
+            if self._choice.newest is None:
+                self._exhausted = True
+                self.otherwise()
+            return None
+        self._choice = None
         header, where = slot.header, slot.path
         began = time.monotonic()
         try:
@@ -263,7 +310,7 @@ class Snapshots:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's: one rank of each host
             _keeper.ensure(self._job, self._lighthouse)
 
-    def _reachable(self) -> Iterator[Reachable]:
+    def _reachable(self, own: Callable[[], Any]) -> Iterator[Reachable]:
         rank, ranks = self._ranks.group_rank, self._ranks.group_world_size
         for path, header in slots.found(self._job, self._group, rank, self._logger.warn, self._lighthouse):
             if header.group_world_size != ranks:
@@ -275,7 +322,8 @@ class Snapshots:
             if header.share is not None:
                 self._parts.append((path, header))
                 continue
-            yield Reachable(header.step, header.quorum, str(path), partial(Slot.open, path, copy=True))
+            fits, read = partial(_misfit, path, own), partial(_read, path, header)
+            yield Reachable(header.step, header.quorum, str(path), fits, read)
 
     def _elsewhere(self) -> list[Reachable]:
         """The slots of this rank, of any group, on other hosts, and what slots with parts of a state give
@@ -303,14 +351,15 @@ class Snapshots:
         for (step, quorum), of in found.items():
             if of.whole:
                 where = " or ".join(one.url for one in of.whole)
-                reach.append(Reachable(step, quorum, where, partial(self._fetch, of.whole)))
+                reach.append(Reachable(step, quorum, where, _nothing, partial(self._fetch, of.whole)))
             elif lacks := missing(share for share, _ in of.parts):
                 self._logger.warn(
                     f"the copy of step {step} is not loaded: no host that is left has its parts {list(lacks)}"
                 )
             else:
                 where = f"{len(of.parts)} parts on hosts of several groups"
-                reach.append(Reachable(step, quorum, where, partial(self._gather, step, quorum, of.parts)))
+                read = partial(self._gather, step, quorum, of.parts)
+                reach.append(Reachable(step, quorum, where, _nothing, read))
         return reach
 
     def _fetch(self, whole: list[Held]) -> Slot:

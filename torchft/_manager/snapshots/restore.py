@@ -1,7 +1,9 @@
-"""How the ranks of a group choose the copy that they begin with. They agree through their store.
+"""How the ranks of a group choose the copy that they can begin with. They agree through their store.
 
-All ranks compute the choice from the same values. Each verifies its own copy before any of them loads; if one
-is damaged or does not fit, all choose again without it.
+All ranks compute the choice from the same values. The group announces its step with its first request for a
+quorum, and reads the copy only if no other group has a newer state: so its bytes are verified when they are
+loaded, and before that only whether its structure fits. If the copy of one rank is damaged then, none is
+loaded, and all ranks choose again without it.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ class Reachable(NamedTuple):
     Attributes:
         step, quorum: of the copy.
         where: names its place.
+        misfit: returns why it does not fit this rank, as far as that is known without its tensors.
         open: reads and verifies it, into memory of this process.
     """
 
     step: int
     quorum: int
     where: str
+    misfit: Callable[[], Optional[str]]
     open: Callable[[], Slot]
+
+    def same_state(self, other: Optional[Reachable]) -> bool:
+        """Whether another one is of the same step of the same history."""
+        return other is not None and (self.step, self.quorum) == (other.step, other.quorum)
 
 
 class Store(Protocol):
@@ -75,42 +83,67 @@ class Ranks:
         return [each.decode() for each in self._store.multi_get(keys)]
 
 
-def choose(
-    ranks: Ranks,
-    reach: Sequence[Reachable],
-    refuses: Callable[[Slot], Optional[str]],
-    say: Callable[[str], None],
-) -> Optional[Slot]:
-    """Returns this rank's copy of the newest step that all ranks can load; None if there is none. All ranks
-    of the group call it.
+class Choice:
+    """The copy that a group can begin with. All ranks of the group make the same calls.
 
     Args:
         ranks: the ranks of the group.
         reach: what this rank can load; of several copies of a step the first is preferred.
-        refuses: returns why this rank does not load a copy; None: it does.
         say: called with the reason for each copy that this rank does not load.
 
+    Attributes:
+        newest: this rank's copy of the newest step that all ranks can load; None: there is none.
+
     Raises:
-        RuntimeError: another rank did not answer in time.
+        RuntimeError: another rank did not answer in time; from each method, too.
     """
-    left = list(reach)
-    while True:
-        told = json.dumps([[one.step, one.quorum] for one in left])
-        lists = [json.loads(each) for each in ranks.exchange(told)]
-        choice = newest(
-            [[Copy(step, quorum, str(i)) for i, (step, quorum) in enumerate(one)] for one in lists]
-        )
-        if choice is None:
-            return None
-        mine = left[int(choice.places[ranks.group_rank])]
-        slot = why = None
-        try:
-            slot = mine.open()
-            why = refuses(slot)
-        except SlotError as error:
-            why = str(error)
+
+    newest: Optional[Reachable] = None
+
+    def __init__(self, ranks: Ranks, reach: Sequence[Reachable], say: Callable[[str], None]) -> None:
+        self._ranks = ranks
+        self._left = list(reach)
+        self._say = say
+        self._choose()
+
+    def _choose(self) -> None:
+        while True:
+            told = json.dumps([[one.step, one.quorum] for one in self._left])
+            lists = [json.loads(each) for each in self._ranks.exchange(told)]
+            choice = newest(
+                [[Copy(step, quorum, str(i)) for i, (step, quorum) in enumerate(one)] for one in lists]
+            )
+            if choice is None:
+                self.newest = None
+                return
+            self.newest = self._left[int(choice.places[self._ranks.group_rank])]
+            if not self._refused(self.newest, self.newest.misfit()):
+                return
+
+    def open(self, refuses: Callable[[Slot], Optional[str]]) -> Optional[Slot]:
+        """Reads and verifies the newest copy. Returns None if a rank cannot load its own: the ranks have
+        chosen again then.
+
+        Args:
+            refuses: returns why this rank does not load a copy; None: it does.
+        """
+        first = self.newest
+        while first is not None and first.same_state(self.newest):
+            assert self.newest is not None
+            slot = why = None
+            try:
+                slot = self.newest.open()
+                why = refuses(slot)
+            except SlotError as error:
+                why = str(error)
+            if not self._refused(self.newest, why):
+                return slot
+            self._choose()
+        return None
+
+    def _refused(self, mine: Reachable, why: Optional[str]) -> bool:
+        """Whether a rank of the group refuses its copy; ``why`` this one does, None: it does not."""
         if why is not None:
-            say(f"the copy of step {mine.step} in {mine.where} is not loaded: {why}")
-            left.remove(mine)
-        if not any(ranks.exchange("" if why is None else "refused")):
-            return slot
+            self._say(f"the copy of step {mine.step} in {mine.where} is not loaded: {why}")
+            self._left.remove(mine)
+        return any(self._ranks.exchange("" if why is None else "refused"))

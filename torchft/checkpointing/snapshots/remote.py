@@ -6,6 +6,7 @@ Where every group has the whole state, a job goes on from the copy of any host t
 from __future__ import annotations
 
 import http.client
+import logging
 import os
 import time
 import urllib.error
@@ -18,9 +19,12 @@ from urllib.parse import quote, urlsplit
 
 from torchft._lighthouse_http import HttpLighthouse, Unanswered, direct, refusal_of, token_headers
 from torchft.addresses import is_loopback
+from torchft.checkpointing.client.progress import TransferProgress
 from torchft.checkpointing.snapshots.gather import Source
 from torchft.checkpointing.snapshots.shares import Share
 from torchft.checkpointing.snapshots.slots import Slot, SlotError
+
+_log = logging.getLogger(__name__)
 
 # Keepers report every 2 s, so one that a lighthouse has not heard of within this time has nothing to say.
 _ALL_HEARD_SEC = 2.5
@@ -29,8 +33,6 @@ _ANSWER_SEC = 5.0
 _PROGRESS_SEC = 10.0
 _LEAST = 1 << 20  # bytes
 _BLOCK = 1 << 20
-# A member of a quorum beats ten times a second. One that was heard of before that may have failed.
-_LIVES_MS = 1500
 
 
 class Held(NamedTuple):
@@ -63,8 +65,7 @@ class Held(NamedTuple):
 
 
 def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: None) -> list[Held]:
-    """Returns the complete slots of a job on all hosts, the newest first; none while members of a quorum
-    live: a heal from them brings a later state.
+    """Returns the complete slots of a job on all hosts, the newest first.
 
     Args:
         lighthouse: its addresses, separated by commas.
@@ -80,8 +81,6 @@ def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: No
     until = time.monotonic() + (_ALL_HEARD_SEC if elsewhere else 0.0)
     while True:
         try:
-            if _lives(asked):
-                return []
             answer = asked.get("/api/v1/keepers")
             keepers, listening_ms = answer["keepers"], answer["listening_ms"]
         except (Unanswered, ValueError) as error:
@@ -94,16 +93,6 @@ def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: No
             if missing <= 0 or time.monotonic() >= until:
                 return _complete(keepers, job, say)
         time.sleep(0.1)
-
-
-def _lives(lighthouse: HttpLighthouse) -> bool:
-    try:
-        members = lighthouse.get("/status")["members"]
-    except Unanswered as error:
-        if error.code == http.client.NOT_FOUND:  # no group of the job has joined yet
-            return False
-        raise
-    return any(one["healthy"] and one["in_quorum"] and one["heartbeat_age_ms"] < _LIVES_MS for one in members)
 
 
 def _complete(keepers: Sequence[dict[str, Any]], job: str, say: Callable[[str], None]) -> list[Held]:
@@ -184,6 +173,7 @@ class _Connection:
     def __init__(self, source: Held) -> None:
         self._source = source
         self._tag = ""
+        self._progress = TransferProgress(f"fetching {source.url}", _log)
 
     def read(self, offset: int, length: Optional[int]) -> Iterator[bytes]:
         """Yields the bytes from an offset; None: up to the end. A connection that breaks is made again, as
@@ -210,6 +200,7 @@ class _Connection:
                     total = done + int(response.headers["Content-Length"])
                     for block in _blocks(response, source):
                         done += len(block)
+                        self._progress.count(len(block))
                         yield block
             except urllib.error.HTTPError as error:
                 with error:

@@ -216,6 +216,22 @@ def read_header(path: Path) -> Header:
         raise SlotError(f"{path}: {error.strerror}") from error
 
 
+def read_structure(path: Path) -> Any:
+    """Returns the structure of a slot, decoded from JSON. Regions may still be damaged.
+
+    Raises:
+        SlotError: it is not complete, or header or structure are damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            return json.loads(
+                read_index(path, file.read(PAGE), nbytes, partial(_pread, file.fileno())).structure
+            )
+    except OSError as error:
+        raise SlotError(f"{path}: {error.strerror}") from error
+
+
 def found(
     job: str, group: str, rank: int, say: Callable[[str], None], lighthouse: Optional[str] = None
 ) -> List[Tuple[Path, Header]]:

@@ -295,24 +295,6 @@ def test_a_lighthouse_that_does_not_answer() -> None:
         remote.held("http://127.0.0.1:9", JOB)
 
 
-def test_a_job_that_trains_needs_no_copy(lighthouse: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A heal brings a later state."""
-    member = {"healthy": True, "in_quorum": True, "heartbeat_age_ms": 100}
-    answers = {"/status": {"members": [member]}, "/api/v1/keepers": {"keepers": [], "listening_ms": 9e9}}
-    asked: list[str] = []
-
-    def get(self: object, path: str) -> object:
-        asked.append(path)
-        return answers[path]
-
-    monkeypatch.setattr(remote.HttpLighthouse, "get", get)
-    assert remote.held(lighthouse, JOB) == []
-    assert asked == ["/status"]
-    member["heartbeat_age_ms"] = 5000  # it may have failed with its host
-    assert remote.held(lighthouse, JOB) == []
-    assert asked == ["/status", "/status", "/api/v1/keepers"]
-
-
 def test_a_keeper_and_a_lighthouse_of_other_versions_are_named(
     lighthouse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,9 @@
-"""The ranks of a group choose a copy together, and load nothing that one of them cannot load."""
+"""The ranks of a group choose a copy together, and load none that one of them cannot load."""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Optional
@@ -12,31 +11,51 @@ from typing import Any, Optional
 import pytest
 from torch.distributed import HashStore
 
-from torchft._manager.snapshots.restore import Ranks, Reachable, choose
+from torchft._manager.snapshots.restore import Choice, Ranks, Reachable
 from torchft.checkpointing.snapshots.slots import SlotError
 
 TIMEOUT = timedelta(seconds=20)
 
 
 class Copies:
-    """The copies of one rank. A slot is represented by its step and quorum."""
+    """The copies of one rank. A slot is represented by its step and quorum.
 
-    def __init__(self, *steps: tuple[int, int], damaged: Any = (), misfits: Any = ()) -> None:
-        self.steps, self.damaged, self.misfits = steps, damaged, misfits
+    Args:
+        steps: step and quorum of each, the newest first.
+        damaged: those of them that are, as is found when they are read.
+        misfits: those of another model, as their structure shows.
+        late: those of another model, as is found when they are read.
+    """
+
+    def __init__(self, *steps: tuple[int, int], damaged: Any = (), misfits: Any = (), late: Any = ()) -> None:
+        self.steps, self.damaged, self.misfits, self.late = steps, damaged, misfits, late
         self.said: list[str] = []
+        self.announced: list[Optional[tuple[int, int]]] = []
+        self.read: list[tuple[int, int]] = []
 
-    def _open(self, at: tuple[int, int]) -> Any:
-        if at in self.damaged:
-            raise SlotError("it is damaged")
-        return at
+    def _reach(self, at: tuple[int, int]) -> Reachable:
+        def misfit() -> Optional[str]:
+            return "another model" if at in self.misfits else None
+
+        def opens() -> Any:
+            self.read.append(at)
+            if at in self.damaged:
+                raise SlotError("it is damaged")
+            return at
+
+        return Reachable(*at, f"slot {at}", misfit, opens)
 
     def choose(self, ranks: Ranks) -> Optional[tuple[int, int]]:
-        def opens(at: tuple[int, int]) -> Callable[[], Any]:
-            return lambda: self._open(at)
-
-        reach = [Reachable(*at, f"slot {at}", opens(at)) for at in self.steps]
-        refuses: Any = lambda slot: "another model" if slot in self.misfits else None  # noqa: E731
-        return choose(ranks, reach, refuses, self.said.append)  # type: ignore[return-value]
+        """Announces and loads until a copy is loaded, or there is none."""
+        choice = Choice(ranks, [self._reach(at) for at in self.steps], self.said.append)
+        refuses: Any = lambda slot: "late" if slot in self.late else None  # noqa: E731
+        while True:
+            newest = choice.newest
+            self.announced.append(None if newest is None else (newest.step, newest.quorum))
+            if newest is None:
+                return None
+            if (slot := choice.open(refuses)) is not None:
+                return slot  # type: ignore[return-value]
 
 
 def together(*copies: Copies) -> list[Any]:
@@ -54,6 +73,7 @@ def test_a_single_rank_needs_no_store() -> None:
     copies = Copies((3, 1), (2, 1), damaged=[(3, 1)])
     assert copies.choose(ranks) == (2, 1)  # type: ignore[comparison-overlap]
     assert copies.said == ["the copy of step 3 in slot (3, 1) is not loaded: it is damaged"]
+    assert copies.announced == [(3, 1), (2, 1)]
     assert Copies().choose(ranks) is None
 
 
@@ -65,27 +85,37 @@ def test_the_newest_copy_that_all_have() -> None:
 
 def test_none_loads_what_one_cannot() -> None:
     steps = (5, 2), (4, 2), (3, 2)
-    first, second = Copies(*steps, damaged=[(5, 2)]), Copies(*steps, misfits=[(4, 2)])
+    first, second = Copies(*steps, damaged=[(5, 2)]), Copies(*steps, late=[(4, 2)])
     assert together(first, second) == [(3, 2), (3, 2)]
+    assert first.announced == second.announced == [(5, 2), (4, 2), (3, 2)]
     assert len(first.said) == len(second.said) == 1
-    assert second.said == ["the copy of step 4 in slot (4, 2) is not loaded: another model"]
+    assert second.said == ["the copy of step 4 in slot (4, 2) is not loaded: late"]
 
 
-def test_another_place_of_a_damaged_copy() -> None:
+def test_a_structure_that_does_not_fit_one_rank_is_not_announced() -> None:
+    steps = (5, 2), (4, 2)
+    first, second = Copies(*steps), Copies(*steps, misfits=[(5, 2)])
+    assert together(first, second) == [(4, 2), (4, 2)]
+    assert first.announced == second.announced == [(4, 2)]
+    assert first.read == second.read == [(4, 2)]
+    assert second.said == ["the copy of step 5 in slot (5, 2) is not loaded: another model"]
+
+
+def test_another_place_of_a_damaged_copy_needs_no_other_announcement() -> None:
     opened: list[str] = []
 
-    def opens(where: str, fails: bool) -> Callable[[], Any]:
-        def open_it() -> Any:
+    def at(where: str, fails: bool) -> Reachable:
+        def opens() -> Any:
             opened.append(where)
             if fails:
                 raise SlotError("it is damaged")
             return where
 
-        return open_it
+        return Reachable(5, 2, where, lambda: None, opens)
 
     ranks = Ranks(None, "group:1", 0, 1, TIMEOUT)  # type: ignore[arg-type]
-    reach = [Reachable(5, 2, "own", opens("own", True)), Reachable(5, 2, "other", opens("other", False))]
-    assert choose(ranks, reach, lambda slot: None, lambda text: None) == "other"  # type: ignore[comparison-overlap]
+    choice = Choice(ranks, [at("own", True), at("other", False)], lambda text: None)
+    assert choice.open(lambda slot: None) == "other"  # type: ignore[comparison-overlap]
     assert opened == ["own", "other"]
 
 

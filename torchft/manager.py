@@ -47,6 +47,7 @@ from torchft._manager.heal.transfers import Transfers
 from torchft._manager.heal.wait import HealWait
 from torchft._manager.lifetime import Life, began, earlier, ended
 from torchft._manager.observe.log import _ManagerLogger
+from torchft._manager.observe.own_time import OwnTime
 from torchft._manager.observe.phases import Incidents
 from torchft._manager.observe.ranges import ranged
 from torchft._manager.observe.trace import step_trace
@@ -333,6 +334,9 @@ class Manager(Stateful, Stepping):
         self._data = Data(self._layout, planner, settings, self._init_sync)
         first = self._make_step(StepRequest(True, False, self._quorum_timeout), state=StepState.UNASKED)
         self._current = self._errors.step = first
+        reports = self._logger.worked if self._logger.reports else None
+        device = device_of(self._pg) if self._peers.on_device else None
+        self._own_time = OwnTime(reports, device)
         self._failures = Failures(
             settings.enable_error_bus,
             rank_state=self._rank_state,
@@ -618,6 +622,7 @@ class Manager(Stateful, Stepping):
         standing = rounds.standing(sent)
         quiet = standing is not None and standing is self._quiet
         if not quiet:
+            self._own_time.skip()
             self._background.begin()
         if standing is not None:
             self._round, self._ready = StandingRound(standing, follow), quiet
@@ -932,6 +937,8 @@ class Manager(Stateful, Stepping):
         if self._connection.apart:
             tensor.zero_()
             return None
+        if self._own_time.running:
+            self._own_time.reduces()
         if self._in_passing is not None:
             self._in_passing.reduces()
         if self._failures.known:
@@ -1187,6 +1194,7 @@ class Manager(Stateful, Stepping):
                 f"{self._commit_failures} steps in a row were not committed, exceeding "
                 f"max_retries={self._max_retries}; the last one: {why}"
             )
+        self._own_time.begins()
         return committed
 
     def _lost(self, why: str) -> None:

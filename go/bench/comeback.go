@@ -84,7 +84,7 @@ func (r *returning) attend(ctx context.Context, group *lighthouses.Member) {
 				in, failed = true, 0
 				r.came(1)
 			}
-		}, func() (quorum.Phase, time.Duration) { return quorum.Training, 0 })
+		}, func() quorum.Doing { return quorum.Doing{Phase: quorum.Training} })
 		if in {
 			r.came(-1)
 		}

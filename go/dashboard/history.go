@@ -39,6 +39,8 @@ const (
 	Stopped Kind = "stopped"
 	// MemberStalled : one or several members make no progress while others wait for them.
 	MemberStalled Kind = "stalled"
+	// Straggler : a member has become slower than the others.
+	Straggler Kind = "straggler"
 	// Stacks : where the threads of one rank of such a member are.
 	Stacks Kind = "stacks"
 )

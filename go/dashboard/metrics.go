@@ -180,6 +180,8 @@ var (
 		[]string{"training_job", "state"}, nil)
 	phasesDesc = prometheus.NewDesc("torchft_members_in_phase", "Live members by the phase that they report.",
 		[]string{"training_job", "phase"}, nil)
+	stragglersDesc = prometheus.NewDesc("torchft_stragglers",
+		"Members whose own work in a step takes longer than that of the others.", []string{"training_job"}, nil)
 	ejectDesc = prometheus.NewDesc("torchft_eject_after_seconds",
 		"How long a member may be in a phase while others wait for it, before it is evicted.",
 		[]string{"training_job", "phase"}, nil)
@@ -225,7 +227,11 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	for _, p := range quorum.Phases() {
 		phases[p.String()] = 0
 	}
+	slow := 0
 	for _, m := range status.Members {
+		if m.Straggler != "" {
+			slow++
+		}
 		if m.Phase != "" {
 			phases[m.Phase]++
 		}
@@ -250,6 +256,7 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	gauge(quorumDesc, float64(status.QuorumID))
 	gauge(inDesc, float64(len(status.Quorum)))
 	gauge(stepDesc, float64(status.MaxStep))
+	gauge(stragglersDesc, float64(slow))
 	gauge(unkeptDesc, float64(status.UnkeptMS)/1000)
 	gauge(signOfLifeDesc, float64(oldest)/1000)
 	held := status.Snapshots

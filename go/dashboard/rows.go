@@ -40,6 +40,7 @@ type Row struct {
 	HealTotal    int64  `json:"heal_total,omitempty"`
 	Why          string `json:"why,omitempty"` // the reason of its state, if there is one
 	Phase        string `json:"phase,omitempty"`
+	Slow         bool   `json:"slow,omitempty"` // it is a straggler
 }
 
 // Head is the state of the job as a whole.
@@ -144,8 +145,8 @@ func follow(old Row, known bool, m Member, now time.Time) Row {
 		ID: m.ReplicaID, State: stateOf(m.MemberStatus), Since: old.Since, Step: m.Step,
 		HeardOf: beat.Truncate(time.Second).UnixMilli(),
 		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
-		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining),
-		Phase: m.Phase,
+		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining, m.Straggler),
+		Phase: m.Phase, Slow: m.Straggler != "",
 	}
 	if row.State != Failed {
 		row.HeardOf = 0 // not shown while it is alive: otherwise each heartbeat would change its row

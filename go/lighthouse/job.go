@@ -319,6 +319,8 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.streams.notify(drained(a.Reason), a.ReplicaID)
 		case quorum.Judged:
 			j.streams.notify(&torchftpb.Notice{Kind: torchftpb.Notice_JUDGED, Reason: a.Verdict}, a.ReplicaID)
+		case quorum.Straggles:
+			j.straggles(a, now)
 		case quorum.Stops:
 			j.stops(a, now)
 		case quorum.Release:

@@ -237,7 +237,8 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 			s.post(heard)
 		}
 		return s.feed(quorum.Beat{ReplicaID: s.replicaID, Step: message.GetStep(),
-			Phase: quorum.PhaseOf(message.GetPhase()), For: rpc.Microseconds(message.GetPhaseUs())})
+			Phase: quorum.PhaseOf(message.GetPhase()), For: rpc.Microseconds(message.GetPhaseUs()),
+			Pace: pace(message.GetPace())})
 	case *torchftpb.MemberMessage_Stopped:
 		return s.report(quorum.Stopped{ReplicaID: s.replicaID, QuorumID: m.Stopped.GetQuorumId(),
 			Step: m.Stopped.GetStep()})
@@ -289,6 +290,12 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 }
 
 // shortened bounds a text of a member that becomes a part of reports to all members.
+func pace(p *torchftpb.Pace) quorum.Pace {
+	is := wire.PaceFromProto(p)
+	is.Host = shortened(is.Host)
+	return is
+}
+
 func shortened(text string) string { return shortenedTo(longestText, text) }
 
 func shortenedTo(most int, text string) string {

@@ -148,6 +148,13 @@ func (j *job) regresses(a quorum.Regressed, now time.Time) {
 		Reason: a.Reason})))
 }
 
+// straggles logs and records a member that is slower than the others. The caller holds mu.
+func (j *job) straggles(a quorum.Straggles, now time.Time) {
+	j.log.Warn("torchft: a member is slower than the others", "replica_id", a.ReplicaID, "reason", a.Reason)
+	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Straggler, QuorumID: a.QuorumID,
+		Left: []string{a.ReplicaID}, Reason: a.Reason})
+}
+
 // stops reports to all members that the job stops. The caller holds mu.
 func (j *job) stops(a quorum.Stops, now time.Time) {
 	j.log.Error("torchft: THE JOB STOPS: an exception would end it again and again", "reason", a.Reason)

@@ -128,5 +128,5 @@ func (s *Server) attend() {
 
 func (s *Server) attendUntilFailure(reached func()) (err error) {
 	defer rpc.Recovered(s.log, "heartbeats", &err)
-	return s.membership.Attend(s.ctx, s.cfg.HeartbeatInterval, reached, s.phase)
+	return s.membership.Attend(s.ctx, s.cfg.HeartbeatInterval, reached, s.doing)
 }

@@ -203,7 +203,7 @@ func TestARankThatFellSilentIsNoticed(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 2)
 		round(t, 1, g)
-		g.Host(1).Freeze() // no connection breaks: its machine lost power
+		g.Host(1).Vanish() // no connection breaks: its machine lost power
 		got := <-g.Vote(0, 1, true, time.Hour)
 		assert.Equal(t, codes.Aborted, status.Code(got.Err), "%v", got.Err)
 		assert.ErrorContains(t, got.Err, "rank 1")

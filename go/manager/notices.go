@@ -84,12 +84,12 @@ func (s *Server) answerProgress() {
 	}
 }
 
-// phase returns the phase of the group for a heartbeat, and how long it has been in it.
-func (s *Server) phase() (quorum.Phase, time.Duration) {
+// doing returns what a heartbeat says of the group.
+func (s *Server) doing() quorum.Doing {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p, _ := s.machine.Progress(time.Now())
-	return p.Phase, p.For
+	return quorum.Doing{Phase: p.Phase, For: p.For, Pace: s.machine.Pace()}
 }
 
 func (s *Server) feed(event round.Event) {

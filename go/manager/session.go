@@ -142,6 +142,8 @@ func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 		s.membership.Report(&torchftpb.MemberMessage{
 			Message: &torchftpb.MemberMessage_Raised{Raised: r.Raised},
 		})
+	case *torchftpb.RankRequest_Own:
+		s.feed(workedFromProto(r.Own))
 	case *torchftpb.RankRequest_Drain:
 		s.feed(round.DrainAsked{})
 	default:
@@ -290,4 +292,12 @@ func (o *openSession) finish() {
 		o.cancelCall(number)
 	}
 	<-o.sender.Flushed()
+}
+
+func workedFromProto(o *torchftpb.OwnTimes) round.RankWorked {
+	e := round.RankWorked{GroupRank: o.GetGroupRank(), Host: o.GetHost()}
+	for _, us := range o.GetTookUs() {
+		e.Took = append(e.Took, rpc.Microseconds(us))
+	}
+	return e
 }

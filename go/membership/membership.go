@@ -11,17 +11,17 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Phase returns the phase of a group, and how long the group has been in it.
-type Phase func() (quorum.Phase, time.Duration)
+// Doing returns what a heartbeat says of a group.
+type Doing func() quorum.Doing
 
 // Membership forms the quorums of a replica group.
 type Membership interface {
 	// Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
 	Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error)
 	// Attend sends heartbeats until one fails or ctx ends. It calls reached after each successful one.
-	// interval is the time between two heartbeats, unless the other side asks for another interval. phase
+	// interval is the time between two heartbeats, unless the other side asks for another interval. doing
 	// returns what a heartbeat says of the group.
-	Attend(ctx context.Context, interval time.Duration, reached func(), phase Phase) error
+	Attend(ctx context.Context, interval time.Duration, reached func(), doing Doing) error
 	// Notices returns the channel of the lighthouse's notices, which save members from waiting for timeouts.
 	Notices() <-chan *torchftpb.Notice
 	// Report sends a message that is not answered. It does not block.

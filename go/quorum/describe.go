@@ -46,16 +46,18 @@ type MemberStatus struct {
 	Waiting        bool   `json:"waiting"`
 	WaitingMS      int64  `json:"waiting_ms"` // since it became a candidate for the next quorum
 	// Of its pending request or, without one, of its record in the latest quorum.
-	Address        string `json:"address,omitempty"`
-	StoreAddress   string `json:"store_address,omitempty"`
-	Step           int64  `json:"step"`
-	WorldSize      uint64 `json:"world_size"`
-	CommitFailures int64  `json:"commit_failures"`
-	ShrinkOnly     bool   `json:"shrink_only"`
-	Stalled        string `json:"stalled,omitempty"` // its activity while the others wait for it
-	Out            string `json:"out,omitempty"`     // why it counts as failed until it asks again
-	Suspect        bool   `json:"suspect,omitempty"` // its connection broke a moment ago
-	Standby        bool   `json:"standby,omitempty"` // it asks, and is held back until a group fails
+	Address        string  `json:"address,omitempty"`
+	StoreAddress   string  `json:"store_address,omitempty"`
+	Step           int64   `json:"step"`
+	WorldSize      uint64  `json:"world_size"`
+	CommitFailures int64   `json:"commit_failures"`
+	ShrinkOnly     bool    `json:"shrink_only"`
+	Stalled        string  `json:"stalled,omitempty"`   // its activity while the others wait for it
+	Straggler      string  `json:"straggler,omitempty"` // by how much it is slower than the others
+	OwnMS          float64 `json:"own_ms,omitempty"`    // how long it works in a step without waiting for others
+	Out            string  `json:"out,omitempty"`       // why it counts as failed until it asks again
+	Suspect        bool    `json:"suspect,omitempty"`   // its connection broke a moment ago
+	Standby        bool    `json:"standby,omitempty"`   // it asks, and is held back until a group fails
 	// it is behind the others of its quorum, and receives their state
 	Healing  bool   `json:"healing,omitempty"`
 	Draining string `json:"draining,omitempty"` // who requested that it leaves
@@ -133,6 +135,8 @@ func (m *Machine) Describe(now time.Time) Status {
 			CommitFailures: member.CommitFailures,
 			ShrinkOnly:     member.ShrinkOnly,
 			Stalled:        m.watch.stalled[r.id],
+			Straggler:      m.stragglers.slow[r.id],
+			OwnMS:          float64(r.pace.Own) / 1e6,
 			Out:            r.out,
 			Draining:       r.draining,
 			Suspect:        r.suspect != nil,

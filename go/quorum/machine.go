@@ -17,15 +17,16 @@ import (
 type Machine struct {
 	core
 
-	past      memory    // the latest quorum, the ids used, and the job's step
-	reconnect reconnect // whether the next quorum needs a new id, even with the same members
-	drains    drains    // members of the latest quorum that left it, and whose processes are still needed
-	suspicion suspicion // reports of broken collectives
-	watch     watch     // members that make no progress
-	standing  standing  // whether the members train on without requests
-	poison    poison    // exceptions that end members
-	seats     seats     // newcomers that are held back
-	search    search    // for a quorum that a member knows, and this lighthouse does not
+	past       memory     // the latest quorum, the ids used, and the job's step
+	reconnect  reconnect  // whether the next quorum needs a new id, even with the same members
+	drains     drains     // members of the latest quorum that left it, and whose processes are still needed
+	suspicion  suspicion  // reports of broken collectives
+	watch      watch      // members that make no progress
+	stragglers stragglers // members that are slower than the others
+	standing   standing   // whether the members train on without requests
+	poison     poison     // exceptions that end members
+	seats      seats      // newcomers that are held back
+	search     search     // for a quorum that a member knows, and this lighthouse does not
 
 	lastTick time.Time
 	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
@@ -46,6 +47,7 @@ func NewMachine(policy Policy, start time.Time, term int64) *Machine {
 	m.drains = drains{core: shared, past: past}
 	m.suspicion = suspicion{core: shared, past: past}
 	m.watch = watch{core: shared, past: past, reconnect: &m.reconnect}
+	m.stragglers = stragglers{core: shared, past: past}
 	m.standing = standing{core: shared, past: past, watch: &m.watch}
 	m.seats = seats{core: shared}
 	m.search = search{core: shared, past: past}
@@ -110,6 +112,9 @@ func (m *Machine) take(event Event) (decide bool) {
 		r := m.roster.beat(e.ReplicaID, m.now)
 		r.reached(e.Step)
 		m.watch.occupied(r, e.Phase, e.For, m.now)
+		if e.Pace.Own > 0 {
+			r.pace = e.Pace
+		}
 		if unknown {
 			m.roster.update(r, m.now, func() { r.out = OnlyBeats })
 		}
@@ -172,6 +177,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		m.redeliverPending()
 		m.standing.tick()
 		m.watch.tick()
+		m.stragglers.tick()
 		m.drains.tick()
 		m.poison.tick()
 		return true
@@ -290,6 +296,7 @@ func (m *Machine) finish() {
 	m.reconnect = reconnect{}
 	m.suspicion.forget()
 	m.watch.forget()
+	m.stragglers.forget()
 	m.poison.forget()
 }
 

@@ -119,6 +119,13 @@ type learned struct {
 	other bool // in the present step, a member was in another phase than training
 }
 
+// Doing is what a group says of itself with a heartbeat.
+type Doing struct {
+	Phase Phase
+	For   time.Duration // how long it has been in that phase
+	Pace  Pace
+}
+
 // occupation is the phase of a member as it was reported last.
 type occupation struct {
 	Phase

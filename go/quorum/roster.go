@@ -49,6 +49,7 @@ type record struct {
 	step     int64 // the step that it is in, as it reported last
 
 	occupation occupation // its phase
+	pace       Pace       // as it reported last
 
 	draining string // who requested its drain; empty if it is not drained
 	ending   bool   // it has reported that its manager server ends

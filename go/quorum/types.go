@@ -78,6 +78,7 @@ type (
 		Step      int64 // the step that the member is in while its quorum stands; 0: not reported
 		Phase     Phase
 		For       time.Duration // how long it has been in that phase
+		Pace      Pace
 	}
 	// Stopped: a member's answer to Call: the first step of that quorum that none of its ranks was allowed to
 	// begin.
@@ -272,6 +273,12 @@ type (
 		ReplicaID string
 		Reason    string
 	}
+	// Straggles reports that a member of the latest quorum has become slower than the others in its own work.
+	Straggles struct {
+		QuorumID  int64
+		ReplicaID string
+		Reason    string
+	}
 	// Check asks for a sign of life of a member that its peers suspect; the shell answers with Checked.
 	Check struct {
 		ReplicaID string
@@ -320,6 +327,7 @@ func (Regressed) isAction()    {}
 func (Changed) isAction()      {}
 func (Failed) isAction()       {}
 func (Stalled) isAction()      {}
+func (Straggles) isAction()    {}
 func (Check) isAction()        {}
 func (AskProgress) isAction()  {}
 func (Judged) isAction()       {}

@@ -53,12 +53,14 @@ type Machine struct {
 
 // rank is the state of one rank between its requests.
 type rank struct {
-	metadata  string       // where it serves its checkpoint
-	announced bool         // metadata is set
-	last      Request      // its last request for a quorum
-	absent    *Failure     // why no request waits for it; nil: it is present
-	begun     quorum.Phase // the phase that its script has begun; Unsaid: none
-	votes     int          // up to firstSteps
+	metadata  string          // where it serves its checkpoint
+	announced bool            // metadata is set
+	last      Request         // its last request for a quorum
+	absent    *Failure        // why no request waits for it; nil: it is present
+	begun     quorum.Phase    // the phase that its script has begun; Unsaid: none
+	votes     int             // up to firstSteps
+	took      []time.Duration // its own work in the last steps, at most quorum.PaceSteps
+	host      string          // its load, clock, temperature
 	activity
 }
 
@@ -99,6 +101,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.forgetProgress()
 	case RankProgressed:
 		m.rankProgressed(e)
+	case RankWorked:
+		m.rankWorked(e)
 	case MetadataAsked:
 		return m.metadataAsked(e)
 	case Withdrawn:

@@ -360,6 +360,8 @@ func (h *history) event() Event {
 			Reason: "it is silent"}
 	case p >= 107:
 		return ProgressAsked{}
+	case p >= 106: // what it changes is no answer
+		return RankWorked{GroupRank: rank, Took: make([]time.Duration, h.rng.IntN(20))}
 	case p >= 104:
 		return RankProgressed{GroupRank: rank, Waits: h.rng.IntN(2) == 0, What: "something",
 			Begins: h.rng.IntN(4) == 0}

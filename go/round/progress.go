@@ -2,6 +2,7 @@ package round
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/torchft/torchft/go/quorum"
@@ -83,6 +84,29 @@ func (m *Machine) rankProgressed(e RankProgressed) {
 		}
 		r.answered, r.waits, r.what, r.said = true, e.Waits, e.What, e.Phase
 	}
+}
+
+func (m *Machine) rankWorked(e RankWorked) {
+	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
+		r := &m.ranks[e.GroupRank]
+		r.took, r.host = append(r.took, e.Took...), e.Host
+		r.took = slices.Clone(r.took[max(0, len(r.took)-quorum.PaceSteps):])
+	}
+}
+
+// Pace returns the pace of the slowest rank, once all of them are known.
+func (m *Machine) Pace() (slowest quorum.Pace) {
+	for i := range m.ranks {
+		r := &m.ranks[i]
+		p := quorum.PaceOf(int64(i), r.took, r.host)
+		if p.Own == 0 {
+			return p
+		}
+		if p.Own > slowest.Own {
+			slowest = p
+		}
+	}
+	return slowest
 }
 
 // Progress returns the progress of the group, and whether all ranks that are in the step have answered. It is

@@ -146,6 +146,14 @@ func (r *scribe) run(words []string) []string {
 	case "begins":
 		return r.step(RankProgressed{GroupRank: r.number(args[0]), Begins: true,
 			Phase: phaseNamed(transcript.Option(args, "phase"))})
+	case "worked":
+		e := RankWorked{GroupRank: r.number(args[0]), Host: "idle"}
+		for _, took := range args[1:] {
+			e.Took = append(e.Took, r.duration(took))
+		}
+		return r.step(e)
+	case "pace":
+		return []string{fmt.Sprintf("%+v", r.machine.Pace())}
 	case "progress":
 		p, complete := r.machine.Progress(r.now)
 		return []string{fmt.Sprintf("%+v, complete: %t", p, complete)}

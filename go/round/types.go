@@ -78,6 +78,12 @@ type (
 		// Nobody has asked: the rank's script begins this phase or, if it is Unsaid, ends the one before.
 		Begins bool
 	}
+	// RankWorked: a rank reports how long it has worked in each of its last steps without waiting for others.
+	RankWorked struct {
+		GroupRank int64
+		Took      []time.Duration
+		Host      string // its load, clock, temperature
+	}
 	// MetadataAsked: a client requests the address at which a rank serves its checkpoint. It is answered at
 	// once.
 	MetadataAsked struct {
@@ -112,6 +118,7 @@ func (Drained) isEvent()           {}
 func (DrainAsked) isEvent()        {}
 func (ProgressAsked) isEvent()     {}
 func (RankProgressed) isEvent()    {}
+func (RankWorked) isEvent()        {}
 func (MetadataAsked) isEvent()     {}
 func (Withdrawn) isEvent()         {}
 func (RankDisconnected) isEvent()  {}

@@ -1318,6 +1318,7 @@ type RankRequest struct {
 	//	*RankRequest_Drain
 	//	*RankRequest_Stacks
 	//	*RankRequest_Raised
+	//	*RankRequest_Own
 	Request       isRankRequest_Request `protobuf_oneof:"request"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1482,6 +1483,15 @@ func (x *RankRequest) GetRaised() *Raised {
 	return nil
 }
 
+func (x *RankRequest) GetOwn() *OwnTimes {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Own); ok {
+			return x.Own
+		}
+	}
+	return nil
+}
+
 type isRankRequest_Request interface {
 	isRankRequest_Request()
 }
@@ -1535,6 +1545,10 @@ type RankRequest_Raised struct {
 	Raised *Raised `protobuf:"bytes,87,opt,name=raised,proto3,oneof"`
 }
 
+type RankRequest_Own struct {
+	Own *OwnTimes `protobuf:"bytes,88,opt,name=own,proto3,oneof"`
+}
+
 func (*RankRequest_Quorum) isRankRequest_Request() {}
 
 func (*RankRequest_ShouldCommit) isRankRequest_Request() {}
@@ -1558,6 +1572,8 @@ func (*RankRequest_Drain) isRankRequest_Request() {}
 func (*RankRequest_Stacks) isRankRequest_Request() {}
 
 func (*RankRequest_Raised) isRankRequest_Request() {}
+
+func (*RankRequest_Own) isRankRequest_Request() {}
 
 type RankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2161,6 +2177,136 @@ func (x *RankProgress) GetBegins() bool {
 	return false
 }
 
+// How long a rank has worked in each of its last steps without waiting for others.
+type OwnTimes struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	TookUs        []int64                `protobuf:"varint,2,rep,packed,name=took_us,json=tookUs,proto3" json:"took_us,omitempty"` // of the steps since the rank's last message
+	Host          string                 `protobuf:"bytes,3,opt,name=host,proto3" json:"host,omitempty"`                           // its load, clock, temperature
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OwnTimes) Reset() {
+	*x = OwnTimes{}
+	mi := &file_torchft_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OwnTimes) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OwnTimes) ProtoMessage() {}
+
+func (x *OwnTimes) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OwnTimes.ProtoReflect.Descriptor instead.
+func (*OwnTimes) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *OwnTimes) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *OwnTimes) GetTookUs() []int64 {
+	if x != nil {
+		return x.TookUs
+	}
+	return nil
+}
+
+func (x *OwnTimes) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+// The own time of the slowest rank of a group, over its last steps.
+type Pace struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	OwnUs         int64                  `protobuf:"varint,2,opt,name=own_us,json=ownUs,proto3" json:"own_us,omitempty"`       // the trimmed mean
+	ErrorUs       int64                  `protobuf:"varint,3,opt,name=error_us,json=errorUs,proto3" json:"error_us,omitempty"` // its standard error
+	Host          string                 `protobuf:"bytes,4,opt,name=host,proto3" json:"host,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Pace) Reset() {
+	*x = Pace{}
+	mi := &file_torchft_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Pace) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Pace) ProtoMessage() {}
+
+func (x *Pace) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Pace.ProtoReflect.Descriptor instead.
+func (*Pace) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *Pace) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *Pace) GetOwnUs() int64 {
+	if x != nil {
+		return x.OwnUs
+	}
+	return 0
+}
+
+func (x *Pace) GetErrorUs() int64 {
+	if x != nil {
+		return x.ErrorUs
+	}
+	return 0
+}
+
+func (x *Pace) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
 // An exception ends a rank. Answered with JUDGED.
 type Raised struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2177,7 +2323,7 @@ type Raised struct {
 
 func (x *Raised) Reset() {
 	*x = Raised{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2189,7 +2335,7 @@ func (x *Raised) String() string {
 func (*Raised) ProtoMessage() {}
 
 func (x *Raised) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2202,7 +2348,7 @@ func (x *Raised) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Raised.ProtoReflect.Descriptor instead.
 func (*Raised) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Raised) GetGroupRank() int64 {
@@ -2266,7 +2412,7 @@ type RankStacks struct {
 
 func (x *RankStacks) Reset() {
 	*x = RankStacks{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2278,7 +2424,7 @@ func (x *RankStacks) String() string {
 func (*RankStacks) ProtoMessage() {}
 
 func (x *RankStacks) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2291,7 +2437,7 @@ func (x *RankStacks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankStacks.ProtoReflect.Descriptor instead.
 func (*RankStacks) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *RankStacks) GetGroupRank() int64 {
@@ -2331,7 +2477,7 @@ type GroupProgress struct {
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2343,7 +2489,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2356,7 +2502,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -2412,7 +2558,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2424,7 +2570,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2437,7 +2583,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2483,13 +2629,14 @@ type MemberMessage struct {
 	Step          int64 `protobuf:"varint,52,opt,name=step,proto3" json:"step,omitempty"`
 	Phase         Phase `protobuf:"varint,58,opt,name=phase,proto3,enum=torchft.Phase" json:"phase,omitempty"` // with alive: of the rank that has been in its phase for longest
 	PhaseUs       int64 `protobuf:"varint,59,opt,name=phase_us,json=phaseUs,proto3" json:"phase_us,omitempty"` // with alive: how long it has been in that phase
+	Pace          *Pace `protobuf:"bytes,64,opt,name=pace,proto3" json:"pace,omitempty"`                       // with alive
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2501,7 +2648,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2514,7 +2661,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *MemberMessage) GetFinished() bool {
@@ -2714,6 +2861,13 @@ func (x *MemberMessage) GetPhaseUs() int64 {
 	return 0
 }
 
+func (x *MemberMessage) GetPace() *Pace {
+	if x != nil {
+		return x.Pace
+	}
+	return nil
+}
+
 type isMemberMessage_Message interface {
 	isMemberMessage_Message()
 }
@@ -2841,7 +2995,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2853,7 +3007,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2866,7 +3020,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Step) GetQuorumId() int64 {
@@ -2894,7 +3048,7 @@ type Parting struct {
 
 func (x *Parting) Reset() {
 	*x = Parting{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2906,7 +3060,7 @@ func (x *Parting) String() string {
 func (*Parting) ProtoMessage() {}
 
 func (x *Parting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2919,7 +3073,7 @@ func (x *Parting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Parting.ProtoReflect.Descriptor instead.
 func (*Parting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Parting) GetQuorumId() int64 {
@@ -2961,7 +3115,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2973,7 +3127,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2986,7 +3140,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -3050,7 +3204,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3062,7 +3216,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3075,7 +3229,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -3155,7 +3309,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3167,7 +3321,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3180,7 +3334,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3346,7 +3500,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3358,7 +3512,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3371,7 +3525,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3392,7 +3546,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3404,7 +3558,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3417,7 +3571,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3456,7 +3610,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3468,7 +3622,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3481,7 +3635,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3548,7 +3702,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3560,7 +3714,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3573,7 +3727,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3637,7 +3791,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3649,7 +3803,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3662,7 +3816,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3702,7 +3856,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3714,7 +3868,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3727,7 +3881,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3745,7 +3899,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3757,7 +3911,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3770,7 +3924,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{41}
+	return file_torchft_proto_rawDescGZIP(), []int{43}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -3786,7 +3940,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3798,7 +3952,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3811,7 +3965,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{42}
+	return file_torchft_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3939,7 +4093,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
 	"\fKillResponse\"\x0e\n" +
 	"\fLeaveRequest\"\x0f\n" +
-	"\rLeaveResponse\"\xf5\x04\n" +
+	"\rLeaveResponse\"\x9c\x05\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -3955,7 +4109,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\acounted\x18T \x01(\v2\x10.torchft.CountedH\x00R\acounted\x12\x16\n" +
 	"\x05drain\x18U \x01(\bH\x00R\x05drain\x12-\n" +
 	"\x06stacks\x18V \x01(\v2\x13.torchft.RankStacksH\x00R\x06stacks\x12)\n" +
-	"\x06raised\x18W \x01(\v2\x0f.torchft.RaisedH\x00R\x06raisedB\t\n" +
+	"\x06raised\x18W \x01(\v2\x0f.torchft.RaisedH\x00R\x06raised\x12%\n" +
+	"\x03own\x18X \x01(\v2\x11.torchft.OwnTimesH\x00R\x03ownB\t\n" +
 	"\arequestJ\x04\bS\x10T\"\x8b\x02\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
@@ -4018,7 +4173,18 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05waits\x18\x02 \x01(\bR\x05waits\x12\x12\n" +
 	"\x04what\x18\x03 \x01(\tR\x04what\x12$\n" +
 	"\x05phase\x18\x04 \x01(\x0e2\x0e.torchft.PhaseR\x05phase\x12\x16\n" +
-	"\x06begins\x18\x05 \x01(\bR\x06begins\"\xa5\x01\n" +
+	"\x06begins\x18\x05 \x01(\bR\x06begins\"V\n" +
+	"\bOwnTimes\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x17\n" +
+	"\atook_us\x18\x02 \x03(\x03R\x06tookUs\x12\x12\n" +
+	"\x04host\x18\x03 \x01(\tR\x04host\"k\n" +
+	"\x04Pace\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x15\n" +
+	"\x06own_us\x18\x02 \x01(\x03R\x05ownUs\x12\x19\n" +
+	"\berror_us\x18\x03 \x01(\x03R\aerrorUs\x12\x12\n" +
+	"\x04host\x18\x04 \x01(\tR\x04host\"\xa5\x01\n" +
 	"\x06Raised\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
@@ -4046,7 +4212,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05phase\x18\x06 \x01(\x0e2\x0e.torchft.PhaseR\x05phase\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xcb\x06\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xee\x06\n" +
 	"\rMemberMessage\x12\x1a\n" +
 	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
@@ -4071,7 +4237,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05drain\x188 \x01(\tH\x00R\x05drain\x12\x12\n" +
 	"\x04step\x184 \x01(\x03R\x04step\x12$\n" +
 	"\x05phase\x18: \x01(\x0e2\x0e.torchft.PhaseR\x05phase\x12\x19\n" +
-	"\bphase_us\x18; \x01(\x03R\aphaseUsB\t\n" +
+	"\bphase_us\x18; \x01(\x03R\aphaseUs\x12!\n" +
+	"\x04pace\x18@ \x01(\v2\r.torchft.PaceR\x04paceB\t\n" +
 	"\amessage\"7\n" +
 	"\x04Step\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
@@ -4187,7 +4354,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 }
 
 var file_torchft_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
 var file_torchft_proto_goTypes = []any{
 	(Phase)(0),                          // 0: torchft.Phase
 	(Notice_Kind)(0),                    // 1: torchft.Notice.Kind
@@ -4216,29 +4383,31 @@ var file_torchft_proto_goTypes = []any{
 	(*Recovered)(nil),                   // 24: torchft.Recovered
 	(*PhaseTime)(nil),                   // 25: torchft.PhaseTime
 	(*RankProgress)(nil),                // 26: torchft.RankProgress
-	(*Raised)(nil),                      // 27: torchft.Raised
-	(*RankStacks)(nil),                  // 28: torchft.RankStacks
-	(*GroupProgress)(nil),               // 29: torchft.GroupProgress
-	(*CallFailure)(nil),                 // 30: torchft.CallFailure
-	(*MemberMessage)(nil),               // 31: torchft.MemberMessage
-	(*Step)(nil),                        // 32: torchft.Step
-	(*Parting)(nil),                     // 33: torchft.Parting
-	(*Greeting)(nil),                    // 34: torchft.Greeting
-	(*Ask)(nil),                         // 35: torchft.Ask
-	(*LighthouseMessage)(nil),           // 36: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 37: torchft.NotLeader
-	(*Welcome)(nil),                     // 38: torchft.Welcome
-	(*Delivery)(nil),                    // 39: torchft.Delivery
-	(*QuorumStates)(nil),                // 40: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 41: torchft.PlacedState
-	(*Frame)(nil),                       // 42: torchft.Frame
-	(*IdentifyRequest)(nil),             // 43: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 44: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 45: google.protobuf.Timestamp
+	(*OwnTimes)(nil),                    // 27: torchft.OwnTimes
+	(*Pace)(nil),                        // 28: torchft.Pace
+	(*Raised)(nil),                      // 29: torchft.Raised
+	(*RankStacks)(nil),                  // 30: torchft.RankStacks
+	(*GroupProgress)(nil),               // 31: torchft.GroupProgress
+	(*CallFailure)(nil),                 // 32: torchft.CallFailure
+	(*MemberMessage)(nil),               // 33: torchft.MemberMessage
+	(*Step)(nil),                        // 34: torchft.Step
+	(*Parting)(nil),                     // 35: torchft.Parting
+	(*Greeting)(nil),                    // 36: torchft.Greeting
+	(*Ask)(nil),                         // 37: torchft.Ask
+	(*LighthouseMessage)(nil),           // 38: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 39: torchft.NotLeader
+	(*Welcome)(nil),                     // 40: torchft.Welcome
+	(*Delivery)(nil),                    // 41: torchft.Delivery
+	(*QuorumStates)(nil),                // 42: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 43: torchft.PlacedState
+	(*Frame)(nil),                       // 44: torchft.Frame
+	(*IdentifyRequest)(nil),             // 45: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 46: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 47: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	2,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	45, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	47, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	2,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
 	3,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	8,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
@@ -4248,63 +4417,65 @@ var file_torchft_proto_depIdxs = []int32{
 	22, // 8: torchft.RankRequest.healing:type_name -> torchft.HealProgress
 	24, // 9: torchft.RankRequest.recovered:type_name -> torchft.Recovered
 	23, // 10: torchft.RankRequest.counted:type_name -> torchft.Counted
-	28, // 11: torchft.RankRequest.stacks:type_name -> torchft.RankStacks
-	27, // 12: torchft.RankRequest.raised:type_name -> torchft.Raised
-	9,  // 13: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	13, // 14: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	30, // 15: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	20, // 16: torchft.RankResponse.notice:type_name -> torchft.Notice
-	1,  // 17: torchft.Notice.kind:type_name -> torchft.Notice.Kind
-	25, // 18: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	0,  // 19: torchft.RankProgress.phase:type_name -> torchft.Phase
-	0,  // 20: torchft.GroupProgress.phase:type_name -> torchft.Phase
-	34, // 21: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	35, // 22: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	21, // 23: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	29, // 24: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	22, // 25: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	24, // 26: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	32, // 27: torchft.MemberMessage.stopped:type_name -> torchft.Step
-	33, // 28: torchft.MemberMessage.parting:type_name -> torchft.Parting
-	28, // 29: torchft.MemberMessage.stacks:type_name -> torchft.RankStacks
-	27, // 30: torchft.MemberMessage.raised:type_name -> torchft.Raised
-	0,  // 31: torchft.MemberMessage.phase:type_name -> torchft.Phase
-	32, // 32: torchft.Greeting.stands:type_name -> torchft.Step
-	2,  // 33: torchft.Ask.member:type_name -> torchft.QuorumMember
-	38, // 34: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	30, // 35: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	20, // 36: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
-	39, // 37: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	40, // 38: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	45, // 39: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	41, // 40: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	4,  // 41: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	6,  // 42: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	8,  // 43: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	10, // 44: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	12, // 45: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	14, // 46: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	18, // 47: torchft.RankService.Session:input_type -> torchft.RankRequest
-	16, // 48: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
-	31, // 49: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	42, // 50: torchft.ClusterService.Link:input_type -> torchft.Frame
-	43, // 51: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	5,  // 52: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	7,  // 53: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	9,  // 54: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	11, // 55: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	13, // 56: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	15, // 57: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	19, // 58: torchft.RankService.Session:output_type -> torchft.RankResponse
-	17, // 59: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
-	36, // 60: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	42, // 61: torchft.ClusterService.Link:output_type -> torchft.Frame
-	44, // 62: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	52, // [52:63] is the sub-list for method output_type
-	41, // [41:52] is the sub-list for method input_type
-	41, // [41:41] is the sub-list for extension type_name
-	41, // [41:41] is the sub-list for extension extendee
-	0,  // [0:41] is the sub-list for field type_name
+	30, // 11: torchft.RankRequest.stacks:type_name -> torchft.RankStacks
+	29, // 12: torchft.RankRequest.raised:type_name -> torchft.Raised
+	27, // 13: torchft.RankRequest.own:type_name -> torchft.OwnTimes
+	9,  // 14: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	13, // 15: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	32, // 16: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	20, // 17: torchft.RankResponse.notice:type_name -> torchft.Notice
+	1,  // 18: torchft.Notice.kind:type_name -> torchft.Notice.Kind
+	25, // 19: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	0,  // 20: torchft.RankProgress.phase:type_name -> torchft.Phase
+	0,  // 21: torchft.GroupProgress.phase:type_name -> torchft.Phase
+	36, // 22: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	37, // 23: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	21, // 24: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	31, // 25: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	22, // 26: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	24, // 27: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	34, // 28: torchft.MemberMessage.stopped:type_name -> torchft.Step
+	35, // 29: torchft.MemberMessage.parting:type_name -> torchft.Parting
+	30, // 30: torchft.MemberMessage.stacks:type_name -> torchft.RankStacks
+	29, // 31: torchft.MemberMessage.raised:type_name -> torchft.Raised
+	0,  // 32: torchft.MemberMessage.phase:type_name -> torchft.Phase
+	28, // 33: torchft.MemberMessage.pace:type_name -> torchft.Pace
+	34, // 34: torchft.Greeting.stands:type_name -> torchft.Step
+	2,  // 35: torchft.Ask.member:type_name -> torchft.QuorumMember
+	40, // 36: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	32, // 37: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	20, // 38: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
+	41, // 39: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	42, // 40: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	47, // 41: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	43, // 42: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	4,  // 43: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	6,  // 44: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	8,  // 45: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	10, // 46: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	12, // 47: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	14, // 48: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	18, // 49: torchft.RankService.Session:input_type -> torchft.RankRequest
+	16, // 50: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
+	33, // 51: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	44, // 52: torchft.ClusterService.Link:input_type -> torchft.Frame
+	45, // 53: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	5,  // 54: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	7,  // 55: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	9,  // 56: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	11, // 57: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	13, // 58: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	15, // 59: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	19, // 60: torchft.RankService.Session:output_type -> torchft.RankResponse
+	17, // 61: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
+	38, // 62: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	44, // 63: torchft.ClusterService.Link:output_type -> torchft.Frame
+	46, // 64: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	54, // [54:65] is the sub-list for method output_type
+	43, // [43:54] is the sub-list for method input_type
+	43, // [43:43] is the sub-list for extension type_name
+	43, // [43:43] is the sub-list for extension extendee
+	0,  // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -4326,6 +4497,7 @@ func file_torchft_proto_init() {
 		(*RankRequest_Drain)(nil),
 		(*RankRequest_Stacks)(nil),
 		(*RankRequest_Raised)(nil),
+		(*RankRequest_Own)(nil),
 	}
 	file_torchft_proto_msgTypes[17].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
@@ -4333,7 +4505,7 @@ func file_torchft_proto_init() {
 		(*RankResponse_Failure)(nil),
 		(*RankResponse_Notice)(nil),
 	}
-	file_torchft_proto_msgTypes[29].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[31].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_Withdraw)(nil),
@@ -4353,7 +4525,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Raised)(nil),
 		(*MemberMessage_Drain)(nil),
 	}
-	file_torchft_proto_msgTypes[34].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
@@ -4364,7 +4536,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Alive)(nil),
 		(*LighthouseMessage_Delivery)(nil),
 	}
-	file_torchft_proto_msgTypes[37].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[39].OneofWrappers = []any{
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
 	}
@@ -4374,7 +4546,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   43,
+			NumMessages:   45,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

@@ -139,6 +139,11 @@ class Cluster:
         """Waits until this number of groups are healthy. From then on none of them gets a quorum alone."""
         self._poll(f"{count} healthy groups", lambda now: now["healthy"] >= count)
 
+    def wait_for_stragglers(self, count: int) -> list[dict[str, Any]]:
+        """Waits until this number of groups are named as stragglers. Returns their status."""
+        self._poll(f"{count} stragglers", lambda now: len(_stragglers(now)) == count)
+        return _stragglers(self.status())
+
     def _poll(self, what: str, reached: Callable[[Any], bool]) -> None:
         deadline = time.monotonic() + 60
         while not reached(status := self.status()):
@@ -154,6 +159,10 @@ class Cluster:
             rank.close()
         self.lighthouse.shutdown()
         self._threads.shutdown()
+
+
+def _stragglers(status: dict[str, Any]) -> list[dict[str, Any]]:
+    return [member for member in status["members"] if member.get("straggler")]
 
 
 def _run(loop: Callable[[Rank], T], rank: Rank) -> T:

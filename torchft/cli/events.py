@@ -69,6 +69,8 @@ def words(event: dict[str, Any]) -> str:
         )
     if event["kind"] == "stalled":
         return _line(when, event, [f"the others wait for {', '.join(event['left'])}", event["reason"]])
+    if event["kind"] == "straggler":
+        return _line(when, event, [f"{', '.join(event['left'])} is slower than the others", event["reason"]])
     if event["kind"] == "stacks":
         return _line(when, event, [event["who"], f"{event['reason']}\n{event['stacks']}"])
     if event["kind"] == "stopped":

@@ -96,7 +96,9 @@ def state(member: dict[str, Any]) -> str:
             return name
     if member["in_quorum"]:
         phase = member.get("phase")
-        return phase if phase in ("first_steps", "evaluation", "checkpoint") else "training"
+        if phase in ("first_steps", "evaluation", "checkpoint"):
+            return str(phase)
+        return "straggler" if member.get("straggler") else "training"
     if member.get("standby"):
         return "standby"
     return "waiting" if member["waiting"] else "joining"

@@ -205,7 +205,7 @@ function drawRow(tr, row) {
   cells[0].title = row.id;
   const heal = row.heal_total ? ` ${gigabytes(row.heal_received || 0)} of ${gigabytes(row.heal_total)}` : "";
   const phase = row.state === "training" && row.phase && row.phase !== "training" ? `: ${row.phase.replace("_", " ")}` : "";
-  cells[1].textContent = row.state + phase + heal + (row.failures ? `, ${some(row.failures, "commit")} failed` : "");
+  cells[1].textContent = row.state + phase + (row.slow ? ", slower than the others" : "") + heal + (row.failures ? `, ${some(row.failures, "commit")} failed` : "");
   if (row.heal_total) {
     const bar = element("progress");
     bar.max = row.heal_total;
@@ -243,6 +243,7 @@ function words(event) {
   if (event.kind === "drained") return `${(event.left || []).join(", ")} is to leave at the end of a step; ${event.reason}`;
   if (event.kind === "stopped") return event.reason;
   if (event.kind === "stalled") return `the others wait for ${(event.left || []).join(", ")}; ${event.reason}`;
+  if (event.kind === "straggler") return `${(event.left || []).join(", ")} is slower than the others; ${event.reason}`;
   if (event.kind === "stacks") return `${event.who}, ${event.reason}\n${event.stacks}`;
   if (event.kind === "refused") return `${(event.left || []).join(", ")} was refused; ${event.reason}`;
   if (event.who) parts.push(recovery(event));

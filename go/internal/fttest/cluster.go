@@ -96,7 +96,7 @@ func Join(ctx context.Context, cfg manager.ServerConfig) (*lighthouses.Member, e
 type NoMembership struct{}
 
 // Attend reaches the lighthouse.
-func (NoMembership) Attend(ctx context.Context, _ time.Duration, reached func(), _ membership.Phase) error {
+func (NoMembership) Attend(ctx context.Context, _ time.Duration, reached func(), _ membership.Doing) error {
 	reached()
 	<-ctx.Done()
 	return ctx.Err()

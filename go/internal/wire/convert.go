@@ -207,3 +207,21 @@ func ResultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 	}
 	return r
 }
+
+// PaceToProto encodes a pace; nil: it is not known.
+func PaceToProto(p quorum.Pace) *torchftpb.Pace {
+	if p.Own == 0 {
+		return nil
+	}
+	return &torchftpb.Pace{GroupRank: p.Rank, OwnUs: p.Own.Microseconds(), ErrorUs: p.Error.Microseconds(),
+		Host: p.Host}
+}
+
+// PaceFromProto decodes a pace. What cannot be one is unknown.
+func PaceFromProto(p *torchftpb.Pace) quorum.Pace {
+	if p.GetOwnUs() <= 0 || p.GetErrorUs() < 0 {
+		return quorum.Pace{}
+	}
+	return quorum.Pace{Rank: p.GetGroupRank(), Own: rpc.Microseconds(p.GetOwnUs()),
+		Error: rpc.Microseconds(p.GetErrorUs()), Host: p.GetHost()}
+}

@@ -173,7 +173,7 @@ func (c *cluster) joinOver(network rpc.Network, addresses string) *member {
 		defer close(ended)
 		for ctx.Err() == nil {
 			_ = joined.Attend(ctx, 100*time.Millisecond, func() {},
-				func() (quorum.Phase, time.Duration) { return quorum.Training, 0 })
+				func() quorum.Doing { return quorum.Doing{Phase: quorum.Training} })
 			time.Sleep(250 * time.Millisecond)
 		}
 	}()

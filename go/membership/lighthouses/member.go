@@ -133,7 +133,7 @@ func (m *Member) lastRound() quorum.Claim {
 
 // Attend keeps a stream open, and sends on it at least as often as the lighthouse asks for.
 func (m *Member) Attend(
-	ctx context.Context, interval time.Duration, reached func(), phase membership.Phase,
+	ctx context.Context, interval time.Duration, reached func(), doing membership.Doing,
 ) error {
 	var until time.Time // until when a broken stream is reopened without reporting an error
 	for {
@@ -141,7 +141,7 @@ func (m *Member) Attend(
 		stream, client, err := m.connect(opening)
 		cancel()
 		if err == nil {
-			err = stream.attend(ctx, reached, phase)
+			err = stream.attend(ctx, reached, doing)
 			if until = time.Now(); !stream.answers {
 				// otherwise the next attempt asks the other lighthouses, too
 				until = until.Add(reconnectTime)

@@ -158,7 +158,7 @@ func (s *memberStream) ask(
 
 // attend calls reached after the welcome, and then sends a heartbeat in each interval until the stream breaks
 // or ctx ends.
-func (s *memberStream) attend(ctx context.Context, reached func(), phase membership.Phase) error {
+func (s *memberStream) attend(ctx context.Context, reached func(), doing membership.Doing) error {
 	select {
 	case <-s.welcomed:
 		reached()
@@ -176,7 +176,7 @@ func (s *memberStream) attend(ctx context.Context, reached func(), phase members
 				s.End(errSilent)
 				return s.Err()
 			}
-			s.Post(s.alive(phase))
+			s.Post(s.alive(doing()))
 		case <-s.Ended:
 			return s.Err()
 		case <-ctx.Done():
@@ -186,11 +186,10 @@ func (s *memberStream) attend(ctx context.Context, reached func(), phase members
 }
 
 // alive returns a heartbeat.
-func (s *memberStream) alive(phase membership.Phase) *torchftpb.MemberMessage {
-	doing, lasted := phase()
+func (s *memberStream) alive(doing quorum.Doing) *torchftpb.MemberMessage {
 	return &torchftpb.MemberMessage{
 		Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load(),
-		Phase: torchftpb.Phase(doing), PhaseUs: lasted.Microseconds(),
+		Phase: torchftpb.Phase(doing.Phase), PhaseUs: doing.For.Microseconds(), Pace: wire.PaceToProto(doing.Pace),
 	}
 }
 

@@ -88,9 +88,7 @@ def test_code_behind_the_edge_detects_no_abilities() -> None:
 
 
 def test_the_edge_takes_what_an_object_lacks_from_one_place() -> None:
-    """Except for what is detected when an object is set, whether a transport is torchft's default, and a
-    method of the client that is called by its name.
-    """
+    """Except for what is detected when an object is set, and whether a transport is torchft's default."""
     tree = ast.parse(EDGE.read_text())
     methods = {
         f"{kind.name}.{method.name}"
@@ -99,4 +97,4 @@ def test_the_edge_takes_what_an_object_lacks_from_one_place() -> None:
         for method in kind.body
         if isinstance(method, ast.FunctionDef) and any(asks(node) for node in ast.walk(method))
     }
-    assert methods == {"Peers.pg", "Transport.own", "_NativeServer.report"}
+    assert methods == {"Peers.pg", "Transport.own"}

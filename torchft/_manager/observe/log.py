@@ -101,6 +101,10 @@ class _ManagerLogger:
         self.warn(f"this group is stalled{collective and f', in {collective}'}; its threads:\n{stacks}")
         self._report("stacks", collective=collective, stacks=stacks)
 
+    def worked(self, took_us: list[int], host: str) -> None:
+        """Reports how long this rank has worked in each of its last steps without waiting for others."""
+        self._report("own", took_us=took_us, host=host)
+
     def raised(self, raised: Mapping[str, Any]) -> bool:
         """Reports an exception that ends this rank. Returns whether there is a server that answers."""
         self._report("raised", **raised)

@@ -341,6 +341,38 @@ def test_what_a_start_imports_later_is_imported_before_the_next_one(launcher: La
     assert launcher.run("script.py")[1] == "True True\n"
 
 
+SLOW = """
+import os, sys, time
+if sys.argv[0].endswith("ready.py"):
+    open({0!r} + "/begun", "w").close()
+    deadline = time.monotonic() + 60
+    while not os.path.exists({0!r} + "/go") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    open({0!r} + "/imported", "w").close()
+"""
+
+
+@pytest.mark.parametrize("ended", ["program", "launcher's child"])
+def test_ends_are_noticed_while_the_ready_process_imports(launcher: Launcher, ended: str) -> None:
+    """torchrun begins a restart when all ranks have ended."""
+    begun, go, imported = (launcher.folder / name for name in ("begun", "go", "imported"))
+    launcher.module("slow", SLOW.format(str(launcher.folder)))
+    launcher.script(WAITS.replace("time.sleep", "import slow\ntime.sleep"))
+    known = launcher.start("script.py")
+    launcher.wait("pids")
+    program, child, _ = map(int, launcher.output().split()[1:])
+    wait_until(begun.exists)
+    if ended == "program":
+        os.kill(program, signal.SIGTERM)
+        assert launcher.status() == -signal.SIGTERM
+        os.kill(child, signal.SIGKILL)
+    else:
+        os.killpg(known, signal.SIGKILL)
+        wait_until(lambda: not process_tree.alive([program, child]))
+    assert not imported.exists()
+    go.touch()
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [

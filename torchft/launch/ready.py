@@ -36,7 +36,7 @@ _READ_BY_LIBRARIES = (
 )  # fmt: skip
 _READ_LATER = ("TORCH_NCCL_", "TORCH_FR_")
 _SETTLED_SEC = 1.0  # a start that has imported nothing for so long has probably imported everything
-_LOOK_SEC = 0.5
+_LOOK_SEC = 0.1
 
 
 # These differ between the starts of a job.
@@ -93,6 +93,7 @@ class Ready:
         self._children: dict[int, tuple[int, socket.socket]] = {}  # pid and connection, by pidfd
         for pid, connection in given.pop("children", []):
             self._children[os.pidfd_open(pid)] = pid, socket.socket(fileno=connection)
+        self._killed: set[int] = set()  # those of them for which no process stands any more
         # Starts write here what they import.
         self._news, self._tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._environment = dict(os.environ)
@@ -119,7 +120,7 @@ class Ready:
         """Imports modules, and what these import when an attribute is used."""
         self._before = descriptors().keys()
         os.environ.__class__ = _Environment
-        signal.setitimer(signal.ITIMER_REAL, _LOOK_SEC, _LOOK_SEC)  # the owner may end meanwhile
+        signal.setitimer(signal.ITIMER_REAL, _LOOK_SEC, _LOOK_SEC)  # ends are told meanwhile
         try:
             for name, origin in names.items():
                 attributes = (used or {}).get(name, ())
@@ -188,51 +189,44 @@ class Ready:
         """Forks a start for each request. Returns in the children only: the request, its descriptors, and the
         connection to who asked.
         """
-        poll = select.poll()
-        for descriptor in (self._listener.fileno(), self._owner, self._news):
-            poll.register(descriptor, select.POLLIN)
-        for descriptor in self._children:
-            poll.register(descriptor, select.POLLIN)
-        watched: dict[int, int] = {}  # pidfd of a child, by its connection
-        for descriptor, (_, connection) in self._children.items():
-            poll.register(connection, select.POLLIN)
-            watched[connection.fileno()] = descriptor
         new = False
         while True:
-            found = poll.poll(1000 * _SETTLED_SEC if new else None)
+            poll = select.poll()
+            for descriptor in (self._listener.fileno(), self._owner, self._news, *self._children):
+                poll.register(descriptor, select.POLLIN)
+            for child, (_, connection) in self._children.items():
+                if child not in self._killed:
+                    poll.register(connection, select.POLLIN)
+            found = {descriptor for descriptor, _ in poll.poll(1000 * _SETTLED_SEC if new else None)}
             if new and not found:
                 new = False
                 self._import(self._names)
-            for ready, _ in found:
-                if ready == self._owner:
-                    os._exit(0)
-                elif ready == self._news:
-                    new = self._hear() or new
-                elif ready in self._children:
-                    poll.unregister(ready)
-                    connection = self._children[ready][1]
-                    with contextlib.suppress(KeyError):
-                        poll.unregister(connection)
-                    watched.pop(connection.fileno(), None)
-                    self._reap(ready)
-                elif ready in watched:  # who stood for it has ended: the kernel has killed it
-                    poll.unregister(ready)
-                    _kill_session(self._children[watched.pop(ready)][0])
-                elif ready == self._listener.fileno():
-                    connection, _ = self._listener.accept()
-                    request, descriptors = self._take(connection)
-                    if request is None:
-                        continue
-                    if (pid := os.fork()) == 0:
-                        return {**request, "notes": self._notes}, descriptors, connection
-                    self._notes.clear()
-                    for given in descriptors:
-                        os.close(given)
-                    child = os.pidfd_open(pid)
-                    self._children[child] = pid, connection
-                    watched[connection.fileno()] = child
-                    poll.register(child, select.POLLIN)
-                    poll.register(connection, select.POLLIN)
+            if self._news in found:
+                new = self._hear() or new
+            self.look()
+            if self._listener.fileno() in found:
+                connection, _ = self._listener.accept()
+                request, descriptors = self._take(connection)
+                if request is None:
+                    continue
+                if (pid := os.fork()) == 0:
+                    return {**request, "notes": self._notes}, descriptors, connection
+                self._notes.clear()
+                for given in descriptors:
+                    os.close(given)
+                self._children[os.pidfd_open(pid)] = pid, connection
+
+    def look(self) -> None:
+        """Ends with the owner, and tells how children have ended; also while it imports, for seconds."""
+        readable = self._protocol.readable
+        if readable(self._owner, 0):
+            os._exit(0)
+        for child, (pid, connection) in list(self._children.items()):
+            if readable(child, 0):
+                self._reap(child)
+            elif child not in self._killed and readable(connection.fileno(), 0):
+                self._killed.add(child)  # who stood for it has ended: the kernel has killed it
+                _kill_session(pid)
 
     def in_child(self) -> int:
         """Closes what belongs to the ready process. Returns where a start tells what it imports."""
@@ -263,6 +257,7 @@ class Ready:
 
     def _reap(self, descriptor: int) -> None:
         pid, connection = self._children.pop(descriptor)
+        self._killed.discard(descriptor)
         os.close(descriptor)
         if not self._protocol.readable(connection.fileno(), 0):
             _, status = os.waitpid(pid, 0)
@@ -480,14 +475,8 @@ def main() -> None:
     _put_folder_first(sys.path, given)
     from torchft.launch import become
 
-    owner = given["owner"]
-
-    def look(number: int, frame: object) -> None:
-        if select.select([owner], [], [], 0)[0]:
-            os._exit(0)
-
-    signal.signal(signal.SIGALRM, look)
     ready = Ready(given)
+    signal.signal(signal.SIGALRM, lambda *_: ready.look())
     ready.import_all()
     request, descriptors, connection = ready.serve()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -16,5 +16,6 @@ def test_groups_are_killed_and_stopped(job_server: None) -> None:
         chaos.start()
         chaos.kill(1, phase="in bucket 1")
         chaos.kill(0, phase="before the vote")
+        chaos.kill_all()
         chaos.stop(0, phase="in bucket 0")
         chaos.finish()

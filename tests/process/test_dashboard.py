@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -466,6 +468,49 @@ def test_the_lighthouses_of_a_cluster_are_shown(browser: Any, lighthouse: Lighth
     )
     assert page.text("leader").startswith("None has led for 12 min: 2 of 3 must reach each other.")
     assert page.text("trouble") == "http://a:1: the disk is full"
+    assert page.complaints() == []
+
+
+def test_what_hosts_hold_in_memory_and_write_to_disks_is_shown(
+    browser: Any, lighthouse: LighthouseServer
+) -> None:
+    slot = {
+        "job": "j",
+        "group": "a",
+        "group_rank": 0,
+        "group_world_size": 1,
+        "quorum": 1,
+        "bytes": 50_000_000,
+    }
+    slots = [
+        {**slot, "slot": 0, "step": 700, "saved": time.time() - 720},
+        {**slot, "slot": 1, "step": 0, "saved": 0, "incomplete": "it is being written"},
+    ]
+    disk = {"job": "j", "folder": "/<b>ckpt</b>", "written": 600, "bytes": 0, "since": time.time() - 720}
+    disks = [
+        disk,
+        {**disk, "written": -1, "writing": 700, "bytes": 5_000_000},
+        {**disk, "problem": "No space left on device"},
+    ]
+    report = {"address": "http://b:1", "host": "b", "snapshots": slots, "disks": disks}
+
+    def shown() -> str:
+        told = urllib.request.Request(f"{lighthouse.address()}/api/v1/keepers", json.dumps(report).encode())
+        with urllib.request.urlopen(told, timeout=10):  # again and again: it counts for ten seconds
+            return page.text("disks")
+
+    page = Page(browser, lighthouse.address())
+    wait(shown, "the disks are shown")
+    rows = "return [...document.querySelectorAll(arguments[0])].map(r => [...r.cells].map(c => c.innerText))"
+    assert browser.execute_script(rows, "#slots tr") == [
+        ["b", "a", "0", "700", "50.0 MB", "12 min", "complete"],
+        ["b", "a", "0", "", "50.0 MB", "", "it is being written"],
+    ]
+    assert browser.execute_script(rows, "#disks tbody tr") == [
+        ["b", "/<b>ckpt</b>", "600", "complete"],
+        ["b", "/<b>ckpt</b>", "", "writes step 700: 5.0 MB in 12 min"],
+        ["b", "/<b>ckpt</b>", "600", "for 12 min: No space left on device"],
+    ]
     assert page.complaints() == []
 
 

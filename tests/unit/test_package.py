@@ -62,3 +62,14 @@ def test_a_package_lists_its_modules(name: str) -> None:
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     modules = {path.stem for path in folder.glob("[a-z]*.py")}
     assert {module for module in modules if not re.search(rf"\b{module}\b", docstring)} == set()
+
+
+def test_each_public_class_has_a_name_of_its_own() -> None:
+    found: dict[str, list[str]] = {}
+    for path in (ROOT / "torchft").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    # the second one is the first with the losses of a job: users see one class
+    del found["DistributedDataParallel"]
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp, TCPStore
 from torchft._agreement import CALLS, announce
 from torchft._manager.checks.calls import Calls, describe_call, judge_of
 from torchft._manager.checks.layout import LayoutDiffers, read_layout
-from torchft._manager.quorum.plan import Plan, Source
+from torchft._manager.quorum.plan import HealSource, Plan
 from torchft._manager.rank import RankState
 from torchft.process_group.reconfigure import Handle
 
@@ -34,7 +34,7 @@ def plan(
         replica_ids=["a", "b"],
         handles=handles or [],
         max_step=max_step,
-        source=None if source is None else Source(source, "http://source", str(source)),
+        source=None if source is None else HealSource(source, "http://source", str(source)),
     )
     return Plan(**fields)
 

@@ -24,7 +24,7 @@ from torchft._manager.checks.layout import (
     read_layout,
     refused,
 )
-from torchft._manager.quorum.plan import Plan, Source
+from torchft._manager.quorum.plan import HealSource, Plan
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import Manager
@@ -51,7 +51,7 @@ def plan(groups: list[Optional[list[str]]], me: int, source: Optional[int] = Non
         replica_ids=[f"group{i}" for i in range(len(groups))],
         handles=[handle(i, lines) for i, lines in enumerate(groups)],
         max_step=max_step,
-        source=None if source is None else Source(source, "http://source", str(source)),
+        source=None if source is None else HealSource(source, "http://source", str(source)),
     )
     return Plan(**fields)
 

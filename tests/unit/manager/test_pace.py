@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchft._manager.heal.pace import LEAST, MORE, START, Pace, Share
+from torchft._manager.heal.pace import LEAST, MORE, START, Pace, TimeShare
 
 
 def test_requests_follow_each_other_during_a_pass() -> None:
@@ -116,7 +116,7 @@ def test_a_step_into_which_a_request_reaches_is_not_a_quiet_one(ends: float) -> 
 
 def test_if_all_quiet_steps_are_disturbed_pieces_are_requested_between_them() -> None:
     """The work of a target whose gradients are applied a step later may take part of each step."""
-    share, quiet = Share(), []
+    share, quiet = TimeShare(), []
     for _ in range(60):
         quiet.append(share.quiet)
         share.step(1.0, undisturbed=False)
@@ -135,8 +135,8 @@ def test_at_the_least_share_a_pass_has_pauses() -> None:
 Step = Callable[[float, int], float]
 
 
-def after(step: Step, steps: int) -> Share:
-    share = Share()
+def after(step: Step, steps: int) -> TimeShare:
+    share = TimeShare()
     for number in range(steps):
         share.step(step(0.0 if share.quiet else share.value, number))
     return share
@@ -173,7 +173,7 @@ def test_the_share_is_adapted_to_the_cost(step: Step, steps: int, least: float, 
 def test_the_share_is_adapted_in_noise(cost: float, least: float, most: float) -> None:
     """Steps that scatter by a tenth."""
     rng, values = random.Random(1), []
-    share = Share()
+    share = TimeShare()
     for _ in range(3000):
         share.step((1 + (0.0 if share.quiet else cost * share.value)) * rng.gauss(0.5, 0.05))
         values.append(share.value)
@@ -181,7 +181,7 @@ def test_the_share_is_adapted_in_noise(cost: float, least: float, most: float) -
 
 
 def test_few_steps_are_quiet() -> None:
-    share = Share()
+    share = TimeShare()
     quiet = []
     for _ in range(100):
         quiet.append(share.quiet)

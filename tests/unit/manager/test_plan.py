@@ -5,7 +5,7 @@ from typing import Any, Optional
 
 import pytest
 
-from torchft._manager.quorum.plan import Plan, Source, WorldSizeMode, make_plan
+from torchft._manager.quorum.plan import HealSource, Plan, WorldSizeMode, make_plan
 from torchft._torchft import QuorumResult
 
 
@@ -102,8 +102,8 @@ def test_spares_do_not_replace_missing_groups() -> None:
 
 
 def test_sources_and_destinations() -> None:
-    assert plan(result()).source == Source(0, "http://source:1", "a")
-    assert plan(result(replica_ids=[])).source == Source(0, "http://source:1", "")
+    assert plan(result()).source == HealSource(0, "http://source:1", "a")
+    assert plan(result(replica_ids=[])).source == HealSource(0, "http://source:1", "")
     assert plan(result()).additional_sources == ["http://additional:1"]
     assert plan(result(heal=False)).source is None
     assert plan(result(), allow_heal=False).additional_sources == []

@@ -4,8 +4,8 @@ code.
 From a quorum to the first reduction of its step, the network between the groups is idle: requests follow each
 other. Later a transfer would slow the reductions, the vote and the optimizers. So a request waits then until
 those of this step, with the work on their answers, are at most a share of the time since the quorum.
-:class:`Share` adapts it: the steps of all groups end together, so the target sees in its own steps what the
-others lose.
+:class:`TimeShare` adapts it: the steps of all groups end together, so the target sees in its own steps what
+the others lose.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KNOWN, _NEEDED = 5, 2
 _REPEATS = 2
 
 
-class Share:
+class TimeShare:
     """The share of a step in which parts are requested, from the durations of steps with and without
     requests.
 
@@ -116,7 +116,7 @@ class Pace:
     overlap = 0.0
 
     def __init__(self) -> None:
-        self.share = Share()
+        self.share = TimeShare()
         self._in_pass = False
         self._began: Optional[float] = None  # time of the quorum
         self._spent = 0.0  # on requests and answers since then

@@ -21,7 +21,7 @@ from torchft._manager.heal.in_passing import Fetch, StillHealing
 from torchft._manager.heal.state import UserState
 from torchft._manager.observe.phases import Phases, tensor_bytes
 from torchft._manager.observe.ranges import ranged
-from torchft._manager.quorum.plan import Plan, Source
+from torchft._manager.quorum.plan import HealSource, Plan
 from torchft._manager.rank import Position
 from torchft._manager.step.failures import PeerFailed
 from torchft.checkpointing.client.progress import watched_by
@@ -269,7 +269,7 @@ class Recovery:
         self, plan: Plan, has: Optional[Callable[[int, str], torch.UntypedStorage]] = None
     ) -> Position:
         assert plan.source is not None
-        source: Source = plan.source
+        source: HealSource = plan.source
         self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"), bounded(f"healing from {source.manager_address}"):
             metadata = self._ask_source(self._reach(source.manager_address))

@@ -46,7 +46,7 @@ class Plan:
     up_to_date: bool  # at max_step, before any heal
     # Whether this quorum replays a step that failed, here or in another group at max_step: see replay.py
     replay: bool
-    source: Optional[Source]  # the assigned source; None if this group does not heal
+    source: Optional[HealSource]  # the assigned source; None if this group does not heal
     additional_sources: list[str]  # manager servers of further groups that offer the same step
     recover_dst: list[int]  # groups that heal from this one
     help_dst: list[int]  # groups that heal from another assigned source, and may also use this group
@@ -107,7 +107,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Source:
+class HealSource:
     """A group that serves its state to a healing group."""
 
     replica_rank: int
@@ -144,7 +144,7 @@ def make_plan(
     if allow_heal and result.heal and result.recover_src_replica_rank is not None:
         source_rank, ids = result.recover_src_replica_rank, result.replica_ids
         source_id = ids[source_rank] if source_rank < len(ids) else ""
-        source = Source(source_rank, result.recover_src_manager_address, source_id)
+        source = HealSource(source_rank, result.recover_src_manager_address, source_id)
     return Plan(
         quorum_id=result.quorum_id,
         replica_rank=result.replica_rank,

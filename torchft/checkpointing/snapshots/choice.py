@@ -24,7 +24,7 @@ class Copy(NamedTuple):
     where: str
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """The copies that a group restores.
 
     Attributes:
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
     places: tuple[str, ...]
 
 
-def newest(ranks: Sequence[Sequence[Copy]]) -> Optional[Choice]:
+def newest(ranks: Sequence[Sequence[Copy]]) -> Optional[Chosen]:
     """Chooses the newest step that all ranks of a group can restore; None if there is none.
 
     Args:
@@ -53,4 +53,4 @@ def newest(ranks: Sequence[Sequence[Copy]]) -> Optional[Choice]:
     if not common:
         return None
     step, quorum = max(common)
-    return Choice(step, quorum, tuple(places[step, quorum] for places in reach))
+    return Chosen(step, quorum, tuple(places[step, quorum] for places in reach))

@@ -494,10 +494,10 @@ def test_what_hosts_hold_in_memory_and_write_to_disks_is_shown(
     ]
     report = {"address": "http://b:1", "host": "b", "snapshots": slots, "disks": disks}
 
-    def shown() -> str:
+    def shown() -> bool:
         told = urllib.request.Request(f"{lighthouse.address()}/api/v1/keepers", json.dumps(report).encode())
         with urllib.request.urlopen(told, timeout=10):  # again and again: it counts for ten seconds
-            return page.text("disks")
+            return "complete" in page.text("disks")
 
     page = Page(browser, lighthouse.address())
     wait(shown, "the disks are shown")

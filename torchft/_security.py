@@ -12,6 +12,7 @@ import os
 TOKEN_FILE_ENV = "TORCHFT_TOKEN_FILE"
 TLS_CERT_ENV = "TORCHFT_TLS_CERT"
 JOB_ENV = "TORCHFT_JOB_ID"
+RUN_ENV = "TORCHFT_RUN_ID"
 DEFAULT_JOB = "default"
 _FILES = {
     "token_file": TOKEN_FILE_ENV,
@@ -33,8 +34,9 @@ def files() -> dict[str, str]:
 
 
 def security() -> str:
-    """Returns the files, and the job that calls name, as JSON."""
-    return json.dumps({**files(), "job": os.environ.get(JOB_ENV) or DEFAULT_JOB})
+    """Returns the files, the job that calls name, and the id of this start of the job, as JSON."""
+    job, run = os.environ.get(JOB_ENV) or DEFAULT_JOB, os.environ.get(RUN_ENV, "")
+    return json.dumps({**files(), "job": job, "run": run})
 
 
 def tokens() -> list[str]:

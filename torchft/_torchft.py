@@ -189,10 +189,14 @@ class ManagerServer(_GoServer):
             security(),
         )
 
-    def _finish(self) -> None:
-        """Informs the server, with ``shutdown``, that the training has ended on purpose."""
+    def _finish(self, step: int = 0) -> None:
+        """Informs the server, with ``shutdown``, that the training has ended on purpose.
+
+        Args:
+            step: the number of committed steps; 0: it is not known, and groups that come back are not told.
+        """
         if self._handle:
-            self._go.pyapi_ManagerServerFinish(self._handle)
+            self._go.pyapi_ManagerServerFinish(self._handle, step)
 
 
 _STANDS = 2  # the decision of a vote: commit, and begin the next step without a round

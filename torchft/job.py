@@ -40,7 +40,7 @@ from torchft._job.values import DistributedDataParallel, LossSum, check_reduced_
 from torchft._manager.snapshots.copies import State
 from torchft.data._stream_reader import is_stream
 from torchft.data.loader import ElasticDataLoader
-from torchft.manager import Manager
+from torchft.manager import JobFinished, Manager
 from torchft.optim import OptimizerWrapper
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class Job:
             (``Manager(reproducible_reduction=True)``); costs 8 bytes for each element of a parameter.
         checkpoint_dir: the folder to resume from and to save to, in the format of
             torch.distributed.checkpoint, shared by the hosts of a group; None: no checkpoints.
-        checkpoint_every: committed steps between two checkpoints, at least 1. They are written from the copy
-            in shared memory, while training goes on; without ``snapshots``, when the loop asks for the next
-            step.
+        checkpoint_every: committed steps between two checkpoints, at least 1; the last step has one, too.
+            They are written from the copy in shared memory, while training goes on; without ``snapshots``,
+            when the loop asks for the next step.
         manager: a Manager to use in place of the one that is made; ``isolated`` and ``reproducible`` are its
             settings then.
         settings: further arguments of :class:`Manager`: ``timeout``, ``heal``, ``compare_commits``, …
@@ -358,12 +358,18 @@ class JobLoader(Iterator["JobStep"]):
             job.manager.report_error(error)  # the other groups must not wait for this one
             raise error
         if self._last is not None and self._last.counted:
-            job._checkpoints.save(job._checkpoint)  # with what the loop has changed since, say an average
+            # with what the loop has changed since, say an average
+            job._checkpoints.save(job._checkpoint, last=self._loader.at_end)
         try:
             step = next(self._loader)
         except StopIteration:
             job._checkpoints.end()
             job.shutdown()
+            raise
+        except JobFinished:
+            job.shutdown()
+            if self._loader.at_end:  # it has begun with the weights of the last step
+                raise StopIteration from None
             raise
         for optimizer in job._steppers:
             optimizer.zero_grad()

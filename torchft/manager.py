@@ -54,7 +54,7 @@ from torchft._manager.observe.trace import step_trace
 from torchft._manager.poison import Poison
 from torchft._manager.quorum.group import join_group
 from torchft._manager.quorum.plan import Plan, Planner, WorldSizeMode
-from torchft._manager.quorum.rounds import LateRound, Rounds, StandingRound
+from torchft._manager.quorum.rounds import JobFinished, LateRound, Rounds, StandingRound
 from torchft._manager.rank import Position, kept_in
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
@@ -103,6 +103,7 @@ __all__ = [
     "TIMEOUT_SEC_ENV",
     "TORCH_FR_DUMP_TEMP_FILE_ENV",
     "ExceptionWithTraceback",
+    "JobFinished",
     "Manager",
     "WorldSizeMode",
     "_ManagedFuture",
@@ -1368,7 +1369,8 @@ class Manager(Stateful, Stepping):
             wait: whether to wait until all of them have ended.
             finished: whether the training has ended on purpose, and is not to go on. When all groups of the
                 last quorum pass True, the lighthouse forgets the step that the training had reached: the next
-                training on the port of the lighthouse is another one. A loop that is preempted, or stops for
+                training on the port of the lighthouse is another one. A group of the same TORCHFT_RUN_ID that
+                comes back gets :class:`JobFinished` in its first step. A loop that is preempted, or stops for
                 a restart, must not pass True.
         """
         self._maker.check()
@@ -1427,7 +1429,7 @@ class Manager(Stateful, Stepping):
             if self._manager is not None:
                 parts.callback(self._manager.shutdown)
                 if finished:
-                    parts.callback(self._manager._finish)
+                    parts.callback(self._manager._finish, self._step)
             if ends_transport:
                 parts.callback(self._transport.shutdown, wait=wait)
             if self._in_passing is not None:

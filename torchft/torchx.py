@@ -6,11 +6,13 @@ torchx run -s local_cwd torchft/torchx.py:hsdp --replicas 2 --script train_ddp.p
 from __future__ import annotations
 
 import os
+import uuid
 from typing import Dict, Optional
 
 from torchx import specs  # pyrefly: ignore [missing-import]
 
 from torchft._nccl_env import DUMP_ENV, dump_setting
+from torchft._security import RUN_ENV
 
 __all__ = ["hsdp"]
 
@@ -32,8 +34,8 @@ def hsdp(
 ) -> specs.AppDef:
     """Makes replica groups, each a torchrun on one host that restarts its workers when one fails.
 
-    Every group gets REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE (of the submitting
-    environment, else http://localhost:29510). The lighthouse is not part of the app.
+    Every group gets REPLICA_GROUP_ID, NUM_REPLICA_GROUPS, TORCHFT_RUN_ID and TORCHFT_LIGHTHOUSE (of the
+    submitting environment, else http://localhost:29510). The lighthouse is not part of the app.
 
     Args:
         script_args: arguments of the script.
@@ -64,6 +66,7 @@ def hsdp(
     shared = {
         "NUM_REPLICA_GROUPS": str(replicas),
         "TORCHFT_LIGHTHOUSE": os.environ.get("TORCHFT_LIGHTHOUSE", _DEFAULT_LIGHTHOUSE),
+        RUN_ENV: uuid.uuid4().hex,
         DUMP_ENV: dump_setting(),  # a script may import torchft only after it has made its world
     }
     if gpu == 0 and h is None:

@@ -121,6 +121,7 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Left:      codes.FailedPrecondition,
 	quorum.Misfit:    codes.InvalidArgument,
 	quorum.Poisoned:  codes.FailedPrecondition,
+	quorum.Ended:     codes.FailedPrecondition,
 
 	quorum.Unbelieved: codes.InvalidArgument,
 	quorum.Unneeded:   codes.FailedPrecondition,
@@ -195,7 +196,7 @@ func (j *job) safely(use func()) error {
 		if j.kept.Highest > 0 {
 			var again error // without the latest quorum, should that be the cause: its members show it
 			defer rpc.Recovered(j.log, "the lighthouse", &again)
-			j.do(quorum.Recalled{Past: j.kept.Past, Highest: j.kept.Highest}, time.Now())
+			j.do(quorum.Recalled{Past: j.kept.Past, Highest: j.kept.Highest, End: j.kept.End}, time.Now())
 		}
 	})
 }
@@ -264,6 +265,9 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			}
 			j.deliver([]quorum.WaiterID{a.Waiter}, j.latest)
 		case quorum.Refuse:
+			if a.Why == quorum.Ended {
+				j.log.Info("torchft: a group is told that it came back too late", "reason", a.Reason)
+			}
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
 		case quorum.Welcome:
 			j.greeting.welcome(a)
@@ -275,7 +279,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				j.log.Info("torchft: the training is complete, as all of its groups reported; the next " +
 					"quorum begins a new one")
 			}
-			j.kept.Highest, j.kept.Past = a.Highest, a.Past
+			j.kept.Highest, j.kept.Past, j.kept.End = a.Highest, a.Past, a.End
 			j.keepState()
 		case quorum.Call:
 			j.log.Info("torchft: the next quorum is called", "quorum_id", a.QuorumID,

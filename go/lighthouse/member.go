@@ -51,6 +51,7 @@ type stream struct {
 	wire       grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
 	replicaID  string
 	recallable bool          // it can answer a Recall
+	run        string        // of its launcher
 	latest     quorum.Member // the last record that the member sent; only receive uses it
 	received   atomic.Int64  // number of messages from the member
 	ended      atomic.Bool
@@ -95,6 +96,7 @@ func (m memberService) Attend(
 		wire:       wire,
 		replicaID:  greeting.GetReplicaId(),
 		recallable: greeting.GetLighthouses() > 0,
+		run:        greeting.GetRun(),
 	}
 	if err := s.begin(greeting); err != nil {
 		return err
@@ -266,7 +268,8 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Leaving:
 		return s.job.feed(quorum.Leaving{ReplicaID: s.replicaID, Step: message.GetStep()})
 	case *torchftpb.MemberMessage_ShuttingDown:
-		return s.feed(quorum.ShuttingDown{ReplicaID: s.replicaID, Finished: message.GetFinished()})
+		return s.feed(quorum.ShuttingDown{ReplicaID: s.replicaID, Finished: message.GetFinished(),
+			End: quorum.End{Run: s.run, Step: message.GetStep()}})
 	case *torchftpb.MemberMessage_Progress:
 		p := m.Progress
 		return s.report(quorum.Progressed{ReplicaID: s.replicaID, Progress: quorum.Progress{
@@ -362,6 +365,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 	return job.step(quorum.Asked{
 		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(),
 		Recallable: s.recallable,
+		Run:        s.run,
 	})
 }
 

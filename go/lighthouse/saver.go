@@ -217,7 +217,7 @@ func (j *job) restore(text []byte) {
 			"step", s.Past.Step, "members", len(s.Past.Members))
 	}
 	if j.kept.Highest == 0 {
-		j.kept.Highest, j.kept.Past = s.Highest, s.Past
+		j.kept.Highest, j.kept.Past, j.kept.End = s.Highest, s.Past, s.End
 	}
 	if j.rendezvous.Nodes() == 0 {
 		j.kept.Rendezvous = s.Rendezvous
@@ -225,7 +225,7 @@ func (j *job) restore(text []byte) {
 		j.place(rendezvous.Woken{})
 	}
 	if s.Highest > 0 { // the job has had a quorum
-		_ = j.step(quorum.Recalled{Past: s.Past, Highest: s.Highest}) // step has logged an error
+		_ = j.step(quorum.Recalled{Past: s.Past, Highest: s.Highest, End: s.End}) // step has logged an error
 	}
 }
 

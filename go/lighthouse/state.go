@@ -35,6 +35,7 @@ type state struct {
 	Highest int64  `json:"highest"` // ids up to this one are not used again
 	// zero: the last training is complete, and the next one has had no quorum yet
 	Past quorum.Past `json:"past"`
+	End  quorum.End  `json:"end,omitzero"`
 
 	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
 

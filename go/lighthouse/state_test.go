@@ -20,7 +20,7 @@ var somePast = quorum.Past{ID: 1234, Step: 56,
 
 func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")
-	want := state{Job: "x", Highest: 2000, Past: somePast}
+	want := state{Job: "x", Highest: 2000, Past: somePast, End: quorum.End{Run: "r", Step: 57}}
 	for range 2 { // the second write replaces an older file
 		text, err := want.encode()
 		require.NoError(t, err)
@@ -130,7 +130,8 @@ func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {
 	require.NoError(t, s.jobs["default"].feed(quorum.Recalled{Past: ofTerm3}))
 	before := s.testAsk(t, "a", 7)
 	require.Equal(t, int64(3), quorum.TermOf(before.ID))
-	require.NoError(t, s.jobs["default"].feed(quorum.ShuttingDown{ReplicaID: "a", Finished: true}))
+	require.NoError(t, s.jobs["default"].feed(quorum.ShuttingDown{ReplicaID: "a", Finished: true,
+		End: quorum.End{Run: "r", Step: 8}}))
 	assert.Contains(t, log.String(), "the training is complete, as all of its groups reported")
 	assert.Empty(t, s.Status().Quorum)
 	s.Shutdown()
@@ -138,6 +139,9 @@ func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {
 	again, log := startOn(t, dir)
 	assert.Empty(t, again.Status().Quorum)
 	assert.NotContains(t, log.String(), "the job continues from its state on disk")
+	_, err := again.jobs["default"].quorum(t.Context(),
+		quorum.Asked{Member: quorum.Member{ReplicaID: "late"}, Run: "r"})
+	require.ErrorContains(t, err, "the training has ended: it was complete at step 8, before late came back")
 	after := again.testAsk(t, "b", 0)
 	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead, "a quorum id was used twice")
 	assert.Equal(t, int64(3), quorum.TermOf(after.ID))

@@ -784,12 +784,13 @@ _wrap__torchft_go_pyapi_ManagerServerFinish(PyObject * PYBINDGEN_UNUSED(dummy), 
     PyObject *py_retval;
     bool retval;
     int64_t handle;
-    const char *keywords[] = {"handle", NULL};
+    int64_t step;
+    const char *keywords[] = {"handle", "step", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &handle)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &step)) {
         return NULL;
     }
-    retval = pyapi_ManagerServerFinish(handle);
+    retval = pyapi_ManagerServerFinish(handle, step);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -1050,7 +1051,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerNoticeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerNoticeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerNoticeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerReport", (PyCFunction) _wrap__torchft_go_pyapi_ManagerReport, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerReport(handle, report)\n\ntype: handle: int64_t\ntype: report: char *" },
     {(char *) "pyapi_ManagerRoundStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundStart(handle, request, first, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: first: bool\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_ManagerServerFinish", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerFinish, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerFinish(handle)\n\ntype: handle: int64_t" },
+    {(char *) "pyapi_ManagerServerFinish", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerFinish, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerFinish(handle, step)\n\ntype: handle: int64_t\ntype: step: int64_t" },
     {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, security)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerTrace", (PyCFunction) _wrap__torchft_go_pyapi_ManagerTrace, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerTrace(handle, traceparent)\n\ntype: handle: int64_t\ntype: traceparent: char *" },
     {(char *) "pyapi_ProbeStart", (PyCFunction) _wrap__torchft_go_pyapi_ProbeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ProbeStart(outcome, delayUs, timeoutUs)\n\ntype: outcome: char *\ntype: delayUs: int64_t\ntype: timeoutUs: int64_t" },

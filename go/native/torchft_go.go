@@ -454,8 +454,8 @@ func pyapi_ManagerRoundStart(handle C.longlong, request *C.char, first C.char, t
 }
 
 //export pyapi_ManagerServerFinish
-func pyapi_ManagerServerFinish(handle C.longlong) C.char {
-	cret, __err := pyapi.ManagerServerFinish(int64(handle))
+func pyapi_ManagerServerFinish(handle C.longlong, step C.longlong) C.char {
+	cret, __err := pyapi.ManagerServerFinish(int64(handle), int64(step))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

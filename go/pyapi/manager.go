@@ -44,7 +44,7 @@ func ManagerServerStart(
 	}
 	return ops.Start(cfg.ConnectTimeout+bindTimeout, func(ctx context.Context) (any, error) {
 		joined, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
-			rpc.Dialing{Security: cfg.Security, Job: cfg.Job})
+			rpc.Dialing{Security: cfg.Security, Job: cfg.Job, Run: protected.Run})
 		if err != nil {
 			return nil, connectFailed(err)
 		}
@@ -78,10 +78,10 @@ func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int6
 }
 
 // ManagerServerFinish is called before the server is released if the training is complete, but not if it was
-// preempted.
-func ManagerServerFinish(handle int64) (found bool, err error) {
+// preempted. step is the number of committed steps, 0 if it is not known.
+func ManagerServerFinish(handle, step int64) (found bool, err error) {
 	return with(handle, func(server *manager.Server) (bool, error) {
-		server.Finish()
+		server.Finish(step)
 		return true, nil
 	})
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/torchft/torchft/go/heal"
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/logging"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
@@ -111,6 +112,7 @@ func Handles() (count int64, err error) {
 type settings struct {
 	auth.Security
 	Job string `json:"job"`
+	Run string `json:"run"`
 }
 
 // parseSecurity reads settings in JSON, and checks the files that they name.
@@ -118,6 +120,11 @@ func parseSecurity(text string) (settings, error) {
 	var s settings
 	if err := json.Unmarshal([]byte(text), &s); err != nil {
 		return s, fmt.Errorf("security: %w", err)
+	}
+	if s.Run != "" {
+		if err := rpc.ValidateJob(rpc.RunEnv, s.Run); err != nil {
+			return s, ops.As(ops.Value, err)
+		}
 	}
 	return s, ops.As(ops.Value, s.Validate())
 }

@@ -11,6 +11,7 @@ import (
 
 // act decides whether there is a quorum now, and appends the resulting actions.
 func (m *Machine) act(tick bool) {
+	m.past.refuseLate()
 	t := m.roster.tally(m.now)
 	d := m.decide(t, m.now)
 	m.past.decided(d)

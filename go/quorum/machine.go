@@ -158,7 +158,10 @@ func (m *Machine) take(event Event) (decide bool) {
 	case ShuttingDown:
 		m.drains.shuttingDown(e)
 		m.seats.completes(e)
-		m.finish()
+		told := m.past.ends(e)
+		if !m.finish() && told {
+			m.past.keep()
+		}
 	case Recalled:
 		if m.search.recalled(e) {
 			m.adopted()
@@ -283,11 +286,12 @@ func (m *Machine) adopted() {
 
 // finish forgets the past of a job whose training is complete, as all members of the latest quorum have
 // reported: the next group that asks begins another training, and must not be refused for being behind. The
-// past is kept if a member has not reported that, since this member may come back with its weights.
-func (m *Machine) finish() {
+// past is kept if a member has not reported that, since this member may come back with its weights. It reports
+// whether the past is forgotten.
+func (m *Machine) finish() bool {
 	if m.past.latest == nil || slices.ContainsFunc(m.past.members,
 		func(r *record) bool { return !r.finished }) {
-		return
+		return false
 	}
 	m.drains.release()
 	m.standing.ends()
@@ -298,6 +302,7 @@ func (m *Machine) finish() {
 	m.watch.forget()
 	m.stragglers.forget()
 	m.poison.forget()
+	return true
 }
 
 // reportFailures reports the failures of members of the latest quorum. Other members are in no step, so no

@@ -52,7 +52,7 @@ func delivered(t testing.TB, actions []Action) Deliver {
 	require.GreaterOrEqual(t, i, 0)
 	d := actions[i].(Deliver)
 	if slices.ContainsFunc(actions, func(a Action) bool { _, is := a.(Changed); return is }) {
-		require.Equal(t, Keep{d.Quorum.Past(), d.Quorum.ID}, actions[i-1])
+		require.Equal(t, Keep{d.Quorum.Past(), d.Quorum.ID, End{}}, actions[i-1])
 	}
 	return d
 }
@@ -81,7 +81,7 @@ func TestAShownQuorumIsKept(t *testing.T) {
 		shown := past.remembered(r.now)
 		actions := r.machine.Step(Recalled{Past: past, Quorum: shown, From: from}, r.now)
 		require.Equal(t, kept, slices.ContainsFunc(actions,
-			func(a Action) bool { return reflect.DeepEqual(a, Keep{past, r.machine.past.ids()}) }))
+			func(a Action) bool { return reflect.DeepEqual(a, Keep{past, r.machine.past.ids(), End{}}) }))
 		require.GreaterOrEqual(t, r.machine.past.ids(), past.ID)
 	}
 }

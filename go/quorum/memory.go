@@ -42,7 +42,7 @@ type memory struct {
 
 	floor   int64 // new ids are above it: firstID, or what an earlier start has reserved
 	highest int64 // the largest quorum_id that was used here, or that a member knows
-
+	end     End   // of the last run whose training is complete
 }
 
 // Voter is the record of a quorum's member that the other members keep.
@@ -110,16 +110,23 @@ func (p Past) Validate() error {
 	return nil
 }
 
-// keep appends a Keep for a new quorum. While its members train on in it, nothing is written.
-func (m *memory) keep() { m.do(Keep{m.latest.Past(), m.ids()}) }
+// keep appends a Keep for a new quorum, or for a new end. While its members train on in it, nothing is written.
+func (m *memory) keep() {
+	k := Keep{Highest: m.ids(), End: m.end}
+	if m.latest != nil {
+		k.Past = m.latest.Past()
+	}
+	m.do(k)
+}
 
-// forget drops all but the highest id: the ids of the next training must not repeat those of this one.
+// forget drops all but the highest id and the end: the ids of the next training must not repeat those of this
+// one, and a group of this one may come back.
 func (m *memory) forget() {
 	for _, r := range m.members {
 		m.roster.setPrevious(r, false, m.now)
 	}
-	*m = memory{core: m.core, floor: m.floor, highest: m.highest}
-	m.do(Keep{Highest: m.ids()})
+	*m = memory{core: m.core, floor: m.floor, highest: m.highest, end: m.end}
+	m.keep()
 }
 
 // ids returns the id that the next new one is above.

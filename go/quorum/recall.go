@@ -174,7 +174,7 @@ func (s *search) delivers() {
 func (s *search) recalled(e Recalled) (adopted bool) {
 	p, q := e.Past, e.Quorum
 	if e.From == "" {
-		q = p.remembered(s.now)
+		q, s.past.end = p.remembered(s.now), e.End
 	} else {
 		p = q.Past()
 	}

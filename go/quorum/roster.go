@@ -64,6 +64,7 @@ type request struct {
 	member     Member
 	known      int64 // quorum_id of the last quorum that the member was in
 	recallable bool  // it answers a Recall
+	run        string
 }
 
 func (r *record) alive() bool { return r.pulse != nil && r.out == "" }
@@ -296,7 +297,7 @@ func (s *roster) ask(e Asked, now time.Time) {
 	s.waiters[e.Waiter] = r
 	s.update(r, now, func() {
 		r.out = ""
-		r.requests = append(r.requests, request{e.Waiter, e.Member, e.KnownQuorumID, e.Recallable})
+		r.requests = append(r.requests, request{e.Waiter, e.Member, e.KnownQuorumID, e.Recallable, e.Run})
 	})
 }
 

@@ -78,7 +78,7 @@ func (s *seats) end() {
 	s.taken = false
 	for _, r := range s.roster.inOrderOfSeats() {
 		if r.held {
-			s.refuseAll(r, Unneeded, "this standby is not needed: the training is complete")
+			s.refuseAll(r, Ended, "the training has ended: it is complete, and this standby is not needed")
 		}
 	}
 }

@@ -17,12 +17,13 @@ import (
 //
 //	policy min=2 [max=3] join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid] [term=1]   a new machine, at 1000 ms, so that its first quorum is 1001
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [layout=L,...] [recallable]
-//	ask … [committed=1001] [each]   likewise; it asks for each step
+//	ask … [committed=1001] [each] [run=RUN]   likewise; it asks for each step; the run of its launcher
 //	greet a [term=1] [known=1005] [step=3] [stands=1005] [at=7]   a member begins a stream; step is that of its last round, at the one that it is in
 //	stopped a 1005 step=7   its answer to a call
 //	parts a 1005     it has left quorum 1005, which stands
 //	changes a        it has to tell the others something
 //	recalled 1005 step=3 a b c [from=a] [highest=2000] [committed=1004] [stands]   a shows quorum 1005; without from, the disk or the log does
+//	restored 1005 run=RUN step=7   likewise, the disk of a lighthouse that has forgotten a training, but for ids up to 1005 and its end
 //	withdrawn 1      the request is withdrawn
 //	beat a b [phase=evaluation for=3s]   heartbeats
 //	disconnected a           its last stream broke
@@ -31,7 +32,7 @@ import (
 //	reached a        a check has reached it
 //	unreached a      a check has not reached it
 //	reports a computes|waits [for=3s] [rank=1] [phase=training]   its answer to AskProgress
-//	shutdown a       its manager server ends
+//	shutdown a [finished [run=RUN step=7]]   its manager server ends
 //	drain a          an operator requests that it leaves
 //	leaving a        it leaves
 //	slept 3s         the lighthouse was stopped for this time
@@ -89,6 +90,7 @@ func (r *scribe) run(words []string) []string {
 			KnownQuorumID: transcript.Number(r.t, transcript.Option(args, "known")),
 			Number:        uint64(transcript.Number(r.t, transcript.Option(args, "number"))),
 			Recallable:    slices.Contains(args, "recallable"),
+			Run:           transcript.Option(args, "run"),
 			Member: Member{
 				CommittedQuorumID: transcript.Number(r.t, transcript.Option(args, "committed")),
 				ReplicaID:         args[0],
@@ -139,6 +141,9 @@ func (r *scribe) run(words []string) []string {
 			e.Past, e.Quorum = Past{}, q
 		}
 		return r.step(e)
+	case "restored":
+		return r.step(Recalled{Highest: transcript.Number(r.t, args[0]), End: End{
+			transcript.Option(args, "run"), transcript.Number(r.t, transcript.Option(args, "step"))}})
 	case "withdrawn":
 		return r.step(Withdrawn{Waiter: WaiterID(transcript.Number(r.t, args[0]))})
 	case "beat", "call":
@@ -177,7 +182,8 @@ func (r *scribe) run(words []string) []string {
 		return r.step(Leaving{ReplicaID: args[0],
 			Step: transcript.Number(r.t, transcript.Option(args, "step"))})
 	case "shutdown":
-		return r.step(ShuttingDown{ReplicaID: args[0], Finished: slices.Contains(args, "finished")})
+		return r.step(ShuttingDown{ReplicaID: args[0], Finished: slices.Contains(args, "finished"),
+			End: End{transcript.Option(args, "run"), transcript.Number(r.t, transcript.Option(args, "step"))}})
 	case "slept":
 		r.now = r.now.Add(transcript.Duration(r.t, args[0]))
 		return r.step(Slept{For: transcript.Duration(r.t, args[0])})
@@ -267,6 +273,10 @@ func (r *scribe) step(e Event) []string {
 		case Drain:
 			answers = append(answers, fmt.Sprintf("ask %s to leave: %s", a.ReplicaID, a.Reason))
 		case Keep:
+			if a.End.Run != "" {
+				answers = append(answers, fmt.Sprintf("the end of run %s at step %d is kept", a.End.Run,
+					a.End.Step))
+			}
 			if a.Past.ID == 0 {
 				answers = append(answers, fmt.Sprintf("the past is forgotten, except that quorum ids up to "+
 					"%d are used", a.Highest))

@@ -49,6 +49,7 @@ type (
 		// them. A request with a smaller number than an earlier one was delayed: its content is outdated, and
 		// the member does not wait for its answer.
 		Number uint64
+		Run    string // of its launcher; empty: it names none
 	}
 	// Greeted: a member begins a stream, which upstream members do not. It counts as a heartbeat.
 	Greeted struct {
@@ -67,6 +68,7 @@ type (
 		Quorum  *Quorum // of a member: all that it received in its last round; Past is not used
 		From    string  // the member that shows it, which must have been in it; empty: the disk or the log
 		Highest int64   // no id up to this one may be used again; 0: up to that of the quorum
+		End     End     // of the disk or the log
 	}
 	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It
 	// gets no answer.
@@ -139,6 +141,7 @@ type (
 	ShuttingDown struct {
 		ReplicaID string
 		Finished  bool // its training is complete: the group was not preempted, and will not be restarted
+		End       End  // if finished
 	}
 	// Slept: the lighthouse itself was stopped for a time, and handled no messages. For is how far the
 	// machine's time went on meanwhile: less than the whole time if the host was suspended, since the
@@ -245,6 +248,7 @@ type (
 	Keep struct {
 		Past    Past  // zero: the training has ended, and only the ids are to be kept
 		Highest int64 // no id up to this one may be used again
+		End     End   // of the last run that is complete; zero: there is none
 	}
 	// Regressed reports a quorum whose steps are below those that the job had reached.
 	Regressed struct {
@@ -372,5 +376,6 @@ const (
 	// its group has another world_size than the other groups, or reduces other tensors
 	Misfit
 	Poisoned // the job stops
-	Unneeded // it is a standby, and the training is complete or it was asked to leave
+	Unneeded // it is a standby that was asked to leave
+	Ended    // the training of its run is complete, or it is a standby and all groups have completed theirs
 )

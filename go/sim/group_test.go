@@ -87,7 +87,7 @@ func (g *group) run() {
 	finishes := false
 	g.j.note(func(*judge) { finishes = g.life.finished })
 	if finishes {
-		server.Finish()
+		server.Finish(0)
 	}
 	server.Shutdown()
 	g.j.note(func(judge *judge) {

@@ -2625,7 +2625,8 @@ type MemberMessage struct {
 	//	*MemberMessage_Raised
 	//	*MemberMessage_Drain
 	Message isMemberMessage_Message `protobuf_oneof:"message"`
-	// With alive and leaving: the step that the group is in, while its quorum stands; 0: none stands.
+	// With alive and leaving: the step that the group is in, while its quorum stands; 0: none stands. With shutting_down
+	// and finished: the number of committed steps; 0: not known.
 	Step          int64 `protobuf:"varint,52,opt,name=step,proto3" json:"step,omitempty"`
 	Phase         Phase `protobuf:"varint,58,opt,name=phase,proto3,enum=torchft.Phase" json:"phase,omitempty"` // with alive: of the rank that has been in its phase for longest
 	PhaseUs       int64 `protobuf:"varint,59,opt,name=phase_us,json=phaseUs,proto3" json:"phase_us,omitempty"` // with alive: how long it has been in that phase
@@ -3107,8 +3108,11 @@ type Greeting struct {
 	KnownQuorumId int64 `protobuf:"varint,43,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"` // as Ask.known_quorum_id
 	// The largest step of the members of that quorum, as this member received it last. An earlier lighthouse may have
 	// answered that round only in part: then the quorum is recalled, and redelivered to the others.
-	KnownStep     int64 `protobuf:"varint,44,opt,name=known_step,json=knownStep,proto3" json:"known_step,omitempty"`
-	Stands        *Step `protobuf:"bytes,50,opt,name=stands,proto3" json:"stands,omitempty"` // the quorum that stands for the group, and the step that it is in; absent: none stands
+	KnownStep int64 `protobuf:"varint,44,opt,name=known_step,json=knownStep,proto3" json:"known_step,omitempty"`
+	Stands    *Step `protobuf:"bytes,50,opt,name=stands,proto3" json:"stands,omitempty"` // the quorum that stands for the group, and the step that it is in; absent: none stands
+	// TORCHFT_RUN_ID of the group: when the training of a run is complete, groups of that run that come back are told so.
+	// Empty: it has none.
+	Run           string `protobuf:"bytes,51,opt,name=run,proto3" json:"run,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3183,6 +3187,13 @@ func (x *Greeting) GetStands() *Step {
 		return x.Stands
 	}
 	return nil
+}
+
+func (x *Greeting) GetRun() string {
+	if x != nil {
+		return x.Run
+	}
+	return ""
 }
 
 // A request for a quorum. It replaces an earlier ask of this stream.
@@ -4246,7 +4257,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\aParting\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x12\n" +
-	"\x04step\x18\x03 \x01(\x03R\x04step\"\xcd\x01\n" +
+	"\x04step\x18\x03 \x01(\x03R\x04step\"\xdf\x01\n" +
 	"\bGreeting\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12 \n" +
@@ -4255,7 +4266,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\x12\x1d\n" +
 	"\n" +
 	"known_step\x18, \x01(\x03R\tknownStep\x12%\n" +
-	"\x06stands\x182 \x01(\v2\r.torchft.StepR\x06stands\"\xa2\x02\n" +
+	"\x06stands\x182 \x01(\v2\r.torchft.StepR\x06stands\x12\x10\n" +
+	"\x03run\x183 \x01(\tR\x03run\"\xa2\x02\n" +
 	"\x03Ask\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
 	"\n" +

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -16,8 +17,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 import torchft
 from tests.integration.cluster import Cluster, Gate, Rank, results
 from torchft._job.parameters import average_in_group, reduce_plain
+from torchft._security import RUN_ENV
 from torchft.data.position import DataPlan, DataPosition
 from torchft.job import JobStep
+from torchft.manager import JobFinished
 from torchft.work import _DummyWork
 
 SAMPLES = 41  # a multiple of neither batch nor unit
@@ -136,6 +139,43 @@ def test_a_group_that_fails_and_returns_changes_no_weight(heal: str, replay: boo
     for each in ended:
         torch.testing.assert_close(each, weights, rtol=1e-9, atol=1e-12)
     assert [max(loop.losses[step]) for step in range(STEPS)] == pytest.approx(losses, rel=1e-9)
+
+
+def crash(rank: Rank) -> bool:
+    rank.crash()
+    return True
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_group_that_returns_after_the_end_makes_no_step(
+    saved: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the checkpoint of the last step it ends as the others do, so that its script goes on behind the
+    loop. Otherwise its process ends. The next run of the job trains.
+    """
+    loop = Loop(start_with=2, events={(1, 2): crash})
+    if saved:
+        loop.job = {"checkpoint_dir": tmp_path, "checkpoint_every": 100}
+    again = copy.copy(loop)
+    again.start_with, again.events = 0, {(1, step): crash for step in range(STEPS)}
+    weights, _ = one_process()
+    monkeypatch.setenv(RUN_ENV, "first")
+    with Cluster(min_replicas=1) as cluster:
+        ended = results(*(cluster.start(loop, group) for group in range(2)))
+        torch.testing.assert_close(ended[0], weights, rtol=1e-9, atol=1e-12)
+        returns = cluster.start(again, 1)
+        if saved:
+            torch.testing.assert_close(results(returns)[0], weights, rtol=1e-9, atol=1e-12)
+        else:
+            with pytest.raises(JobFinished) as e:
+                results(returns)
+            assert e.value.code == 0 and f"it was complete at step {STEPS}, before" in e.value.reason
+        assert len(again.events) == STEPS, "it made no step"
+        assert caplog.text.count("this group trains nothing: ") == 1
+
+        monkeypatch.setenv(RUN_ENV, "second")
+        loop.start_with, loop.job = 1, {}
+        torch.testing.assert_close(results(cluster.start(loop, 0))[0], weights, rtol=1e-9, atol=1e-12)
 
 
 def test_with_reproducible_sums_weights_and_losses_have_the_same_bits_with_one_group_and_two() -> None:

@@ -95,6 +95,7 @@ def test_each_pod_is_a_group_with_its_own_number() -> None:
     (group,) = spec["template"]["spec"]["containers"]
     values = {variable["name"]: variable.get("value") for variable in group["env"]}
     assert values["NUM_REPLICA_GROUPS"] == str(spec["completions"])
+    assert "TORCHFT_RUN_ID" in values  # of the Job: the same for all of its pods, and for no later Job
     (text,) = group["args"]
     assert text.startswith("REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX exec torchrun ")
     check(text.replace("exec ", ""))

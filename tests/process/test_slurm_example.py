@@ -28,6 +28,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {
         "PATH": f"{commands}:{os.environ['PATH']}",
         "SHARED": str(tmp_path / "shared"),
+        "SLURM_ARRAY_JOB_ID": "1230",
         "SLURM_ARRAY_TASK_ID": "2",
         "SLURM_ARRAY_TASK_COUNT": "4",
         "SLURM_JOB_ID": "1234",
@@ -54,6 +55,7 @@ def test_group_finds_the_lighthouse_and_starts_torchrun_on_all_its_nodes(slurm: 
         "REPLICA_GROUP_ID=2",
         "TORCHFT_GRACE_S=25",
         f"TORCHFT_LIGHTHOUSE={address}",
+        "TORCHFT_RUN_ID=1230",
     ]
     assert "\n#SBATCH --signal=TERM@60\n" in (SCRIPTS / "groups.sbatch").read_text()
     assert "--nnodes 2 --nproc_per_node 8 --max_restarts 3" in command

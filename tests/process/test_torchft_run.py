@@ -26,6 +26,7 @@ from tests.unit.waiting import wait_until
 from torchft.launch import process_tree
 
 MEMBER = Path(__file__).resolve().parent / "member.py"
+FINISHED = Path(__file__).resolve().parent / "finished_script.py"
 FOREVER = "1000000000"
 
 
@@ -261,6 +262,25 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
         assert_logs_are_named(run)
     finally:
         process_tree.kill_tree(run.process)
+
+
+@pytest.mark.timeout(240)
+def test_a_group_that_is_killed_after_the_end_trains_nothing_again(tmp_path: Path) -> None:
+    """Group 1 is killed behind its loop, when group 0 has ended."""
+    run = Command(tmp_path, "--replicas", "2", "--min-replicas", "2", str(FINISHED))
+    pid = tmp_path / "pid-1"
+    try:
+        run.wait(lambda: pid.exists() and pid.read_text().endswith("\n"), "group 1 has left its loop", 120)
+        run.wait(lambda: run.shows(r"^group 0 .* done"), "group 0 has ended")
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        assert run.process.wait(120) == 0, run.report()
+    finally:
+        process_tree.kill_tree(run.process)
+    assert run.shows(r"^done: 2 groups"), run.report()
+    log = (tmp_path / "logs" / "group-1.log").read_text()
+    assert "this group trains nothing: " in log and "it was complete at step 8, before" in log, log
+    lives = {name: (tmp_path / name).exists() for name in ("life-1-1", "step-1-0", "step-1-1")}
+    assert lives == {"life-1-1": True, "step-1-0": True, "step-1-1": False}
 
 
 @pytest.mark.hosts

@@ -403,6 +403,10 @@ def test_the_job_is_read_from_the_current_environment(
     monkeypatch.setenv("TORCHFT_JOB_ID", "a/b")
     with pytest.raises(ValueError, match=r'TORCHFT_JOB_ID\) is "a/b": it must be 1 to 128 letters'):
         job.server("a")
+    monkeypatch.setenv("TORCHFT_JOB_ID", "")
+    monkeypatch.setenv("TORCHFT_RUN_ID", "first run")
+    with pytest.raises(ValueError, match=r'TORCHFT_RUN_ID is "first run": it must be 1 to 128 letters'):
+        job.server("a")
 
 
 def test_the_longest_timedelta_is_a_timeout(groups: Callable[..., Groups]) -> None:

@@ -79,19 +79,20 @@ class Checkpoints:
 
     # Saving
 
-    def save(self, state: Callable[[], dict[str, Any]]) -> None:
+    def save(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Has the state after a committed step written, if that is due. All ranks call it after each
         committed step, before the next one begins.
 
         Args:
             state: returns the state; called only if this rank writes it.
+            last: whether no step follows. Then it is due: a group that returns after the end resumes from it.
         """
         manager = self._manager
         step, part = manager.current_step(), manager.participating_rank()
         # A copy that failed, for lack of memory for example, is made up for by the next step.
         owed = self._marked is not None and self._marked[0] > manager._snapshots.copied
         self._marked = None
-        if self._folder is None or part is None or not (owed or step % self._every == 0):
+        if self._folder is None or part is None or not (owed or last or step % self._every == 0):
             return
         to = Due(str(self._folder), self._every, part, manager.num_participants(), self._key())
         if manager._snapshots.works and _keeper_runs():

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any, Callable
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 from torchft._lighthouse_http import HttpLighthouse, Unanswered
 from torchft._manager.settings import STOPPED_STATUS
 from torchft._manager.signals import LEAVE_ON_ENV
+from torchft._security import RUN_ENV
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
 from torchft.launch.output import error_of
@@ -98,6 +100,9 @@ class LocalJob:
         self.pace = StepRate()
         self._make_group = make_group
         self._lighthouse = lighthouse
+        self._run = (
+            os.environ.get(RUN_ENV) or uuid.uuid4().hex
+        )  # groups that come back after its end are told
         self._kill_every = kill_every
         self._trained = False  # whether a group has ever taken part in a step: then the script can start
         self._errors: list[str] = []  # which ended groups before that
@@ -216,7 +221,8 @@ class LocalJob:
         # SIGTERM drains a group whose script calls `draining()`. It ends other scripts, unless they handle
         # it.
         leave_on = {LEAVE_ON_ENV: os.environ.get(LEAVE_ON_ENV, signal.SIGTERM.name)}
-        member.group.start(self._lighthouse, {"TORCHFT_MANAGER_PORT": str(member.port), **leave_on})
+        own = {"TORCHFT_MANAGER_PORT": str(member.port), RUN_ENV: self._run}
+        member.group.start(self._lighthouse, {**own, **leave_on})
 
     def _look_after(self, member: GroupState, now: float) -> None:
         status = member.group.status

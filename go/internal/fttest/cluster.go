@@ -109,7 +109,7 @@ func (NoMembership) Notices() <-chan *torchftpb.Notice { return nil }
 func (NoMembership) Report(*torchftpb.MemberMessage) {}
 func (NoMembership) Trains(int64, int64)             {}
 func (NoMembership) Leave(context.Context) error     { return nil }
-func (NoMembership) Finish()                         {}
+func (NoMembership) Finish(int64)                    {}
 func (NoMembership) Close() error                    { return nil }
 
 // Group is one replica group: its server on the host with the group's name, and one client per rank, each on

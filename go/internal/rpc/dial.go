@@ -23,6 +23,7 @@ type Dialing struct {
 	Network  Network       // TCP if nil
 	Security auth.Security // the client's own files
 	Job      string        // its id; TORCHFT_JOB_ID of the environment if empty
+	Run      string        // the id of this start of the job, from its launcher; empty: it has none
 }
 
 // LogLongWait logs in two seconds that a connection is waited for, unless the returned function is called

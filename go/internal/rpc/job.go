@@ -12,6 +12,8 @@ import (
 const (
 	// JobEnv is the environment variable with the job's id.
 	JobEnv = "TORCHFT_JOB_ID"
+	// RunEnv is the environment variable with the id of this start of the job. ValidateJob checks it.
+	RunEnv = "TORCHFT_RUN_ID"
 	// DefaultJob is the job of members that name none, such as upstream ones.
 	DefaultJob = "default"
 	// jobKey is the metadata key that names the job in each call to a lighthouse.
@@ -20,7 +22,7 @@ const (
 	maxJob = 128
 )
 
-// ValidateJob returns an error if a job cannot have this id. The error names the setting.
+// ValidateJob returns an error if a job, or a run of it, cannot have this id. The error names the setting.
 func ValidateJob(setting, job string) error {
 	ok := len(job) > 0 && len(job) <= maxJob && job[0] != '.' && job[0] != '-'
 	for i := range len(job) {

@@ -124,6 +124,7 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 		Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 			ReplicaId: m.replicaID, Lighthouses: uint32(len(m.list)), Term: m.seenTerm(),
 			KnownQuorumId: known.QuorumID, KnownStep: known.Step, Stands: stands,
+			Run: m.with.Run,
 		}},
 	})
 	go stream.Receive(stream.take)

@@ -45,7 +45,8 @@ type Member struct {
 	standsIn  atomic.Int64 // the quorum that stands for the group, 0 if none
 	step      atomic.Int64 // the step that it is in, while a quorum stands
 	ends      atomic.Bool  // Close was called: no lighthouse is asked any more
-	finished  atomic.Bool  // the training is complete
+	finished  atomic.Bool  // the training is complete, at endStep
+	endStep   atomic.Int64
 
 	// a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
 	opening chan struct{}
@@ -238,8 +239,8 @@ func (m *Member) announceEnd() {
 		return
 	}
 	stream.Post(&torchftpb.MemberMessage{
-		Finished: m.finished.Load(),
-		Message:  &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true},
+		Finished: m.finished.Load(), Step: m.endStep.Load(),
+		Message: &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true},
 	})
 	late := time.After(rpc.FarewellTime)
 	// Free alone would not do: it may be closed already, by the answer to an earlier message (Leave).
@@ -292,8 +293,11 @@ func (m *Member) learnTerm(term int64) error {
 // seenTerm returns the highest term that the member has seen.
 func (m *Member) seenTerm() int64 { return max(m.term.Load(), quorum.TermOf(m.known())) }
 
-// Finish makes Close report that the training is complete.
-func (m *Member) Finish() { m.finished.Store(true) }
+// Finish makes Close report that the training is complete, at a step.
+func (m *Member) Finish(step int64) {
+	m.endStep.Store(step)
+	m.finished.Store(true)
+}
 
 // Leave announces that the group has completed its last step, and returns when no peer needs its data of that
 // step any more.

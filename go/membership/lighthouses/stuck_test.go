@@ -97,7 +97,7 @@ func TestTheEndIsAnnouncedAfterALeave(t *testing.T) {
 			time.Sleep(rpc.FarewellTime / 2)
 			close(wire.released)
 		}()
-		m.Finish()
+		m.Finish(7)
 		m.announceEnd()
 		require.Len(t, wire.sent, 1)
 		assert.True(t, (<-wire.sent).GetFinished())

@@ -27,8 +27,23 @@ _logger = logging.getLogger("torchft.manager")
 _LONGEST_WAIT = timedelta(hours=1)
 
 # What the lighthouse answers a group that it holds back (go/quorum/seats.go): at the deadline of each
-# request, and when the training has ended without it.
+# request, and when that group is to leave.
 _STANDS_BY, _UNNEEDED = "waits as a standby", "this standby is not needed"
+# What it answers a group that has nothing to train (go/quorum/end.go).
+_ENDED = "the training has ended: "
+
+
+class JobFinished(SystemExit):
+    """The training was complete before this group came back, or the group is a standby: it has nothing to
+    train. Uncaught, it ends the process with status 0, so that no launcher starts it again.
+
+    Args:
+        reason: names the step of the end.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
 
 
 class Round:
@@ -143,7 +158,8 @@ class Rounds(Protocol):
             request: the request of this rank.
             timeout: of the whole wait; a standby asks again and again.
 
-        The result is SystemExit if this group is a standby that is not needed any more.
+        The result is JobFinished if this group has nothing to train, and SystemExit if it is a standby that
+        is to leave.
         """
         ...
 
@@ -301,6 +317,9 @@ class NativeRounds:
                     if _STANDS_BY not in str(e):
                         raise
                 except RuntimeError as e:
+                    if _ENDED in str(e):
+                        _logger.warning(f"this group trains nothing: {e}")  # a status of 0 says nothing
+                        raise JobFinished(str(e)) from None
                     if _UNNEEDED not in str(e):
                         raise
                     _logger.info("the script ends: %s", e)

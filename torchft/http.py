@@ -230,6 +230,16 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
             logger.warning("request of %s failed", client_address, exc_info=error)
 
 
+class _RequestHandler(BaseHTTPRequestHandler):
+    """Answers the requests of a connection to such a server."""
+
+    connection: _DeadlineSocket
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug("%s: " + format, self.client_address[0], *args)
+
+
 _servers: weakref.WeakSet[_IPv6HTTPServer] = weakref.WeakSet()
 
 

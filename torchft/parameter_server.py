@@ -32,14 +32,13 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler
-from typing import Any, Optional
+from typing import Optional
 
 from torch.distributed import TCPStore
 
 from torchft._forked import Maker, threaded
 from torchft.addresses import announced_host, host_port, loopback
-from torchft.http import _DeadlineSocket, _IPv6HTTPServer
+from torchft.http import _IPv6HTTPServer, _RequestHandler
 from torchft.process_group import ProcessGroup
 from torchft.utils import current_device, use_device
 
@@ -194,10 +193,8 @@ class _SessionServer(_IPv6HTTPServer):
         self.owner = owner
 
 
-class _SessionHandler(BaseHTTPRequestHandler):
+class _SessionHandler(_RequestHandler):
     server: _SessionServer  # type: ignore[assignment]
-    connection: _DeadlineSocket
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         if self.headers.get("Origin") is not None:  # a script of a web page must not open sessions (CSRF)
@@ -220,9 +217,6 @@ class _SessionHandler(BaseHTTPRequestHandler):
         self.wfile.flush()
         self.close_connection = True
         self.server.owner._serve(session_id, self.connection)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        _logger.debug(format, *args)
 
 
 def _ask(address: str) -> tuple[HTTPConnection, str, str]:

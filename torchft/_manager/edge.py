@@ -29,11 +29,10 @@ from torchft.collectives import allreduce_quantized
 from torchft.process_group._attempt import ConnectionAttempt
 from torchft.process_group._errors import refuse_meta
 from torchft.process_group.native import (
-    abort_native,
+    abort_group,
     collectives_at_once,
     errors_of,
-    reconfigure_and_wait,
-    reconfigure_native,
+    reconfigure_group,
 )
 from torchft.process_group.reconfigure import ReconfigureOptions, is_native, supports_reconfigure
 from torchft.process_group.wrapper import abortable
@@ -347,9 +346,7 @@ class Peers:
         """Connects with the peers that the handles in ``opts`` name."""
         if self._native:
             opts.handles = [bare(handle) for handle in opts.handles]
-            reconfigure_native(self.pg, opts)
-        else:
-            reconfigure_and_wait(self.pg, opts)
+        reconfigure_group(self.pg, opts)
 
     def connect_standby(self, opts: ReconfigureOptions) -> ConnectionAttempt[Any]:
         """Begins to connect with the peers that the handles in ``opts`` name, and keeps the present ones."""
@@ -407,10 +404,7 @@ class Peers:
 
     def abort(self) -> None:
         """Ends all collectives in flight. The process group must be reconfigured before its next use."""
-        if self._native:
-            abort_native(self.pg)
-        else:
-            self.pg.abort()
+        abort_group(self.pg)
 
 
 def as_peers(pg: dist.ProcessGroup) -> Peers:

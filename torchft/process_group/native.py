@@ -113,14 +113,9 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         RuntimeError: the peers could not be reached, or the abort of the previous peers did not end in time.
             The group cannot be used until a later call succeeds.
     """
-    if is_native(pg):
-        reconfigure_native(pg, opts)
-    else:
+    if not is_native(pg):
         reconfigure_and_wait(pg, opts)
-
-
-def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
-    """:func:`reconfigure_group` for a native group."""
+        return
     if len(set(opts.handles)) != len(opts.handles):
         raise ValueError(
             f"two peers of a native group have the same handle: {sorted(opts.handles)}; give every replica "
@@ -169,14 +164,9 @@ def abort_group(pg: dist.ProcessGroup) -> None:
 
     Waits at most `ABORT_TIMEOUT_SEC` for a native group's own abort, which then continues on its thread.
     """
-    if is_native(pg):
-        abort_native(pg)
-    else:
+    if not is_native(pg):
         pg.abort()
-
-
-def abort_native(pg: dist.ProcessGroup) -> None:
-    """:func:`abort_group` for a native group."""
+        return
     with _aborts_lock:
         last = _aborts.get(pg)
         # An abort that still runs has cut the connections with the present peers: a reconfiguration waits for

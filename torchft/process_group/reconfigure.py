@@ -291,11 +291,15 @@ def reconfigure_with_store(
             f"{type(pg).__name__} does not support reconfiguration; a native group needs PyTorch >= 2.14 and "
             "init_process_group(..., enable_reconfigure=True)"
         )
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
-
+    check_rank(rank, world_size)
     store = create_store_client(store_addr, timeout=timeout)
     reconfigure_group(pg, exchange_handles(store, pg.get_reconfigure_handle(), rank, world_size, timeout))
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raises ValueError unless a group of this size has the rank."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
 
 
 def exchange_handles(

@@ -24,7 +24,12 @@ from torchft._forked import Maker
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
-from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client, exchange_handles
+from torchft.process_group.reconfigure import (
+    ReconfigureOptions,
+    check_rank,
+    create_store_client,
+    exchange_handles,
+)
 from torchft.utils import DeviceEvent, DeviceThread, on_device
 from torchft.work import AnyReduceOp, _DummyWork, _PendingWork
 
@@ -113,10 +118,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         global_ranks: Optional[list[int]] = None,
     ) -> None:
         """Exchanges handles with the peers over a store, and connects with them."""
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}"
-            )
+        check_rank(rank, world_size)
         store = create_store_client(store_addr, timeout=self._timeout)
         where, handle = PrefixStore("torchcomms", store), self.get_reconfigure_handle()
         self.reconfigure(exchange_handles(where, handle, rank, world_size, self._timeout))

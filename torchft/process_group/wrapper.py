@@ -28,6 +28,7 @@ from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.native import abort_group, connections_of, errors_of, reconfigure_group
 from torchft.process_group.reconfigure import (
     ReconfigureOptions,
+    check_rank,
     is_native,
     meeting_store,
     plan_rendezvous,
@@ -164,10 +165,7 @@ class ProcessGroupWrapper(Forwarding):
                     inner._handed = None
             return
 
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}"
-            )
+        check_rank(rank, world_size)
         self._replace(self._connecting_with(store_addr, rank, world_size))
 
     def _connecting_with(

@@ -9,8 +9,7 @@ import socket
 import time
 from contextlib import closing
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from typing import Any, Optional
+from typing import Optional
 
 from torchft.checkpointing.codec.handshake import DONE, PROTOCOL, Ticket, pack_structure
 from torchft.checkpointing.codec.requests import (
@@ -29,7 +28,7 @@ from torchft.checkpointing.native import core
 from torchft.checkpointing.source.offer import Offer
 from torchft.checkpointing.source.pacer import Pacer
 from torchft.checkpointing.source.publisher import NoParts, Publisher, Unavailable, WrongStep
-from torchft.http import _DeadlineSocket, _IPv6HTTPServer
+from torchft.http import _IPv6HTTPServer, _RequestHandler
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -56,10 +55,8 @@ class CheckpointServer(_IPv6HTTPServer):
         self.source.drop_old(time.monotonic())
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(_RequestHandler):
     server: CheckpointServer  # type: ignore[assignment]
-    connection: _DeadlineSocket
-    protocol_version = "HTTP/1.1"
 
     def handle_one_request(self) -> None:
         self.connection.deadline = time.monotonic() + _REQUEST_TIMEOUT
@@ -203,6 +200,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug("%s: " + format, self.client_address[0], *args)

@@ -25,7 +25,7 @@ from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.operation import WorkerTimedOut, _OpMetadata, operation
 from torchft.process_group.isolated.sharing import Notify, Sharing
 from torchft.process_group.isolated.standby import Workers, start_worker, started
-from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
+from torchft.process_group.reconfigure import ReconfigureOptions, check_rank, meeting_store
 from torchft.utils import current_device
 
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
@@ -116,10 +116,7 @@ class ProcessGroupBaby(ProcessGroup):
         group_world_size: Optional[int] = None,
         global_ranks: Optional[list[int]] = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}"
-            )
+        check_rank(rank, world_size)
         self._end(RuntimeError(f"{self._name} was given new peers"))
         self._aborted = self._shut_down = None
         timeout = min(self._timeout, self._reconfigure_timeout or self._timeout).total_seconds()

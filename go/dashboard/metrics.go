@@ -181,7 +181,8 @@ var (
 	phasesDesc = prometheus.NewDesc("torchft_members_in_phase", "Live members by the phase that they report.",
 		[]string{"training_job", "phase"}, nil)
 	stragglersDesc = prometheus.NewDesc("torchft_stragglers",
-		"Members whose own work in a step takes longer than that of the others.", []string{"training_job"}, nil)
+		"Members whose own work in a step takes longer than that of the others.",
+		[]string{"training_job"}, nil)
 	ejectDesc = prometheus.NewDesc("torchft_eject_after_seconds",
 		"How long a member may be in a phase while others wait for it, before it is evicted.",
 		[]string{"training_job", "phase"}, nil)

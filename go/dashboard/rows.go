@@ -145,7 +145,8 @@ func follow(old Row, known bool, m Member, now time.Time) Row {
 		ID: m.ReplicaID, State: stateOf(m.MemberStatus), Since: old.Since, Step: m.Step,
 		HeardOf: beat.Truncate(time.Second).UnixMilli(),
 		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
-		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining, m.Straggler),
+		HealReceived: m.HealReceived, HealTotal: m.HealTotal,
+		Why:   cmp.Or(m.Stalled, m.Out, m.Draining, m.Straggler),
 		Phase: m.Phase, Slow: m.Straggler != "",
 	}
 	if row.State != Failed {

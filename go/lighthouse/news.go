@@ -71,6 +71,10 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 				add(partedNews, n)
 			default:
 				j.board.Failed(a.Cause)
+				if a.Cause == quorum.NoProgress {
+					evicted := &torchftpb.Notice{Kind: torchftpb.Notice_EVICTED, Reason: a.Reason}
+					j.streams.notify(evicted, a.ReplicaID)
+				}
 				add(failedNews, n)
 			}
 		case quorum.Stalled:

@@ -9,7 +9,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/lighthouse"
+	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // trainer is a group of one rank. Its weights are those of step, which were committed in a quorum.
@@ -185,4 +188,54 @@ func askFirst(t *testing.T, a *trainer, others []*trainer, end func()) []string 
 	synctest.Wait()
 	end()
 	return append(ask(t, others...), follow(t, pending, a)...)
+}
+
+// Otherwise a group that hangs would hold its devices for ever, and nobody would start it again.
+func TestAnEvictedGroupThatMakesNoProgressIsEnded(t *testing.T) {
+	for name, c := range map[string]struct {
+		phase torchftpb.Phase
+		moves bool
+		ends  time.Duration // after the eviction; 0: never
+	}{
+		"in a step":                      {ends: 30 * time.Second},
+		"in an evaluation":               {phase: torchftpb.Phase_EVALUATION, ends: 5*time.Minute - 10*time.Second},
+		"it goes on":                     {moves: true},
+		"it goes on after an evaluation": {phase: torchftpb.Phase_EVALUATION, moves: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				cluster := fttest.NewCluster(t, 1,
+					func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })
+				exited := make(chan time.Time, 1)
+				a := cluster.StartGroup("a", 1)
+				b := cluster.StartGroup("b", 1,
+					func(cfg *manager.ServerConfig) { cfg.Exit = func(int) { exited <- time.Now() } })
+				for step := range int64(3) { // the first steps may take long
+					round(t, step, a, b)
+					for _, g := range []*fttest.Group{a, b} {
+						require.True(t, (<-g.Vote(0, step, true, time.Minute)).Value)
+					}
+				}
+				round(t, 3, a, b)
+				if c.phase != 0 {
+					b.Ranks[0].Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Progress{
+						Progress: &torchftpb.RankProgress{Begins: true, Phase: c.phase}}})
+				}
+				require.True(t, (<-a.Vote(0, 3, true, time.Minute)).Value)
+				pending := a.Quorum(0, 4, time.Minute)
+				require.NoError(t, (<-pending).Err) // b is evicted
+				evicted := time.Now()
+				if c.moves {
+					time.Sleep(20 * time.Second)
+					require.True(t, (<-b.Vote(0, 3, true, time.Minute)).Value)
+				}
+				time.Sleep(10 * time.Minute)
+				if c.ends == 0 {
+					assert.Empty(t, exited)
+				} else {
+					assert.InDelta(t, c.ends, (<-exited).Sub(evicted), float64(30*time.Second))
+				}
+			})
+		})
+	}
 }

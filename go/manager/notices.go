@@ -1,6 +1,7 @@
 package manager
 
 import (
+	"fmt"
 	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -44,6 +45,9 @@ func (s *Server) handleNotice(n *torchftpb.Notice) {
 		s.log.Info("torchft: this group is asked to leave at the end of a step", "reason", reason)
 		s.feed(round.Drained{})
 		return
+	case torchftpb.Notice_EVICTED:
+		rpc.Go(&s.tasks, s.log, "eviction", s.evicted)
+		return
 	case torchftpb.Notice_CALLED:
 		s.feed(round.Called{QuorumID: id})
 		return
@@ -54,6 +58,35 @@ func (s *Server) handleNotice(n *torchftpb.Notice) {
 		return
 	}
 	s.notices.Notify(n)
+}
+
+// evictedGrace is how long after its eviction a group may go on without progress. It made none for as long
+// before, or longer.
+const evictedGrace = 30 * time.Second
+
+// evicted ends the process if a rank makes no progress after the eviction of the group: otherwise the group
+// would hold its devices for ever. Its launcher may start it again.
+func (s *Server) evicted() {
+	s.log.Warn("torchft: this group is evicted, since it makes no progress while the others wait for it")
+	began := time.Now()
+	for {
+		select {
+		case <-time.After(evictedGrace):
+		case <-s.ctx.Done():
+			return
+		}
+		s.mu.Lock()
+		p, _ := s.machine.Progress(time.Now())
+		s.mu.Unlock()
+		if p.Waits || p.For < time.Since(began) {
+			return // it has gone on since
+		}
+		if p.For >= p.Phase.LeastLimit() {
+			s.end(fmt.Sprintf("this group was evicted, and rank %d has made no progress for %s: %s", p.Rank,
+				p.For.Round(time.Second), p.What))
+			return
+		}
+	}
 }
 
 // answerProgress waits until the ranks have answered, or answerTime is over, and sends the lighthouse their

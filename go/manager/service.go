@@ -59,16 +59,17 @@ func (s service) Kill(ctx context.Context, req *torchftpb.KillRequest) (*torchft
 	if err := auth.CheckEnding(ctx, s.server.cfg.Security.HasTokens()); err != nil {
 		return nil, err
 	}
-	s.server.exit(req.GetMsg())
+	s.server.end("a kill was requested: " + req.GetMsg())
 	return &torchftpb.KillResponse{}, nil
 }
 
 // exitDelay is the time for the answer to a kill to be sent before the process ends.
 const exitDelay = 50 * time.Millisecond
 
-func (s *Server) exit(why string) {
-	s.log.Error("torchft: this process ends on request (kill)", "message", why)
-	rpc.Go(&s.tasks, s.log, "kill", func() {
+// end ends the process.
+func (s *Server) end(why string) {
+	s.log.Error("torchft: this process ends", "reason", why)
+	rpc.Go(&s.tasks, s.log, "end", func() {
 		select {
 		case <-time.After(exitDelay):
 		case <-s.ctx.Done():

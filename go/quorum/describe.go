@@ -54,7 +54,7 @@ type MemberStatus struct {
 	ShrinkOnly     bool    `json:"shrink_only"`
 	Stalled        string  `json:"stalled,omitempty"`   // its activity while the others wait for it
 	Straggler      string  `json:"straggler,omitempty"` // by how much it is slower than the others
-	OwnMS          float64 `json:"own_ms,omitempty"`    // how long it works in a step without waiting for others
+	OwnMS          float64 `json:"own_ms,omitempty"`    // of its work in a step
 	Out            string  `json:"out,omitempty"`       // why it counts as failed until it asks again
 	Suspect        bool    `json:"suspect,omitempty"`   // its connection broke a moment ago
 	Standby        bool    `json:"standby,omitempty"`   // it asks, and is held back until a group fails

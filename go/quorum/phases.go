@@ -64,8 +64,8 @@ const (
 	fading = 1024
 )
 
-// leastLimit is the shortest limit of a phase.
-func (p Phase) leastLimit() time.Duration {
+// LeastLimit is the shortest limit of a phase.
+func (p Phase) LeastLimit() time.Duration {
 	switch p {
 	case Training:
 		return 30 * time.Second
@@ -105,7 +105,7 @@ func (d *durations) median() time.Duration {
 
 // limit returns how long a group may be in a phase while others wait for it.
 func (d *durations) limit(p Phase) time.Duration {
-	least := p.leastLimit()
+	least := p.LeastLimit()
 	if least < unlearned && d.count < leastLearned {
 		return unlearned
 	}

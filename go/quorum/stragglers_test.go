@@ -94,8 +94,8 @@ func (j *runners) feed(e Event) {
 func (j *runners) step(took func(id string) float64) {
 	for _, id := range j.ids {
 		seconds := took(id) * (0.95 + 0.1*j.rng.Float64())
-		last := append(j.last[id], time.Duration(seconds*1e9))
-		j.last[id] = last[max(0, len(last)-PaceSteps):]
+		j.last[id] = append(j.last[id], time.Duration(seconds*1e9))
+		j.last[id] = j.last[id][max(0, len(j.last[id])-PaceSteps):]
 		j.feed(Beat{ReplicaID: id, Phase: Training, Pace: PaceOf(0, j.last[id], "load 1.0")})
 	}
 	j.now = j.now.Add(time.Second)

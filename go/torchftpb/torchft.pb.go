@@ -107,27 +107,29 @@ const (
 	Notice_STALLED       Notice_Kind = 2 // a member of the quorum makes no progress while the others wait for it
 	// The quorum is below the step that the job had reached: later steps are lost unless their groups come back.
 	Notice_REGRESSED      Notice_Kind = 3
-	Notice_PROGRESS_ASKED Notice_Kind = 4 // the group, and each of its ranks, sends its progress
-	Notice_DRAINED        Notice_Kind = 5 // the group is asked to leave after a step
-	Notice_CALLED         Notice_Kind = 6 // the quorum after this one is called: the member answers with MemberMessage.stopped
-	Notice_ROUND_KNOWN    Notice_Kind = 7 // the member trains until a step, which needs another quorum than this one
-	Notice_JUDGED         Notice_Kind = 8 // the answer to Raised; reason: why the job stops; empty: the group may be started again
-	Notice_STOPPED        Notice_Kind = 9 // the job stops, and is not to be started again as it is; reason: the same
+	Notice_PROGRESS_ASKED Notice_Kind = 4  // the group, and each of its ranks, sends its progress
+	Notice_DRAINED        Notice_Kind = 5  // the group is asked to leave after a step
+	Notice_CALLED         Notice_Kind = 6  // the quorum after this one is called: the member answers with MemberMessage.stopped
+	Notice_ROUND_KNOWN    Notice_Kind = 7  // the member trains until a step, which needs another quorum than this one
+	Notice_JUDGED         Notice_Kind = 8  // the answer to Raised; reason: why the job stops; empty: the group may be started again
+	Notice_STOPPED        Notice_Kind = 9  // the job stops, and is not to be started again as it is; reason: the same
+	Notice_EVICTED        Notice_Kind = 10 // the group is evicted, because it makes no progress while the others wait for it
 )
 
 // Enum value maps for Notice_Kind.
 var (
 	Notice_Kind_name = map[int32]string{
-		0: "UNKNOWN",
-		1: "MEMBER_FAILED",
-		2: "STALLED",
-		3: "REGRESSED",
-		4: "PROGRESS_ASKED",
-		5: "DRAINED",
-		6: "CALLED",
-		7: "ROUND_KNOWN",
-		8: "JUDGED",
-		9: "STOPPED",
+		0:  "UNKNOWN",
+		1:  "MEMBER_FAILED",
+		2:  "STALLED",
+		3:  "REGRESSED",
+		4:  "PROGRESS_ASKED",
+		5:  "DRAINED",
+		6:  "CALLED",
+		7:  "ROUND_KNOWN",
+		8:  "JUDGED",
+		9:  "STOPPED",
+		10: "EVICTED",
 	}
 	Notice_Kind_value = map[string]int32{
 		"UNKNOWN":        0,
@@ -140,6 +142,7 @@ var (
 		"ROUND_KNOWN":    7,
 		"JUDGED":         8,
 		"STOPPED":        9,
+		"EVICTED":        10,
 	}
 )
 
@@ -4130,14 +4133,14 @@ const file_torchft_proto_rawDesc = "" +
 	"\afailure\x18\x04 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12)\n" +
 	"\x06notice\x18\x05 \x01(\v2\x0f.torchft.NoticeH\x00R\x06noticeB\n" +
 	"\n" +
-	"\bresponse\"\xb6\x02\n" +
+	"\bresponse\"\xc3\x02\n" +
 	"\x06Notice\x12(\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x14.torchft.Notice.KindR\x04kind\x12\x1b\n" +
 	"\tquorum_id\x18\x02 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x03 \x01(\tR\treplicaId\x12\x16\n" +
 	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x12\n" +
-	"\x04step\x18\x05 \x01(\x03R\x04step\"\x99\x01\n" +
+	"\x04step\x18\x05 \x01(\x03R\x04step\"\xa6\x01\n" +
 	"\x04Kind\x12\v\n" +
 	"\aUNKNOWN\x10\x00\x12\x11\n" +
 	"\rMEMBER_FAILED\x10\x01\x12\v\n" +
@@ -4150,7 +4153,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\vROUND_KNOWN\x10\a\x12\n" +
 	"\n" +
 	"\x06JUDGED\x10\b\x12\v\n" +
-	"\aSTOPPED\x10\t\"K\n" +
+	"\aSTOPPED\x10\t\x12\v\n" +
+	"\aEVICTED\x10\n" +
+	"\"K\n" +
 	"\rPeerSuspected\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +

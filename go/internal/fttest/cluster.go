@@ -136,6 +136,7 @@ func (c *Cluster) ServerConfig(name string, worldSize int64) manager.ServerConfi
 		ConnectTimeout:    10 * time.Second,
 		Logger:            slog.New(slog.NewTextHandler(c.Log, nil)),
 		Network:           c.Net.Host(name),
+		Exit:              func(int) {}, // the process of the test has other groups
 	}
 }
 

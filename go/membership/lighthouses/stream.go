@@ -189,7 +189,8 @@ func (s *memberStream) attend(ctx context.Context, reached func(), doing members
 func (s *memberStream) alive(doing quorum.Doing) *torchftpb.MemberMessage {
 	return &torchftpb.MemberMessage{
 		Message: &torchftpb.MemberMessage_Alive{Alive: true}, Step: s.member.step.Load(),
-		Phase: torchftpb.Phase(doing.Phase), PhaseUs: doing.For.Microseconds(), Pace: wire.PaceToProto(doing.Pace),
+		Phase: torchftpb.Phase(doing.Phase), PhaseUs: doing.For.Microseconds(),
+		Pace: wire.PaceToProto(doing.Pace),
 	}
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from numbers import Real
 from typing import TYPE_CHECKING, List, NamedTuple, Optional
@@ -16,8 +15,6 @@ from torchft.local_sgd.inner_steps import InnerSteps, whole
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 
 class FragmentDue(NamedTuple):
@@ -80,10 +77,6 @@ class DiLoCo(InnerSteps):
         fragment_update_alpha: 0 to 1. A group continues with the mean of its own parameters, which have this
             weight, and the new global parameters.
 
-    Attributes:
-        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used
-            nevertheless.
-
     Raises:
         ValueError: an argument has a wrong type or is out of range, fragments and outer optimizers do not
             fit, or a parameter that is to be quantized cannot be.
@@ -118,7 +111,6 @@ class DiLoCo(InnerSteps):
         self._fragment_sync_delay = fragment_sync_delay
         self._local_step = 0
         self._in_flight: Optional[Fragment] = None
-        self.nonfinite_syncs = 0
         cap = bucket_bytes(use_bucketization, bucket_cap_mb)
         device = _backup_device(backup_device)
         self._fragments = [
@@ -201,9 +193,7 @@ class DiLoCo(InnerSteps):
             fragment.abort()
             return
         if problem := fragment.nonfinite():
-            self.nonfinite_syncs += 1
-            self._extras.counted("nonfinite_syncs")
-            logger.warning("%s (%d so far)", problem, self.nonfinite_syncs)
+            self._count_nonfinite(problem)
         fragment.commit()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from numbers import Real
 from types import TracebackType
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from torchft.manager import Manager
+
+_logger = logging.getLogger("torchft.local_sgd")
 
 
 def whole(name: str, value: Any) -> int:
@@ -35,6 +38,8 @@ class InnerSteps:
 
     Attributes:
         keeps_own_weights: whether a group whose synchronisation fails continues with its own weights.
+        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used
+            nevertheless.
 
     Args:
         manager: the Manager of this rank.
@@ -53,6 +58,7 @@ class InnerSteps:
         self._manager = manager
         self._local_optimizer = optimizer
         self._hooks: list[RemovableHandle] = []
+        self.nonfinite_syncs = 0
         self._extras = extras_of(manager)
         self._extras.steps_by_itself(self)
 
@@ -64,6 +70,12 @@ class InnerSteps:
     def synchronise(self) -> None:
         """Synchronises with the other groups now."""
         raise NotImplementedError(f"{type(self).__name__}.synchronise")
+
+    def _count_nonfinite(self, problem: str) -> None:
+        """Counts a synchronisation whose average contained NaN or Inf."""
+        self.nonfinite_syncs += 1
+        self._extras.counted("nonfinite_syncs")
+        _logger.warning("%s (%d so far)", problem, self.nonfinite_syncs)
 
     def __enter__(self) -> Self:
         if self._hooks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +15,6 @@ from torchft.local_sgd.parameters import all_finite, extract_local_tensor, synch
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 
 class LocalSGD(InnerSteps):
@@ -42,10 +39,6 @@ class LocalSGD(InnerSteps):
         optimizer: its steps are counted.
         sync_every: steps between two synchronisations, at least 1.
 
-    Attributes:
-        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used
-            nevertheless.
-
     Raises:
         ValueError: an argument has a wrong type, ``sync_every`` is below 1, or the model has no parameters.
     """
@@ -57,11 +50,9 @@ class LocalSGD(InnerSteps):
         if sync_every < 1:
             raise ValueError(f"sync_every={sync_every}: allowed are 1 and more")
         super().__init__(manager, optimizer, "optimizer")
-        self._model = model
         self._sync_every = sync_every
         self._local_step = 0
         self._parameters = synchronised(model, "model")
-        self.nonfinite_syncs = 0
         manager.register_layout("model", [f"{name} {describe(p)}" for name, p in self._parameters.items()])
 
     keeps_own_weights = True
@@ -92,13 +83,8 @@ class LocalSGD(InnerSteps):
         self._local_step = 0
         if not self._manager.should_commit():
             return
-        self._count_nonfinite(averages)
+        if not all_finite(averages):
+            self._count_nonfinite("the averaged parameters hold NaN or Inf")
         with torch.no_grad():
             for parameter, average in zip(self._parameters.values(), averages):
                 local_part(parameter).copy_(average)
-
-    def _count_nonfinite(self, averages: list[torch.Tensor]) -> None:
-        if not all_finite(averages):
-            self.nonfinite_syncs += 1
-            self._extras.counted("nonfinite_syncs")
-            logger.warning("the averaged parameters hold NaN or Inf, for the %dth time", self.nonfinite_syncs)

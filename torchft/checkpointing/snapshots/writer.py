@@ -37,9 +37,10 @@ from torchft.checkpointing.snapshots.saving import Save, Unit
 from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
 from torchft.checkpointing.transport import CheckpointError
 
-OTHERS = (
-    30.0  # seconds after which this process writes the parts of groups that have not, or says what is missing
-)
+OTHERS = 30.0  # seconds after which this process says what others have not done
+# Seconds after which this process writes the parts of groups that have not, beside three times what its own
+# have taken: those of a group that was killed before its copy never come.
+LATE = 5.0
 _LOOK = 0.5  # seconds between two looks at the slots
 _POLL = 0.2  # seconds between two looks for the parts of others
 _RETRY = 10.0  # seconds after an error of the disk
@@ -69,13 +70,18 @@ class FolderWriter:
 
     Args:
         folder: of the checkpoints.
-        others: seconds to wait for parts of others.
+        others: seconds to wait for others.
+        late: seconds to wait for parts that this process has too, beside three times what its own have taken;
+            at most `others`.
         retry: seconds to wait after an error.
     """
 
-    def __init__(self, folder: Path, others: float = OTHERS, retry: float = _RETRY) -> None:
+    def __init__(
+        self, folder: Path, others: float = OTHERS, retry: float = _RETRY, late: float = LATE
+    ) -> None:
         self._folder = folder
         self._others = others
+        self._late = late
         self._retry = retry
         self._found: List[Found] = []
         self._wake = threading.Event()
@@ -181,7 +187,7 @@ class FolderWriter:
         for each in found:
             ranks.setdefault(each.header.group_rank, []).append(each)
         self._announce(save, ranks)
-        waited = _Stopwatch()
+        waited, took = _Stopwatch(), 0.0
         while not self._ended:
             self._touch(0)
             if save.done():
@@ -198,16 +204,19 @@ class FolderWriter:
             elif not (missing := save.missing()):
                 save.complete()
             elif mine := [unit for unit in missing if unit in own]:
+                began = time.monotonic()
                 self._unit(save, mine[0], own[mine[0]])
+                took += time.monotonic() - began
                 continue
-            elif waited.since(missing) > self._others:
+            elif waited.since(missing) > min(self._others, self._late + 3 * took):
                 others = [
                     (unit, each) for unit in missing for each in ranks.get(unit[0], []) if each.has(unit)
                 ]
-                if not others:
+                if others:
+                    self._unit(save, *others[0])
+                    continue
+                if waited.since(missing) > self._others:
                     return f"no host has written part {missing[0]} (rank, part) for {self._others:g} s"
-                self._unit(save, *others[0])
-                continue
             time.sleep(_POLL / 4)
         return None
 

@@ -113,6 +113,13 @@ def test_the_part_of_a_group_that_has_failed_is_written_by_another(host: Host) -
     host.written(10)
 
 
+def test_a_part_that_is_late_is_written_before_its_group_counts_as_failed(host: Host) -> None:
+    host.writer.end()
+    host.writer = Writer(host.root, lambda folder: FolderWriter(folder, others=600, late=0.1))
+    host.copy(10, group=0, groups=2)
+    host.written(10)
+
+
 def test_groups_that_have_parts_of_the_state_write_it_together(host: Host) -> None:
     """Only two of three live: each part is in one of them, and none has all."""
     large = {**plain(10), "more": [torch.arange(20_000) + i for i in range(5)]}

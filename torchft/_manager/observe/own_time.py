@@ -59,7 +59,8 @@ class OwnTime:
         try:
             if self._device is not None:
                 self._on_device(self._device)
-        except (RuntimeError, NotImplementedError):  # it has no events with a time
+        # It has no events with a time, or is not the one that the name of the process group says.
+        except (RuntimeError, NotImplementedError, ValueError):
             self._report = None
             return
         if self._took and now - self._reported >= _REPORT_SEC:

@@ -998,18 +998,16 @@ class Manager(Stateful, Stepping):
         if self._settings.heal is None and self._data.adds_gradients:
             self._heal_by(HealMode.AUTO)
 
-    def _loader_can_use_step(self) -> bool:
-        return self._round is not None and self._data.usable(self._current)
-
     def _begin_batch(self) -> Plan:
         """Begins a step if none has begun, and waits until its quorum is known. A heal continues in the
         background.
         """
-        if not self._loader_can_use_step():
+        if self._round is None or not self._data.usable(self._current):
             self._begin_round(StepRequest(True, False, self._quorum_timeout), reads_state=self._server.native)
         self._maker.check()
         assert self._round is not None
-        plan = self._planner.plan(self._round.answer(), self._current.request.allow_heal)
+        with self._refusal_named():
+            plan = self._planner.plan(self._round.answer(), self._current.request.allow_heal)
         if not plan.in_background:
             self._settle()
         return plan

@@ -458,6 +458,45 @@ def test_a_group_with_another_dataset_is_refused_by_name(
     assert job.lost and all(theirs in why for why in job.lost)
 
 
+def test_a_group_with_another_pytorch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def newcomer(rank: Rank) -> None:
+        monkeypatch.setattr("torchft.data.loader._TORCH", "1.0")
+        Training()(rank)
+
+    job = Training()
+    ended, refusal = refused(job, newcomer)
+    assert "ElasticDataLoader: torch=1.0 here, ElasticDataLoader: torch=2." in refusal
+    check(job, ended)
+
+
+def test_a_group_with_another_model_is_refused_by_name_and_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, refusal = Gate(), list[str]()
+
+    def newcomer(rank: Rank) -> None:
+        started.wait()
+        with monkeypatch.context() as patched:
+            other = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+            patched.setattr(f"{__name__}.make_model", lambda: other)
+            with pytest.raises(ValueError, match="reduces other tensors than") as error:
+                Training(wrap=DistributedDataParallel)(rank)
+        refusal.append(str(error.value))
+        ended.open()
+
+    def await_it(rank: Rank) -> None:
+        started.open()
+        ended.wait()
+
+    job, ended = Training(wrap=DistributedDataParallel, events={(0, 0, 2): await_it}), Gate()
+    with Cluster() as cluster:
+        running, other = cluster.start(job, group=0), cluster.start(newcomer, group=1)
+        results(other)
+        check(job, results(running))
+    assert job.lost == []
+    assert "0.weight float64[2, 4]" in refusal[0], refusal
+
+
 def without_loader(rank: Rank) -> None:
     manager = rank.start_manager(load_state_dict=lambda state: None, state_dict=dict)
     for _ in range(2):

@@ -90,12 +90,18 @@ class Stepping:
             TimeoutError: there was none in time.
         """
         begun = self._check_begun("wait_quorum")
-        try:
+        with self._refusal_named():
             begun.result()
             deferred, self._current.deferred = self._current.deferred, None
             if deferred is not None:
                 self._transfer(self._current, deferred)
             self._ready = True
+
+    @contextmanager
+    def _refusal_named(self) -> Iterator[None]:
+        """Makes the refusal of this group a ValueError with the tensors that differ."""
+        try:
+            yield
         except RuntimeError as e:
             refused = self._layout.explain(e, self._group_rank)
             if refused is None:

@@ -219,9 +219,8 @@ class ElasticDataLoader:
         """A digest (64 bits in hex) of the stamp, the scales of ``reproducible_reduction`` and the values of
         :meth:`compare`, equal in all groups.
         """
-        if self._ended:
-            return hashlib.sha256(f"{self.stamp.digest} {self._ended}".encode()).hexdigest()[:16]
-        more = [] if self._exact is None else [self._exact.digest]
+        more = [str(self._ended)] if self._ended else []
+        more += [] if self._exact is None else [self._exact.digest]
         more += [str(value()) for value in self._compared]
         if not more:
             return self.stamp.digest

@@ -625,3 +625,19 @@ def test_the_announcement_has_all_settings_but_the_position() -> None:
         "reproducible_rng=False",
         f"torch={'.'.join(torch.__version__.split('.')[:2])}",
     ]
+
+
+def test_a_compared_value_is_in_the_digest_also_after_a_turn_of_a_stream_has_ended() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    scale = 1.0
+    loader = make(Stream(), shuffle=False)
+    loader.compare(lambda: scale)
+    digests = {loader.digest}
+    loader.load_state_dict({**loader.state_dict(), "ended": 1})
+    digests.add(loader.digest)
+    scale = 0.5
+    digests.add(loader.digest)
+    assert len(digests) == 3

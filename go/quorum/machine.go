@@ -196,8 +196,8 @@ func (m *Machine) asked(e Asked) bool {
 		m.refuse(e.Waiter, Poisoned, m.poison.verdict)
 		return false
 	}
-	// An unfit request is refused before the roster counts it as a heartbeat: otherwise the others would wait
-	// for a member that counts as healthy, and that no quorum may include.
+	// A request that does not fit the job is refused before the roster counts it as a heartbeat: otherwise
+	// the others would wait for a member that counts as healthy, and that no quorum may include.
 	if reason := m.past.misfit(e); reason != "" {
 		m.misfits(id, []WaiterID{e.Waiter}, reason)
 		return false

@@ -233,7 +233,7 @@ func TestTwoLighthousesWithOneAddress(t *testing.T) {
 	})
 }
 
-// Strangers on a Link get a refusal, or nothing, and the cluster goes on.
+// Unauthenticated connections on a Link get a refusal, or nothing, and the cluster goes on.
 func TestStrangersOnALink(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, "a", "b", "c")

@@ -507,7 +507,7 @@ class Snapshots:
 
     def _changed(self, path: Path, changed: list[Changed]) -> None:
         try:
-            slots.spoil(path)  # an operation may have been in progress when the slot was completed
+            slots.invalidate(path)  # an operation may have been in progress when the slot was completed
         except SlotError as error:
             self._turn_off(str(error))
         self._moving.update(one.address for one in changed)

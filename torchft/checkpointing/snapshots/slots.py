@@ -508,7 +508,7 @@ def pick(headers: Sequence[Optional[Header]], kept: Callable[[Header], bool] = l
     return min(range(len(headers)), key=worth)
 
 
-def spoil(path: Path) -> None:
+def invalidate(path: Path) -> None:
     """Makes a slot incomplete.
 
     Raises:

@@ -558,21 +558,21 @@ def test_a_deadline_ends_a_transfer(make: Any) -> None:
     assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
 
 
-def test_a_stranger_at_the_data_port(make: Any) -> None:
+def test_an_unauthenticated_connection_at_the_data_port(make: Any) -> None:
     source = make()
     source.send_checkpoint([1], 1, {"w": torch.ones(MB)}, TIMEOUT)
     assert source._native.start()
     port = source._native.port
-    strangers = [socket.create_connection(("localhost", port), timeout=10) for _ in range(5)]
+    unauthenticated = [socket.create_connection(("localhost", port), timeout=10) for _ in range(5)]
     for sock, data in zip(
-        strangers, (b"", b"\x00" * 1000, b"tftheal1" + b"x" * 16, b"GET / HTTP/1.1\r\n\r\n", b"tft")
+        unauthenticated, (b"", b"\x00" * 1000, b"tftheal1" + b"x" * 16, b"GET / HTTP/1.1\r\n\r\n", b"tft")
     ):
         sock.sendall(data)
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), {"w": torch.ones(MB)})
     start = time.monotonic()
     source.disallow_checkpoint()
     assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
-    for sock in strangers:
+    for sock in unauthenticated:
         sock.close()
 
 

@@ -114,7 +114,7 @@ def test_each_damaged_region_is_taken_from_another_slot(tmp_path: Path) -> None:
 
 def test_torn_slots_and_those_of_another_step_or_state_are_named(tmp_path: Path) -> None:
     paths = [keep(group, parts=4) for group in range(4)]
-    slots.spoil(paths[0])
+    slots.invalidate(paths[0])
     assert_same(whole(paths, tmp_path).state(), state(7))
     keep(1, step=9)
     with pytest.raises(SlotError, match=r"g0/rank-0/0: it is not complete.*g1/rank-0/0 has step 9 now"):
@@ -125,7 +125,7 @@ def test_a_group_with_another_state_is_named(tmp_path: Path) -> None:
     paths = [keep(group, parts=4) for group in range(4)]
     keep(2, parts=4, made={"other": torch.zeros(60_000), "more": torch.zeros(9)})
     assert_same(whole(paths, tmp_path).state(), state(7))
-    slots.spoil(paths[1])
+    slots.invalidate(paths[1])
     with pytest.raises(SlotError, match=r"g2/rank-0/0 has another state than .*g0.*: sizes differ"):
         whole(paths, tmp_path)
 

@@ -83,12 +83,12 @@ def test_parts_of_several_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for rank in range(2):
         for group in range(3):
             copy(5, rank, group=f"g{group}", rows=40_000, share=Share(group, 3, 2))
-    slots.spoil(slots.folder_of("job", "g0", 0) / "0")  # and each part of the rank is left
+    slots.invalidate(slots.folder_of("job", "g0", 0) / "0")  # and each part of the rank is left
     checkpoint = resharded("job", 1, 0, said.append)
     assert checkpoint is not None, said
     read = {"w": torch.zeros(40_000)}
     dcp.load(read, checkpoint_id=checkpoint, no_dist=True)
     assert torch.equal(read["w"], torch.arange(40_000.0) + 5)
-    slots.spoil(slots.folder_of("job", "g2", 0) / "0")
+    slots.invalidate(slots.folder_of("job", "g2", 0) / "0")
     assert resharded("job", 1, 0, said.append) is None
     assert "the copies of step 5, of 2 ranks, are not loaded: no copy has region 0" in said

@@ -291,7 +291,7 @@ def test_a_step_of_which_a_part_is_missing_is_named_and_the_one_before_is_restor
             for path in slots.folder_of(slots.job_name(), f"g{i}", 0).glob("[01]")
             if slots.read_header(path).step == 4
         ]
-        slots.spoil(path)
+        slots.invalidate(path)
     steps, said = restored()
     assert steps == [2, 2, 2]
     assert "the copy of step 4 is not loaded: no host that is left has its parts [1]" in said

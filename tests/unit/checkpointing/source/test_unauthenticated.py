@@ -43,7 +43,7 @@ def make() -> Iterator[Make]:
 
 
 @contextlib.contextmanager
-def strangers(port: int, data: bytes) -> Iterator[None]:
+def unauthenticated(port: int, data: bytes) -> Iterator[None]:
     """Opens more connections than a server accepts, then 200 more per second, and closes none."""
     kept: list[socket.socket] = []
     over = threading.Event()
@@ -72,7 +72,7 @@ def strangers(port: int, data: bytes) -> Iterator[None]:
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "upstream"])
 @pytest.mark.parametrize("data", [b"", b"GET /checkpoint/1/full HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n\r\n"])
-def test_strangers_do_not_delay_a_heal(
+def test_unauthenticated_connections_do_not_delay_a_heal(
     data: bytes, native: bool, monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
     if not native:
@@ -80,14 +80,14 @@ def test_strangers_do_not_delay_a_heal(
     source = make()
     state = {"weights": torch.randn(100_000)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    with strangers(source._server.server_port, data):
+    with unauthenticated(source._server.server_port, data):
         for _ in range(3):
             got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
             assert torch.equal(got["weights"], state["weights"])
         assert len(source._server._pending) <= source._server.max_pending
 
 
-def test_strangers_do_not_delay_a_heal_with_a_token(
+def test_unauthenticated_connections_do_not_delay_a_heal_with_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
     (tmp_path / "token").write_text("s" * 40)
@@ -95,7 +95,7 @@ def test_strangers_do_not_delay_a_heal_with_a_token(
     monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(tmp_path / "token"))
     source = make()
     source.send_checkpoint([1], 1, {"step": 1}, TIMEOUT)
-    with strangers(source._server.server_port, b"GET /checkpoint/1/full HTTP/1.1\r\n\r\n"):
+    with unauthenticated(source._server.server_port, b"GET /checkpoint/1/full HTTP/1.1\r\n\r\n"):
         assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"step": 1}
         assert len(source._server._admitted) <= 1, "only the target's connection, which may be about to close"
 

@@ -165,7 +165,7 @@ def test_the_writer_makes_them_of_copies_also_that_of_the_last_step(
     monkeypatch.delattr(Checkpoints, "_write")
     loop = Loop(
         settings={"snapshots": 3},
-        job={"checkpoint_dir": tmp_path / "new", "checkpoint_every": 4},
+        job={"checkpoint_dir": tmp_path / "new", "checkpoint_every": 100},
         start_with=2,
     )
     # So long does no group write the part of another one, which has given its state another name.
@@ -239,7 +239,7 @@ def test_a_rank_without_room_for_copies_writes_itself(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(slots, "_put", full)
+    monkeypatch.setattr(slots, "put", full)
     loop = Loop(settings={"snapshots": 1}, job={"checkpoint_dir": tmp_path, "checkpoint_every": 4})
     with host(), Cluster() as cluster:
         results(cluster.start(loop, 0))
@@ -251,7 +251,7 @@ def test_a_rank_without_room_for_copies_writes_itself(
 
     def late(snapshots: Snapshots, position: Any) -> None:
         if position.step == 4:
-            monkeypatch.setattr(slots, "_put", full)
+            monkeypatch.setattr(slots, "put", full)
         begin(snapshots, position)
 
     monkeypatch.setattr(Snapshots, "begin", late)

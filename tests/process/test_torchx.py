@@ -72,6 +72,7 @@ def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:
         "replica_1",
         "replica_2",
     ]
+    (run,) = {role.env["TORCHFT_RUN_ID"] for role in app.roles}
     for group, role in enumerate(app.roles):
         assert role.entrypoint == "torchrun" and role.num_replicas == 1
         assert role.args[-3:] == ["train_ddp.py", "--steps", "5"] and "--nproc_per_node=4" in role.args
@@ -79,6 +80,7 @@ def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:
             "REPLICA_GROUP_ID": str(group),
             "NUM_REPLICA_GROUPS": "9",
             "TORCHFT_LIGHTHOUSE": "http://localhost:29510",
+            "TORCHFT_RUN_ID": run,
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
             "A": "b",
         }

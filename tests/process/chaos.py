@@ -218,12 +218,15 @@ class Chaos:
         stalled = self._failures()["stalled"] - before["stalled"]
         assert stalled == 1, f"{stalled} groups were evicted, and one hangs"
         for child in ranks:
-            assert "this group is stalled" in child.log_tail(1000), f"{child.name} has written no stacks"
-        assert "in hang_here" in ranks[rank].log_tail(1000)
+            self._wait_for_log(child, "this group is stalled")
+        self._wait_for_log(ranks[rank], "in hang_here")
         for child in ranks:
             child.kill()
         self._replace([victim])
         return outcome
+
+    def _wait_for_log(self, child: Child, text: str) -> None:
+        self.job.wait(lambda: text in child.log_tail(1000), KILL_BOUND_S, f"{child.name} logs {text!r}")
 
     def cut(self, victim: int) -> Outcome:
         """Cuts the network of a group's host without closing connections, and restores it when the

@@ -81,6 +81,16 @@ def job(killed: int = -1) -> torch.Tensor:
     return shared[1]
 
 
+def mesh_waits() -> bool:
+    """Whether a new process cannot make the groups of a mesh of two dimensions without all of their ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, enable_reconfigure=True)
+    try:
+        dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    except RuntimeError:
+        return True
+    return False
+
+
 if __name__ == "__main__":
     if not hasattr(FSDPModule, "reset_iter_state"):
         sys.exit(f"PyTorch {torch.__version__} has no FSDPModule.reset_iter_state: no step follows an error")
@@ -88,3 +98,4 @@ if __name__ == "__main__":
     for rank in range(2):
         print(f"rank {rank} killed: weights as without it: {torch.equal(job(rank)[:, :64], whole[:, :64])}")
     print(f"elements of a shard that one step changes: {int(whole[0, 64])} of {4 * 8 * LAYERS}")
+    print(f"the groups of a mesh wait for the ranks that have theirs: {mesh_waits()}")

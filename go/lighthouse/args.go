@@ -71,7 +71,8 @@ func ParseArgs(args []string) (Config, error) {
 	flags.IntVar(&cfg.MaxJoinsPerSecond, "max_joins_per_second", cfg.MaxJoinsPerSecond,
 		"how often one address may ask to join in a second")
 	flags.BoolVar(&cfg.ForbidRegression, "forbid_regression", false, "refuse a quorum whose groups are all "+
-		"below the step that the job has reached, instead of logging a warning")
+		"below the step that the job has reached, or wait for the hosts that hold a later copy of the "+
+		"state, instead of logging a warning")
 	flags.IntVar(&cfg.MaxJobs, "max_jobs", cfg.MaxJobs, "how many jobs (TORCHFT_JOB_ID) there may be at once")
 	flags.IntVar(&cfg.MaxCallsPerJob, "max_calls_per_job", cfg.MaxCallsPerJob,
 		"how many streams of members and calls one job may have open at once; a group has one")

@@ -49,6 +49,7 @@ type job struct {
 	saver   *saver          // of the state, nil if none is kept
 	heals   map[string]heal // by replica_id, as reported
 	stacked stacked
+	heard   time.Time       // when keepers were heard last
 	refused map[string]bool // members whose refusal is logged and in the history
 	blamed  int64           // id of the last quorum with a failure whose cost was reported
 	ended   error           // why the job has been closed, nil while it is open
@@ -197,6 +198,7 @@ func (j *job) safely(use func()) error {
 			var again error // without the latest quorum, should that be the cause: its members show it
 			defer rpc.Recovered(j.log, "the lighthouse", &again)
 			j.do(quorum.Recalled{Past: j.kept.Past, Highest: j.kept.Highest, End: j.kept.End}, time.Now())
+			j.do(quorum.Copied{Copies: j.kept.Copies}, time.Now())
 		}
 	})
 }
@@ -279,7 +281,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				j.log.Info("torchft: the training is complete, as all of its groups reported; the next " +
 					"quorum begins a new one")
 			}
-			j.kept.Highest, j.kept.Past, j.kept.End = a.Highest, a.Past, a.End
+			j.kept.Highest, j.kept.Past, j.kept.End, j.kept.Copies = a.Highest, a.Past, a.End, a.Copies
 			j.keepState()
 		case quorum.Call:
 			j.log.Info("torchft: the next quorum is called", "quorum_id", a.QuorumID,
@@ -307,6 +309,10 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				"reason", a.Reason)
 		case quorum.Refused:
 			j.refuses(a, now)
+		case quorum.Awaits:
+			j.log.Warn("torchft: NO QUORUM YET: it would begin before copies of the state that hosts hold",
+				"reason", a.Reason)
+			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.NoQuorum, Reason: a.Reason})
 		case quorum.Regressed:
 			j.regresses(a, now)
 		case quorum.Changed:

@@ -11,12 +11,14 @@ import (
 
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/slots"
 )
 
 // The lighthouse knows what the keepers of a job's hosts hold, so that a rank finds a snapshot that its own
-// host lacks. No decision of the lighthouse depends on it. It is kept in memory alone: keepers repeat their
-// reports every two seconds (package keeper).
+// host lacks. It is kept in memory: keepers repeat their reports every two seconds (package keeper). Only the
+// newest step, and the hosts that hold it, are kept with the state of the job, since these may be missing
+// after all groups have failed (copies in package quorum).
 
 const (
 	// keeperDeadline is how long a report counts: as long as five of them.
@@ -160,6 +162,9 @@ func (s *Server) serveKeepers(w http.ResponseWriter, r *http.Request) {
 		if err == nil {
 			code, err = http.StatusServiceUnavailable, s.keepers.hear(job, said, now)
 		}
+		if j := s.find(job); err == nil && j != nil {
+			err = j.hears(now)
+		}
 		if err != nil {
 			dashboard.Refuse(w, code, err)
 			return
@@ -184,6 +189,41 @@ func (s *Server) listeningSince() time.Time {
 	return since
 }
 
+// hears tells the machine of a job what keepers report: not at each report, of which a large job has many.
+func (j *job) hears(now time.Time) error {
+	j.mu.Lock()
+	due := now.Sub(j.heard) >= time.Second
+	if due {
+		j.heard = now
+	}
+	j.mu.Unlock()
+	if !due {
+		return nil
+	}
+	return j.feed(j.server.keepers.copied(j.name, now))
+}
+
+// copied returns what the keepers of a job hold, for its machine.
+func (k *keepers) copied(job string, now time.Time) (e quorum.Copied) {
+	all := k.all(job, now)
+	var held []slots.Slot
+	for _, h := range all {
+		e.Reporting = append(e.Reporting, h.Host)
+		held = append(held, h.Snapshots...)
+	}
+	newest, found := slots.Newest(held)
+	if !found {
+		return e
+	}
+	e.Step, e.Quorum = newest.Step, newest.Quorum
+	for _, h := range all {
+		if slices.ContainsFunc(h.Snapshots, newest.Has) && !slices.Contains(e.Hosts, h.Host) {
+			e.Hosts = append(e.Hosts, h.Host)
+		}
+	}
+	return e
+}
+
 // snapshots summarizes what the keepers of a job hold.
 func (k *keepers) snapshots(job string, now time.Time) (sum dashboard.Snapshots) {
 	var held slots.Held
@@ -197,8 +237,8 @@ func (k *keepers) snapshots(job string, now time.Time) (sum dashboard.Snapshots)
 			sum.Incomplete++
 		}
 	}
-	if step, found := slots.Newest(held.Snapshots); found {
-		sum.Step = &step
+	if newest, found := slots.Newest(held.Snapshots); found {
+		sum.Step = &newest.Step
 	}
 	for _, d := range held.Disks {
 		if d.Written >= 0 && (sum.Checkpoint == nil || d.Written > *sum.Checkpoint) {

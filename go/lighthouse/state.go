@@ -37,6 +37,9 @@ type state struct {
 	Past quorum.Past `json:"past"`
 	End  quorum.End  `json:"end,omitzero"`
 
+	// the newest copy of the state that keepers have told of
+	Copies quorum.Copies `json:"copies,omitzero"`
+
 	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
 
 	Used time.Time `json:"used,omitzero"` // when the job was last known to be in use

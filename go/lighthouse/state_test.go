@@ -2,9 +2,12 @@ package lighthouse
 
 import (
 	"log/slog"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -13,6 +16,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/slots"
 )
 
 var somePast = quorum.Past{ID: 1234, Step: 56,
@@ -20,7 +24,8 @@ var somePast = quorum.Past{ID: 1234, Step: 56,
 
 func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")
-	want := state{Job: "x", Highest: 2000, Past: somePast, End: quorum.End{Run: "r", Step: 57}}
+	want := state{Job: "x", Highest: 2000, Past: somePast, End: quorum.End{Run: "r", Step: 57},
+		Copies: quorum.Copies{Step: 55, Quorum: 1234, Hosts: []string{"h1", "h2"}}}
 	for range 2 { // the second write replaces an older file
 		text, err := want.encode()
 		require.NoError(t, err)
@@ -121,6 +126,47 @@ func TestALighthouseContinuesAfterTheQuorumOnDisk(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, id, got.Past.ID)
 	assert.EqualValues(t, 9, got.Past.Step)
+}
+
+// After all groups have failed, a quorum that would begin before the newest copy waits for its hosts, also
+// after a restart of the lighthouse, and names those that are missing.
+func TestAQuorumWaitsForTheHostsOfTheNewestCopy(t *testing.T) {
+	dir := t.TempDir()
+	forbid := func(c *Config) { c.ForbidRegression, c.HeartbeatTimeout = true, 200*time.Millisecond }
+	report := func(s *Server, host string, step, quorumID int64) {
+		slot := slots.Slot{Place: slots.Place{Job: "train", Group: host}, GroupWorldSize: 1, Step: step,
+			Quorum: quorumID}
+		told := slots.Report{Address: "http://" + host, Host: host,
+			Held: slots.Held{Snapshots: []slots.Slot{slot}}}
+		require.NoError(t, s.keepers.hear("default", told, time.Now()))
+	}
+	s, _ := startOn(t, dir, forbid)
+	id := s.testAsk(t, "a", 7).ID
+	report(s, "h1", 20, id)
+	report(s, "h2", 20, id)
+	report(s, "h3", 18, id)
+	require.NoError(t, s.jobs["default"].hears(time.Now()))
+	s.Shutdown()
+
+	again, log := startOn(t, dir, forbid)
+	report(again, "h3", 18, id)
+	report(again, "h2", 15, id)
+	j := again.jobs["default"]
+	require.NoError(t, j.hears(time.Now()))
+	const reason = "forbid_regression is set: the members that ask are at step 18 at most, and copies in " +
+		"memory of step 20 are on h1, h2; missing of these hosts: h1"
+	go func() { // its deadline is the end of the test
+		_, _ = j.quorum(t.Context(), quorum.Asked{Member: quorum.Member{ReplicaID: "c", Step: 18,
+			CommittedQuorumID: id}})
+	}()
+	require.Eventually(t, func() bool {
+		require.NoError(t, j.feed(quorum.Beat{ReplicaID: "c"}))
+		return strings.Contains(log.String(), reason)
+	}, time.Minute, 10*time.Millisecond)
+	events := httptest.NewRecorder()
+	j.site.ServeHTTP(events, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/api/v1/history", nil))
+	assert.Contains(t, events.Body.String(), reason)
+	assert.EqualValues(t, 20, maxStep(again.testAsk(t, "d", 20)), "its host is back")
 }
 
 func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {

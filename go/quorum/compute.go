@@ -55,6 +55,7 @@ type decision struct {
 
 	detail  string // the reason in words, for causes that the tally does not explain
 	regress string // why the job regresses; empty if it does not
+	behind  string // why it begins before a copy that hosts hold; empty if it does not
 
 	// the members of the quorum, or of the one that is not allowed yet; in order unless changed
 	in      []*record

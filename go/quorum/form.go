@@ -14,6 +14,9 @@ func (m *Machine) act(tick bool) {
 	m.past.refuseLate()
 	t := m.roster.tally(m.now)
 	d := m.decide(t, m.now)
+	if d.cause == behindJob && d.behind != "" && m.past.behind.IsZero() {
+		m.do(Awaits{d.detail})
+	}
 	m.past.decided(d)
 	switch {
 	case d.ready():
@@ -52,6 +55,9 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 func (m *Machine) deliver(d decision) {
 	if d.changed {
 		slices.SortFunc(d.in, byID)
+	}
+	if d.behind != "" {
+		m.past.copies.abandon()
 	}
 	before := m.past.latest
 	m.standing.ended(d.in)

@@ -98,8 +98,11 @@ func (h *history) event(members int) Event {
 		return Leaving{ReplicaID: id}
 	case p < 183:
 		return ShuttingDown{ReplicaID: id}
-	case p < 185:
+	case p < 184:
 		return Slept{For: h.gap}
+	case p < 185:
+		return Copied{Copies: Copies{Step: max(0, int64(h.waiter)-h.rng.Int64N(20)),
+			Quorum: quorumID - h.rng.Int64N(3), Hosts: []string{"h1"}}, Reporting: []string{"h2"}}
 	case p < 187: // no quorum of these histories stands
 		return Stopped{ReplicaID: id, QuorumID: quorumID, Step: h.rng.Int64N(20)}
 	case p < 191:

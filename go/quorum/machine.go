@@ -100,6 +100,8 @@ func (m *Machine) take(event Event) (decide bool) {
 	switch e := event.(type) {
 	case Asked:
 		return m.asked(e)
+	case Copied:
+		m.past.copied(e) // No decision: the steps of the members that ask stay what they are.
 	case Withdrawn: // No decision: a withdrawal cannot make a quorum possible.
 		m.roster.withdraw(e.Waiter, m.now)
 	case Beat:
@@ -235,7 +237,7 @@ func (m *Machine) asked(e Asked) bool {
 	m.seats.assign()
 	m.standing.joins(m.roster.members[id])
 	m.past.outfit(e)
-	if e.Member.Step >= m.past.step {
+	if e.Member.Step >= max(m.past.step, m.past.copies.newest.Step) {
 		m.past.behind = time.Time{} // this member has the job's step: the wait for such a member is over
 	}
 	if e.Recallable {

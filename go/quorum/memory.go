@@ -1,6 +1,7 @@
 package quorum
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"slices"
@@ -23,7 +24,7 @@ import (
 //     single wrong number raises the ids of a job for good.
 //  3. members[i] is the record of latest.Members[i], and no other record has previous set.
 //  4. A quorum below step forms only after heartbeat_timeout_ms, or once no member with a larger step can
-//     come any more (regress).
+//     come any more (regress). So does one that begins before a copy of the state that hosts hold (copies).
 type memory struct {
 	*core
 	// latest is the newest quorum, members the records of its members in order. Both are nil before the
@@ -40,6 +41,7 @@ type memory struct {
 	// since when a quorum is delayed because it would be below step; zero if no quorum is delayed
 	behind time.Time
 
+	copies  copies
 	floor   int64 // new ids are above it: firstID, or what an earlier start has reserved
 	highest int64 // the largest quorum_id that was used here, or that a member knows
 	end     End   // of the last run whose training is complete
@@ -110,13 +112,21 @@ func (p Past) Validate() error {
 	return nil
 }
 
-// keep appends a Keep for a new quorum, or for a new end. While its members train on in it, nothing is written.
+// keep appends a Keep for a new quorum, a new end or a new copy. While members train on in their quorum,
+// nothing else is written.
 func (m *memory) keep() {
-	k := Keep{Highest: m.ids(), End: m.end}
+	k := Keep{Highest: m.ids(), End: m.end, Copies: m.copies.newest}
 	if m.latest != nil {
 		k.Past = m.latest.Past()
 	}
 	m.do(k)
+}
+
+// copied takes what keepers report of the job.
+func (m *memory) copied(e Copied) {
+	if m.latest != nil && m.copies.told(e, m.now) {
+		m.keep()
+	}
 }
 
 // forget drops all but the highest id and the end: the ids of the next training must not repeat those of this
@@ -274,16 +284,31 @@ func (m *memory) shown(q *Quorum) {
 // mayRegress is the last check of a decision: if the quorum would be below the step of the latest one,
 // members with that step have heartbeat_timeout_ms to come. Without that time, their newer weights would be
 // overwritten, and the steps lost.
+//
+// Once all of them have failed, the job goes on from the newest copy of the state. With ForbidRegression a
+// quorum then waits for the hosts of that copy, whose groups may come back. If it does not begin before the
+// copy, there is nothing later to wait for.
 func (m *memory) mayRegress(d decision, now time.Time) decision {
-	reason := m.regress(d.in)
-	if reason == "" && m.policy.ForbidRegression {
+	step, lives := int64(-1), false
+	for _, r := range d.in {
+		step, lives = max(step, r.member().Step), lives || r.previous
+	}
+	if !lives {
+		d.behind = m.copies.behind(step)
+	}
+	forbids := m.policy.ForbidRegression && (m.mayCome() || !m.copies.known())
+	reason := cmp.Or(d.behind, m.regress(step))
+	if reason == "" && forbids {
 		reason = m.unproven(d.in)
 	}
+	late := !m.behind.IsZero() && now.Sub(m.behind) >= m.policy.HeartbeatTimeout
 	switch {
 	case reason == "":
-	case m.mayCome() && (m.behind.IsZero() || now.Sub(m.behind) < m.policy.HeartbeatTimeout):
+	case d.behind != "" && m.policy.ForbidRegression:
+		d.cause, d.detail = behindJob, "forbid_regression is set: "+reason
+	case (d.behind != "" || m.mayCome()) && !late:
 		d.cause, d.detail = behindJob, "they have heartbeat_timeout_ms to come: "+reason
-	case m.policy.ForbidRegression:
+	case forbids:
 		d.cause, d.detail = forbidden, "forbid_regression is set: "+reason
 	default:
 		d.regress = reason
@@ -334,15 +359,11 @@ func (m *memory) decided(d decision) {
 // stopped.
 func (m *memory) forgive(span time.Duration) { m.behind = later(m.behind, span) }
 
-// regress returns the reason why a quorum would be below the step that the job had reached, with the missing
-// members of the latest quorum; empty if it would not be below, or if none is missing.
-func (m *memory) regress(in []*record) string {
+// regress returns the reason why a quorum at a step would be below that which the job had reached, with the
+// missing members of the latest quorum; empty if it would not be below, or if none is missing.
+func (m *memory) regress(step int64) string {
 	if m.latest == nil {
 		return ""
-	}
-	step := int64(-1)
-	for _, r := range in {
-		step = max(step, r.member().Step)
 	}
 	absent := m.absent()
 	if step >= m.step || len(absent) == 0 {

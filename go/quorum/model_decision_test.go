@@ -166,11 +166,30 @@ func (m *model) mustWaitForTheStep(in []Member, candidates map[string]Member, no
 	for _, member := range in {
 		has = max(has, member.Step)
 	}
-	if has >= reached || !lives {
+	older := has < m.newestCopy().Step && !slices.ContainsFunc(in,
+		func(member Member) bool { return m.member(member.ReplicaID) })
+	if !older && (has >= reached || !lives) {
 		return false
 	}
 	if m.behind.IsZero() {
 		m.behind = now
 	}
-	return now.Sub(m.behind) < m.policy.HeartbeatTimeout
+	if now.Sub(m.behind) < m.policy.HeartbeatTimeout {
+		return true
+	}
+	if older {
+		m.gone = m.newestCopy().Quorum
+	}
+	return false
+}
+
+// newestCopy returns the newest copy that keepers have told of, and that has not been given up.
+func (m *model) newestCopy() (newest Copies) {
+	for _, c := range m.copies {
+		later := c.Quorum > newest.Quorum || c.Quorum == newest.Quorum && c.Step >= newest.Step
+		if c.Quorum > m.gone && later {
+			newest = c
+		}
+	}
+	return newest
 }

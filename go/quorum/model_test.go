@@ -32,6 +32,8 @@ type model struct {
 	shrunk    bool      // the latest quorum left candidates out
 	// since when a quorum is delayed because it would be below the latest one's step
 	behind  time.Time
+	copies  []Copies // that were told of since the first quorum
+	gone    int64    // those of this quorum, and of earlier ones, do not count
 	leavers []string // of the latest quorum
 	// members of the latest quorum that were sent with a smaller step than their own
 	lowered map[string]bool
@@ -117,6 +119,10 @@ func (m *model) take(e Event, now time.Time) bool {
 		if m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) {
 			m.markFailed(e.ReplicaID, RankFailed)
 		}
+	case Copied:
+		if m.latest != nil {
+			m.copies = append(m.copies, e.Copies)
+		}
 	case Suspected:
 		m.suspected(e, now)
 	case Checked:
@@ -189,7 +195,7 @@ func (m *model) asked(e Asked, now time.Time) bool {
 	m.beat(id, now)
 	m.facts[id].out, m.facts[id].ending = false, false
 	m.waiting = append(m.waiting, e)
-	if m.latest == nil || e.Member.Step >= m.latest.Past().Step {
+	if m.latest == nil || e.Member.Step >= max(m.latest.Past().Step, m.newestCopy().Step) {
 		m.behind = time.Time{}
 	}
 	if e.Recallable {

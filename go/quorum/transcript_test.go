@@ -24,6 +24,7 @@ import (
 //	changes a        it has to tell the others something
 //	recalled 1005 step=3 a b c [from=a] [highest=2000] [committed=1004] [stands]   a shows quorum 1005; without from, the disk or the log does
 //	restored 1005 run=RUN step=7   likewise, the disk of a lighthouse that has forgotten a training, but for ids up to 1005 and its end
+//	copies step=9 quorum=1001 on=h1,h2 from=h1   the newest copy, hosts that hold it, and hosts that report
 //	withdrawn 1      the request is withdrawn
 //	beat a b [phase=evaluation for=3s]   heartbeats
 //	disconnected a           its last stream broke
@@ -144,6 +145,12 @@ func (r *scribe) run(words []string) []string {
 	case "restored":
 		return r.step(Recalled{Highest: transcript.Number(r.t, args[0]), End: End{
 			transcript.Option(args, "run"), transcript.Number(r.t, transcript.Option(args, "step"))}})
+	case "copies":
+		hosts := func(option string) []string {
+			return strings.FieldsFunc(transcript.Option(args, option), func(r rune) bool { return r == ',' })
+		}
+		return r.step(Copied{Copies{transcript.Number(r.t, transcript.Option(args, "step")),
+			transcript.Number(r.t, transcript.Option(args, "quorum")), hosts("on")}, hosts("from")})
 	case "withdrawn":
 		return r.step(Withdrawn{Waiter: WaiterID(transcript.Number(r.t, args[0]))})
 	case "beat", "call":
@@ -248,6 +255,8 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("%s is not believed: %s", a.ReplicaID, a.Reason))
 		case Refused:
 			answers = append(answers, "member "+a.ReplicaID+" does not fit")
+		case Awaits:
+			answers = append(answers, "WARNING: "+a.Reason)
 		case Regressed:
 			answers = append(answers, fmt.Sprintf("WARNING, quorum %d regresses: %s", a.Quorum.ID, a.Reason))
 		case Failed:
@@ -280,6 +289,10 @@ func (r *scribe) step(e Event) []string {
 			if a.Past.ID == 0 {
 				answers = append(answers, fmt.Sprintf("the past is forgotten, except that quorum ids up to "+
 					"%d are used", a.Highest))
+			}
+			if a.Copies.Step > 0 {
+				answers = append(answers, fmt.Sprintf("kept: copies of step %d, on %v", a.Copies.Step,
+					a.Copies.Hosts))
 			}
 		case Release:
 			answers = append(answers, a.ReplicaID+" is released")

@@ -70,6 +70,11 @@ type (
 		Highest int64   // no id up to this one may be used again; 0: up to that of the quorum
 		End     End     // of the disk or the log
 	}
+	// Copied: what the keepers of the job's hosts hold, or what the disk or the log says that they held.
+	Copied struct {
+		Copies             // the newest; without hosts: they hold none
+		Reporting []string // hosts whose keepers report
+	}
 	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It
 	// gets no answer.
 	Withdrawn struct{ Waiter WaiterID }
@@ -156,6 +161,7 @@ type (
 func (Asked) isEvent()        {}
 func (Greeted) isEvent()      {}
 func (Recalled) isEvent()     {}
+func (Copied) isEvent()       {}
 func (Withdrawn) isEvent()    {}
 func (Stopped) isEvent()      {}
 func (Parting) isEvent()      {}
@@ -246,10 +252,13 @@ type (
 	// Keep makes the shell keep the state of the job that a restarted lighthouse, or the next leader, needs.
 	// It comes before the Deliver of a new quorum, and when a member has shown one.
 	Keep struct {
-		Past    Past  // zero: the training has ended, and only the ids are to be kept
-		Highest int64 // no id up to this one may be used again
-		End     End   // of the last run that is complete; zero: there is none
+		Past    Past   // zero: the training has ended, and only the ids are to be kept
+		Highest int64  // no id up to this one may be used again
+		End     End    // of the last run that is complete; zero: there is none
+		Copies  Copies // the newest that is known of
 	}
+	// Awaits reports that a quorum waits for hosts, since it would begin before the copy that they hold.
+	Awaits struct{ Reason string }
 	// Regressed reports a quorum whose steps are below those that the job had reached.
 	Regressed struct {
 		Quorum *Quorum
@@ -327,6 +336,7 @@ func (Advanced) isAction()     {}
 func (Doubted) isAction()      {}
 func (Refused) isAction()      {}
 func (Keep) isAction()         {}
+func (Awaits) isAction()       {}
 func (Regressed) isAction()    {}
 func (Changed) isAction()      {}
 func (Failed) isAction()       {}

@@ -5,6 +5,7 @@ package slots
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
@@ -89,7 +90,8 @@ func Read(at Place, page []byte, size int64) Slot {
 	if s.Incomplete = why; why != "" {
 		return s
 	}
-	s.GroupWorldSize, s.Step, s.Quorum, s.Saved, s.Share = h.GroupWorldSize, h.Step, h.Quorum, h.Saved, h.Share
+	s.GroupWorldSize, s.Step, s.Quorum = h.GroupWorldSize, h.Step, h.Quorum
+	s.Saved, s.Share = h.Saved, h.Share
 	if h.Disk != nil {
 		s.Folder = h.Disk.Folder
 	}
@@ -151,10 +153,10 @@ func (p parts) add(share []int64) bool {
 	return int64(len(p)) == share[1]
 }
 
-// Newest returns the newest step of which these slots have all ranks, and all parts of each; false if there
-// is none. Groups of a job have equal states, so they may be of several groups. If the slots are of several
-// jobs, it is that of the one that saved last.
-func Newest(held []Slot) (step int64, found bool) {
+// Newest returns a slot of the newest step of which these have all ranks, and all parts of each; false if
+// there is none. Groups of a job have equal states, so they may be of several groups. If the slots are of
+// several jobs, it is that of the one that saved last.
+func Newest(held []Slot) (newest Slot, found bool) {
 	type copyOf struct{ step, quorum, ranks int64 }
 	have, whole := map[copyOf]map[int64]parts{}, map[copyOf]map[int64]bool{}
 	last := Slot{Saved: math.Inf(-1)}
@@ -178,10 +180,21 @@ func Newest(held []Slot) (step int64, found bool) {
 			whole[of][s.GroupRank] = true
 		}
 	}
-	for of, ranks := range whole {
-		if int64(len(ranks)) == of.ranks && (!found || of.step > step) {
-			step, found = of.step, true
+	for _, s := range held {
+		complete := int64(len(whole[copyOf{s.Step, s.Quorum, s.GroupWorldSize}])) == s.GroupWorldSize
+		if s.Incomplete == "" && s.Job == last.Job && complete && (!found || s.compare(newest) > 0) {
+			newest, found = s, true
 		}
 	}
-	return step, found
+	return newest, found
+}
+
+// compare orders slots by their steps, and then by the quorums in which these were committed.
+func (s Slot) compare(o Slot) int {
+	return cmp.Or(cmp.Compare(s.Step, o.Step), cmp.Compare(s.Quorum, o.Quorum))
+}
+
+// Has reports whether a slot has, or has a part of, the state of another one of its job.
+func (s Slot) Has(o Slot) bool {
+	return s.Incomplete == "" && s.Job == o.Job && s.compare(o) == 0
 }

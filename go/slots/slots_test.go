@@ -117,8 +117,8 @@ func TestTheNewestStepThatAllRanksHave(t *testing.T) {
 			part(1, 0, 3, 2), quorum}), 5, true},
 		{"a whole copy beside a part", slices.Concat(older, []Slot{part(0), part(1, 0, 3, 2), part(1)}), 6, true},
 	} {
-		step, ok := Newest(c.held)
-		assert.Equal(t, c.want, step, c.name)
+		newest, ok := Newest(c.held)
+		assert.Equal(t, c.want, newest.Step, c.name)
 		assert.Equal(t, c.ok, ok, c.name)
 	}
 }

@@ -26,6 +26,7 @@ from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_
 from torch.distributed import TCPStore
 
 from tests.promises import KILL_S, within
+from torchft.launch import exec as launch
 
 # PyTorch's TCPStore asks the name server for the name of every peer. In a new quorum a lost answer would cost
 # 5 s.
@@ -59,7 +60,8 @@ class Outcome:
 class Chaos:
     """A job of `groups` groups of `ranks` ranks. Close it with `finish`, which checks its invariants.
 
-    With `torchrun`, each group has one rank, which torchrun's agent starts and restarts. `kills_only` is for
+    With `torchrun`, each group has one rank, which torchrun's agent starts and restarts, with `forked` by
+    `torchft exec`. `kills_only` is for
     jobs in which no process is stopped or cut off, so that no failure may be detected by silence.
     """
 
@@ -68,6 +70,7 @@ class Chaos:
     groups: int = 2
     ranks: int = 1
     torchrun: bool = False
+    forked: bool = False
     kills_only: bool = False
     lighthouse_options: Sequence[str] = ()
     through: Flapping | None = None  # a proxy between the groups and the lighthouse
@@ -410,7 +413,8 @@ class Chaos:
             worker.append("--snapshots=0")  # its keeper would stay in the namespace of a host
         if self.torchrun:
             agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-            command = [*agent, "--max_restarts=1000", *worker]
+            by_fork = ["--no-python", sys.executable, "-I", "-S", launch.__file__] if self.forked else []
+            command = [*agent, "--max_restarts=1000", *by_fork, *worker]
             env = {"SHARED_STORE": str(self.shared.port), "TORCHFT_JOB_ID": "default"}
             return Life(
                 group, [self.job.start(f"group{group}-life{number}", command, path=ours_path(), env=env)]

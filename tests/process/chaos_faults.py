@@ -188,7 +188,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    torchrun = " --torchrun" if args.torchrun else ""
+    torchrun = " --torchrun" * args.torchrun + " --forked" * args.forked
     again = " ".join(
         [
             f"chaos_faults.py --seed={args.seed} --kind={args.kind} --groups={args.groups}",
@@ -216,6 +216,7 @@ def run(args: argparse.Namespace) -> int:
             args.groups,
             args.ranks,
             torchrun=args.torchrun,
+            forked=args.forked,
             kills_only=kills_only(possible),
             lighthouse_options=options,
             options=worker_options(args),
@@ -300,6 +301,9 @@ def _parse() -> argparse.Namespace:
         "--torchrun", action="store_true", help="each group has one rank, started by an agent of torchrun"
     )
     parser.add_argument(
+        "--forked", action="store_true", help="with --torchrun: ranks start by `torchft exec`"
+    )
+    parser.add_argument(
         "--heal",
         choices=HEALS,
         help="default: in_passing, and with --record, which measures the Manager's default, at_once",
@@ -330,6 +334,8 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.torchrun and args.ranks != 1:
         parser.error(f"--torchrun --ranks {args.ranks}: allowed is 1")
+    if args.forked and not args.torchrun:
+        parser.error("--forked: allowed only with --torchrun")
     if args.heal is None:
         args.heal = "in_passing" if args.record is None else "at_once"
     if not (possible := possible_in(args.groups, args.ranks, args.torchrun)):

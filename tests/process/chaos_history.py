@@ -172,8 +172,9 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
             assert child.returncode is not None
             check_ended(child)
     made = set(os.listdir("/dev/shm")) - memory_before
-    # torchft-test-…: a folder of tests that run at the same time
-    left = {name for name in made if name.startswith("torchft") and not name.startswith("torchft-test-")}
+    # torchft-test-…: a folder of tests that run at the same time; torchft-memory-…: of all jobs of the host
+    others = ("torchft-test-", "torchft-memory-")
+    left = {name for name in made if name.startswith("torchft") and not name.startswith(others)}
     assert not left, f"shared memory is left: {left}"
     with socket.socket() as s:
         # Closed connections of a killed lighthouse remain for a minute, which SO_REUSEADDR permits; a

@@ -143,14 +143,17 @@ def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
 
 @pytest.mark.slow  # because test_torchft_run kills a group of torchrun, too
 @pytest.mark.timeout(300)
-def test_groups_of_torchrun() -> None:
+@pytest.mark.parametrize("forked", [False, True], ids=["python", "torchft exec"])
+def test_groups_of_torchrun(forked: bool) -> None:
     """If a worker fails, its agent restarts it. If an agent fails, its workers end."""
     with Job() as job:
-        chaos = run(job, groups=2, torchrun=True, kills_only=True)
+        chaos = run(job, groups=2, torchrun=True, forked=forked, kills_only=True)
         chaos.kill_worker(0, phase="in bucket 1")
         chaos.kill_agent(1)
         chaos.kill_all()
         chaos.finish()
+        for life in [*chaos.past, *chaos.lives]:
+            assert "an ordinary start" not in life.ranks[0].log_tail(1000)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ class JobStops(LaunchError):
 
 
 _TICK_SEC = 0.1
+_LOOK_SEC = 0.01  # between two looks whether a group has ended: the others wait for its start
 _ANSWER_SEC = 1.0
 # The timeout of a drain request is longer: a group that does not receive it gets SIGTERM, even in the middle
 # of a step.
@@ -184,8 +185,15 @@ class LocalJob:
         while self.tick():
             show(self)
             each_tick(self)
-            time.sleep(_TICK_SEC)
+            self.pause()
         show(self)
+
+    def pause(self) -> None:
+        """Waits until the next tick, which comes early if a group ends or is to be started again."""
+        running = [member for member in self.members if member.running]
+        until = min([time.monotonic() + _TICK_SEC, *(m.restart_at for m in self.members if m.restart_at)])
+        while time.monotonic() < until and all(member.running for member in running):
+            time.sleep(_LOOK_SEC)
 
     def end(self, grace: float) -> None:
         """Sends SIGTERM to all groups, so that their scripts can end between two steps, and kills those that

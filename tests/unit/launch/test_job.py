@@ -304,6 +304,29 @@ def test_kills_spare_the_last_group_and_are_reproducible(monkeypatch: pytest.Mon
     assert alone.job.kills == 0
 
 
+def test_the_next_tick_comes_early_if_a_group_ends_or_is_to_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5, 1: 5}
+
+    def sleep(seconds: float) -> None:
+        cluster.now += seconds
+        if cluster.now > 5.02:
+            cluster.groups[0].status = -9
+
+    cluster.time.sleep = sleep
+    cluster.pass_time(1)
+    cluster.job.pause()
+    assert cluster.now == pytest.approx(1.1)
+    cluster.now = 5.0
+    cluster.job.pause()
+    assert cluster.now == pytest.approx(5.03)
+    cluster.pass_time(0)
+    cluster.job.pause()
+    assert cluster.now == pytest.approx(5.03), "it is started again at once"
+
+
 def test_a_standby_is_started_like_the_others_and_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 2, 2, standby=1, kill_every=100.0)
     cluster.training, cluster.standby = {0: 5, 1: 5}, {2}

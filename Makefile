@@ -84,6 +84,9 @@ help: ## list the targets
 train: $(VENV)/with-train $(LIBRARY) ## train on two replica groups, kill one, see it heal
 	$(PY) python/examples/demo.py
 
+train-standby: $(VENV)/with-train $(LIBRARY) ## the same with a third group, which takes the place of the killed one
+	$(PY) python/examples/demo.py --standby
+
 minimal: $(VENV)/with-train $(LIBRARY) ## the README's example, in two replica groups
 	$(VENV)/bin/torchft run --replicas 2 --min-replicas 2 python/examples/minimal.py
 

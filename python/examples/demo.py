@@ -30,6 +30,7 @@ from accounting import Samples, samples
 from replica_group import TRAIN_SCRIPT, Group
 
 from torchft.launch.group import environment
+from torchft.launch.job import status
 from torchft.launch.lighthouse import LaunchError, lighthouse
 from torchft.launch.output import tail
 from torchft.launch.owned import ReadyProcess
@@ -55,10 +56,12 @@ def main() -> int:
     os.environ.setdefault("TORCHFT_SNAPSHOTS", "0")  # after Ctrl-C it begins anew, and leaves no keeper
     ready = ReadyProcess(str(args.program), {**os.environ, **environment(args.nproc)})
     groups = [
-        Group(number, args.groups, folder, args.nproc, args.program, ready) for number in range(args.groups)
+        Group(number, args.groups, folder, args.nproc, args.program, ready)
+        for number in range(args.groups + args.standby)
     ]
+    options = [*LIGHTHOUSE_OPTIONS, *(["--max_replicas", str(args.groups)] if args.standby else [])]
     try:
-        with lighthouse(folder / "lighthouse.log", LIGHTHOUSE_OPTIONS) as address:
+        with lighthouse(folder / "lighthouse.log", options) as address:
             kills = train(args, groups, address)
         proof = prove(args, groups, folder) if args.once else None
         print_table(groups, kills, proof)
@@ -84,13 +87,16 @@ def main() -> int:
 
 
 def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[float]:
-    """Trains to the end, with kills. Returns the wall-clock times of the kills."""
+    """Trains to the end, with kills. Returns the wall-clock times of the kills. With a standby, the killed
+    group is removed from `groups`.
+    """
     train_args = ["--script", args.script, "--steps", str(args.steps), "--device", args.device]
     train_args += args.train_args
     torchrun_args = ["--max_restarts", "1"] if args.kill == "rank" else []
-    for group in groups:
+    active, standby = groups[: args.groups], groups[args.groups :]
+    for group in active:
         group.start(address, train_args, torchrun_args)
-    victim = groups[-1]
+    victim = active[-1]
     kills: list[float] = []
     kill_at = args.kill_at
     progress = Progress(args.steps)
@@ -105,7 +111,11 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
         progress.show(groups)  # includes the events just before a kill
         back = victim.state == "done" or victim.time_to_heal() is not None
         ready = victim.state.startswith("training") and (back or not kills)
-        if ready and time_to_kill([group.step() for group in groups], kill_at, args.steps, len(kills)):
+        for group in standby if all(group.state.startswith("training") for group in active) else ():
+            if group.state == "not started":
+                group.start(address, train_args)
+            ready = ready and any(member.get("standby") for member in status(address)["members"])
+        if ready and time_to_kill([group.step() for group in active], kill_at, args.steps, len(kills)):
             kills.append(time.time())
             kill_at = args.steps if args.kill_every is None else victim.step() + args.kill_every
             if args.kill == "rank":
@@ -113,7 +123,13 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
             else:
                 victim.kill()
                 progress.show(groups)
-                victim.start(address, train_args)
+                if standby:
+                    groups.remove(victim)
+                    active.remove(victim)
+                    victim = standby.pop()
+                    victim.takes_over()
+                else:
+                    victim.start(address, train_args)
             progress.show(groups)
         back = victim.state == "done" or victim.time_to_heal() is not None
         if groups[0].state == "done" and not (kills and back):
@@ -182,7 +198,8 @@ def prove(args: argparse.Namespace, groups: list[Group], folder: Path) -> Proof:
     if done.returncode:
         raise LaunchError(f"one process could not train on these batches: {done.stderr[-2000:]}")
     one = json.loads(done.stdout.splitlines()[-1])
-    everybody = [event for group in groups for event in group.everything()]
+    files = (folder / "events").glob("*.jsonl")  # also of a group in whose place a standby is
+    everybody = [json.loads(line) for file in sorted(files) for line in file.read_text().splitlines()]
     counted = samples(groups[0].events, everybody, one["samples"], one["epochs"])
     return Proof(counted, one["difference"], one["equal"], "--reproducible" in args.train_args)
 
@@ -226,8 +243,10 @@ def print_table(groups: list[Group], kills: list[float], proof: Proof | None = N
     *survivors, victim = groups
     nothing = [""] * len(survivors)
     killed_at = kills[-1]
+    start = None if victim.stands_in else victim.time_to_start()
+    healed = "the standby, from the kill to healed" if victim.stands_in else "from its restart to healed"
     joins = (
-        victim.started + (victim.time_to_start() or 0.0),
+        victim.started + (start or 0.0),
         victim.started + (victim.time_to_heal() or math.inf),
     )
     rows = [
@@ -237,8 +256,8 @@ def print_table(groups: list[Group], kills: list[float], proof: Proof | None = N
             "from the kill to the next commit",
             [seconds(group.next_commit(killed_at)) for group in survivors] + ["killed"],
         ),
-        ("from its restart to healed", [*nothing, seconds(victim.time_to_heal())]),
-        ("  of it until PyTorch was ready", [*nothing, seconds(victim.time_to_start())]),
+        (healed, [*nothing, seconds(victim.time_to_heal())]),
+        *([] if victim.stands_in else [("  of it until PyTorch was ready", [*nothing, seconds(start)])]),
         *((f"  {what}", [*nothing, seconds(victim.recovery(phase))]) for phase, what in PHASES.items()),
         (
             "longest step while it joins",
@@ -304,6 +323,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--groups", type=int, default=2, help="replica groups, at least 2")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a group")
+    parser.add_argument(
+        "--standby", action="store_true", help="a further group takes the place of the one that is killed"
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument(
         "--kill-at", type=int, help="step after which the last group is killed; a third of --steps"
@@ -349,6 +371,8 @@ def parse_args() -> argparse.Namespace:
         args.program = TRAIN_SCRIPT.parents[2] / "tests" / "late" / "train.py"
     if args.groups < 2:
         parser.error(f"--groups must be at least 2, got {args.groups}: someone has to survive")
+    if args.standby and (args.kill == "rank" or args.kill_every):
+        parser.error("--standby is not allowed with --kill rank and --kill-every")
     if args.nproc < 1:
         parser.error(f"--nproc must be at least 1, got {args.nproc}")
     if not 0 < args.kill_at < args.steps:

@@ -40,6 +40,7 @@ class Group:
         self._rank_killed = math.nan
         self.log = folder / f"group-{number}.log"
         self.state = "not started"
+        self.stands_in = False  # for a group that was killed
         self.events: list[Event] = []
         self._folder = folder / "events"
         self._groups = groups
@@ -79,9 +80,16 @@ class Group:
         self._restarted, self._healed = True, False
         self.state = f"rank {rank} killed"
 
+    def takes_over(self) -> None:
+        """Declares that another group was killed just now, in whose place this standby comes."""
+        self._rank_killed = time.time()
+        self._restarted = self.stands_in = True
+
     @property
     def started(self) -> float:
-        """Time of the last start, or of the later kill of a rank, after which torchrun restarts all ranks."""
+        """Time of the last start, or of the later kill of a rank, after which torchrun restarts all ranks, or
+        of the group in whose place this standby comes.
+        """
         if self._process is None:
             return math.nan
         return self._process.started if math.isnan(self._rank_killed) else self._rank_killed

@@ -112,6 +112,21 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(
     assert re.fullmatch(r"\d\.\de-1\d", rows["weights, relative to one process"][0])
 
 
+@pytest.mark.slow  # test_standby.py and test_torchft_run.py have standbys, too
+@pytest.mark.timeout(420)
+def test_a_standby_takes_the_place_of_the_killed_group(environment: dict[str, str], tmp_path: Path) -> None:
+    steps = ["--steps", "300", "--kill-at", "30", "--logs", str(tmp_path)]
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--standby", *steps]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line[:38].strip(): line[38:].split() for line in done.stdout.splitlines()}
+    heal, unit = rows["the standby, from the kill to healed"]
+    assert 0 < float(heal) < 120 and unit == "s"
+    assert done.stdout.splitlines()[-1] == "equal"
+    first, *_ = (e for e in read_events(tmp_path, 2) if e["event"] == "commit")
+    assert first["healing"] and first["step"] > 30
+
+
 def test_steps_that_lie_partly_between_two_times(tmp_path: Path) -> None:
     import replica_group
 

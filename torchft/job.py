@@ -33,10 +33,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchft._job import parameters
+from torchft._job import parameters, values
 from torchft._job.checkpoints import Checkpoints, check_every
 from torchft._job.start import connect, end_with_torchrun, group_mesh, group_name, pick_device
-from torchft._job.values import DistributedDataParallel, LossSum, check_reduced_once, on_device
 from torchft._manager.snapshots.copies import State
 from torchft.data._stream_reader import is_stream
 from torchft.data.loader import ElasticDataLoader
@@ -117,7 +116,7 @@ class Job:
         self._steppers: list[Optimizer] = []  # as the loop uses them
         self._schedulers: list[LRScheduler] = []
         self._scaler: Optional[GradScaler] = None
-        self._losses: LossSum  # from the first model on
+        self._losses: values.LossSum  # from the first model on
         self._others: dict[str, Any] = {}
         self._stage: Optional[str] = None  # key of this rank's part of a checkpoint
         self._loader: Optional[ElasticDataLoader] = None
@@ -155,7 +154,7 @@ class Job:
         if stage or isinstance(given, nn.Module):
             self._models.append(given.submod if stage else given)
             if len(self._models) == 1:
-                self._losses = LossSum(self._models[0], self.device)
+                self._losses = values.LossSum(self._models[0], self.device)
             self._wrapped.append(given.submod if stage else self._wrap(given))
             self._stage = f"stage {self.manager._settings.group_rank}" if stage else self._stage
             return given if stage else self._wrapped[-1]
@@ -177,7 +176,7 @@ class Job:
             return model
         for module in sharded if not self._reproducible else ():  # then the loader reduces
             module.set_all_reduce_hook(self._average)
-        return model if sharded else DistributedDataParallel(self.manager, model, self._losses)
+        return model if sharded else values.DistributedDataParallel(self.manager, model, self._losses)
 
     @property
     def _averages_weights(self) -> bool:
@@ -231,7 +230,8 @@ class Job:
             self._loader.compare(self._scaler.get_scale)
             # A group that heals takes over the scale before gradients are multiplied and divided by it.
             self.manager._use_async_quorum = False
-        self._begin_alike()
+        for parameter in values.replicated(self._wrapped, self._loader):
+            dist.broadcast(parameter.detach(), 0)  # ranks heal from others' counterparts: all begin alike
         self.manager._snapshots.state = State(self._checkpoint, self._resume, self._before_loading)
         self._checkpoints.resume(self._read_into, self._resume)
         return JobLoader(self, self._loader)
@@ -275,18 +275,12 @@ class Job:
 
     def _read_into(self) -> dict[str, Any]:
         """Returns the state that a checkpoint is read into."""
-        self._forget_gradients()
+        parameters.forget_gradients(self._optimizers)
         return self._checkpoint()
-
-    def _forget_gradients(self) -> None:
-        # A step may have been lost before. PyTorch gives no state to a new optimizer whose parameters have
-        # gradients, and loads none then.
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
 
     def _resume(self, state: dict[str, Any]) -> None:
         assert self._loader is not None
-        self._forget_gradients()
+        parameters.forget_gradients(self._optimizers)
         own = state if self._stage is None else state[self._stage]
         model, optimizer = own["model"], own["optimizer"]
         root = parameters.root_of(self._models)
@@ -306,20 +300,6 @@ class Job:
         """Surrounds an evaluation, a checkpoint or a compilation: :meth:`torchft.Manager.phase`."""
         return self.manager.phase(name)
 
-    def _replicated(self) -> Iterator[torch.Tensor]:
-        """Yields the parameters that the ranks of this group hold alike, while they read different data."""
-        loader = self._loader
-        assert loader is not None
-        if loader.data_world_size > 1:
-            for model in self._wrapped:
-                if isinstance(model, DistributedDataParallel):
-                    yield from (*model.more, *model.parameters())
-
-    def _begin_alike(self) -> None:
-        """Each rank heals from its counterpart in another group, so the ranks of a group must begin alike."""
-        for parameter in self._replicated():
-            dist.broadcast(parameter.detach(), 0)
-
     @property
     def _reproducible(self) -> bool:
         return self.manager._settings.reproducible_reduction
@@ -331,7 +311,8 @@ class Job:
             own = [] if averaged else [self._losses]
             parameters.reduce_plain([*self._wrapped, *own], self.manager)
             if (group := dist.group.WORLD) is not None:
-                parameters.average_in_group(self._replicated(), group)
+                assert self._loader is not None
+                parameters.average_in_group(values.replicated(self._wrapped, self._loader), group)
         return self._losses.mean(averaged)
 
     def shutdown(self) -> None:
@@ -405,7 +386,7 @@ class JobStep:
         for unit in self._step:
             with unit.accumulate(*job._wrapped, job._losses):
                 self._unit, self._backward = unit, False
-                yield on_device(unit.data, job.device)
+                yield values.on_device(unit.data, job.device)
                 if not self._backward:
                     raise RuntimeError(
                         "a batch had no backward pass: call step.backward(loss) for each batch of a step; "
@@ -421,9 +402,7 @@ class JobStep:
         Args:
             loss: the mean over the samples of the batch, a tensor of one element.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-            raise TypeError(f"loss is {what}: it has to be a tensor of one element that needs gradients")
+        values.check_loss(loss)
         scaler, weighted = self._job._scaler, loss * self.weight
         scaled = weighted if scaler is None else scaler.scale(weighted)
         self._run(scaled, self._job._losses(weighted))
@@ -502,7 +481,7 @@ class JobStep:
         if self.ended:
             raise RuntimeError("step.commit() was called twice: a step ends once")
         self._batches_ended("commit")
-        check_reduced_once(self._job.manager, self._reduced)
+        values.check_reduced_once(self._job.manager, self._reduced)
         self.ended = True
         job = self._job
         # With infinities there is no vote: then the batch comes again.

@@ -1,4 +1,6 @@
-"""Each cell of the tables of docs/together.md names a test in together.toml, which exists and runs."""
+"""Each cell of the tables of docs/together.md names a test in together.toml, which exists and runs; loops are
+short.
+"""
 
 from __future__ import annotations
 
@@ -111,3 +113,24 @@ def test_each_test_exists_and_runs() -> None:
 
 def test_the_page_is_short() -> None:
     assert len(PAGE.split()) <= 350
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        ("torchft/job.py", 500),
+        ("train_ddp.py", 80),
+        ("train_fsdp.py", 100),
+        ("train_diloco.py", 120),
+        ("python/examples/huggingface_loop.py", 80),
+        ("python/examples/lightning_loop.py", 80),
+    ],
+)
+def test_a_loop_is_short_and_needs_the_package_only(script: str, lines: int) -> None:
+    source = (ROOT / script).read_text()
+    assert len(source.splitlines()) <= lines
+    for node in ast.walk(ast.parse(source)):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        assert not any(name.split(".")[0] == "python" or name.startswith("examples") for name in names)
+    assert "sys.path" not in source

@@ -51,10 +51,6 @@ def write_batch(path: Path, labels: list[int], value: int) -> None:
     path.write_bytes(file.getvalue())
 
 
-def test_the_page_to_copy_is_short() -> None:
-    assert len(Path(train_ddp.__file__).read_text().splitlines()) <= 80
-
-
 @pytest.fixture
 def cifar10(tmp_path: Path) -> Path:
     folder = tmp_path / "cifar-10-batches-py"

@@ -133,6 +133,14 @@ def _reduced_together(parameters: Iterable[torch.Tensor]) -> list[list[torch.Ten
     return list(lists.values())
 
 
+def forget_gradients(optimizers: Iterable[Optimizer]) -> None:
+    """Makes the state of new optimizers loadable, though a step may have been lost before: PyTorch gives none
+    to one whose parameters have gradients, and loads none then.
+    """
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
 def root_of(models: Sequence[nn.Module]) -> nn.Module:
     """Returns one module that has the parameters of all, with their own names if there is one model."""
     return models[0] if len(models) == 1 else nn.ModuleList(models)

@@ -11,6 +11,7 @@ from torch import nn
 from torchft import ddp
 
 if TYPE_CHECKING:
+    from torchft.data.loader import ElasticDataLoader
     from torchft.manager import Manager
 
 _ALIGNED = 64  # elements
@@ -27,6 +28,13 @@ def on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(on_device(each, device) for each in value)
     return value
+
+
+def check_loss(loss: Any) -> None:
+    """Raises a TypeError unless this is a loss of one element that needs gradients."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise TypeError(f"loss is {what}: it has to be a tensor of one element that needs gradients")
 
 
 def check_reduced_once(manager: Manager, reduced: int) -> None:
@@ -107,3 +115,15 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         names = {**dict.fromkeys(range(more), "step.loss"), **{i + more: each for i, each in names.items()}}
         sparse = [False] * more + expect_sparse_gradient
         super()._ddp_init_helper([*self.more, *parameters], sparse, names, *others)
+
+
+def replicated(models: list[nn.Module], loader: ElasticDataLoader) -> list[torch.Tensor]:
+    """Returns the parameters that the ranks of this group hold alike, while they read different data.
+
+    Args:
+        models: as the loop uses them.
+        loader: of this rank.
+    """
+    several = loader.data_world_size > 1
+    wrapped = [each for each in models if several and isinstance(each, DistributedDataParallel)]
+    return [parameter for each in wrapped for parameter in (*each.more, *each.parameters())]

@@ -34,8 +34,8 @@ type Membership interface {
 	// several times, also concurrently.
 	Leave(ctx context.Context) error
 	// Finish makes Close announce that the training is complete, after a number of committed steps; 0: the
-	// number is not known. A lighthouse that has received this announcement from all groups of a job forgets the
-	// job's past. Groups of the same run that come back are told of the end, if its step is known.
+	// number is not known. A lighthouse that has received this announcement from all groups of a job forgets
+	// the job's past. Groups of the same run that come back are told of the end, if its step is known.
 	Finish(step int64)
 	// Close ends the connection, and every call with it.
 	Close() error

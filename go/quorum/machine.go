@@ -288,8 +288,8 @@ func (m *Machine) adopted() {
 
 // finish forgets the past of a job whose training is complete, as all members of the latest quorum have
 // reported: the next group that asks begins another training, and must not be refused for being behind. The
-// past is kept if a member has not reported that, since this member may come back with its weights. It reports
-// whether the past is forgotten.
+// past is kept if a member has not reported that, since this member may come back with its weights. It
+// reports whether the past is forgotten.
 func (m *Machine) finish() bool {
 	if m.past.latest == nil || slices.ContainsFunc(m.past.members,
 		func(r *record) bool { return !r.finished }) {

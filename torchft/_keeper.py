@@ -21,6 +21,7 @@ from torchft._security import DEFAULT_JOB, JOB_ENV, files
 
 ROOT_ENV = "TORCHFT_SNAPSHOT_MEMORY"
 SETTINGS = "job.json"  # in the folder of a job
+TOLD = ("stored.json", "complete.json")  # beside it (checkpointing/snapshots/stored.py)
 _LOCK = "keeper.lock"
 _LOG = "keeper.log"
 _MOST_LOG = 1 << 20  # bytes; a longer log of earlier keepers is dropped when one starts

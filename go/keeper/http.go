@@ -81,6 +81,7 @@ func (k *Keeper) listen(of key) (*server, error) {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /snapshots", s.serveList)
 	mux.HandleFunc("GET /snapshots/{job}/{group}/{rank}/{slot}", s.serveSlot)
+	mux.HandleFunc("GET /stored/{job}/{path...}", s.serveStored)
 	s.rpc = rpc.Serve(lis, gate, rpc.NewGRPC(gate, k.log), s.guard(mux), k.log)
 	return s, nil
 }
@@ -132,9 +133,7 @@ func (s *server) serveList(w http.ResponseWriter, _ *http.Request) {
 	_ = json.NewEncoder(w).Encode(s.keeper.held(s.mine).Snapshots) // fails only if the client has gone
 }
 
-// serveSlot sends a slot, or a range of it, if it is complete. Its ETag stands for its header: a reader that
-// continues with If-Match gets the same snapshot or a refusal. If the slot is overwritten meanwhile, the
-// connection ends before its last byte.
+// serveSlot sends a slot in memory.
 func (s *server) serveSlot(w http.ResponseWriter, r *http.Request) {
 	at, known := s.find(r)
 	if !known {
@@ -142,6 +141,42 @@ func (s *server) serveSlot(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	f, info, err := openFile(s.keeper.root, at.path)
+	s.serve(w, r, at.Place, f, info, err)
+}
+
+// serveStored sends a slot on a disk, which the ranks of the job have named.
+func (s *server) serveStored(w http.ResponseWriter, r *http.Request) {
+	folder, of, known := s.findStored(r)
+	if !known {
+		refuse(w, http.StatusNotFound, "this keeper has no such slot on a disk, of a job with these settings")
+		return
+	}
+	f, info, err := openStored(folder, of.Stored)
+	s.serve(w, r, of.Place, f, info, err)
+}
+
+func (s *server) findStored(r *http.Request) (folder string, of slots.Slot, known bool) {
+	s.keeper.mu.Lock()
+	defer s.keeper.mu.Unlock()
+	for _, j := range s.keeper.jobs {
+		if !s.mine(j) || j.name != r.PathValue("job") {
+			continue
+		}
+		for _, of := range j.Snapshots {
+			if of.Stored != "" && of.Stored == r.PathValue("path") {
+				return j.storedIn, of, true
+			}
+		}
+	}
+	return "", of, false
+}
+
+// serve sends a slot, or a range of it, if it is complete. Its ETag stands for its header: a reader that
+// continues with If-Match gets the same snapshot or a refusal. If the slot is overwritten meanwhile, the
+// connection ends before its last byte.
+func (s *server) serve(
+	w http.ResponseWriter, r *http.Request, at slots.Place, f *os.File, info os.FileInfo, err error,
+) {
 	if err != nil {
 		refuse(w, http.StatusNotFound, "the slot cannot be opened: "+err.Error())
 		return
@@ -152,7 +187,7 @@ func (s *server) serveSlot(w http.ResponseWriter, r *http.Request) {
 		refuse(w, http.StatusInternalServerError, "the slot cannot be read: "+err.Error())
 		return
 	}
-	held := slots.Read(at.Place, page, info.Size())
+	held := slots.Read(at, page, info.Size())
 	if held.Incomplete != "" {
 		refuse(w, http.StatusConflict, "the slot is not complete: "+held.Incomplete)
 		return

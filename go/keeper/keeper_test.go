@@ -499,6 +499,73 @@ func TestWhatTheWriterSaysIsTold(t *testing.T) {
 	assert.Empty(t, held.Disks, "no link is followed")
 }
 
+// stored writes what the ranks of a job have stored in a folder: one slot of group g for each path.
+func (h *host) stored(job, folder string, steps map[string]int64) {
+	told := []map[string]any{}
+	for path, step := range steps {
+		told = append(told, map[string]any{"path": path, "group": "g", "group_rank": 0, "group_world_size": 1,
+			"step": step, "quorum": 0, "saved": 1.5, "bytes": 9, "share": []int{0, 2, 2}})
+	}
+	text, err := json.Marshal(map[string]any{"folder": folder, "slots": told})
+	require.NoError(h.t, err)
+	h.write(filepath.Join(h.root, url.PathEscape(job), "stored.json"), text)
+}
+
+func TestSlotsOnADiskAreServedIfTheRanksHaveNamedThem(t *testing.T) {
+	at := startLighthouse(t, auth.Security{})
+	h, disk := newHost(t), t.TempDir()
+	want := h.slot("a job", "g", 0, 0, 7, []byte("state"))
+	good, torn, link, into := "parts-of-step-7/g/rank-0", "parts-of-step-6/g/rank-0", "parts-of-step-7/g/link",
+		"linked/g/rank-0"
+	h.write(filepath.Join(disk, good), want)
+	h.write(filepath.Join(disk, torn), make([]byte, slots.PageSize))
+	h.write(filepath.Join(disk, "parts-of-step-7/g/other"), want)
+	outside := filepath.Join(t.TempDir(), "slot")
+	require.NoError(t, os.WriteFile(outside, want, 0o600))
+	require.NoError(t, os.Symlink(outside, filepath.Join(disk, link)))
+	require.NoError(t, os.Symlink("parts-of-step-7", filepath.Join(disk, "linked")))
+	absolute := "../" + filepath.Base(filepath.Dir(outside)) + "/slot"
+	h.stored("a job", disk, map[string]int64{good: 7, torn: 6, link: 5, into: 5, absolute: 5, "nowhere": 5})
+	h.job("a job", at, auth.Security{})
+	h.start()
+	held := keepers(t, at, 1)[0]
+	require.Len(t, held.Snapshots, 7)
+	of := held.Address + "/stored/a%20job/"
+	code, body := get(t, of+good)
+	assert.Equal(t, http.StatusOK, code)
+	assert.True(t, string(want) == body, "the slot's bytes")
+	code, body = get(t, of+good, "Range", "bytes=4096-4097")
+	assert.Equal(t, http.StatusPartialContent, code)
+	assert.Equal(t, "st", body)
+	for path, why := range map[string]string{
+		torn:                      "it is being written",
+		link:                      "cannot be opened",
+		into:                      "linked is no folder",
+		"nowhere":                 "cannot be opened",
+		"parts-of-step-7/g/other": "no such slot on a disk",
+		"..%2F" + absolute[3:]:    "cannot be opened",
+	} {
+		code, body := get(t, of+path)
+		assert.NotEqual(t, http.StatusOK, code, path)
+		assert.Contains(t, body, why, path)
+	}
+	code, _ = get(t, held.Address+"/stored/another/"+good)
+	assert.Equal(t, http.StatusNotFound, code)
+}
+
+func TestTheWriterHearsWhichStepAllHostsHaveStored(t *testing.T) {
+	at := startLighthouse(t, auth.Security{})
+	h := newHost(t)
+	h.job("a job", at, auth.Security{})
+	h.stored("a job", t.TempDir(), map[string]int64{"a": 5, "b": 7})
+	h.start()
+	file := filepath.Join(h.root, "a%20job", "complete.json")
+	require.Eventually(t, func() bool {
+		text, err := os.ReadFile(file) //nolint:gosec // a file of this test
+		return err == nil && string(text) == `{"step": 7}`
+	}, patience, 20*time.Millisecond)
+}
+
 func TestALighthouseElsewhereOpensAllInterfaces(t *testing.T) {
 	k := &Keeper{}
 	for addresses, local := range map[string]bool{"http://127.0.0.1:1": true, "http://localhost:1": true,

@@ -27,6 +27,9 @@ const (
 	mostReported, mostDisks = 500, 20
 )
 
+// mostAnswer bounds the answer to a report, in bytes.
+const mostAnswer = 64 << 10
+
 // target is a lighthouse's job to which slots are reported.
 type target struct {
 	lighthouse string
@@ -97,8 +100,11 @@ func (k *Keeper) tell(ctx context.Context, t target, s *server) error {
 	}
 	var failures []error
 	for _, address := range addresses {
-		err := s.post(ctx, address+"/api/v1/keepers?job="+url.QueryEscape(t.job), body)
+		complete, err := s.post(ctx, address+"/api/v1/keepers?job="+url.QueryEscape(t.job), body)
 		if err == nil {
+			for job, step := range complete {
+				k.isComplete(job, step)
+			}
 			return nil
 		}
 		failures = append(failures, err)
@@ -106,15 +112,16 @@ func (k *Keeper) tell(ctx context.Context, t target, s *server) error {
 	return errors.Join(failures...)
 }
 
-func (s *server) post(ctx context.Context, to string, body []byte) error {
+// post posts a report. It returns the newest step of each job that all hosts together have on their disks.
+func (s *server) post(ctx context.Context, to string, body []byte) (map[string]int64, error) {
 	ctx, cancel := context.WithTimeout(ctx, postTimeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, to, bytes.NewReader(body))
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if req.URL.Scheme == "http" && s.security.TLSCA != "" {
-		return fmt.Errorf("%s: tls_ca (%s) is set, so its address must begin with https://", to,
+		return nil, fmt.Errorf("%s: tls_ca (%s) is set, so its address must begin with https://", to,
 			auth.TLSCAEnv)
 	}
 	req.Header.Set("Content-Type", "application/json")
@@ -123,12 +130,18 @@ func (s *server) post(ctx context.Context, to string, body []byte) error {
 	}
 	resp, err := (&http.Client{Transport: s.transport}).Do(req)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer func() { _ = resp.Body.Close() }()
-	text, err := io.ReadAll(io.LimitReader(resp.Body, 4096))
+	text, err := io.ReadAll(io.LimitReader(resp.Body, mostAnswer))
 	if err == nil && resp.StatusCode != http.StatusOK {
 		err = fmt.Errorf("%s answered %d: %s", to, resp.StatusCode, bytes.TrimSpace(text))
 	}
-	return err
+	var answer struct {
+		Complete map[string]int64 `json:"complete"`
+	}
+	if err == nil {
+		_ = json.Unmarshal(text, &answer) // a lighthouse of another version says nothing
+	}
+	return answer.Complete, err
 }

@@ -26,6 +26,8 @@ const (
 	lockName     = "keeper.lock"
 	settingsName = "job.json"
 	disksName    = "disk.json" // of the writer: torchft/checkpointing/snapshots/due.py
+	storedName   = "stored.json"
+	completeName = "complete.json"
 	rankPrefix   = "rank-"
 	rankLock     = "lock"
 	// blockSize is the unit of stat's number of blocks, in bytes.
@@ -50,8 +52,9 @@ type job struct {
 	settings settings
 	key      key
 	slots.Held
-	ranks   bool      // whether it has folders of ranks: a rank makes its own when it begins
-	changed time.Time // when a file of it last changed
+	storedIn string    // the folder of slots on a disk
+	ranks    bool      // whether it has folders of ranks: a rank makes its own when it begins
+	changed  time.Time // when a file of it last changed
 }
 
 // RunningError says that another keeper runs.
@@ -138,11 +141,10 @@ func list(root *os.Root, log *slog.Logger) []job {
 		}
 		j := job{name: name, folder: folder}
 		j.settings, j.changed = readSettings(root, folder, log)
-		if f, _, err := openFile(root, path.Join(folder, disksName)); err == nil {
-			text, _ := io.ReadAll(io.LimitReader(f, mostSettings)) // what is cut off is not understood
-			_ = f.Close()
-			j.Disks = slots.ReadDisks(name, text)
-		}
+		j.Disks = slots.ReadDisks(name, readText(root, path.Join(folder, disksName)))
+		// The disk itself is not looked at here: it may hang.
+		stored := slots.ReadStored(name, readText(root, path.Join(folder, storedName)))
+		j.storedIn, j.Snapshots = stored.Folder, stored.Slots
 		for _, place := range places(root, j) {
 			j.ranks = true
 			s, changed, there := look(root, place)
@@ -156,6 +158,17 @@ func list(root *os.Root, log *slog.Logger) []job {
 		jobs = append(jobs, j)
 	}
 	return jobs
+}
+
+// readText returns the text of a file of a job; empty: there is none. What is cut off is not understood.
+func readText(root *os.Root, path string) []byte {
+	f, _, err := openFile(root, path)
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	text, _ := io.ReadAll(io.LimitReader(f, mostSettings))
+	return text
 }
 
 // List returns what is held below a root, whether or not a keeper runs; nothing if there is no such folder.
@@ -226,6 +239,21 @@ func folders(root *os.Root, in string) []string {
 		}
 	}
 	return names
+}
+
+// openStored opens a slot on a disk, below the folder of a job's checkpoints. It follows no link there.
+func openStored(folder, name string) (*os.File, fs.FileInfo, error) {
+	root, err := os.OpenRoot(folder)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer func() { _ = root.Close() }()
+	for at := path.Dir(name); at != "."; at = path.Dir(at) {
+		if info, err := root.Lstat(at); err != nil || !info.IsDir() {
+			return nil, nil, errors.Join(fmt.Errorf("%s is no folder", at), err)
+		}
+	}
+	return openFile(root, name)
 }
 
 // openFile opens a regular file for reading. Neither a symbolic link nor a pipe in its place does harm.
@@ -306,6 +334,28 @@ func (k *Keeper) keyOf(s settings) key {
 		local = local && (host == "localhost" || auth.IsLoopback(host))
 	}
 	return key{s.Security, local}
+}
+
+// isComplete tells the writer of a job which step all hosts together have on disks: it deletes older ones then.
+func (k *Keeper) isComplete(name string, step int64) {
+	k.mu.Lock()
+	i := slices.IndexFunc(k.jobs, func(j job) bool { return j.name == name })
+	folder := ""
+	if i >= 0 {
+		folder = k.jobs[i].folder
+	}
+	k.mu.Unlock()
+	file, text := path.Join(folder, completeName), fmt.Sprintf("{\"step\": %d}", step)
+	if folder == "" || string(readText(k.root, file)) == text {
+		return
+	}
+	err := k.root.WriteFile(file+".new", []byte(text), 0o600)
+	if err == nil {
+		err = k.root.Rename(file+".new", file)
+	}
+	if err != nil {
+		k.log.Warn("torchft: the writer does not hear which step is complete", "job", name, "error", err)
+	}
 }
 
 // expire removes the slots of jobs of which no trainer has lived for a while.

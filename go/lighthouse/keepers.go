@@ -45,7 +45,8 @@ func checkReport(r slots.Report) error {
 		}
 	}
 	for _, s := range r.Snapshots {
-		if len(s.Job) > longestName || len(s.Group) > longestName || len(s.Incomplete) > mostBody {
+		if len(s.Job) > longestName || len(s.Group) > longestName || len(s.Incomplete) > mostBody ||
+			len(s.Stored) > mostBody {
 			return fmt.Errorf("the name of a slot has more than %d bytes", longestName)
 		}
 		if !slots.ValidShare(s.Share) {
@@ -133,6 +134,12 @@ type KeepersAnswer struct {
 	Keepers     []KeeperHeld `json:"keepers"`
 }
 
+// KeeperAnswer is the answer to the report of a keeper.
+type KeeperAnswer struct {
+	// By job: the newest step of which all hosts together have all on disks that only they see.
+	Complete map[string]int64 `json:"complete,omitempty"`
+}
+
 // KeeperHeld is what one keeper holds of a job.
 type KeeperHeld struct {
 	slots.Report
@@ -169,7 +176,11 @@ func (s *Server) serveKeepers(w http.ResponseWriter, r *http.Request) {
 			dashboard.Refuse(w, code, err)
 			return
 		}
-		dashboard.Answer(w, struct{}{})
+		var all []slots.Slot
+		for _, h := range s.keepers.all(job, now) {
+			all = append(all, h.Snapshots...)
+		}
+		dashboard.Answer(w, KeeperAnswer{slots.Complete(said.Snapshots, all)})
 	default:
 		w.Header().Set("Allow", "GET, POST")
 		dashboard.Refuse(w, http.StatusMethodNotAllowed,
@@ -227,12 +238,17 @@ func (k *keepers) copied(job string, now time.Time) (e quorum.Copied) {
 // snapshots summarizes what the keepers of a job hold.
 func (k *keepers) snapshots(job string, now time.Time) (sum dashboard.Snapshots) {
 	var held slots.Held
+	parts := map[string]bool{} // jobs whose hosts have parts of checkpoints
 	for _, h := range k.all(job, now) {
 		sum.Hosts++
 		held.Snapshots, held.Disks = append(held.Snapshots, h.Snapshots...), append(held.Disks, h.Disks...)
 	}
 	for _, s := range held.Snapshots {
-		sum.Bytes += s.Bytes
+		if s.Stored == "" {
+			sum.Bytes += s.Bytes
+		} else {
+			parts[s.Job] = true
+		}
 		if s.Incomplete != "" {
 			sum.Incomplete++
 		}
@@ -240,9 +256,17 @@ func (k *keepers) snapshots(job string, now time.Time) (sum dashboard.Snapshots)
 	if newest, found := slots.Newest(held.Snapshots); found {
 		sum.Step = &newest.Step
 	}
+	complete := slots.Complete(held.Snapshots, held.Snapshots)
 	for _, d := range held.Disks {
-		if d.Written >= 0 && (sum.Checkpoint == nil || d.Written > *sum.Checkpoint) {
-			sum.Checkpoint = &d.Written
+		written := d.Written
+		if parts[d.Job] {
+			written = -1
+			if step, found := complete[d.Job]; found {
+				written = step // whatever a host has written of others
+			}
+		}
+		if written >= 0 && (sum.Checkpoint == nil || written > *sum.Checkpoint) {
+			sum.Checkpoint = &written
 		}
 	}
 	if worst, found := slots.Trouble(held.Disks); found {

@@ -82,6 +82,36 @@ func TestKeepersTellWhatTheyHoldForAWhile(t *testing.T) {
 	})
 }
 
+func TestTheStepThatAllHostsHaveStoredIsAnswered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		client := browser(t, fttest.NewCluster(t, 1), "far")
+		stored := func(step, part int64) slots.Slot {
+			return slots.Slot{Place: slots.Place{Job: "j", Group: fmt.Sprint(part)}, GroupWorldSize: 1, Step: step,
+				Bytes: 10, Share: []int64{part, 2, 1}, Stored: "x"}
+		}
+		code, body := tell(t, client, "default", reportOf(t, "a", stored(5, 0), stored(6, 0)))
+		require.Equal(t, http.StatusOK, code, body)
+		assert.JSONEq(t, `{}`, body)
+		text, err := json.Marshal(map[string]any{"address": "http://a:1", "host": "a",
+			"snapshots": []slots.Slot{stored(5, 0), stored(6, 0)},
+			"disks":     []slots.Disk{{Job: "j", Folder: "/c", Written: 6, Since: 1}}})
+		require.NoError(t, err)
+		_, _ = tell(t, client, "default", string(text))
+		_, metrics := get(t, client, "/metrics")
+		assert.NotContains(t, metrics, "torchft_checkpoint_step{")
+		_, body = tell(t, client, "default", reportOf(t, "b", stored(5, 1)))
+		assert.JSONEq(t, `{"complete": {"j": 5}}`, body)
+		_, metrics = get(t, client, "/metrics")
+		assert.Contains(t, metrics, "torchft_snapshot_bytes{training_job=\"default\"} 0\n", "they are on disks")
+		assert.Contains(t, metrics, "torchft_checkpoint_step{training_job=\"default\"} 5\n")
+		bad := stored(5, 1)
+		bad.Share = []int64{1, 2}
+		code, body = tell(t, client, "default", reportOf(t, "b", bad))
+		assert.Equal(t, http.StatusBadRequest, code)
+		assert.Contains(t, body, "share is [1 2]")
+	})
+}
+
 func TestTheStateOfDisksIsTold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client := browser(t, fttest.NewCluster(t, 1), "far")

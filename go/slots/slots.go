@@ -42,6 +42,8 @@ type Slot struct {
 	// Which part of the state it has, where groups keep parts: the first part, the number of parts, and how
 	// many of these it has (torchft/checkpointing/snapshots/shares.py). Empty: the whole state.
 	Share []int64 `json:"share,omitempty"`
+	// Stored is its file below the folder of a job's checkpoints, on a disk; empty: it is in memory.
+	Stored string `json:"stored,omitempty"`
 	// Why it cannot be restored; empty: it is complete, as far as its header tells. A reader checks the
 	// digests of what it reads.
 	Incomplete string `json:"incomplete,omitempty"`

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Optional
 
 import pytest
 from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
@@ -33,9 +34,12 @@ def start(
     epochs: int,
     name: str,
     hosts: bool = False,
+    disks: Optional[Path] = None,
     **more: str,
 ) -> list[Child]:
-    """Starts the ranks of all groups. ``hosts``: each group is on a host of its own."""
+    """Starts the ranks of all groups. ``hosts``: each group is on a host of its own; ``disks``: a folder that
+    has the disks of these hosts.
+    """
     children = []
     for group in range(groups):
         env = {
@@ -45,6 +49,7 @@ def start(
             "REPLICA_GROUP_ID": str(group),
             "TORCHFT_LIGHTHOUSE": lighthouse,
             "TORCHFT_SNAPSHOT_MEMORY": str(memory / f"host{group}" if hosts else memory),
+            **({"CHECKPOINTS": str(disks / f"disk{group}")} if disks else {}),
             "SNAPSHOTS": str(EVERY),
             "STEP_S": "0.05",
             "EPOCHS": str(epochs),
@@ -142,8 +147,7 @@ def test_a_host_is_lost_where_each_has_a_part(tmp_path: Path) -> None:
         reached = max(step for step, _ in counted(children))
         headers = [slots.read_header(path) for path in memory.glob("host*/*/*/rank-0/[01]") if whole(path)]
         assert headers and all(header.share and header.share[1:] == (3, 2) for header in headers), headers
-        keeper = int((memory / "host1" / "keeper.lock").read_text().split()[1])
-        os.kill(keeper, signal.SIGKILL)
+        end_keeper(memory / "host1")
         shutil.rmtree(memory / "host1")
 
         children = start(job, lighthouse, memory, 3, 1, 1, "last", hosts=True, **wide)
@@ -158,3 +162,60 @@ def whole(path: Path) -> bool:
     except slots.SlotError:
         return False
     return True
+
+
+def end_keeper(root: Path) -> None:
+    os.kill(int((root / "keeper.lock").read_text().split()[1]), signal.SIGKILL)
+
+
+# Its parts are in tests/unit/checkpointing/snapshots/test_stored.py and test_writer.py. Here the writer waits
+# half a minute before it finds that no other host writes to its folder.
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_hosts_lose_their_memory_and_one_its_disk(tmp_path: Path) -> None:
+    """Each host has a disk that only it sees, with its part of each checkpoint."""
+    wide = {"WIDTH": "4096", "TORCHFT_SNAPSHOT_COPIES": "2"}
+    epochs = 24
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=60000)
+        quick = {**wide, "STEP_S": "0"}
+        undisturbed = end(
+            job, start(job, lighthouse, tmp_path / "other", 1, 1, epochs, "undisturbed", **quick)
+        )
+        memory, disks = tmp_path / "memory", tmp_path / "disks"
+        children = start(
+            job,
+            lighthouse,
+            memory,
+            3,
+            1,
+            epochs,
+            "first",
+            hosts=True,
+            disks=disks,
+            **{**wide, "STEP_S": "0.3"},
+        )
+
+        def stored() -> set[int]:
+            steps = [
+                {
+                    int(path.name.rpartition("-")[2])
+                    for path in (disks / f"disk{group}").glob("parts-of-step-*")
+                }
+                for group in range(3)
+            ]
+            return steps[0] & steps[1] & steps[2]
+
+        job.wait(lambda: len(stored()) > 1, 200, "all hosts store their parts of two checkpoints")
+        for child in children:
+            child.expected_to_live = False
+        for child in children:
+            child.kill()
+        for group in range(3):
+            end_keeper(memory / f"host{group}")
+        shutil.rmtree(memory)
+        newest = max(stored())
+        shutil.rmtree(disks / "disk1")
+        children = start(job, lighthouse, memory, 3, 1, epochs, "last", hosts=True, disks=disks, **quick)
+        assert end(job, children) == undisturbed, job.report()
+        assert min(step for step, _ in counted(children)) == newest, job.report()

@@ -38,7 +38,13 @@ def main() -> None:
     torch.manual_seed(0)
     width = int(os.environ.get("WIDTH", "16"))
     net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 2))
-    job = torchft.Job(device="cpu", reproducible=True, snapshots=int(os.environ["SNAPSHOTS"]))
+    job = torchft.Job(
+        device="cpu",
+        reproducible=True,
+        snapshots=int(os.environ["SNAPSHOTS"]),
+        checkpoint_dir=os.environ.get("CHECKPOINTS"),
+        checkpoint_every=5,
+    )
     fully_shard(net, mesh=job.mesh)
     adam = torch.optim.AdamW(net.parameters(), lr=0.01)
     model, _, _ = job.prepare(net, adam, torch.optim.lr_scheduler.StepLR(adam, 7, 0.5))

@@ -68,6 +68,7 @@ class Checkpoints:
         if folder is not None:
             manager._snapshots.disk = self._mark_of
             manager._snapshots.kept = _kept
+            manager._snapshots.folder = self._folder
 
     def check_state(self, averages_weights: bool) -> None:
         """Raises a ValueError if a checkpoint would lack a part of the state."""

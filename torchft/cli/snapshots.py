@@ -70,12 +70,18 @@ def table(held: Sequence[dict[str, Any]], now: float) -> str:
             why = slot.get("incomplete", "")
             step, age = ("-", "-") if why else (str(slot["step"]), duration_text(now - slot["saved"]))
             about = (one["host"], slot["job"], slot["group"], str(slot["group_rank"]), step)
-            row = (*about, size(slot["bytes"]), age, why or "complete")
+            row = (*about, size(slot["bytes"]), age, why or _what(slot))
             rows.append(tuple(printable(cell) for cell in row))
     if len(rows) == 1:
         hosts = ", ".join(printable(one["host"]) for one in held)
         return f"no snapshots (keepers: {hosts})" if hosts else "no keeper holds snapshots of this job"
     return _aligned(rows)
+
+
+def _what(slot: dict[str, Any]) -> str:
+    _, parts, has = slot.get("share") or (0, 0, 0)
+    text = f"{has} of {parts} parts" if parts else "complete"
+    return f"{text}, on disk" if slot.get("stored") else text
 
 
 def disks(held: Sequence[dict[str, Any]], now: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,12 +28,22 @@ SLOT = {
 
 def test_the_table() -> None:
     torn = {**SLOT, "slot": 1, "bytes": 4096, "incomplete": "it is being\x1b written"}
-    held = [{"host": "one", "snapshots": [SLOT, torn]}, {"host": "two", "snapshots": None}]
+    held: list[dict[str, Any]] = [
+        {"host": "one", "snapshots": [SLOT, torn]},
+        {"host": "two", "snapshots": None},
+    ]
     assert table(held, 1120.0).splitlines() == [
         "host  job    group  rank  step    size    age  state",
         "one   train  a         0   700  1.5 GB  2 min  complete",
         "one   train  a         0     -  0.0 MB      -  it is being? written",
     ]
+    parts = {**SLOT, "share": [1, 3, 2]}
+    held[1]["snapshots"] = [parts, {**parts, "stored": "parts-of-step-700/a/rank-0"}]
+    assert [line.split("min  ")[1] for line in table(held[1:], 1120.0).splitlines()[1:]] == [
+        "2 of 3 parts",
+        "2 of 3 parts, on disk",
+    ]
+    held[1]["snapshots"] = []
     assert table(held[1:], 0) == "no snapshots (keepers: two)"
     assert table([], 0) == "no keeper holds snapshots of this job"
 

@@ -30,7 +30,7 @@ from torchft._manager.snapshots.restore import Choice, Ranks, Reachable
 from torchft.checkpointing.client.target import BufferMap
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.layout import plain_node, tensor_nodes, tensors_by_path
-from torchft.checkpointing.snapshots import gather, remote, slots
+from torchft.checkpointing.snapshots import gather, remote, slots, stored
 from torchft.checkpointing.snapshots.due import FINISHED, read_status, unwritten
 from torchft.checkpointing.snapshots.fits import misfit
 from torchft.checkpointing.snapshots.gather import Source
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 # The longest wait for the end of a copy. One that takes longer hangs, for example with the device.
 _LONGEST_WAIT_SEC = 15.0
 _POLL_SEC = 0.005
+# How long a group waits for other hosts that begin as well, if a later step can be restored with them, and
+# how often it asks for them.
+_HOSTS_SEC, _ASK_SEC = 30.0, 0.5
 _OFF = "off"  # instead of the step of the next copy
 
 
@@ -122,11 +125,19 @@ def _read(path: Path, header: Header) -> Slot:
 _Part = tuple[Optional[Share], Callable[[], Source]]  # what a slot has, and how it is read
 
 
-class _Found(NamedTuple):
+class _Elsewhere(NamedTuple):
     """The slots of a step that a group may load, which are not whole in its own memory."""
 
     whole: list[Held]
     parts: list[_Part]
+
+    def where(self) -> str:
+        """Names their places."""
+        return " or ".join(one.url for one in self.whole) or f"{len(self.parts)} slots with parts of it"
+
+    def lacks(self) -> tuple[int, ...]:
+        """The parts of the state that are in none of them."""
+        return () if self.whole else missing(share for share, _ in self.parts) or ()
 
 
 class State:
@@ -169,6 +180,7 @@ class Snapshots:
         disk: returns where a copy of a step is to be written to as well, for its header; None: nowhere.
         kept: whether the next copy spares a slot, whose state is still to be written to disk.
         copied: the step of the last copy that is complete.
+        folder: of the job's checkpoints; None: it has none.
         member: the number of this group among those that committed the last step together, None if it was not
             one of them, and how many these were.
     """
@@ -192,6 +204,7 @@ class Snapshots:
         self.disk: Callable[[int], Optional[dict[str, Any]]] = lambda step: None
         self.kept: Callable[[Header], bool] = lambda header: False
         self.copied = -1
+        self.folder: Optional[Path] = None
         self.member: tuple[Optional[int], int] = None, 0
         self._every = settings.snapshots
         self._copies = settings.snapshot_copies
@@ -207,7 +220,9 @@ class Snapshots:
         self._unchanged = unchanged
         self._obstacle = obstacle
         self._logger = logger
+        self._here = (-1, -1)  # step and quorum of the newest whole copy on this host
         self._parts: list[tuple[Path, Header]] = []  # slots of this host that have a part of a state
+        self._stored: list[tuple[int, int]] = []  # steps and quorums of those on a disk
         self._moving: set[int] = set()  # addresses of tensors that have changed while they were copied
         self._lock: Optional[int] = None  # the file that is locked
         self._rate = Rate()
@@ -312,6 +327,7 @@ class Snapshots:
 
     def _reachable(self, own: Callable[[], Any]) -> Iterator[Reachable]:
         rank, ranks = self._ranks.group_rank, self._ranks.group_world_size
+        self._parts, self._stored = [], []
         for path, header in slots.found(self._job, self._group, rank, self._logger.warn, self._lighthouse):
             if header.group_world_size != ranks:
                 self._logger.warn(
@@ -322,13 +338,55 @@ class Snapshots:
             if header.share is not None:
                 self._parts.append((path, header))
                 continue
+            self._here = max(self._here, (header.step, header.quorum))
             fits, read = partial(_misfit, path, own), partial(_read, path, header)
             yield Reachable(header.step, header.quorum, str(path), fits, read)
+        if self.folder is not None:
+            self._find_stored(self.folder, rank, ranks)
+
+    def _find_stored(self, folder: Path, rank: int, ranks: int) -> None:
+        try:
+            for path, header in stored.found(folder, self._job):
+                if (header.group_rank, header.group_world_size) == (rank, ranks):
+                    self._parts.append((path, header))
+                    self._stored.append((header.step, header.quorum))
+            stored.tell(self._folder.parents[1], self._job, folder)
+        except OSError as error:
+            self._logger.warn(f"parts of states in {folder} are not read: {error.strerror}")
 
     def _elsewhere(self) -> list[Reachable]:
         """The slots of this rank, of any group, on other hosts, and what slots with parts of a state give
         together. Called after ``_reachable``.
         """
+        until, waits = time.monotonic() + _HOSTS_SEC, False
+        while True:
+            found = self._found_elsewhere()
+            lacks = {key: lacks for key, of in found.items() if (lacks := of.lacks())}
+            whole = max((key for key in found if key not in lacks), default=(-1, -1))
+            newer = [key for key in self._stored if key in lacks and key > max(whole, self._here)]
+            if not newer or not self._lighthouse or time.monotonic() > until:
+                break
+            if not waits:
+                waits = True
+                self._logger.warn(
+                    f"waits up to {_HOSTS_SEC:g} s for the hosts that have parts {list(lacks[max(newer)])} "
+                    f"of step {max(newer)[0]} on their disks"
+                )
+            time.sleep(_ASK_SEC)
+        for (step, _), parts in lacks.items():
+            self._logger.warn(
+                f"the copy of step {step} is not loaded: no host that is left has its parts {list(parts)}"
+            )
+        return [
+            Reachable(*key, of.where(), _nothing, partial(self._read_elsewhere, *key, of))
+            for key, of in found.items()
+            if key not in lacks
+        ]
+
+    def _read_elsewhere(self, step: int, quorum: int, of: _Elsewhere) -> Slot:
+        return self._fetch(of.whole) if of.whole else self._gather(step, quorum, of.parts)
+
+    def _found_elsewhere(self) -> dict[tuple[int, int], _Elsewhere]:
         held = []
         try:
             if self._lighthouse:
@@ -336,31 +394,18 @@ class Snapshots:
         except SlotError as error:
             self._logger.warn(str(error))
         which = (self._ranks.group_rank, self._ranks.group_world_size)
-        found: dict[tuple[int, int], _Found] = {}
+        found: dict[tuple[int, int], _Elsewhere] = {}
         for path, header in self._parts:
-            of = found.setdefault((header.step, header.quorum), _Found([], []))
+            of = found.setdefault((header.step, header.quorum), _Elsewhere([], []))
             of.parts.append((header.share, partial(gather.local, path)))
         for one in held:
             if (one.rank, one.ranks) == which:
-                of = found.setdefault((one.step, one.quorum), _Found([], []))
+                of = found.setdefault((one.step, one.quorum), _Elsewhere([], []))
                 if one.share is None:
                     of.whole.append(one)
                 else:
                     of.parts.append((one.share, partial(remote.part, one)))
-        reach = []
-        for (step, quorum), of in found.items():
-            if of.whole:
-                where = " or ".join(one.url for one in of.whole)
-                reach.append(Reachable(step, quorum, where, _nothing, partial(self._fetch, of.whole)))
-            elif lacks := missing(share for share, _ in of.parts):
-                self._logger.warn(
-                    f"the copy of step {step} is not loaded: no host that is left has its parts {list(lacks)}"
-                )
-            else:
-                where = f"{len(of.parts)} parts on hosts of several groups"
-                read = partial(self._gather, step, quorum, of.parts)
-                reach.append(Reachable(step, quorum, where, _nothing, read))
-        return reach
+        return found
 
     def _fetch(self, whole: list[Held]) -> Slot:
         hosts = ", ".join(sorted({one.host for one in whole}))

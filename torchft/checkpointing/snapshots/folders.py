@@ -5,6 +5,7 @@ step-S               a checkpoint: files of torch.distributed.checkpoint, and to
 .step-S.…            one that is being written, or was when its writer ended
 damaged-step-S       one that a job refused to load
 replaced-step-S…     one of the user's script, of a step that torchft has saved later
+parts-of-step-S      what this host has of a step, where no host has all (`stored.py`)
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _AT_ONCE = 4 << 20  # bytes
 
 def complete(folder: Path) -> List[Tuple[int, Path]]:
     """Returns the checkpoints of a folder by step, the newest last."""
-    return _named(folder, _NAME)
+    return named(folder, _NAME)
 
 
-def _named(folder: Path, pattern: re.Pattern[str]) -> List[Tuple[int, Path]]:
+def named(folder: Path, pattern: re.Pattern[str]) -> List[Tuple[int, Path]]:
+    """Returns what a folder has by step, the newest last. The pattern's group 1 is the step."""
     if not folder.is_dir():
         return []
     found = [(pattern.fullmatch(each.name), each) for each in folder.iterdir()]
@@ -100,7 +102,11 @@ def prune(folder: Path) -> None:
     found = complete(folder)
     for _, old in [each for each in found if (each[1] / DIGESTS).exists()][:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
-    newest = found[-1][0] if found else -1
-    for step, partial in _named(folder, _PARTIAL):
+    prune_begun(folder, found[-1][0] if found else -1)
+
+
+def prune_begun(folder: Path, newest: int) -> None:
+    """Deletes what was begun of checkpoints before a step."""
+    for step, partial in named(folder, _PARTIAL):
         if step < newest:
             shutil.rmtree(partial, ignore_errors=True)

@@ -45,6 +45,7 @@ class Held(NamedTuple):
         ranks: number of ranks of its group.
         step, quorum: of the state.
         share: what of the state it has; None: all.
+        stored: its file on the host's disk; empty: it is in memory.
     """
 
     address: str
@@ -57,9 +58,12 @@ class Held(NamedTuple):
     step: int
     quorum: int
     share: Optional[Share] = None
+    stored: str = ""
 
     @property
     def url(self) -> str:
+        if self.stored:
+            return f"{self.address}/stored/{quote(self.job, safe='')}/{quote(self.stored)}"
         names = (quote(self.job, safe=""), quote(self.group, safe=""), str(self.rank), str(self.slot))
         return "/".join((self.address, "snapshots", *names))
 
@@ -111,6 +115,7 @@ def _complete(keepers: Sequence[dict[str, Any]], job: str, say: Callable[[str], 
                     slot["step"],
                     slot["quorum"],
                     Share(*slot["share"]) if slot.get("share") else None,
+                    slot.get("stored", ""),
                 )
                 for slot in keeper["snapshots"] or []
                 if slot["job"] == job and not slot.get("incomplete")

@@ -87,6 +87,10 @@ class Save:
         """Returns what is not written yet; all ranks have said what they have."""
         return [unit for unit in self._units() if not (self._partial / _name(unit)).exists()]
 
+    def present(self) -> List[Unit]:
+        """Returns what is written; all ranks have said what they have."""
+        return [unit for unit in self._units() if (self._partial / _name(unit)).exists()]
+
     def write(
         self, unit: Unit, content: Content, watch: disk.Watch = lambda count: None
     ) -> Optional[Written]:

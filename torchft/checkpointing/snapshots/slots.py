@@ -199,7 +199,8 @@ def remove(folder: Path) -> None:
         folder.rmdir()
         group.rmdir()
         if not any(each.is_dir() for each in job.iterdir()):
-            (job / _keeper.SETTINGS).unlink(missing_ok=True)
+            for name in (_keeper.SETTINGS, *_keeper.TOLD):
+                (job / name).unlink(missing_ok=True)
         job.rmdir()
 
 

@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 
-from torchft.checkpointing.snapshots import folders, slots
+from torchft.checkpointing.snapshots import folders, slots, stored
 from torchft.checkpointing.snapshots.disk import Content, DiskError
 from torchft.checkpointing.snapshots.due import (
     FINISHED,
@@ -34,6 +34,7 @@ from torchft.checkpointing.snapshots.due import (
     write_status,
 )
 from torchft.checkpointing.snapshots.saving import Save, Unit
+from torchft.checkpointing.snapshots.shares import missing as missing_parts
 from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
 from torchft.checkpointing.transport import CheckpointError
 
@@ -91,9 +92,11 @@ class FolderWriter:
         self._save: Optional[Save] = None
         self._key: Tuple[int, str] = (-1, "")
         self._written: Tuple[int, str] = (-1, "")
+        self._stored = -1  # the newest step of which this has stored parts
         self._status = Status()
         self._moved = time.monotonic()  # when the disk answered last
         self._asked = False  # whether it is to answer
+        self._alone = False  # whether no other host writes to the folder, though this one has parts alone
         threading.Thread(target=self._run, name=f"checkpoints in {folder}", daemon=True).start()
 
     def look(self, found: List[Found]) -> None:
@@ -168,6 +171,9 @@ class FolderWriter:
         problem = self._write(
             self._save, [each for each in found if (each.header.step, each.due.key) == self._key]
         )
+        if problem is None and self._stored == step:
+            _log.info("%s: parts of it stored after %.1f s", self._save, time.monotonic() - begun)
+            return self._end(step)
         if problem is None and self._save.done():
             _log.info("%s: complete after %.1f s", self._save, time.monotonic() - begun)
             return self._end(step)
@@ -186,8 +192,11 @@ class FolderWriter:
         ranks: Dict[int, List[Found]] = {}
         for each in found:
             ranks.setdefault(each.header.group_rank, []).append(each)
+        if self._alone and missing_parts(each.header.share for each in found):
+            return self._store(found)
         self._announce(save, ranks)
         waited, took = _Stopwatch(), 0.0
+        written: Set[Unit] = set()  # by this process
         while not self._ended:
             self._touch(0)
             if save.done():
@@ -207,6 +216,7 @@ class FolderWriter:
                 began = time.monotonic()
                 self._unit(save, mine[0], own[mine[0]])
                 took += time.monotonic() - began
+                written.add(mine[0])
                 continue
             elif waited.since(missing) > min(self._others, self._late + 3 * took):
                 others = [
@@ -214,10 +224,33 @@ class FolderWriter:
                 ]
                 if others:
                     self._unit(save, *others[0])
+                    written.add(others[0][0])
                     continue
                 if waited.since(missing) > self._others:
+                    if missing_parts(each.header.share for each in found):
+                        self._alone = written.issuperset(save.present())
+                        return self._store(found)
                     return f"no host has written part {missing[0]} (rank, part) for {self._others:g} s"
             time.sleep(_POLL / 4)
+        return None
+
+    def _store(self, found: Sequence[Found]) -> Optional[str]:
+        """Puts the slots into the folder: no host that writes to it has the other parts of the state, so no
+        checkpoint can be made of them here.
+        """
+        for each in found:
+            self._content(each)  # verifies it
+            path = stored.store(each.path, each.header, self._folder)
+            try:
+                self._check(each)
+            except _Changed:
+                path.unlink(missing_ok=True)
+                raise
+            self._touch(each.header.nbytes)
+        for job, name in {(each.path.parents[2], each.header.job) for each in found}:
+            stored.prune(self._folder, stored.complete(job))
+            stored.tell(job, name, self._folder)
+        self._stored = found[0].header.step
         return None
 
     def _announce(self, save: Save, ranks: Dict[int, List[Found]]) -> None:
@@ -333,8 +366,8 @@ class Writer:
             slots.let_go(lock)
         if not any(job.glob("*/rank-*")):
             with suppress(OSError):
-                for left in job.glob("disk.json*"):
-                    left.unlink()
+                for left in (*job.glob("disk.json*"), job / stored.STORED, job / stored.COMPLETE):
+                    left.unlink(missing_ok=True)
                 job.rmdir()
 
     def end(self) -> None:

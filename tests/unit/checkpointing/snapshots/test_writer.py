@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import subprocess
@@ -20,7 +21,7 @@ from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.snapshots.contents import load, plain
 from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
-from torchft.checkpointing.snapshots import disk, folders, slots
+from torchft.checkpointing.snapshots import disk, folders, slots, stored
 from torchft.checkpointing.snapshots.due import (
     FINISHED,
     STATUS,
@@ -80,6 +81,15 @@ class Host:
         assert folders.damage(self.folder / f"step-{step}") is None
 
 
+def large(step: int) -> Any:
+    """A state that groups divide among themselves."""
+    return {**plain(step), "more": [torch.arange(20_000) + step + i for i in range(5)]}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setenv(_keeper.ROOT_ENV, str(tmp_path / "memory"))
@@ -122,20 +132,43 @@ def test_a_part_that_is_late_is_written_before_its_group_counts_as_failed(host: 
 
 def test_groups_that_have_parts_of_the_state_write_it_together(host: Host) -> None:
     """Only two of three live: each part is in one of them, and none has all."""
-    large = {**plain(10), "more": [torch.arange(20_000) + i for i in range(5)]}
     for group in (0, 2):
-        host.copy(10, group=group, groups=3, state=large, share=Share(group, 3, 2))
+        host.copy(10, group=group, groups=3, state=large(10), share=Share(group, 3, 2))
     host.look_until(lambda: host.status().written == 10)
-    assert_same(load(host.folder / "step-10", large), large)
+    assert_same(load(host.folder / "step-10", large(0)), large(10))
     assert folders.damage(host.folder / "step-10") is None
 
 
-def test_a_part_that_no_group_has_is_named(host: Host) -> None:
-    large = {**plain(10), "more": [torch.arange(20_000) + i for i in range(5)]}
-    host.copy(10, group=1, groups=3, state=large, share=Share(1, 3, 2))
-    host.look_until(lambda: host.status().problem is not None)
-    assert "no host has written part (0, 0) (rank, part) for 0.5 s" in str(host.status().problem)
-    assert not folders.complete(host.folder)
+def test_a_host_that_is_alone_in_its_folder_stores_its_parts(host: Host) -> None:
+    for step in (10, 20, 30, 40, 50):
+        path = host.copy(step, group=1, groups=3, state=large(step), share=Share(1, 3, 2))
+        host.look_until(lambda step=step: host.status().written == step)  # type: ignore[misc]
+        kept, header = stored.found(host.folder, "job")[0]
+        assert header == slots.read_header(path) and kept.read_bytes() == path.read_bytes()
+        assert kept.stat().st_blocks <= path.stat().st_blocks + 8
+        if step == 30:
+            (host.job / stored.COMPLETE).write_text('{"step": 30}')
+    assert stored.found(host.folder, "another job") == []
+    assert not folders.complete(host.folder) and host.status().problem is None
+    # Only when a lighthouse has said that all hosts have a step, those before are deleted, but for two.
+    assert [header.step for _, header in stored.found(host.folder, "job")] == [50, 40, 30, 20, 10]
+    (host.job / stored.COMPLETE).write_text('{"step": 40}')
+    path = host.copy(60, group=1, groups=3, state=large(60), share=Share(1, 3, 2))
+    host.look_until(lambda: host.status().written == 60)
+    assert [header.step for _, header in stored.found(host.folder, "job")] == [60, 50, 40, 30, 20]
+    assert names(host.folder) == [f"parts-of-step-{step}" for step in (20, 30, 40, 50, 60)]
+    told = json.loads((host.job / stored.STORED).read_text())
+    assert told["folder"] == str(host.folder) and told["slots"][0]["share"] == [1, 3, 2]
+    assert told["slots"][0]["path"] == "parts-of-step-60/g1/rank-0"
+
+
+def test_a_host_with_all_parts_makes_a_checkpoint_again(host: Host) -> None:
+    host.copy(10, group=1, groups=3, state=large(10), share=Share(1, 3, 2))
+    host.look_until(lambda: host.status().written == 10)
+    for group in (0, 1):  # a group has come to this host
+        host.copy(20, group=group, groups=3, slot="1", state=large(20), share=Share(group, 3, 2))
+    host.look_until(lambda: folders.complete(host.folder) != [])
+    assert_same(load(host.folder / "step-20", large(0)), large(20))
 
 
 def test_a_rank_that_says_nothing_is_named(host: Host, caplog: pytest.LogCaptureFixture) -> None:

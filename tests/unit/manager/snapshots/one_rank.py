@@ -31,6 +31,7 @@ class Rank:
         unchanged: Any = (),
         group: str = "group",
         copies: int = 0,
+        lighthouse: Optional[str] = None,
     ) -> None:
         self.state = state
         self.said: list[str] = []
@@ -41,7 +42,7 @@ class Rank:
             group_rank=rank,
             group_world_size=ranks,
             timeout=timedelta(seconds=20),
-            lighthouse_addr=None,
+            lighthouse_addr=lighthouse,
             snapshot_copies=copies,
         )
         logger: Any = SimpleNamespace(warn=self.said.append, info=self.said.append)

@@ -205,7 +205,7 @@ func (u upstreamMember) Quorum(ctx context.Context, m quorum.Member, _ int64) (*
 }
 
 func (u upstreamMember) Attend(
-	ctx context.Context, interval time.Duration, reached func(), _ membership.Phase,
+	ctx context.Context, interval time.Duration, reached func(), _ membership.Doing,
 ) error {
 	for sleep(ctx, interval) {
 		one, cancel := context.WithTimeout(ctx, time.Second)

@@ -148,8 +148,8 @@ var mistakes = []mistake{
 		}, []string{ruleCause},
 	},
 	{
-		"no wait for members ahead", "quorum/memory.go", "case m.mayCome() && (m.behind",
-		"case m.mayCome() && !$ && (m.behind",
+		"no wait for members ahead", "quorum/memory.go", "m.mayCome()) && !late",
+		"m.mayCome() && !$) && !late",
 		func(s *setup) {
 			s.policy.MinReplicas, s.policy.JoinTimeout, s.policy.HeartbeatTimeout = 1, 200*time.Millisecond,
 				5*time.Second

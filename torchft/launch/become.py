@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
-import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -85,7 +83,6 @@ def _prepare(
     _name(argv, request["env"])
     _seed()
     _forked.stood_for = True
-    atexit.register(gc.unfreeze)  # what is left then is collected, as at the end of any program
     return kept
 
 

@@ -133,7 +133,7 @@ class Ready:
             signal.setitimer(signal.ITIMER_REAL, 0)
         self._files = files()
         gc.collect()
-        gc.freeze()  # a collection in a child would copy the memory that it shares
+        gc.freeze()  # a collection in a child, also at its end, would copy the memory that it shares
 
     def _import_one(self, name: str, used: Collection[str]) -> None:
         _unit[0] = name

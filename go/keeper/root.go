@@ -336,7 +336,8 @@ func (k *Keeper) keyOf(s settings) key {
 	return key{s.Security, local}
 }
 
-// isComplete tells the writer of a job which step all hosts together have on disks: it deletes older ones then.
+// isComplete tells the writer of a job which step all hosts together have on disks: it then deletes older
+// ones.
 func (k *Keeper) isComplete(name string, step int64) {
 	k.mu.Lock()
 	i := slices.IndexFunc(k.jobs, func(j job) bool { return j.name == name })

@@ -126,7 +126,8 @@ func (s *Server) Shutdown() {
 	tracing.Flush()
 }
 
-// Finish makes Shutdown announce that the training of the group is complete, after a number of committed steps.
+// Finish makes Shutdown announce that the training of the group is complete, after a number of committed
+// steps.
 func (s *Server) Finish(step int64) { s.membership.Finish(step) }
 
 // leave announces that the group has completed its last step, and waits until its peers have completed that

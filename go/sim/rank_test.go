@@ -229,7 +229,8 @@ func (r *rank) attempt() error {
 	if err != nil {
 		return err
 	}
-	computed := time.Now().Add(r.stepTime())
+	own := r.stepTime()
+	computed := time.Now().Add(own)
 	var source string
 	if !r.note(func(*judge) {
 		source = r.model.follow(&res)
@@ -254,6 +255,7 @@ func (r *rank) attempt() error {
 		}
 	}
 	sleep(r.ctx, time.Until(computed))
+	fttest.ReportOwn(r.client, int64(r.index), own)
 	r.standStill()
 	r.stall()
 	sum, ok := r.reduce()

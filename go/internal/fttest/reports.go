@@ -1,6 +1,8 @@
 package fttest
 
 import (
+	"time"
+
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -18,6 +20,13 @@ func Suspect(c *rankclient.Client, quorumID int64, replicaID string) {
 func ReportProgress(c *rankclient.Client, groupRank int64, waits bool, what string) {
 	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Progress{
 		Progress: &torchftpb.RankProgress{GroupRank: groupRank, Waits: waits, What: what},
+	}})
+}
+
+// ReportOwn reports how long a rank has worked in a step.
+func ReportOwn(c *rankclient.Client, groupRank int64, took time.Duration) {
+	c.Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Own{
+		Own: &torchftpb.OwnTimes{GroupRank: groupRank, TookUs: []int64{took.Microseconds()}, Host: "idle"},
 	}})
 }
 

@@ -8,6 +8,7 @@ of them: a lane.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -279,15 +280,30 @@ class _Seeded:
 def _seeded(seed: int) -> Iterator[None]:
     """A context with seeded random numbers, which restores the generators' states at its end."""
     numpy = sys.modules.get("numpy")
-    before = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
+    before = random.getstate(), numpy.random.get_state() if numpy is not None else None, _torch_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
         if numpy is not None:
-            numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(before[0])
-            if numpy is not None:
-                numpy.random.set_state(before[1])
+            numpy.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])
+
+
+def _torch_state() -> torch.Tensor:
+    """The state of torch's default generator, read without a garbage collection.
+
+    PyTorch holds the generator's mutex while it allocates the result. A collection there may release Python's
+    lock, and another thread that takes it, and wants the mutex, would never give it back.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return torch.default_generator.get_state()
+    finally:
+        if collects:
+            gc.enable()

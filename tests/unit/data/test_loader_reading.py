@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 
 from tests.unit.data.test_loader import Alone, Raises, make, train
 from torchft._manager.quorum.plan import Plan as QuorumPlan
+from torchft.data import _lanes
 from torchft.data._prefetch import ReadFailed
 from torchft.data.position import DataPlan, DataPosition
 
@@ -343,3 +345,31 @@ def test_without_numpy_the_others_are_seeded(monkeypatch: pytest.MonkeyPatch) ->
     expected = numbers()
     monkeypatch.setitem(sys.modules, "numpy", None)
     assert numbers() == expected
+
+
+def test_no_garbage_is_collected_while_torch_holds_the_mutex_of_its_generator() -> None:
+    """Another thread that takes Python's lock meanwhile, and wants the mutex, would wait for ever."""
+    collected: list[str] = []
+
+    def seen(phase: str, info: dict[str, int]) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and "torch_state" not in frame.f_code.co_name:
+            frame = frame.f_back
+        collected.append("in between" if frame is None else "while it is read")
+
+    before = gc.get_threshold()
+    gc.callbacks.append(seen)
+    gc.set_threshold(1, 1, 1)
+    try:
+        torch.manual_seed(3)
+        with _lanes._seeded(7):
+            first = torch.rand(1)
+        drawn = torch.rand(1)
+        with _lanes._seeded(7):
+            assert torch.equal(torch.rand(1), first)
+        torch.manual_seed(3)
+        assert torch.equal(torch.rand(1), drawn), "the state of before is restored"
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(seen)
+    assert set(collected) == {"in between"}

@@ -15,8 +15,9 @@ import (
 //  1. A standby is in no count of the roster, and no candidate: no decision waits for it or includes it, and
 //     it is no reason to call the next quorum.
 //  2. A member of the latest quorum is never held back.
-//  3. Once a member has reported that its training is complete, nobody is let in: its end leaves no seat, and
-//     a newcomer would train on alone.
+//  3. Once a member has reported that its training is complete, nobody is let in while one of that quorum
+//     lives: its end leaves no seat, and a newcomer would train on alone. If the last of them fails before it
+//     reports that, there is no end of the training, and the next one is not held back.
 type seats struct {
 	*core
 	taken bool // a member of the latest quorum has reported that its training is complete
@@ -29,7 +30,7 @@ func (s *seats) assign() (letIn bool) {
 		return false
 	}
 	free := most - s.roster.counts.present
-	if s.taken {
+	if s.taken && s.roster.counts.present > 0 {
 		free = 0
 	}
 	for _, r := range s.roster.inOrderOfSeats() {

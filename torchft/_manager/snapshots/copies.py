@@ -216,6 +216,8 @@ class Snapshots:
             store, replica_id, settings.group_rank, settings.group_world_size, settings.timeout
         )
         self._limit = min(_LONGEST_WAIT_SEC, settings.timeout.total_seconds())
+        # Another rank of this group may have all of its parts: it waits for this one in the meantime.
+        self._patience = min(_HOSTS_SEC, settings.timeout.total_seconds() / 2)
         self._lighthouse = settings.lighthouse_addr or ""
         self._unchanged = unchanged
         self._obstacle = obstacle
@@ -264,8 +266,8 @@ class Snapshots:
             if self._lock is None:
                 self._take_slots()
             reach = [one for one in self._reachable(own) if one.step > beyond]
-            newest = max((one.step for one in reach), default=beyond)
-            reach += [one for one in self._elsewhere() if one.step > newest]
+            # also of steps that are here: another rank may lack these, or one of them may be damaged
+            reach += [one for one in self._elsewhere() if one.step > beyond]
         except SlotError as error:
             self._turn_off(str(error))
         self._choice = Choice(self._ranks, reach, self._logger.warn)
@@ -358,7 +360,7 @@ class Snapshots:
         """The slots of this rank, of any group, on other hosts, and what slots with parts of a state give
         together. Called after ``_reachable``.
         """
-        until, waits = time.monotonic() + _HOSTS_SEC, False
+        until, waits = time.monotonic() + self._patience, False
         while True:
             found = self._found_elsewhere()
             lacks = {key: lacks for key, of in found.items() if (lacks := of.lacks())}
@@ -369,8 +371,8 @@ class Snapshots:
             if not waits:
                 waits = True
                 self._logger.warn(
-                    f"waits up to {_HOSTS_SEC:g} s for the hosts that have parts {list(lacks[max(newer)])} "
-                    f"of step {max(newer)[0]} on their disks"
+                    f"waits up to {self._patience:g} s for the hosts that have parts "
+                    f"{list(lacks[max(newer)])} of step {max(newer)[0]} on their disks"
                 )
             time.sleep(_ASK_SEC)
         for (step, _), parts in lacks.items():

@@ -110,6 +110,10 @@ def test_a_step_that_not_all_hosts_have_is_named_and_the_one_before_is_loaded(
     assert "the copy of step 20 is not loaded: no host that is left has its parts [1]" in said
 
 
+def test_a_rank_waits_for_other_hosts_less_long_than_its_group_for_it() -> None:
+    assert Rank({}).snapshots._patience == 10 == copies._HOSTS_SEC / 3, "half of this rank's timeout"
+
+
 def test_a_slot_on_a_disk_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = Path.rename
 

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,34 @@ from torch.distributed import HashStore
 from tests.unit.manager.snapshots.one_rank import Rank
 from torchft._manager.rank import Position
 from torchft._manager.snapshots.rate import Rate
-from torchft.checkpointing.snapshots import slots
+from torchft.checkpointing.snapshots import remote, slots
+from torchft.checkpointing.snapshots.remote import Held
+from torchft.checkpointing.snapshots.slots import Slot
 
 
 def saved(rank: int = 0) -> list[int]:
     found = slots.found(slots.job_name(), "group", rank, lambda text: None)
     return [header.step for _, header in found]
+
+
+class OtherHost:
+    """A host with copies of slots, as they are when this is made."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, of: int, ranks: int = 1) -> None:
+        self.fetched: list[int] = []
+        name, slots_of, files = slots.job_name(), {}, {}
+        for rank in range(ranks):
+            for path, header in slots.found(name, "group", rank, lambda text: None):
+                if header.step == of:
+                    files[rank] = shutil.copy(path, folder / f"{rank}")
+                    slots_of[rank] = Held("http://h:1", "h", name, "g", rank, 0, ranks, of, header.quorum)
+
+        def fetch(whole: list[Held], into: Path) -> Slot:
+            self.fetched.append(whole[0].rank)
+            return Slot.open(files[whole[0].rank], copy=True)
+
+        patch.setattr(remote, "held", lambda lighthouse, job, say: list(slots_of.values()))
+        patch.setattr(remote, "fetch", fetch)
 
 
 @pytest.fixture
@@ -59,6 +82,58 @@ def test_each_committed_step_is_copied_once_and_the_newest_is_restored() -> None
     assert not again.snapshots.restored
     again.snapshots.close(finished=True)
     assert saved() == []
+
+
+def test_a_damaged_copy_is_replaced_by_that_of_another_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rank = Rank({"w": torch.zeros(3), "step": 0})
+    assert rank.restore() == 0
+    for step in (4, 5):
+        rank.state = {"w": torch.full((3,), float(step)), "step": step}
+        rank.step(step)
+    rank.snapshots.close(finished=False)
+    other = OtherHost(monkeypatch, tmp_path, of=5)
+    damaged = next(
+        path for path, header in slots.found(slots.job_name(), "group", 0, print) if header.step == 5
+    )
+    content = bytearray(damaged.read_bytes())
+    content[slots.PAGE + 1] ^= 1
+    damaged.write_bytes(content)
+    again = Rank({"w": torch.zeros(3), "step": 0}, life=1, lighthouse="http://h:2")
+    assert again.restore() == 5
+    assert other.fetched == [0] and torch.equal(again.loaded["w"], torch.full((3,), 5.0))
+    again.snapshots.close(finished=True)
+
+
+def test_a_step_that_one_rank_lacks_is_not_newer_than_that_of_another_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 1 has lost its slots of a later step. Of another host both ranks have an earlier one: rank 0 takes
+    it, though it has the later one.
+    """
+    store = HashStore()
+    ranks = [Rank({"step": 0}, store=store, rank=rank, ranks=2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(Rank.restore, ranks)) == [0, 0]
+    for step in (4, 5, 6):
+        for rank in ranks:
+            rank.state = {"step": step}
+            rank.step(step)
+        if step == 4:
+            OtherHost(monkeypatch, tmp_path, of=4, ranks=2)
+    for rank in ranks:
+        rank.snapshots.close(finished=False)
+    shutil.rmtree(slots.folder_of(slots.job_name(), "group", 1))
+    again = [
+        Rank({"step": 0}, store=store, rank=rank, ranks=2, life=1, lighthouse="http://h:2")
+        for rank in range(2)
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(Rank.restore, again)) == [4, 4]
+    assert [rank.loaded["step"] for rank in again] == [4, 4]
+    for rank in again:
+        rank.snapshots.close(finished=True)
 
 
 def test_what_a_forward_pass_may_change_is_copied_at_once(held: Any) -> None:

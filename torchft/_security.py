@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Optional
 
 TOKEN_FILE_ENV = "TORCHFT_TOKEN_FILE"
 TLS_CERT_ENV = "TORCHFT_TLS_CERT"
@@ -33,9 +34,18 @@ def files() -> dict[str, str]:
     return {name: os.environ.get(env, "") for name, env in _FILES.items()}
 
 
-def security() -> str:
-    """Returns the files, the job that calls name, and the id of this start of the job, as JSON."""
-    job, run = os.environ.get(JOB_ENV) or DEFAULT_JOB, os.environ.get(RUN_ENV, "")
+def run_id() -> str:
+    """Returns the id of this start of the job; empty: it has none."""
+    return os.environ.get(RUN_ENV, "")
+
+
+def security(run: Optional[str] = None) -> str:
+    """Returns the files, the job that calls name, and the id of this start of the job, as JSON.
+
+    Args:
+        run: the id; None: that of the environment.
+    """
+    job, run = os.environ.get(JOB_ENV) or DEFAULT_JOB, run_id() if run is None else run
     return json.dumps({**files(), "job": job, "run": run})
 
 

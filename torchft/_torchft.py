@@ -34,7 +34,7 @@ from torchft._records import (
     Timestamp,
     integer,
 )
-from torchft._security import files, security
+from torchft._security import files, run_id, security
 from torchft.addresses import announced_host
 
 __all__ = [
@@ -141,6 +141,10 @@ class _GoServer(_Native):
         self._release()
 
 
+# The groups that have completed a training in this process: name, and run.
+_completed: set[tuple[str, str]] = set()
+
+
 class ManagerServer(_GoServer):
     """The server of one replica group, on its group rank 0. It heartbeats to the lighthouse, gathers the
     group's ranks for a quorum and for the vote on a commit, and ends with ``shutdown`` or the last reference.
@@ -161,7 +165,7 @@ class ManagerServer(_GoServer):
         RuntimeError: the lighthouse is not reached in time, or the port is in use.
     """
 
-    __slots__ = ()
+    __slots__ = ("_training",)
 
     def __init__(
         self,
@@ -175,6 +179,9 @@ class ManagerServer(_GoServer):
         connect_timeout: timedelta,
         quorum_retries: int,
     ) -> None:
+        # A script may train twice. The second training of a group is no late life of the first one.
+        self._training = replica_id.partition(":")[0], run_id()
+        run = "" if self._training in _completed else None
         self._serve(
             "pyapi_ManagerServerStart",
             replica_id,
@@ -186,7 +193,7 @@ class ManagerServer(_GoServer):
             _micros("heartbeat_interval", heartbeat_interval),
             _micros("connect_timeout", connect_timeout),
             integer("quorum_retries", quorum_retries, 0),
-            security(),
+            security(run),
         )
 
     def _finish(self, step: int = 0) -> None:
@@ -196,6 +203,7 @@ class ManagerServer(_GoServer):
             step: the number of committed steps; 0: it is not known, and groups that come back are not told.
         """
         if self._handle:
+            _completed.add(self._training)
             self._go.pyapi_ManagerServerFinish(self._handle, step)
 
 

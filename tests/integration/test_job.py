@@ -159,7 +159,7 @@ def test_a_group_that_returns_after_the_end_makes_no_step(
     again = copy.copy(loop)
     again.start_with, again.events = 0, {(1, step): crash for step in range(STEPS)}
     weights, _ = one_process()
-    monkeypatch.setenv(RUN_ENV, "first")
+    monkeypatch.setenv(RUN_ENV, f"first-{saved}")
     with Cluster(min_replicas=1) as cluster:
         ended = results(*(cluster.start(loop, group) for group in range(2)))
         torch.testing.assert_close(ended[0], weights, rtol=1e-9, atol=1e-12)
@@ -173,9 +173,20 @@ def test_a_group_that_returns_after_the_end_makes_no_step(
         assert len(again.events) == STEPS, "it made no step"
         assert caplog.text.count("this group trains nothing: ") == 1
 
-        monkeypatch.setenv(RUN_ENV, "second")
+        monkeypatch.setenv(RUN_ENV, f"second-{saved}")
         loop.start_with, loop.job = 1, {}
         torch.testing.assert_close(results(cluster.start(loop, 0))[0], weights, rtol=1e-9, atol=1e-12)
+
+
+def test_a_script_may_train_twice_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second training begins at step 0 after the end of the first: no late group of that."""
+    monkeypatch.setenv(RUN_ENV, "run")
+    weights, _ = one_process()
+    with Cluster(min_replicas=1) as cluster:
+        for _ in range(2):
+            loop = Loop()
+            torch.testing.assert_close(results(cluster.start(loop, 0))[0], weights, rtol=1e-9, atol=1e-12)
+            assert len(loop.losses) == STEPS
 
 
 def test_with_reproducible_sums_weights_and_losses_have_the_same_bits_with_one_group_and_two() -> None:

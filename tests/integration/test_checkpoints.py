@@ -90,6 +90,10 @@ def test_a_job_resumes_from_a_checkpoint_of_its_script_and_refuses_that_of_anoth
         assert results(cluster.start(partial(loop, save=True), 0)) == [5]
     with Cluster() as cluster:
         assert results(cluster.start(loop, 0)) == [5]
+    (tmp_path / "step-6").mkdir()  # which another process of the script is writing
+    with Cluster() as cluster:
+        assert results(cluster.start(loop, 0)) == [5]
+    assert (tmp_path / "step-6").is_dir()
     shutil.rmtree(tmp_path / "step-5")
     dcp.save({"model": torch.ones(2)}, checkpoint_id=tmp_path / "step-6", no_dist=True)
     with (

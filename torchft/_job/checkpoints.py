@@ -160,7 +160,8 @@ class Checkpoints:
         if not _several() or dist.get_rank() == 0:
             for checkpoint, found in damaged.items():
                 _log.warning(f"the checkpoint {checkpoint} is damaged, so an older state was loaded: {found}")
-                folders.set_aside(checkpoint)
+                if (checkpoint / folders.DIGESTS).exists():  # else it is its user's, who may be writing it
+                    folders.set_aside(checkpoint)
 
     def _load_newest(
         self,

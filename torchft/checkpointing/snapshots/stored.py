@@ -31,6 +31,7 @@ from torchft.checkpointing.snapshots.slots import Header, SlotError
 STORED, COMPLETE = _keeper.TOLD
 _NAME = re.compile(r"parts-of-step-(\d+)")
 _AT_ONCE = 1 << 20  # bytes
+_MOST = 64 << 10  # bytes that the keeper reads of what it is told (go/keeper)
 
 
 def store(slot: Path, header: Header, folder: Path) -> Path:
@@ -122,7 +123,9 @@ def tell(job: Path, name: str, folder: Path) -> None:
     if not told and not (job / STORED).exists():
         return
     new = job / f"{STORED}.{secrets.token_hex(4)}"
-    new.write_text(json.dumps({"folder": str(folder), "slots": told}))
+    while len(text := json.dumps({"folder": str(folder), "slots": told})) > _MOST:
+        told = told[: len(told) * 7 // 8]  # without the oldest: of more, the keeper would read nothing
+    new.write_text(text)
     new.replace(job / STORED)
 
 

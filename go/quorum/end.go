@@ -32,8 +32,8 @@ func (m *memory) ends(e ShuttingDown) bool {
 //     the request is not its own;
 //   - and if its step is not beyond the end.
 //
-// Once a member of the latest quorum has come beyond the end, it is none: the group that reported it has ended
-// early, and all others may fail before they have completed the training.
+// Once a member of the latest quorum has come beyond the end, it is none: the group that reported it has
+// ended early, and all others may fail before they have completed the training.
 func (m *memory) refuseLate() {
 	if m.step > m.end.Step || slices.ContainsFunc(m.members,
 		func(r *record) bool { return r.step > m.end.Step }) {

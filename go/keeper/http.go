@@ -128,9 +128,16 @@ func refuse(w http.ResponseWriter, code int, why string) {
 // mine reports whether a job has the settings of this port.
 func (s *server) mine(j job) bool { return j.settings.Lighthouse != "" && j.key == s.key }
 
-func (s *server) serveList(w http.ResponseWriter, _ *http.Request) {
+// serveList lists the slots of this moment. The query may name the lighthouse of the jobs. A rank that begins
+// asks for it: the last report may be older than the end of the trainers before.
+func (s *server) serveList(w http.ResponseWriter, r *http.Request) {
+	lighthouse := r.URL.Query().Get("lighthouse")
+	s.keeper.look()
+	held := s.keeper.held(func(j job) bool {
+		return s.mine(j) && (lighthouse == "" || lighthouse == j.settings.Lighthouse)
+	})
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(s.keeper.held(s.mine).Snapshots) // fails only if the client has gone
+	_ = json.NewEncoder(w).Encode(held.Snapshots) // fails only if the client has gone
 }
 
 // serveSlot sends a slot in memory.

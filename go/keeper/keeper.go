@@ -8,6 +8,7 @@ import (
 	"errors"
 	"log/slog"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -168,15 +169,13 @@ func (k *Keeper) close() {
 
 // scan lists all slots, and follows: which ports are open, which lighthouses are told, whether a writer runs.
 func (k *Keeper) scan(now time.Time) {
-	jobs := list(k.root, k.log)
 	k.settings = map[string]settings{}
 	wanted, told := map[key]bool{}, map[target]bool{}
 	disk := false
-	for i, j := range jobs {
+	for _, j := range k.look() {
 		k.settings[j.folder] = j.settings
-		jobs[i].key = k.keyOf(j.settings)
 		if j.settings.Lighthouse != "" {
-			wanted[jobs[i].key], told[target{j.settings.Lighthouse, j.settings.Job, jobs[i].key}] = true, true
+			wanted[j.key], told[target{j.settings.Lighthouse, j.settings.Job, j.key}] = true, true
 		}
 		for _, s := range j.Snapshots {
 			disk = disk || s.Folder != ""
@@ -186,15 +185,23 @@ func (k *Keeper) scan(now time.Time) {
 		}
 		k.busy = later(k.busy, j.changed)
 	}
-	k.follow(jobs, wanted, told)
+	k.follow(wanted, told)
 	k.writing.follow(k.cfg, disk, k.log, now)
 }
 
-// follow opens and closes ports, and begins and ends reports.
-func (k *Keeper) follow(jobs []job, wanted map[key]bool, told map[target]bool) {
+// look lists all jobs, and keeps the list. No older one replaces it.
+func (k *Keeper) look() []job {
 	k.mu.Lock()
-	k.jobs = jobs
-	k.mu.Unlock()
+	defer k.mu.Unlock()
+	k.jobs = list(k.root, k.log)
+	for i, j := range k.jobs {
+		k.jobs[i].key = k.keyOf(j.settings)
+	}
+	return slices.Clone(k.jobs)
+}
+
+// follow opens and closes ports, and begins and ends reports.
+func (k *Keeper) follow(wanted map[key]bool, told map[target]bool) {
 	for t, r := range k.reporters {
 		if !told[t] {
 			delete(k.reporters, t)

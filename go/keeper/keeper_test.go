@@ -182,6 +182,35 @@ func TestTheSlotsOfTwoHostsAreToldAndServed(t *testing.T) {
 	assert.Contains(t, body, "a request of a browser is refused")
 }
 
+// Between two reports ranks ask the keeper itself: a list is that of the moment, and all of it is served.
+func TestAListHasWhatWasWrittenSinceTheLastReport(t *testing.T) {
+	at := startLighthouse(t, auth.Security{})
+	h, disk := newHost(t), t.TempDir()
+	h.slot("1", "g", 0, 0, 7, nil)
+	h.job("1", at, auth.Security{})
+	h.slot("2", "g", 0, 0, 9, nil)
+	h.job("2", "http://127.0.0.1:9", auth.Security{})
+	h.start()
+	of := keepers(t, at, 1)[0].Address
+	for step := int64(8); step < 20; step++ {
+		stored := fmt.Sprintf("parts-of-step-%d", step)
+		h.write(filepath.Join(disk, stored), h.slot("1", "g", 0, int((step+1)%2), step, nil))
+		h.stored("1", disk, map[string]int64{stored: step})
+		var listed []slots.Slot
+		code, body := get(t, of+"/snapshots?lighthouse="+url.QueryEscape(at))
+		require.Equal(t, http.StatusOK, code)
+		require.NoError(t, json.Unmarshal([]byte(body), &listed))
+		steps := []int64{}
+		for _, s := range listed {
+			assert.Equal(t, "1", s.Job, "that of another lighthouse is not listed")
+			steps = append(steps, s.Step)
+		}
+		assert.ElementsMatch(t, []int64{step, step, step - 1}, steps)
+		code, _ = get(t, of+"/stored/1/"+stored)
+		assert.Equal(t, http.StatusOK, code)
+	}
+}
+
 func TestAJobIsServedWithItsOwnTokenAlone(t *testing.T) {
 	h := newHost(t)
 	one := auth.Security{TokenFile: fttest.File(t, "one")}

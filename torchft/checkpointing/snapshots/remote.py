@@ -6,12 +6,14 @@ Where every group has the whole state, a job goes on from the copy of any host t
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -29,6 +31,8 @@ _log = logging.getLogger(__name__)
 # Keepers report every 2 s, so one that a lighthouse has not heard of within this time has nothing to say.
 _ALL_HEARD_SEC = 2.5
 _ANSWER_SEC = 5.0
+# How long a keeper may take to say what it holds, and how many are asked at a time.
+_LIST_SEC, _AT_ONCE = 3.0, 32
 # A source that sends less than _LEAST within this time is given up.
 _PROGRESS_SEC = 10.0
 _LEAST = 1 << 20  # bytes
@@ -71,10 +75,14 @@ class Held(NamedTuple):
 def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: None) -> list[Held]:
     """Returns the complete slots of a job on all hosts, the newest first.
 
+    The lighthouse knows the keepers, and what each has told it in the last seconds. That may be older than
+    the end of the trainers before, so each keeper is asked what it holds.
+
     Args:
         lighthouse: its addresses, separated by commas.
         job: name under which the ranks keep slots.
-        say: called with the reason for each slot that this version cannot fetch.
+        say: called with the reason for each slot that this version cannot fetch, and for each keeper of which
+            only its last report counts.
 
     Raises:
         SlotError: no lighthouse answers, or not as this version's does.
@@ -95,8 +103,48 @@ def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: No
         else:
             missing = _ALL_HEARD_SEC - listening_ms / 1000
             if missing <= 0 or time.monotonic() >= until:
-                return _complete(keepers, job, say)
+                return _complete(_asked(keepers, lighthouse, say), job, say)
         time.sleep(0.1)
+
+
+def _asked(
+    keepers: Sequence[dict[str, Any]], lighthouse: str, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Returns the keepers with what they hold at this moment."""
+
+    def ask(keeper: dict[str, Any]) -> dict[str, Any]:
+        try:
+            listed = _listed(keeper["address"], lighthouse)
+            return {**keeper, "snapshots": _present(keeper["snapshots"] or [], listed)}
+        except (SlotError, KeyError, TypeError, AttributeError) as error:
+            say(f"of {keeper.get('host')} only what its keeper has told the lighthouse counts: {error}")
+            return keeper
+
+    if not keepers:
+        return []
+    with ThreadPoolExecutor(min(len(keepers), _AT_ONCE), thread_name_prefix="torchft_keepers") as threads:
+        return list(threads.map(ask, keepers))
+
+
+def _present(told: Sequence[dict[str, Any]], listed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the slots that a keeper lists, and those that only its report has: the keeper may know the
+    lighthouse by another address.
+    """
+    place = ("job", "group", "group_rank", "slot", "stored")
+    return list({tuple(slot.get(name) for name in place): slot for slot in (*told, *listed)}.values())
+
+
+def _listed(address: str, lighthouse: str) -> Any:
+    url = f"{address}/snapshots?lighthouse={quote(lighthouse, safe='')}"
+    try:
+        request = urllib.request.Request(url, headers=token_headers())
+        with direct(address).open(request, timeout=_LIST_SEC) as response:
+            return json.loads(b"".join(_blocks(response, url)))
+    except urllib.error.HTTPError as error:
+        with error:
+            raise SlotError(str(refusal_of(url, error.code, error.read()))) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise SlotError(f"{address}: {getattr(error, 'reason', error)}") from None
 
 
 def _complete(keepers: Sequence[dict[str, Any]], job: str, say: Callable[[str], None]) -> list[Held]:
@@ -203,7 +251,7 @@ class _Connection:
                 with direct(source.address).open(request, timeout=_PROGRESS_SEC) as response:
                     self._tag = response.headers["ETag"]
                     total = done + int(response.headers["Content-Length"])
-                    for block in _blocks(response, source):
+                    for block in _blocks(response, source.url):
                         done += len(block)
                         self._progress.count(len(block))
                         yield block
@@ -226,7 +274,7 @@ class _Connection:
                 raise SlotError(f"{source.url} ended the connection: its host may have overwritten the slot")
 
 
-def _blocks(response: Any, source: Held) -> Any:
+def _blocks(response: Any, url: str) -> Iterator[bytes]:
     began, arrived = time.monotonic(), 0
     while block := response.read1(_BLOCK):
         yield block
@@ -234,7 +282,7 @@ def _blocks(response: Any, source: Held) -> Any:
         if arrived >= _LEAST:
             began, arrived = time.monotonic(), 0
         elif time.monotonic() - began > _PROGRESS_SEC:
-            raise SlotError(f"{source.url} has sent {arrived} bytes in {_PROGRESS_SEC:g} s")
+            raise SlotError(f"{url} has sent {arrived} bytes in {_PROGRESS_SEC:g} s")
 
 
 def _write(file: Any, block: bytes) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import socketserver
 import threading
 from collections.abc import Callable, Generator
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -114,6 +115,47 @@ def test_the_slots_of_two_hosts(
     assert slot.header.step == 7
     assert torch.equal(slot.state()["w"], torch.full((1000,), 7.0))
     assert remote.held(lighthouse, "another job") == []
+
+
+def test_what_was_written_since_the_last_report_is_found(
+    hosts: Callable[[str], Host], lighthouse: str
+) -> None:
+    host = hosts("a")
+    with host:
+        save(5)
+        _keeper.ensure(JOB, lighthouse)
+    heard(lighthouse, 1)
+    said: list[str] = []
+    for step in range(6, 12):
+        with host:
+            save(step, slot=(step + 1) % 2)
+        assert [one.step for one in remote.held(lighthouse, JOB, said.append)] == [step, step - 1]
+    assert said == []
+    host.end()
+    wait_until(lambda: remote.held(lighthouse, JOB, said.append) and said)
+    assert "only what its keeper has told the lighthouse counts" in said[0]
+    assert {one.host for one in remote.held(lighthouse, JOB)} == {socket.gethostname()}
+
+
+@pytest.mark.parametrize(
+    ("told", "listed", "steps"),
+    [
+        ([], [], []),
+        ([], [(0, 5)], [5]),
+        ([(0, 5), (1, 6)], [], [5, 6]),  # the keeper knows the lighthouse by another address
+        ([(0, 5), (1, 6)], [(0, 7), (1, 6)], [7, 6]),
+        ([(0, 5)], [(0, None)], [None]),  # it is being written now
+    ],
+)
+def test_what_a_keeper_lists_is_later_than_its_report(
+    told: list[tuple[int, int]], listed: list[tuple[int, int]], steps: list[int]
+) -> None:
+    def slots_of(these: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        return [
+            {"job": JOB, "group": "g", "group_rank": 0, "slot": slot, "step": step} for slot, step in these
+        ]
+
+    assert [slot["step"] for slot in remote._present(slots_of(told), slots_of(listed))] == steps
 
 
 def test_the_parts_of_two_hosts(
@@ -303,8 +345,9 @@ def test_a_keeper_and_a_lighthouse_of_other_versions_are_named(
         {"address": "http://a:1", "host": "old", "snapshots": [slot]},
         {"address": "http://b:1", "host": "new", "snapshots": [{**slot, "quorum": 7}]},
     ]
-    answers = {"/status": {"members": []}, "/api/v1/keepers": {"keepers": keepers, "listening_ms": 9e9}}
+    answers = {"/api/v1/keepers": {"keepers": keepers, "listening_ms": 9e9}}
     monkeypatch.setattr(remote.HttpLighthouse, "get", lambda self, path: answers[path])
+    monkeypatch.setattr(remote, "_listed", lambda address, lighthouse: [])
     said: list[str] = []
     assert [one.host for one in remote.held(lighthouse, JOB, said.append)] == ["new"]
     assert said == [

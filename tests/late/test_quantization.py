@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp, TCPStore, Work
 
 from tests.late import load
 from tests.unit.process_group.ranks import meeting
-from torchft._quantization.exchange import RankedGroup, start
+from torchft._quantization.exchange import start
 from torchft.collectives import allocate_reduce_scatter_output, allreduce_quantized, reduce_scatter_quantized
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 from torchft.quantization import FORMAT_ENV
@@ -96,7 +96,7 @@ def test_memory_of_a_quantized_collective_is_not_used_again_early(late) -> None:
     tensors = [torch.ones(5000, device="late")]
     stream, address = torch.Stream("late"), tensors[0].data_ptr()
     with late.held(stream):
-        work = start(lambda _: tensors[0].mul_(2), "double", tensors, None, RankedGroup(Group()), stream)
+        work = start(lambda _: tensors[0].mul_(2), "double", tensors, None, Group(), stream)
         tensors.clear()
         assert torch.zeros(5000, device="late").data_ptr() != address
     work.synchronize()
@@ -104,7 +104,7 @@ def test_memory_of_a_quantized_collective_is_not_used_again_early(late) -> None:
 
 def doubling(group: ProcessGroup, stream: torch.Stream) -> tuple[torch.Tensor, Work]:
     tensor = torch.ones(5000, device="late")
-    return tensor, start(lambda _: tensor.mul_(2), "double", [tensor], [tensor], RankedGroup(group), stream)
+    return tensor, start(lambda _: tensor.mul_(2), "double", [tensor], [tensor], group, stream)
 
 
 def test_operations_share_the_stream_of_their_device(late) -> None:
@@ -113,7 +113,7 @@ def test_operations_share_the_stream_of_their_device(late) -> None:
     for index in (0, 0, 1):
         tensor = torch.ones(5, device=f"late:{index}")
         note = lambda _: streams.append(torch.accelerator.current_stream(tensor.device))  # noqa: E731, B023
-        start(note, "note", [tensor], None, RankedGroup(Group()), None).wait()
+        start(note, "note", [tensor], None, Group(), None).wait()
     assert streams[0] == streams[1] and streams[2].device_index == 1
 
 

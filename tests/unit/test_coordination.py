@@ -78,6 +78,7 @@ def test_signatures_are_the_published_ones() -> None:
         "quorum_tick_ms",
         "heartbeat_timeout_ms",
         "state_dir",
+        "max_replicas",
     ]
     assert arguments(LighthouseClient) == ["addr", "connect_timeout"]
 

@@ -94,6 +94,7 @@ def test_run_kills_and_restarts_groups(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
+@pytest.mark.slow  # tests/integration/test_standby.py has it with threads
 @pytest.mark.timeout(240)
 def test_a_standby_takes_the_place_of_a_killed_group_which_is_the_standby_then(tmp_path: Path) -> None:
     options = ["--replicas", "2", "--standby", "1", "--kill-every", "5s", "--seed", "1"]
@@ -264,6 +265,7 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
+@pytest.mark.slow  # tests/integration/test_job.py has it with threads
 @pytest.mark.timeout(240)
 def test_a_group_that_is_killed_after_the_end_trains_nothing_again(tmp_path: Path) -> None:
     """Group 1 is killed behind its loop, when group 0 has ended."""

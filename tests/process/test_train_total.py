@@ -13,6 +13,7 @@ import pytest
 EXAMPLE = Path(__file__).resolve().parents[2] / "python" / "examples" / "total_loss.py"
 
 
+@pytest.mark.slow  # test_total_loss.py kills everything of a smaller job
 @pytest.mark.timeout(240)
 def test_everything_but_the_keeper_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--kill-at", "40", "--time-limit", "100"]

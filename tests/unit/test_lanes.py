@@ -136,6 +136,7 @@ def hangs_at_its_end(tmp_path: Path, exit_s: str) -> Part:
     return run_of_pytest(test, EXIT_S=exit_s)
 
 
+@pytest.mark.slow  # it waits for limits
 def test_a_run_of_pytest_that_does_not_end_fails_with_its_stacks(tmp_path: Path) -> None:
     (result,) = run([hangs_at_its_end(tmp_path, "0.5")], 1, tmp_path, lambda line: None, time_s=60)
     assert result.status == 1
@@ -145,6 +146,7 @@ def test_a_run_of_pytest_that_does_not_end_fails_with_its_stacks(tmp_path: Path)
     assert "in hangs" in log
 
 
+@pytest.mark.slow  # it waits for limits
 def test_a_test_that_hangs_in_native_code_is_ended_with_its_stacks(tmp_path: Path) -> None:
     """No Python handles the signal of pytest-timeout meanwhile: tests/conftest.py ends the process."""
     test = tmp_path / "test_hangs.py"

@@ -101,7 +101,7 @@ print("read")
 """
 
 
-@pytest.mark.parametrize("readers", [1, 2, 4])
+@pytest.mark.parametrize("readers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_of_two_ranks_are_read_by_any_number(tmp_path: Path, readers: int) -> None:
     one = Save(tmp_path, 3, "k", 2, 2)
     contents = []

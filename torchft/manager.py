@@ -587,7 +587,7 @@ class Manager(Stateful, Stepping):
             self._ready = False
             # if this round cannot begin, nothing must be reduced among the peers of the previous one
             self._round = None
-        keeps = ""
+        keeps, ends = "", self._data.adds_gradients and self._data.at_end
         if self._data.has_loader:
             keeps = self._again.announces(self._current, self._step, self._committed_quorum_id)
         # before the request: once this group is in a quorum, the other groups would wait as well
@@ -610,8 +610,8 @@ class Manager(Stateful, Stepping):
                 self._snapshots.begin(self._position)
         last = self._current
         aborted = last.collectives.aborted
-        same = None if aborted else self._same_request(request)
-        self._sent = sent = same or self._quorum_request(request, aborted, keeps)
+        same = None if aborted or keeps or ends else self._same_request(request)
+        self._sent = sent = same or self._quorum_request(request, aborted, ends, keeps)
         if self._calls.step:
             self._calls.end(lost=True)
         if self._heal_wait.waiting is not None:
@@ -621,6 +621,8 @@ class Manager(Stateful, Stepping):
         self._current = self._errors.step = step
         follow = partial(self._follow, step)
         standing = rounds.standing(sent)
+        if ends:  # the groups meet: one that has lost the last step alone heals
+            standing = None
         quiet = standing is not None and standing is self._quiet
         if not quiet:
             self._own_time.skip()
@@ -629,7 +631,7 @@ class Manager(Stateful, Stepping):
             self._round, self._ready = StandingRound(standing, follow), quiet
             return
         if same is not None:  # it is needed after all
-            self._sent = sent = self._quorum_request(request, aborted, keeps)
+            self._sent = sent = self._quorum_request(request, aborted, ends, keeps)
         if first and self._peers.on_device:
             claim_device(self._store, self._replica_id, self._group_rank)
         begin = partial(rounds.begin, follow, sent, request.timeout)
@@ -668,13 +670,12 @@ class Manager(Stateful, Stepping):
             or request.shrink_only is not sent.shrink_only
             or self._committed_quorum_id != sent.committed_quorum_id
             or self._data.averages_weights
-            or self._data.has_loader
         ):
             return None
         sent.step = self._step
         return sent
 
-    def _quorum_request(self, request: StepRequest, aborted: bool, keeps: str) -> QuorumRequest:
+    def _quorum_request(self, request: StepRequest, aborted: bool, ends: bool, keeps: str) -> QuorumRequest:
         """The request of this rank for a quorum."""
         found = self._snapshots.found(self._position)
         at_step, committed_in = self._step, self._committed_quorum_id
@@ -689,8 +690,10 @@ class Manager(Stateful, Stepping):
             step=at_step,
             checkpoint_metadata=self._transport.metadata(),
             shrink_only=request.shrink_only,
-            # after an abort, too, the next quorum needs a new id, for which the groups connect again
-            commit_failures=self._commit_failures or int(aborted or self._connection.needs_new_quorum),
+            # after an abort, too, the next quorum needs a new id, for which the groups connect again; at the
+            # end of the data this group leaves the quorum that stands
+            commit_failures=self._commit_failures
+            or int(aborted or ends or self._connection.needs_new_quorum),
             init_sync=self._init_sync,
             reconfigure_handle=self._peers.handle(
                 [
@@ -707,7 +710,7 @@ class Manager(Stateful, Stepping):
             committed_quorum_id=committed_in,
             # what it has kept it has computed from other weights than those of the copy
             replays_failed_steps=self._replayer.enabled and found is None,
-            asks_each_step=self._data.averages_weights or self._layout.lines is not None,  # LocalSGD, DiLoCo
+            asks_each_step=self._data.averages_weights or local_sgd,
             layout=layout,
             drain=self._signals.drain_request(self._logger.info),
             traceparent="" if self._trace is None else self._trace.asks(self._step),

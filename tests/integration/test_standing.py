@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
-from typing import Callable
+from collections.abc import Iterator
+from typing import Any, Callable
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
 
+import torchft
 from torchft.manager import Manager
 
-from .cluster import Cluster, Rank
+from .cluster import Cluster, Rank, results
 
 Ask = Callable[[Manager, int], None]
 
@@ -70,3 +74,35 @@ def test_no_step_is_lost_and_none_needs_the_lighthouse(ask: Ask, use_async_quoru
         groups = [cluster.start(loop, group)[0] for group in range(2)]
         for group in groups:
             assert group.result(timeout=120)[1:] == [step + 0.5 for step in range(1, 10)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_over_a_loader_asks_at_its_begin_and_its_end(stream: bool) -> None:
+    class Stream(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.ones(40, 2))
+
+    with Cluster(min_replicas=2) as cluster:
+
+        def loop(rank: Rank) -> list[int]:
+            job = torchft.Job(manager=rank.start_manager(), device="cpu")
+            rounds, asked = job.manager._rounds, list[int]()
+            assert rounds is not None
+            begin = rounds.begin
+
+            def recorded(*given: Any) -> Any:
+                asked.append(job.step)
+                return begin(*given)
+
+            rounds.begin = recorded  # type: ignore[method-assign]
+            net = nn.Linear(2, 1)
+            model, _ = job.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            data = Stream() if stream else TensorDataset(torch.ones(40, 2))
+            rank.cluster.wait_for_healthy(2)
+            for step in job.loader(data, global_batch_size=4, micro_batch_size=2):
+                for batch in step:
+                    step.backward(model(batch if stream else batch[0]).mean())
+                assert step.commit()
+            return asked
+
+        assert results(*(cluster.start(loop, group) for group in range(2))) == [[0, 1, 10], [0, 1, 10]]

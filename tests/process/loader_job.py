@@ -22,6 +22,8 @@ from torchft.data.position import DataPosition
 
 # The points of a step at which a rank kills itself; see loader_worker.py.
 PLACES = ("begin", "units", "reduce", "commit", "stepped")
+# Between two reductions. At the places before, the others may not have begun the step if the quorum stands.
+BETWEEN = ("between",)
 # A random moment of a step and the one after it.
 MOMENT = ("moment",)
 # Two more places, at which a rank does not kill itself: its dataset raises, or a worker process of its

@@ -68,7 +68,11 @@ class Mortal(Manager):
     def allreduce(self, *given: Any, **more: Any) -> Any:
         if self.place == "reduce":
             fail()
-        return super().allreduce(*given, **more)
+        work = super().allreduce(*given, **more)
+        if self.place == "between":
+            work.wait()  # the others have begun the step, in which none has all gradients
+            self.place = "reduce"
+        return work
 
     def _try_step(self, timeout: timedelta) -> bool:
         committed = super()._try_step(timeout)
@@ -162,7 +166,8 @@ if sharded:
             part.set_gradient_divide_factor(1.0)
     # state_dict() is called once, here: see hsdp_worker.py.
     weights = model.state_dict()
-wrapped = model if sharded else DistributedDataParallel(manager, model)
+# a bucket for each parameter
+wrapped = model if sharded else DistributedDataParallel(manager, model, bucket_cap_mb=2**-20)
 sgd = make_optimizer(model)
 optimizer = Optimizer(manager, sgd)
 if args.num_workers:

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from lighthouses import cluster
+from lighthouses import HERE, cluster
+from processes import Child, ours_path
 
 
 @pytest.mark.timeout(240)
@@ -33,6 +34,34 @@ def test_a_lighthouse_is_killed_and_restarted_during_a_job(tmp_path: Path) -> No
             ids = [e["quorum_id"] for e in member.of("step")]
             steps = [e["step"] for e in member.of("step")]
             assert ids == sorted(ids) and steps == sorted(steps)
+
+
+@pytest.mark.timeout(240)
+def test_a_job_trains_on_while_its_lighthouse_is_away_and_each_sample_counts_once(tmp_path: Path) -> None:
+    with cluster(tmp_path, groups=0) as c:
+
+        def start(group: int) -> Child:
+            env = {"TORCHFT_LIGHTHOUSE": c.addresses[0], "REPLICA_GROUP_ID": str(group)}
+            return c.job.python(f"group-{group}", HERE / "counted_script.py", path=ours_path(), env=env)
+
+        c.members = [start(group) for group in range(2)]
+        c.steps(5, members=2)
+        c.lighthouses[0].kill()
+        began = [len(member.of("step")) for member in c.members]
+        c.steps(40)
+        for member, first in zip(c.members, began, strict=True):
+            steps = member.of("step")[first - 1 :]
+            assert all(step["committed"] and step["members"] == 2 for step in steps)
+        c.lighthouses[0] = c.start_lighthouse(0)
+        c.members[1].kill()
+        c.members[1] = start(1)
+        c.steps(5, members=2)
+        for member in c.members:
+            member.send(hurry=True)
+        c.job.wait_exit(c.members, 120)
+        for member in c.members:
+            (end,) = member.of("end")
+            assert (end["step"], end["weights"]) == (800, [50 / 4] * 64)
 
 
 @pytest.mark.slow  # go/manager/raft_test.go stops leaders too

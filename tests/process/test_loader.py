@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_job import MOMENT, Elastic, Part
+from loader_job import BETWEEN, MOMENT, Elastic, Part
 from loader_streams import KINDS
 from torch.distributed.fsdp import FSDPModule
 
@@ -40,10 +40,8 @@ def test_four_groups_and_five_kills_end_with_the_bits_of_one_process(tmp_path: P
 
 
 def test_survivors_compute_only_the_units_of_the_failed_group(tmp_path: Path) -> None:
-    places = ("units", "reduce")
-    job = Elastic(
-        tmp_path, [Part(4, 1), Part(4, 2), Part(4, 1)], samples=71, replays=True, seed=4, places=places
-    )
+    parts = [Part(4, 1), Part(4, 2), Part(4, 1)]
+    job = Elastic(tmp_path, parts, samples=71, replays=True, seed=18, places=BETWEEN)
     job.run()
     assert job.killed == 4
     assert job.came_again >= 3 + 2 + 2 + 3
@@ -60,7 +58,7 @@ def test_each_token_of_a_stream_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["fsdp", "fsdp-sum"])
 def test_groups_of_two_ranks_keep_their_shards_of_the_gradients(tmp_path: Path, kind: str) -> None:
     job = Elastic(
-        tmp_path, [Part(3, 1), Part(2)], samples=71, kind=kind, ranks=2, replays=True, places=("reduce",)
+        tmp_path, [Part(3, 1), Part(2)], samples=71, kind=kind, ranks=2, replays=True, places=BETWEEN
     )
     job.run()
     assert job.killed == 1

@@ -32,10 +32,10 @@ from torchft._handoff import hand_off, prepare
 from torchft._manager.checks.calls import Calls
 from torchft._manager.checks.device import claim_device
 from torchft._manager.checks.layout import Layout
-from torchft._manager.checks.loader import Data, Loader, device_of
+from torchft._manager.checks.loader import Data, Loader
 from torchft._manager.checks.replicas import Replicas
 from torchft._manager.connection import Connection
-from torchft._manager.edge import GroupServer, Transport, as_peers, as_server
+from torchft._manager.edge import GroupServer, Transport, as_peers, as_server, device_of
 from torchft._manager.extras import OwnExtras
 from torchft._manager.heal import hyperparameters
 from torchft._manager.heal.in_passing import InPassing, Obstacles, StillHealing

@@ -504,3 +504,16 @@ def timeout_of(manager: Any) -> timedelta:
     """
     timeout = getattr(manager, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT
+
+
+# The device type of the tensors that a backend other than Gloo reduces.
+_DEVICES = {"nccl": "cuda", "xccl": "xpu"}
+
+
+def device_of(pg: Any) -> torch.device:
+    """The device of a tensor that a process group can reduce, from its class or the name of its backend."""
+    kind = _attribute(type(pg), _OfGroup, "_device")
+    if kind != "cpu":
+        return torch.device(kind)
+    name = pg.name().lower()
+    return torch.device(next((device for backend, device in _DEVICES.items() if backend in name), "cpu"))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional
 import torch
 from torch.distributed import AllreduceOptions
 
-from torchft._manager.checks.loader import device_of
+from torchft._manager.edge import device_of
 from torchft.data._lanes import lanes_of_indices, lanes_of_stream
 from torchft.data._prefetch import Key, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks

@@ -16,7 +16,8 @@ from tests.unit.manager.conftest import Fixture, quorum
 from torchft import Optimizer
 from torchft._agreement import announce
 from torchft._manager.checks.layout import announcement
-from torchft._manager.checks.loader import BatchCheck, BatchDiffers, device_of
+from torchft._manager.checks.loader import BatchCheck, BatchDiffers
+from torchft._manager.edge import device_of
 from torchft._manager.quorum.plan import Plan as QuorumPlan
 from torchft._manager.quorum.plan import WorldSizeMode, make_plan
 from torchft.data import ElasticDataLoader
@@ -216,6 +217,11 @@ def test_positions_are_compared_where_the_process_group_reduces(backend: str, de
             return backend
 
     assert device_of(Named(0, 1)) == torch.device(device)
+
+    class OfAnotherName(Named):
+        _device = "meta"
+
+    assert device_of(OfAnotherName(0, 1)) == torch.device("meta"), "its class tells it"
 
 
 def test_the_first_unit_waits_for_the_quorum_and_no_heal(native: Fixture) -> None:

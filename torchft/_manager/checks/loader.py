@@ -17,8 +17,6 @@ import torch
 from torchft.data.agreement import Verdict, entry, judge, step_to_announce
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from torchft._manager.checks.layout import Layout
     from torchft._manager.quorum.plan import Plan, Planner
     from torchft._manager.settings import Settings
@@ -419,13 +417,3 @@ class Data:
         the wrong position announces a smaller one, so that it heals.
         """
         return step if self._batches is None else step_to_announce(step, self._batches.verdict)
-
-
-# The device type of the tensors that a backend other than Gloo reduces.
-_DEVICES = {"nccl": "cuda", "xccl": "xpu"}
-
-
-def device_of(pg: ProcessGroup) -> torch.device:
-    """The device of a tensor that a process group can reduce."""
-    name = pg.name().lower()
-    return torch.device(next((device for backend, device in _DEVICES.items() if backend in name), "cpu"))

@@ -292,13 +292,14 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	}
 }
 
-// shortened bounds a text of a member that becomes a part of reports to all members.
+// pace decodes a pace, with a text of bounded length.
 func pace(p *torchftpb.Pace) quorum.Pace {
 	is := wire.PaceFromProto(p)
 	is.Host = shortened(is.Host)
 	return is
 }
 
+// shortened bounds a text of a member that becomes a part of reports to all members.
 func shortened(text string) string { return shortenedTo(longestText, text) }
 
 func shortenedTo(most int, text string) string {

@@ -35,12 +35,15 @@ func (m *memory) ends(e ShuttingDown) bool {
 // Once a member of the latest quorum has come beyond the end, it is none: the group that reported it has
 // ended early, and all others may fail before they have completed the training.
 func (m *memory) refuseLate() {
+	if m.end.Run == "" {
+		return // the usual case, without the cost of a look at each member
+	}
 	if m.step > m.end.Step || slices.ContainsFunc(m.members,
 		func(r *record) bool { return r.step > m.end.Step }) {
 		m.end = End{}
+		return
 	}
-	if m.end.Run == "" || slices.ContainsFunc(m.members,
-		func(r *record) bool { return r.alive() && !r.finished }) {
+	if slices.ContainsFunc(m.members, func(r *record) bool { return r.alive() && !r.finished }) {
 		return
 	}
 	var late []*record

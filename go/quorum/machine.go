@@ -302,7 +302,6 @@ func (m *Machine) finish() bool {
 	m.reconnect = reconnect{}
 	m.suspicion.forget()
 	m.watch.forget()
-	m.stragglers.forget()
 	m.poison.forget()
 	return true
 }

@@ -1,6 +1,7 @@
 package quorum
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"slices"
@@ -79,9 +80,6 @@ type stragglers struct {
 	slow map[string]string // the stragglers, and why
 }
 
-// forget drops what is known of the members of a quorum: others may come.
-func (s *stragglers) forget() { s.slow = nil }
-
 func (s *stragglers) tick() {
 	if s.now.Sub(s.at) < paceEvery {
 		return
@@ -97,7 +95,7 @@ func (s *stragglers) tick() {
 		s.slow = nil
 		return
 	}
-	slices.SortFunc(known, func(a, b *record) int { return int(a.pace.Own - b.pace.Own) })
+	slices.SortFunc(known, func(a, b *record) int { return cmp.Compare(a.pace.Own, b.pace.Own) })
 	before := s.slow
 	s.slow = nil
 	for i, r := range known {

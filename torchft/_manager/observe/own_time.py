@@ -59,8 +59,7 @@ class OwnTime:
         try:
             if self._device is not None:
                 self._on_device(self._device)
-        # It has no events with a time, or is not the one that the name of the process group says.
-        except (RuntimeError, NotImplementedError, ValueError):
+        except (RuntimeError, NotImplementedError):  # it has no events with a time
             self._report = None
             return
         if self._took and now - self._reported >= _REPORT_SEC:

@@ -348,11 +348,12 @@ class Snapshots:
 
     def _find_stored(self, folder: Path, rank: int, ranks: int) -> None:
         try:
-            for path, header in stored.found(folder, self._job):
+            kept = stored.found(folder, self._job)
+            for path, header in kept:
                 if (header.group_rank, header.group_world_size) == (rank, ranks):
                     self._parts.append((path, header))
                     self._stored.append((header.step, header.quorum))
-            stored.tell(self._folder.parents[1], self._job, folder)
+            stored.tell(self._folder.parents[1], kept, folder)
         except OSError as error:
             self._logger.warn(f"parts of states in {folder} are not read: {error.strerror}")
 

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import List, Optional, Tuple
@@ -93,19 +94,19 @@ def found(folder: Path, job: str) -> List[Tuple[Path, Header]]:
     return sorted(each, key=lambda one: (-one[1].step, -one[1].quorum, one[0]))
 
 
-def tell(job: Path, name: str, folder: Path) -> None:
+def tell(job: Path, kept: Sequence[Tuple[Path, Header]], folder: Path) -> None:
     """Tells the keeper which slots of a folder it may serve.
 
     Args:
         job: the job's folder in ROOT.
-        name: of the job.
+        kept: its slots there, as :func:`found` returns them.
         folder: of its checkpoints.
 
     Raises:
         OSError: a disk or the memory fails.
     """
     told = []
-    for path, header in found(folder, name):
+    for path, header in kept:
         share = None if header.share is None else list(header.share)
         told.append(
             {

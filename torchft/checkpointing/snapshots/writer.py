@@ -249,7 +249,7 @@ class FolderWriter:
             self._touch(each.header.nbytes)
         for job, name in {(each.path.parents[2], each.header.job) for each in found}:
             stored.prune(self._folder, stored.complete(job))
-            stored.tell(job, name, self._folder)
+            stored.tell(job, stored.found(self._folder, name), self._folder)
         self._stored = found[0].header.step
         return None
 

@@ -134,10 +134,11 @@ def test_a_slot_on_a_disk_is_complete_or_not_there(tmp_path: Path, monkeypatch: 
 def test_of_many_slots_the_keeper_is_told_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 21):
         keep(tmp_path, 0, step)
-    stored.tell(tmp_path, slots.job_name(), tmp_path / "disk0")
+    kept = stored.found(tmp_path / "disk0", slots.job_name())
+    stored.tell(tmp_path, kept, tmp_path / "disk0")
     whole = (tmp_path / stored.STORED).read_text()
     monkeypatch.setattr(stored, "_MOST", len(whole) // 2)
-    stored.tell(tmp_path, slots.job_name(), tmp_path / "disk0")
+    stored.tell(tmp_path, kept, tmp_path / "disk0")
     text = (tmp_path / stored.STORED).read_text()
     steps = [slot["step"] for slot in json.loads(text)["slots"]]
     assert len(whole) // 3 < len(text) <= len(whole) // 2 and steps == list(range(20, 20 - len(steps), -1))

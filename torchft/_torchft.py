@@ -618,7 +618,7 @@ def keep(root: str, bind: str, keep: timedelta, writer: list[str], began: Callab
 
 
 def held_in(root: str) -> dict[str, Any]:
-    """What the slots in a folder hold, and what the writer of checkpoints does: ``snapshots`` and ``disks``,
+    """Returns the slots in a folder, and the work of the writer of checkpoints: ``snapshots`` and ``disks``,
     as ``GET /api/v1/keepers`` describes them. No keeper needs to run.
 
     Raises:

@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What a standby may do is in testdata/standby.txt. Here the events are random, and the invariants are checked
+// testdata/standby.txt has the rules for standbys. Here the events are random, and the invariants are checked
 // after each.
 func TestStandbysAreInNoCountAndNoQuorum(t *testing.T) {
 	standbys, letIn := 0, 0

@@ -1,4 +1,4 @@
-"""What copies in shared memory cost beside `torch.distributed.checkpoint.async_save`, and how soon a group
+"""The cost of copies in shared memory beside `torch.distributed.checkpoint.async_save`, and how soon a group
 that goes on from one has committed a step.
 
 One group of one rank on the CPU has a state of the given size. Its steps take `--step-ms`, in which the

@@ -44,7 +44,7 @@ class Life:
 
 
 class After(NamedTuple):
-    """What a step has left.
+    """The results of a step.
 
     Attributes:
         weights: shape [BUCKETS, SIZE].
@@ -79,7 +79,7 @@ def _check_rank(eras: Sequence[Sequence[tuple[int, Child]]], last: int) -> None:
         assert 0 <= newest + 1 - first <= SNAPSHOTS + 1, (
             f"all groups ended at step {newest}, and the next ones began with step {first}"
         )
-        # What later steps had made of the weights is lost.
+        # The changes of the weights by later steps are lost.
         after = {step: made for step, made in after.items() if step < first}
         _check_weights(children, by_step, after)
         newest = max(by_step)

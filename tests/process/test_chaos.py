@@ -233,7 +233,7 @@ def test_each_fault_has_a_job_that_it_is_recorded_in() -> None:
 
 
 def lives_of(*eras: range, from_copy: bool = True) -> list[Life]:
-    """What one group tells of its lives, in each of which it committed these steps.
+    """The events of one group, which committed these steps in each of its lives.
 
     Args:
         from_copy: whether it goes on with the weights and counts of the step before, or with its last ones.

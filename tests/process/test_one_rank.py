@@ -1,4 +1,4 @@
-"""What docs/design.md says of PyTorch and a rank that is replaced alone, by python/examples/one_rank.py."""
+"""The statements of docs/design.md on a rank that is replaced alone, shown by python/examples/one_rank.py."""
 
 from __future__ import annotations
 

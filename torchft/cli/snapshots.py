@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _held(lighthouse: str | None, job: str | None, here: bool) -> list[dict[str, Any]]:
-    """What each host holds: ``host``, ``snapshots``, and ``disks`` if it writes checkpoints."""
+    """Returns an entry for each host: ``host``, ``snapshots``, and ``disks`` if it writes checkpoints."""
     if not here:
         try:
             keepers: list[dict[str, Any]] = HttpLighthouse(lighthouse, job).get("/api/v1/keepers")["keepers"]

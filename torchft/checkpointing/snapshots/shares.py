@@ -15,7 +15,7 @@ SMALL = 64 << 10  # bytes; a region of at most this size is kept by all groups
 
 
 class Share(NamedTuple):
-    """What a group keeps of a state.
+    """The parts of a state that a group keeps.
 
     Attributes:
         part: the first of its parts: its number among the groups that committed the step.

@@ -317,7 +317,7 @@ class Region(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What a slot says of itself."""
+    """The description in a slot."""
 
     header: Header
     structure: bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pdb
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,20 @@ def test_a_model_in_evaluation_mode_is_evaluated_between_two_steps(
     model = Probe(between).train(training)
     model(torch.zeros(1))
     assert model.seen == phase
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_breakpoint_is_seen(between: bool) -> None:
+    seen: list[str] = []
+
+    class Stopped(pdb.Pdb):
+        def interaction(self, *args: object) -> None:
+            seen.append(looked_at(between))
+            self.set_continue()
+
+    Stopped().set_trace()
+    assert looked_at(between) == ("BETWEEN_STEPS" if between else "")
+    assert seen == ["FIRST_STEPS"]
 
 
 def test_the_outermost_module_decides() -> None:

@@ -21,7 +21,7 @@ PHASES = {"evaluation": "EVALUATION", "checkpoint": "CHECKPOINT", "compilation":
 BETWEEN_STEPS = "BETWEEN_STEPS"
 
 # Files whose functions are on the stack only while something is compiled (others of these packages are on
-# that of compiled code, too), and functions that write a checkpoint.
+# that of compiled code, too), or a debugger has stopped it, and functions that write a checkpoint.
 _COMPILERS = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/graph.py",
@@ -31,6 +31,7 @@ _COMPILERS = (
     "torch/utils/cpp_extension.py",
     "triton/compiler/compiler.py",
 )
+_DEBUGGERS = ("/bdb.py", "/pydevd.py")  # of Python, and of VS Code and PyCharm
 _SAVERS = {
     "save": ("torch/serialization.py", "checkpoint/state_dict_saver.py", "torchft/_job/checkpoints.py"),
     "save_file": ("safetensors/torch.py",),
@@ -51,7 +52,7 @@ def seen(thread: int, between: bool) -> str:
     frame = sys._current_frames().get(thread)
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if file.endswith(_COMPILERS):
+        if file.endswith((*_COMPILERS, *_DEBUGGERS)):  # may take as long
             return PHASES["compilation"]
         if file.endswith(_SAVERS.get(function, ())):
             return PHASES["checkpoint"]

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 from torchft._nccl_env import DUMP_ENV, dump_setting
-from torchft.addresses import host_port, loopback
 from torchft.launch import process_tree
 from torchft.launch.exec import NAME_ENV, Forked
 from torchft.launch.owned import AGENT, ReadyProcess
@@ -78,13 +77,10 @@ class ReplicaGroup:
             lighthouse: address of the lighthouse, ``TORCHFT_LIGHTHOUSE`` for the group.
             env: further environment variables, which override those that this class sets.
         """
-        # As --standalone, with a numeric address in place of localhost and of this host's name, which may not
-        # resolve: torchrun picks a free port for the rendezvous, so several groups can share a host.
-        here = loopback()
-        rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", host_port(here, 0), "--local_addr", here]
         start = ["--no-python", sys.executable, "-I", "-S", str(_EXEC)]
         args = [
-            *rendezvous,
+            "--rdzv_backend",
+            "torchft-host",
             "--nproc_per_node",
             str(self.nproc),
             "--monitor_interval",

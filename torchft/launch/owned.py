@@ -12,7 +12,7 @@ from pathlib import Path
 from torchft.launch import exec as protocol
 from torchft.launch.process_tree import end_with_parent
 
-AGENT = "torch.distributed.run"  # torchrun
+AGENT = "torchft.launch.agent"  # torchrun
 
 
 class ReadyProcess:

@@ -1,0 +1,91 @@
+"""torchrun for a group on one host: `python -m torchft.launch.agent`, with torchrun's arguments.
+
+The c10d rendezvous of torchrun makes a single node wait, too: for up to 0.3 s, by chance, and for 0.15 s in
+which it looks at its own stack for its log. A restart by fork takes half a second in all.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from torchft._forked import threaded
+from torchft.addresses import loopback
+
+BACKEND = "torchft-host"
+
+
+class HostRendezvous(RendezvousHandler):
+    """The rendezvous of one node, which is the first of one.
+
+    Args:
+        run_id: torchrun's run id.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._closed = False
+        self._store: dist.TCPStore | None = None  # it lives as long as the workers of its round
+
+    @classmethod
+    def from_parameters(cls, parameters: RendezvousParameters) -> HostRendezvous:
+        """Makes the handler for torchrun.
+
+        Raises:
+            ValueError: the group has several nodes.
+        """
+        if parameters.max_nodes != 1:
+            raise ValueError(
+                f"--nnodes {parameters.min_nodes}:{parameters.max_nodes} is not allowed with --rdzv-backend "
+                f"{BACKEND}, which is for one host; allowed: --rdzv-backend c10d or torchft"
+            )
+        return cls(parameters.run_id)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers use this store: there is no port that another process may take meanwhile."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Makes a store, which has no key of an earlier round.
+
+        Raises:
+            RendezvousClosedError: the work has ended.
+        """
+        if self._closed:
+            raise RendezvousClosedError(f"rendezvous {self._run_id!r} is closed")
+        host = loopback()
+        self._store = threaded(dist.TCPStore(host, 0, is_master=True, wait_for_workers=False))
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(host, self._store.port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+if __name__ == "__main__":
+    rendezvous_handler_registry.register(BACKEND, HostRendezvous.from_parameters)
+    run.main()

@@ -111,6 +111,15 @@ class HttpLighthouse:
         """
         return self._ask(what, "replica_id", replica_id)
 
+    def scaled(self, reason: str) -> None:
+        """Makes a change of the number of groups an event of the job.
+
+        Raises:
+            Unanswered: no lighthouse answers, or it refuses.
+            ValueError: TORCHFT_TOKEN_FILE cannot be read.
+        """
+        self._ask("scaled", "reason", reason)
+
     def change(self, what: str, address: str) -> str:
         """Requests that the cluster ``add`` or ``remove`` a lighthouse, with the token of TORCHFT_TOKEN_FILE
         if set.

@@ -35,6 +35,8 @@ const (
 	Regressed Kind = "regressed"
 	// Killed : a member was ended on request.
 	Killed Kind = "killed"
+	// Scaled : the number of groups was changed, or is to stay; the reason says how and why.
+	Scaled Kind = "scaled"
 	// Stopped : the job stops, since the same exception would end it again.
 	Stopped Kind = "stopped"
 	// MemberStalled : one or several members make no progress while others wait for them.

@@ -72,6 +72,36 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
 	}
 }
 
+// scaled is the body of a request that records a change of the number of groups. Something else makes the
+// change; the lighthouse shows it.
+type scaled struct {
+	Reason string `json:"reason"`
+}
+
+func (s scaled) check() error {
+	if s.Reason == "" {
+		return errors.New("reason is empty: it says how the number of groups changes, and why")
+	}
+	return nil
+}
+
+func (scaled) want() string { return `{"reason": "..."}` }
+
+func (s *Server) apiScaled(w http.ResponseWriter, r *http.Request, body scaled) {
+	j := s.jobFor(w, r)
+	if j == nil {
+		return
+	}
+	j.log.Info("torchft: the number of replica groups", "reason", body.Reason, "from", r.RemoteAddr)
+	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Scaled, Reason: body.Reason})
+	dashboard.Answer(w, recorded{"recorded"})
+}
+
+// recorded is the answer to such a request.
+type recorded struct {
+	Done string `json:"done"`
+}
+
 // errNoStream reports that a member has no stream on which the lighthouse could send it a message.
 var errNoStream = errors.New("it has no stream to this lighthouse, as groups of upstream have none")
 

@@ -59,6 +59,8 @@ func TestTheAPIRefusesBadRequests(t *testing.T) {
 				"more than 16384 bytes"},
 			{"an unknown member", "POST", "/kill", `{"replica_id": "<b>"}`, 404, `member "<b>" is not known`},
 			{"an unknown member", "POST", "/drain", `{"replica_id": "b"}`, 404, `member "b" is not known`},
+			{"no reason", "POST", "/scaled", `{}`, 400, "reason is empty"},
+			{"another job", "POST", "/scaled?job=x", `{"reason": "a"}`, 404, `no group of job "x" has joined`},
 			{"another method", "GET", "/kill", "", 405, "GET /api/v1/kill is not allowed; allowed: POST"},
 			{"another method", "DELETE", "/drain", "", 405, "allowed: POST"},
 			{"another path", "POST", "/nothing", "", 404, "there is no POST /api/v1/nothing"},
@@ -73,7 +75,7 @@ func TestTheAPIRefusesBadRequests(t *testing.T) {
 	})
 }
 
-func TestKillAndDrainOverTheAPIWantTheToken(t *testing.T) {
+func TestChangesOverTheAPIWantTheToken(t *testing.T) {
 	token := fttest.File(t, "secret")
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.Security.TokenFile = token })
@@ -102,6 +104,13 @@ func TestKillAndDrainOverTheAPIWantTheToken(t *testing.T) {
 			answer)
 		_, status := call(t, c, "GET", "/api/v1/status", "", nil)
 		assert.Contains(t, status["members"].([]any)[0].(map[string]any)["draining"], "requested from")
+		const why = `{"reason": "2 -> 3 groups"}`
+		code, answer = call(t, c, "POST", "/api/v1/scaled", why, nil)
+		assert.Equal(t, 401, code)
+		assert.Contains(t, answer["error"], "wants the job's token")
+		code, answer = call(t, c, "POST", "/api/v1/scaled", why, right)
+		assert.Equal(t, 200, code)
+		assert.Equal(t, map[string]any{"done": "recorded"}, answer)
 		code, answer = call(t, c, "POST", "/api/v1/kill", body, right)
 		assert.Equal(t, 200, code)
 		assert.Equal(t, map[string]any{"replica_id": "a", "done": "asked to end"}, answer)
@@ -110,8 +119,12 @@ func TestKillAndDrainOverTheAPIWantTheToken(t *testing.T) {
 		_, history := call(t, c, "GET", "/api/v1/history", "", nil)
 		var kinds []any
 		for _, event := range history["events"].([]any) {
-			kinds = append(kinds, event.(map[string]any)["kind"])
+			event := event.(map[string]any)
+			kinds = append(kinds, event["kind"])
+			if event["kind"] == "scaled" {
+				assert.Equal(t, "2 -> 3 groups", event["reason"])
+			}
 		}
-		assert.Equal(t, []any{"quorum", "drained", "killed"}, kinds)
+		assert.Equal(t, []any{"quorum", "drained", "scaled", "killed"}, kinds)
 	})
 }

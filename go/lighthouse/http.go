@@ -37,6 +37,7 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("/api/v1/keepers", s.serveKeepers)
 	mux.HandleFunc("/api/v1/kill", ask(s, "kill", s.apiKill))
 	mux.HandleFunc("/api/v1/drain", ask(s, "drain", s.apiDrain))
+	mux.HandleFunc("/api/v1/scaled", ask(s, "scaled", s.apiScaled))
 	if s.cluster == nil {
 		for _, path := range []string{"GET /cluster", "/api/v1/cluster/"} {
 			mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {

@@ -125,6 +125,9 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 		ask("GET", "/cluster", "", 404)
 		ask("POST", "/api/v1/cluster/add", `{"address": "http://b:1"}`, 404)
 		ask("POST", "/api/v1/cluster/remove", `{"address": "http://b:1"}`, 404)
+		ask("POST", "/api/v1/scaled", `{}`, 400)
+		ask("POST", "/api/v1/scaled", `{"reason": "2 -> 3 groups"}`, 403, "Origin", "http://evil.example")
+		ask("POST", "/api/v1/scaled", `{"reason": "2 -> 3 groups"}`, 200)
 		for _, path := range []string{"/api/v1/drain", "/api/v1/kill"} {
 			ask("POST", path, "", 400)
 			ask("POST", path, `{"replica_id": "b"}`, 404)

@@ -241,7 +241,7 @@ function words(event) {
   if (event.joined) parts.push(`${event.joined.join(", ")} joined`);
   if (event.left) parts.push(`${event.left.join(", ")} ${event.kind === "failed" ? "failed" : "left"}`);
   if (event.kind === "drained") return `${(event.left || []).join(", ")} is to leave at the end of a step; ${event.reason}`;
-  if (event.kind === "stopped") return event.reason;
+  if (event.kind === "stopped" || event.kind === "scaled") return event.reason;
   if (event.kind === "stalled") return `the others wait for ${(event.left || []).join(", ")}; ${event.reason}`;
   if (event.kind === "straggler") return `${(event.left || []).join(", ")} is slower than the others; ${event.reason}`;
   if (event.kind === "stacks") return `${event.who}, ${event.reason}\n${event.stacks}`;

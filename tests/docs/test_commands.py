@@ -69,6 +69,9 @@ CANNOT = {
     r"(srun|.*torchrun .*--no-python .*) torchft exec .*": "test_exec.py starts ranks by it",
     r"docker .*": "needs Docker, and downloads its images; test_dockerfile.py checks the file and these "
     "commands",
+    r"torchft run .* --scale auto .*": "searches for minutes; test_torchft_run.py has a shorter search",
+    r"torchft scale .* --(kubernetes|slurm) .*": "needs a cluster; tests/unit/scaling/test_places.py has "
+    "stand-ins of its programs",
     r"kubectl .*": "needs a cluster; test_kubernetes_example.py checks the manifests",
     r"sbatch .*": "needs Slurm; test_slurm_example.py runs the scripts with stand-ins",
 }

@@ -234,6 +234,28 @@ def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
+@pytest.mark.slow  # tests/unit/launch/test_automatic.py has it with a clock of its own
+@pytest.mark.timeout(600)
+def test_it_finds_the_number_of_groups(tmp_path: Path) -> None:
+    """A further group of a script that computes nothing brings nothing."""
+    run = Command(tmp_path, "--replicas", "1:3", "--scale", "auto", str(MEMBER), FOREVER)
+    try:
+        run.wait(lambda: run.shows(r"^1 -> 2 groups: .* with 1$"), "it tries two", 200)
+        run.wait(lambda: run.shows(r"^group 1 .* training"), "the second one trains")
+        run.wait(lambda: run.shows(r"^2 -> 1 group: .* of its share, less than 60%$"), "it goes back", 250)
+        run.wait(lambda: run.shows(r"^group 1 .* left"), "the second one has left")
+        output, torchft = tmp_path / "output-of-commands", [sys.executable, "-m", "torchft.cli"]
+        (address,) = re.findall(r"^lighthouse: (\S+)", run.log.read_text(), re.M)
+        asked = [*torchft, "events", "--lighthouse", address]
+        assert process_tree.start(asked, output, run.env).wait(60) == 0
+        assert re.findall(r"  scaled +(\d -> \d)", output.read_text()) == ["1 -> 2", "2 -> 1"]
+        assert process_tree.start([*torchft, "scale", "3"], output, run.env).wait(60) == 0
+        run.wait(lambda: run.shows(r"^3 groups, set by hand: this number stays$"), "the number stays")
+        end(run, 6)
+    finally:
+        process_tree.kill_tree(run.process)
+
+
 @pytest.mark.slow  # in the test above, a group without PyTorch joins in the same way
 @pytest.mark.timeout(360)
 def test_more_groups_of_the_training_script_join(tmp_path: Path) -> None:

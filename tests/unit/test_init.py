@@ -21,7 +21,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["torchft", "torchft.coordination", "torchft._torchft", "torchft.addresses"]
+    "module", ["torchft", "torchft.coordination", "torchft._torchft", "torchft.addresses", "torchft.scaling"]
 )
 def test_importing_the_control_plane_loads_neither_torch_nor_the_library(module: str) -> None:
     loaded = loaded_after(f"import {module}")

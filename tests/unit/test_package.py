@@ -53,6 +53,7 @@ PACKAGES = (
     "data",
     "ftlib",
     "process_group",
+    "scaling",
 )
 
 

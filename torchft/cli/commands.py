@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torchft
-from torchft.cli.arguments import Parser, nearest, positive
+from torchft.cli.arguments import nearest
 from torchft.cli.output import write_no_more
 
 _ABOUT = """\
@@ -73,25 +73,6 @@ def _lighthouse(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _scale(arguments: Sequence[str]) -> int:
-    from torchft.launch import control
-
-    parser = Parser(
-        prog="torchft scale", description="Adds groups to a job of `torchft run`, or drains its last ones."
-    )
-    parser.add_argument("replicas", type=positive, help="the new number of groups")
-    parser.add_argument(
-        "--pid", type=int, help="process id of the job's `torchft run`; needed if several run"
-    )
-    args = parser.parse_args(arguments)
-    try:
-        print(control.scale(args.replicas, args.pid))
-    except (ValueError, OSError) as e:
-        print(f"torchft scale: {e}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def _exec(arguments: Sequence[str]) -> int:
     from torchft.launch import exec as start
 
@@ -106,7 +87,7 @@ def _in(module: str, function: str = "main") -> Callable[[Sequence[str]], int]:
 _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "run": ("a lighthouse and replica groups of a script, on this machine", _in("run")),
     "exec": ("one rank, as a fork of a process that has imported PyTorch", _exec),
-    "scale": ("change the number of groups of a running `torchft run`", _scale),
+    "scale": ("change the number of groups of a running job, or let it follow the speed", _in("scale")),
     "lighthouse": ("the lighthouse alone (as torchft_lighthouse)", _lighthouse),
     "status": ("the groups of a job, and why there is no quorum", _in("status")),
     "events": ("the events of a job: groups that joined, left or failed, and when", _in("events")),

@@ -18,6 +18,7 @@ from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._manager.signals import grace_from_env
 from torchft.cli.arguments import Parser, duration, lighthouses, natural, nearest, positive, replicas
 from torchft.cli.output import write_no_more
+from torchft.launch import automatic
 from torchft.launch.cluster import log_name, watched_cluster
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup, environment
@@ -26,6 +27,8 @@ from torchft.launch.lighthouse import LaunchError, watched_lighthouse
 from torchft.launch.output import tail
 from torchft.launch.owned import ReadyProcess
 from torchft.launch.progress import StatusLines
+from torchft.scaling.loop import Follower
+from torchft.scaling.policy import allowed_numbers
 
 _ABOUT = """\
 Starts a lighthouse, or several that agree, and replica groups of a script, each a separate torchrun; restarts
@@ -40,6 +43,7 @@ standbys), and torchrun's variables.
   torchft run --lighthouses 3 --replicas 2 train.py
   torchft run --replicas 2 --standby 1 train.py   # a third group is ready to take the place of one
   torchft run --replicas 2:8 train.py        # and later, in another terminal: torchft scale 4
+  torchft run --replicas 2:8 --scale auto train.py   # finds the number of groups that is best
 """
 
 
@@ -189,7 +193,8 @@ def _run(args: Any) -> int:
                 control = Control()
             except OSError as e:
                 print(f"torchft run: `torchft scale` cannot reach this job: {e}", file=sys.stderr)
-            job.run(partial(_show, StatusLines()), partial(_look, check_lighthouse, control))
+            follower = automatic.follower(job, args.numbers, address) if args.scale else None
+            job.run(partial(_show, StatusLines()), partial(_look, check_lighthouse, control, follower))
         except _Terminated as e:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 print(f"\n{e}: ending the groups (once more, a second later: at once)", file=sys.stderr)
@@ -212,16 +217,30 @@ def _show(progress: StatusLines, job: LocalJob) -> None:
         raise _Terminated(signal.SIGHUP, f"the output cannot be written ({e.strerror})") from None
 
 
-def _look(check_lighthouse: Callable[[], None], control: Control | None, job: LocalJob) -> None:
+def _look(
+    check_lighthouse: Callable[[], None], control: Control | None, follower: Follower | None, job: LocalJob
+) -> None:
     check_lighthouse()
     if control is not None:
         control.look(job)
+    if follower is not None:
+        follower.look(time.monotonic(), job.shown)
 
 
 def _parse(arguments: Sequence[str]) -> Any:
     parser = Parser(prog="torchft run", description=_ABOUT)
     parser.add_argument(
         "--replicas", type=replicas, default=(2, 2), metavar="N[:MAX]", help="replica groups (2)"
+    )
+    parser.add_argument(
+        "--scale",
+        choices=["auto"],
+        help="find the best number of groups from N to MAX: each added one brings 60 %% of its share",
+    )
+    parser.add_argument(
+        "--sizes",
+        metavar="SIZES",
+        help="numbers of groups for it: all, powers_of_two, or a list such as 2/4/8 (all)",
     )
     parser.add_argument(
         "--nproc-per-node", type=positive, default=1, metavar="N", help="ranks of a group (1)"
@@ -274,6 +293,15 @@ def _parse(arguments: Sequence[str]) -> Any:
     if not args.script.is_file():
         parser.error(f"script {str(args.script)!r} is no file{_alike(args.script)}")
     first, most = args.replicas
+    if args.scale and first == most:
+        parser.error(f"--scale auto is not allowed with --replicas {first}; allowed: --replicas N:MAX")
+    if args.sizes and not args.scale:
+        parser.error(f"--sizes {args.sizes} is not allowed without --scale auto")
+    try:
+        args.numbers = allowed_numbers(first, most, args.sizes or "all")
+    except ValueError as e:
+        parser.error(f"--{e}")
+    args.replicas = (args.numbers[0], most)
     if args.standby and first != most:
         parser.error(
             f"--standby {args.standby} is not allowed with --replicas {first}:{most}, a range; "

@@ -21,6 +21,7 @@ from torchft.launch.job import LocalJob
 _ANSWER_SEC = 20.0
 _REQUEST_SEC = 1.0  # seconds; a client sends its request right after it has connected
 _LONGEST = 4096  # bytes of a request
+AUTO = "auto"
 
 
 class Control:
@@ -57,6 +58,13 @@ class Control:
 def _answer(request: bytes, job: LocalJob) -> dict[str, str]:
     try:
         replicas = json.loads(request)["replicas"]
+        if replicas == AUTO and job.follow_again is not None:
+            job.follow_again()
+            return {"done": "the number of replica groups follows the speed of the job"}
+        if replicas == AUTO:
+            raise ValueError(
+                f"{AUTO!r} is not allowed for a job without --scale auto; allowed: a whole number"
+            )
         if not isinstance(replicas, int):
             raise ValueError(f"replicas={replicas!r} is not allowed; allowed: a whole number")
         job.scale(replicas)
@@ -65,8 +73,9 @@ def _answer(request: bytes, job: LocalJob) -> dict[str, str]:
     return {"done": f"{replicas} replica groups"}
 
 
-def scale(replicas: int, pid: int | None = None) -> str:
-    """Sets the number of groups of the job of process ``pid``, or of this user's only job.
+def scale(replicas: int | str, pid: int | None = None) -> str:
+    """Sets the number of groups of the job of process ``pid``, or of this user's only job; AUTO: lets the job
+    choose it again.
 
     Raises:
         ValueError: there is no such job, there are several, or it refused.

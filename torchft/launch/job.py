@@ -93,12 +93,15 @@ class LocalJob:
         standby: int = 0,
     ) -> None:
         self.members: list[GroupState] = []
-        self._first = replicas
+        self._first = self.wanted = replicas  # wanted: the number of groups that was set last
         self.most = most
         self.least = least
         self._standby = standby
         self.kills = 0
         self.pace = StepRate()
+        self.shown: dict[str, Any] = {}  # what the lighthouse showed last
+        self.decision = ""  # of --scale auto
+        self.follow_again: Callable[[], None] | None = None  # after a number that was set by hand
         self._make_group = make_group
         self._lighthouse = lighthouse
         self._run = (
@@ -152,6 +155,7 @@ class LocalJob:
             member.leaving, member.abandoned, member.fruitless = False, "", 0
             self._errors.clear()  # the script may have been repaired
             self._start(member)
+        self.wanted = replicas
 
     def tick(self) -> bool:
         """Updates, restarts and ends groups. Returns whether any of them runs or will be restarted.
@@ -312,7 +316,7 @@ class LocalJob:
 
     def _ask(self, now: float) -> None:
         """Updates the groups' states from the lighthouse, if it answers."""
-        shown = status(self._lighthouse)
+        self.shown = shown = status(self._lighthouse)
         if shown.get("stopped"):
             raise JobStops(shown["stopped"])
         members = {

@@ -19,10 +19,12 @@ class StatusLines:
         self._in_place = sys.stdout.isatty()
         self._drawn = 0
         self._last: dict[int, tuple[str, float]] = {}  # state and time of a group's last line
+        self._decision = ""
 
     def show(self, job: LocalJob) -> None:
         if self._in_place:
             lines = [line(member, job.pace) for member in job.members]
+            lines += [job.decision] if job.decision else []
             print((f"\x1b[{self._drawn}A\x1b[J" if self._drawn else "") + "\n".join(lines), flush=True)
             width = shutil.get_terminal_size().columns or 80
             # Rows: a line may be wider than the terminal.
@@ -34,6 +36,9 @@ class StatusLines:
             if state != member.state or time.monotonic() - when > _EVERY_SEC:
                 self._last[number] = (member.state, time.monotonic())
                 print(line(member, job.pace), flush=True)
+        if job.decision != self._decision:
+            self._decision = job.decision
+            print(job.decision, flush=True)
 
 
 def line(member: GroupState, pace: StepRate) -> str:

@@ -93,6 +93,37 @@ def exits(arguments: list[str]) -> int:
         (["cluster", "grow", "http://d:1"], "invalid choice: 'grow'"),
         (["cluster", "add"], "the address of the lighthouse to add is missing; see torchft cluster --help"),
         (["scale", "none"], "'none' is not allowed; allowed: a whole number"),
+        (["scale", "8:2"], "'8:2' is not allowed; allowed: a whole number"),
+        (
+            ["scale", "2:8"],
+            "a range needs --kubernetes or --slurm; a job of `torchft run` takes it at its start",
+        ),
+        (["scale", "2:8", "--slurm"], "--slurm needs the script of the tasks"),
+        (
+            ["scale", "auto", "--kubernetes", "j"],
+            "auto is not allowed with --kubernetes and --slurm; allowed: N",
+        ),
+        (["run", "--scale", "down", __file__], "argument --scale: invalid choice: 'down'"),
+        (
+            ["run", "--replicas", "2", "--scale", "auto", __file__],
+            "--scale auto is not allowed with --replicas 2; allowed: --replicas N:MAX",
+        ),
+        (
+            ["run", "--replicas", "2:8", "--scale", "auto", "--standby", "1", __file__],
+            "--standby 1 is not allowed with --replicas 2:8, a range; allowed: --replicas 2",
+        ),
+        (
+            ["run", "--replicas", "2:8", "--sizes", "2/4", __file__],
+            "--sizes 2/4 is not allowed without --scale auto",
+        ),
+        (
+            ["run", "--replicas", "2:8", "--scale", "auto", "--sizes", "2/9", __file__],
+            "--sizes='2/9': 9 is not within 2:8",
+        ),
+        (
+            ["run", "--replicas", "2:8", "--scale", "auto", "--min-replicas", "3", __file__],
+            "--min-replicas 3 is not allowed; allowed: at most --replicas (2)",
+        ),
         (["status", "--lighthous", "x"], "(did you mean --lighthouse?)"),
     ],
 )

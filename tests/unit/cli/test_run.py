@@ -19,6 +19,7 @@ class Groups:
 
     def __init__(self, *_: Any) -> None:
         self.members: list[Any] = []
+        self.decision = ""
         self.calls: list[str] = []
         self.lighthouses = ""
         # The first arrives while they run, further ones while they end.

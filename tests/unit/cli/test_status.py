@@ -326,9 +326,11 @@ def test_the_cost_of_a_recovery_and_the_draining_members() -> None:
     assert first.endswith("c; rank 1") and more[0] == "Thread 0x1" and "\x1b" not in more[1]
     stopped = words({**event, "kind": "stopped", "reason": "the job stops: ValueError\nTraceback"})
     assert stopped.endswith("the job stops: ValueError\nTraceback")
+    scaled = words({**event, "kind": "scaled", "reason": "2 -> 3 groups: 10 steps/s with 2"})
+    assert scaled.endswith("scaled    2 -> 3 groups: 10 steps/s with 2")
 
 
 def test_no_command_imports_torch() -> None:
-    modules = "torchft.cli.doctor, torchft.cli.ending, torchft.cli.run, torchft.cli.status"
+    modules = "torchft.cli.doctor, torchft.cli.ending, torchft.cli.run, torchft.cli.scale, torchft.cli.status"
     check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

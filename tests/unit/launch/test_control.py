@@ -18,6 +18,7 @@ from torchft.launch.control import Control
 class FakeJob:
     def __init__(self) -> None:
         self.replicas = 2
+        self.follow_again: Any = None
 
     def scale(self, replicas: int) -> None:
         if replicas > 4:
@@ -57,6 +58,15 @@ def test_a_refusal_of_the_job_reaches_the_caller(job: FakeJob) -> None:
     with pytest.raises(ValueError, match="no job of yours runs as process 1;"):
         control.scale(3, 1)
     assert job.replicas == 2
+
+
+def test_a_job_chooses_its_number_again_only_if_it_did_before(job: FakeJob) -> None:
+    with pytest.raises(ValueError, match="'auto' is not allowed for a job without --scale auto"):
+        control.scale("auto")
+    begun: list[str] = []
+    job.follow_again = lambda: begun.append("again")
+    assert control.scale("auto") == "the number of replica groups follows the speed of the job"
+    assert begun == ["again"] and job.replicas == 2
 
 
 def test_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,28 @@ def test_on_a_terminal_the_lines_replace_the_last_ones_also_if_they_are_wider_th
     """Otherwise the text would move up by a row each time, ten times a second."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    job: Any = SimpleNamespace(members=[member(0, "training"), member(1, "x" * 200)], pace=StepRate())
+    members = [member(0, "training"), member(1, "x" * 200)]
+    job: Any = SimpleNamespace(members=members, pace=StepRate(), decision="")
     assert 160 < len(line(job.members[1], job.pace)) <= 240
     progress = StatusLines()
     progress.show(job)
     assert capsys.readouterr().out.count("A") == 0
     progress.show(job)
     assert capsys.readouterr().out.startswith("\x1b[4A"), "one row, and three rows"
+
+
+@pytest.mark.parametrize(("terminal", "times"), [(True, 2), (False, 1)])
+def test_a_decision_about_the_number_of_groups_is_shown(
+    terminal: bool, times: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    job: Any = SimpleNamespace(
+        members=[member(0, "training")], pace=StepRate(), decision="2 -> 3 groups: why"
+    )
+    progress = StatusLines()
+    progress.show(job)
+    progress.show(job)
+    assert capsys.readouterr().out.splitlines().count("2 -> 3 groups: why") == times
 
 
 def test_the_line_of_a_group() -> None:

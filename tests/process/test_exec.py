@@ -333,12 +333,14 @@ def test_changes_are_noticed(launcher: Launcher) -> None:
 
 def test_what_a_start_imports_later_is_imported_before_the_next_one(launcher: Launcher) -> None:
     launcher.module("late", "import time, os\nwhen = os.getpid()")
+    launcher.module("sought", "where = 'looked for only'")
     launcher.script(
-        f"import os, sys, time\nprint({FORKED}, 'late' in sys.modules, flush=True)\n"
-        "import late\ntime.sleep(2.5)\n"
+        f"import os, sys, time\nnames = 'late', 'sought'\n"
+        f"print({FORKED}, *(name in sys.modules for name in names), flush=True)\n"
+        "import importlib.util, late\nassert importlib.util.find_spec('sought')\ntime.sleep(2.5)\n"
     )
-    assert launcher.run("script.py")[1] == "True False\n"
-    assert launcher.run("script.py")[1] == "True True\n"
+    assert launcher.run("script.py")[1] == "True False False\n"
+    assert launcher.run("script.py")[1] == "True True False\n"
 
 
 SLOW = """

@@ -233,7 +233,8 @@ class _Told(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             if finder is self or (spec := finder.find_spec(name, path, target)) is None:
                 continue
-            if os.getpid() == self._pid:
+            imports = sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"  # others look for it only
+            if imports and os.getpid() == self._pid:
                 with contextlib.suppress(OSError):
                     os.write(self._tell, f"{name}\t{spec.origin or ''}\n".encode())
             return spec

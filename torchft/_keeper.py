@@ -19,6 +19,7 @@ from urllib.parse import quote
 from torchft._lighthouse_http import LIGHTHOUSE_ENV
 from torchft._security import DEFAULT_JOB, JOB_ENV, files
 
+#: Folder of the copies of the state, a file system in memory. Default: /dev/shm/torchft-UID.
 ROOT_ENV = "TORCHFT_SNAPSHOT_MEMORY"
 SETTINGS = "job.json"  # in the folder of a job
 TOLD = ("stored.json", "complete.json")  # beside it (checkpointing/snapshots/stored.py)

@@ -10,16 +10,26 @@ import json
 import os
 from typing import Optional
 
+#: File with the job's token, of servers and clients: without one, anybody who reaches a port can join.
+#: Default: none.
 TOKEN_FILE_ENV = "TORCHFT_TOKEN_FILE"
+#: Certificate of this host in PEM, of servers and clients: servers then speak TLS. Default: none.
 TLS_CERT_ENV = "TORCHFT_TLS_CERT"
+#: Name of the job; of each its own, if several share a lighthouse or a host. Default: default; for copies of
+#: the state, the script, its arguments and the folder.
 JOB_ENV = "TORCHFT_JOB_ID"
+#: Names one start of the job, alike in all of its groups: a group that comes back after the end of the
+#: training ends with success. `torchft run` and the TorchX component set it. Default: none.
 RUN_ENV = "TORCHFT_RUN_ID"
 DEFAULT_JOB = "default"
 _FILES = {
     "token_file": TOKEN_FILE_ENV,
     "tls_cert": TLS_CERT_ENV,
+    #: Key of the certificate. Default: none.
     "tls_key": "TORCHFT_TLS_KEY",
+    #: Authority of servers, of clients: if it is set, they refuse `http://`. Default: the system's.
     "tls_ca": "TORCHFT_TLS_CA",
+    #: Authority of clients, of servers: clients without a certificate of it are refused. Default: none.
     "tls_client_ca": "TORCHFT_TLS_CLIENT_CA",
 }
 

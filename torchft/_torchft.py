@@ -53,6 +53,8 @@ __all__ = [
     "lighthouse_main",
 ]
 
+#: What the native library logs to standard error: debug, info, warn or error. Default: warn; of the
+#: lighthouse command: info.
 LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
 
 _MICROSECOND = timedelta(microseconds=1)

@@ -18,8 +18,15 @@ from urllib.parse import urlsplit
 
 from torchft._network_cards import nearest
 
+#: Address or network interface that this process announces; set it on hosts with several networks. Default:
+#: the address on the route to the lighthouse, else the host name.
 HOST_ENV = "TORCHFT_HOST"
+#: A list by LOCAL_RANK, separated by commas, of addresses or interfaces from which peers fetch the state, to
+#: use a faster network. They try the address of the host next, after 3 s. Default: TORCHFT_HOST, else the
+#: card next to the rank's CUDA device.
 HEAL_HOSTS_ENV = "TORCHFT_HEAL_HOSTS"
+#: `http://host:port` of the lighthouse, or those of a cluster, separated by commas. Default: none; it is
+#: required.
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 _SYS = Path("/sys")
 

@@ -39,6 +39,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+#: A timer callback that is stuck for longer ends the process, in seconds. Default: 30.
 WATCHDOG_TIMEOUT_SEC = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
 _DEFAULT_WATCHDOG_TIMEOUT_SEC = 30.0
 # After the deadline of a stream, if the capture of a graph forbids the query.

@@ -132,14 +132,19 @@ class Manager(Stateful, Stepping):
             2.14).
         load_state_dict: loads what a peer's ``state_dict`` gave; None: registered later.
         state_dict: gives all state that a group needs to catch up; None: registered later.
-        min_replica_size: fewest groups that may commit a step, at least 1.
+        min_replica_size: fewest groups that may commit a step, at least 1; the lighthouse has its own limit,
+            ``--min_replicas``.
         use_async_quorum: connect and heal during the forward pass; a group that heals then sits out one step.
-        timeout: for collectives, heals and commit votes.
-        quorum_timeout: for waiting until there is a quorum.
-        connect_timeout: for reaching the lighthouse and manager servers.
+            False with LocalSGD, DiLoCo, and a GradScaler.
+        timeout: for collectives, heals and commit votes: longer than the slowest step, and than a pause of a
+            heal. If it is too short, steps are lost; it is also the wait for a peer that hangs.
+        quorum_timeout: for waiting until there is a quorum: longer than the lighthouse's
+            ``--join_timeout_ms``, and than a restart of the lighthouse.
+        connect_timeout: for reaching the lighthouse and manager servers: longer than their start.
         rank: of this process in its group; default: RANK.
         world_size: ranks in the group; default: WORLD_SIZE.
-        world_size_mode: whether the number of participants may change.
+        world_size_mode: whether the number of participants may change; FIXED_WITH_SPARES: further groups
+            train along with zeros.
         store_addr: host of the group's TCPStore; default: MASTER_ADDR.
         store_port: its port; default: MASTER_PORT.
         lighthouse_addr: ``http://host:port``; default: TORCHFT_LIGHTHOUSE. Needed by rank 0.
@@ -147,7 +152,8 @@ class Manager(Stateful, Stepping):
         port: of the manager server; default: TORCHFT_MANAGER_PORT, else any free one.
         hostname: under which the manager server is announced; left at its default, ``torchft.addresses``
             decides.
-        heartbeat_interval: between two heartbeats to the lighthouse.
+        heartbeat_interval: between two heartbeats to the lighthouse; a small part of its
+            ``--heartbeat_timeout_ms``.
         checkpoint_transport: how a healing group gets its state; default: HTTP.
         init_sync: at step 0, take the primary's weights in all groups.
         max_retries: number of consecutive steps that may fail before ``should_commit`` raises; None: no

@@ -42,8 +42,8 @@ from torchft._manager.observe.exporters import otel_exporters
 
 __all__ = ["TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON", "TeeLogExporter", "setup_logger", "shutdown", "tracer"]
 
-# Further resource attributes for each logger: a JSON object by the logger's name, or the path of a file with
-# one.
+#: OpenTelemetry's resource attributes for each logger: `{"torchft_commits": {"team": "vision"}}`, or the path
+#: of a file with that. Default: none.
 TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON = "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON"
 
 _LOGGER_PROVIDER: dict[str, LoggerProvider] = {}

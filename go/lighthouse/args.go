@@ -34,22 +34,28 @@ func ParseArgs(args []string) (Config, error) {
 		flags.Var(milliseconds{name, to, false}, name, usage)
 	}
 	flags.StringVar(&cfg.Bind, "bind", cfg.Bind, "host:port to listen on, for gRPC and the status page alike")
-	flags.IntVar(&cfg.MinReplicas, "min_replicas", 0, "least number of replica groups in a quorum (required)")
+	flags.IntVar(&cfg.MinReplicas, "min_replicas", 0, "least number of replica groups in a quorum "+
+		"(required): with more than half of all groups, two separated parts of a job never both train; "+
+		"with 1 the last group trains on alone")
 	flags.IntVar(&cfg.MaxReplicas, "max_replicas", 0, "most replica groups that train: further ones are "+
 		"standbys, each ready to take the place of one that fails (0: no limit)")
 	duration(&cfg.JoinTimeout, "join_timeout_ms",
-		"how long to wait for replica groups that are alive and have not asked yet")
+		"how long to wait for replica groups that are alive and have not asked yet: longer than a step, and "+
+			"shorter than quorum_timeout of the groups")
 	duration(&cfg.QuorumTick, "quorum_tick_ms", "how often to check for a quorum when no request arrives")
 	duration(&cfg.HeartbeatTimeout, "heartbeat_timeout_ms",
-		"age of a heartbeat from which a replica group counts as failed")
+		"age of a heartbeat from which a replica group counts as failed: longer than the pauses of a busy "+
+			"host; 1000 suits a quiet local network")
 	duration(&cfg.SuspectGrace, "suspect_grace_ms",
-		"how long a replica group whose connection broke may take to come back before it counts as failed")
+		"how long a replica group whose connection broke may take to come back before it counts as failed: "+
+			"longer than interruptions of the network")
 	duration(&cfg.StalledAfter, "stalled_after_ms", "how long a replica group may make no progress while "+
 		"others wait for it, before it is reported as stalled (0: ten median steps, at least 5 s, and 1 ms "+
 		"a group)")
 	flags.Var(milliseconds{"eject_stalled_after_ms", &cfg.EjectStalledAfter, true}, "eject_stalled_after_ms",
 		"how long a replica group may make no progress while others wait for it, before it is evicted from "+
-			"the quorum (auto: ten times what is usual in its phase, at least 30 s; 0: never)")
+			"the quorum (auto: ten times what is usual in its phase, at least 30 s; 0: never; a number "+
+			"is longer than a compilation or checkpoint)")
 	cfg.Security = auth.SecurityFromEnv()
 	file := func(to *string, name, env, usage string) {
 		flags.StringVar(to, name, *to, usage+" (environment: "+env+")")

@@ -26,7 +26,7 @@ func TestParseArgs(t *testing.T) {
 	want.StateDir, want.StateOptional = home+"/torchft/lighthouse-"+hostname(t)+"-29510", true
 	assert.Equal(t, want, cfg)
 	assert.Equal(t, "[::]:29510", cfg.Bind)
-	assert.Equal(t, []time.Duration{time.Minute, 100 * time.Millisecond, 5 * time.Second},
+	assert.Equal(t, []time.Duration{30 * time.Second, 100 * time.Millisecond, 5 * time.Second},
 		[]time.Duration{cfg.JoinTimeout, cfg.QuorumTick, cfg.HeartbeatTimeout})
 
 	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1",

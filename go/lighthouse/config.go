@@ -73,9 +73,9 @@ func DefaultConfig() Config {
 		Bind:       "[::]:29510",
 		QuorumTick: 100 * time.Millisecond,
 		Policy: quorum.Policy{
-			// Long enough for every group of a large job to load its model. A quorum of all healthy groups is
-			// formed without this wait.
-			JoinTimeout: time.Minute,
+			// Longer than a step, and half of a Manager's quorum_timeout, which must cover it. A quorum of
+			// all healthy groups is formed without this wait.
+			JoinTimeout: 30 * time.Second,
 			// Fifty heartbeats of 100 ms: longer than a pause of a group's garbage collector.
 			HeartbeatTimeout: 5 * time.Second,
 			// A live process replaces a broken connection within some 50 ms.

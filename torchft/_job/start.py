@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Where the number of this group is, in the order in which it is looked for: torchft run, an indexed Job of
 # Kubernetes, a job array of Slurm.
+#: The number of this group, in which `torchft.Job` names it; `torchft run` and the TorchX component set it.
+#: Default: the index of a task of Kubernetes or Slurm, else 0.
 _GROUP = ("REPLICA_GROUP_ID", "JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID")
 _DEVICES = ("auto", "cpu", "cuda")
 

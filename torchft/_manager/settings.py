@@ -15,19 +15,33 @@ REPLICA_ID_KEY: str = "replica_id"
 
 # The exit status of a rank and of `torchft run` when the job stops (poison.py): EX_DATAERR of sysexits.h.
 STOPPED_STATUS = 65
+#: Port of the manager server. Default: a free one.
 MANAGER_PORT_ENV: str = "TORCHFT_MANAGER_PORT"
+#: `timeout`, in whole seconds. Default: the argument's.
 TIMEOUT_SEC_ENV: str = "TORCHFT_TIMEOUT_SEC"
+#: `quorum_timeout`, in whole seconds. Default: the argument's.
 QUORUM_TIMEOUT_SEC_ENV: str = "TORCHFT_QUORUM_TIMEOUT_SEC"
+#: `connect_timeout`, in whole seconds. Default: the argument's.
 CONNECT_TIMEOUT_SEC_ENV: str = "TORCHFT_CONNECT_TIMEOUT_SEC"
+#: `quorum_retries`. Default: the argument's.
 QUORUM_RETRIES_ENV: str = "TORCHFT_QUORUM_RETRIES"
+#: `enable_error_bus`. Default: 1 (on).
 FAILURE_BUS_ENV: str = "TORCHFT_FAILURE_BUS"
+#: Number of groups that one state is fetched from, 1 to 4. Default: 4.
 HEAL_SOURCES_ENV: str = "TORCHFT_HEAL_SOURCES"
+#: `replay_failed_step`. Default: 0 (off).
 REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
+#: `compare_commits`. Default: auto.
 COMPARE_COMMITS_ENV: str = "TORCHFT_COMPARE_COMMITS"
+#: `on_divergence`. Default: report.
 ON_DIVERGENCE_ENV: str = "TORCHFT_ON_DIVERGENCE"
+#: `snapshots`. Default: 0; auto under `torchft run`.
 SNAPSHOTS_ENV: str = "TORCHFT_SNAPSHOTS"
+#: `snapshot_copies`. Default: 0.
 SNAPSHOT_COPIES_ENV: str = "TORCHFT_SNAPSHOT_COPIES"
+#: `heal`. Default: auto with an ElasticDataLoader, else at_once.
 HEAL_ENV: str = "TORCHFT_HEAL"
+#: 1 stands for TORCHFT_HEAL=in_passing, 0 for at_once; TORCHFT_HEAL wins. Default: none.
 HEAL_ALONG_ENV: str = "TORCHFT_HEAL_ALONG"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 

@@ -25,7 +25,11 @@ from typing import Any, Optional
 
 from torchft._manager.settings import duration_from_env
 
+#: Signals on which a group leaves after a step, separated by commas. Default: none; under `torchft run`:
+#: SIGTERM.
 LEAVE_ON_ENV = "TORCHFT_LEAVE_ON"
+#: Seconds from such a signal (TORCHFT_LEAVE_ON) to the end of the process: less than the launcher's, more
+#: than two steps. Default: 25.
 GRACE_SEC_ENV = "TORCHFT_GRACE_S"
 # Below the 30 s after which torchrun and Kubernetes send SIGKILL.
 _GRACE = timedelta(seconds=25)

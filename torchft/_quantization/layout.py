@@ -12,6 +12,7 @@ from typing import Sequence
 
 import torch
 
+#: `fp8` or `int8`: what `should_quantize=True` sends. The same in all groups. Default: fp8.
 FORMAT_ENV = "TORCHFT_QUANTIZATION_FORMAT"
 
 # Elements that share a scale.

@@ -30,6 +30,8 @@ __all__ = [
     "pickle_allowed",
 ]
 
+#: 1: read every pickle of a peer, as upstream does: anybody who can pose as a source can then run code.
+#: Default: 0.
 ALLOW_PICKLE_ENV = "TORCHFT_ALLOW_PICKLE"
 
 _Global = Union[Callable[..., Any], Tuple[Callable[..., Any], str]]

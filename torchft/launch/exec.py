@@ -28,7 +28,8 @@ Starts a rank, as `python -u` does, by a fork of a process that has imported wha
 
 All ranks of a host share that process, which the first one starts, and which ends with torchrun or the step
 of Slurm. A program that cannot be forked is started in the ordinary way, and one line says why."""
-# The name of the ready process's socket, set by `torchft run`. Otherwise the process is that of the parent.
+#: Set by `torchft run` for its ranks: the name of the socket of the process that they are forked from.
+#: Default: none.
 NAME_ENV = "TORCHFT_READY"
 # One of these is in the environment of a process that a launcher has started, which may start it again.
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")

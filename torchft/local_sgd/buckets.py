@@ -16,6 +16,7 @@ import torch
 
 from torchft._checks import switch
 
+#: 1: LocalSGD and DiLoCo reduce in buckets, for models of many small parameters. Default: 0.
 USE_BUCKETIZATION_ENV: str = "TORCHFT_USE_BUCKETIZATION"
 
 _DEFAULT_CAP_MB = 1024

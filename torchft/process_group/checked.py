@@ -28,6 +28,7 @@ from torchft._checks import switch
 from torchft.process_group._errors import POINT_TO_POINT, tensors_of
 from torchft.utils import dtype_name
 
+#: 1: ranks name the first collective that differs between groups; slow, to find why a job hangs. Default: 0.
 CHECK_COLLECTIVES = "TORCHFT_CHECK_COLLECTIVES"
 
 # Operations whose arguments may differ between ranks, with the index of the argument that is compared.

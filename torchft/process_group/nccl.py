@@ -21,6 +21,8 @@ from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.utils import out_of_memory, poll
 
 TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+#: 1: an abort of NCCL after an error first dumps its flight recorder (TORCH_NCCL_DEBUG_INFO_PIPE_FILE).
+#: Default: 0.
 TORCHFT_TRIGGER_FR_ON_ABORT = "TORCHFT_TRIGGER_FR_ON_ABORT"
 
 _logger: logging.Logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from typing import Any
 
 _EXPORTERS = ("otlp", "console")
 
-# Upstream's switch: events are exported with both exporters, unless it is "false" or not set.
+#: true: export records to OTLP and the console without OpenTelemetry's own variables; false: export none.
+#: Default: as OpenTelemetry's variables say.
 USE_OTEL_ENV = "TORCHFT_USE_OTEL"
 
 

@@ -28,7 +28,11 @@ from torchft.process_group.isolated.standby import Workers, start_worker, starte
 from torchft.process_group.reconfigure import ReconfigureOptions, check_rank, meeting_store
 from torchft.utils import current_device
 
+#: 0: isolated groups keep no worker ready, which saves host memory and makes each new quorum slower.
+#: Default: 1.
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
+#: 1: the worker kept ready has a context on the GPU, which costs device memory and makes a new quorum
+#: faster. Default: 0.
 STANDBY_CONTEXT_ENV = "TORCHFT_ISOLATED_STANDBY_CONTEXT"
 
 # Extra seconds for the answer of the worker, which has the same deadline for connecting.

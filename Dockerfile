@@ -1,9 +1,9 @@
-# An image with torchft, PyTorch and train_ddp.py, on a CPU or a CUDA base. How to build and run it: docs/integrations.md.
+# An image with torchft, PyTorch and train_ddp.py, on a CPU or a CUDA base. How to build and run it: docs/deploy.md.
 #
 # The release of Go is pinned, that of Debian's packages is not: they get its security updates. BASE is any Debian or Ubuntu
 # with glibc 2.36 or newer; Python is installed where it has none.
 ARG GO_VERSION=1.26.8
-ARG BASE=python:3.12-slim-bookworm
+ARG BASE=python:3.11-slim-bookworm
 
 FROM golang:${GO_VERSION}-bookworm AS wheel
 # hadolint ignore=DL3008

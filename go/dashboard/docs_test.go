@@ -36,7 +36,7 @@ func metricNames(t *testing.T) []string {
 
 func TestMetricsOfTheDocsAndTheGrafanaDashboardExist(t *testing.T) {
 	known := metricNames(t)
-	for _, path := range []string{"../../docs/grafana.json", "../../docs/operating.md", "../../docs/alerts.yml"} {
+	for _, path := range []string{"../../docs/grafana.json", "../../docs/metrics.md", "../../docs/alerts.yml"} {
 		text, err := os.ReadFile(path)
 		require.NoError(t, err)
 		if strings.HasSuffix(path, ".json") {
@@ -53,7 +53,7 @@ func TestMetricsOfTheDocsAndTheGrafanaDashboardExist(t *testing.T) {
 			assert.Contains(t, known, name, path)
 		}
 	}
-	operating, err := os.ReadFile("../../docs/operating.md")
+	operating, err := os.ReadFile("../../docs/metrics.md")
 	require.NoError(t, err)
 	for _, name := range known {
 		if strings.HasPrefix(name, "torchft_") &&

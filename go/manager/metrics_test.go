@@ -122,7 +122,7 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 		require.NoError(t, err)
 		assert.Empty(t, problems)
 
-		operating, err := os.ReadFile("../../docs/operating.md")
+		operating, err := os.ReadFile("../../docs/metrics.md")
 		require.NoError(t, err)
 		for _, name := range regexp.MustCompile(`(?m)^# TYPE (torchft_\w+)`).FindAllStringSubmatch(body, -1) {
 			assert.True(t, strings.Contains(string(operating), name[1]), "%s is not documented", name[1])

@@ -1,9 +1,9 @@
 """Measurements on a GPU that nothing else uses: `python python/bench/gpu.py`, or `--quick` for about three
 minutes.
 
-Prints tables and writes them, with date, device and command, into docs/gpu.md. Each subject is measured in a
-fresh process with one rank, because NCCL before 2.30 refuses two on one device. With 2.30, two groups share
-the device to measure how long the survivor of a killed group takes.
+Prints tables and writes them, with date, device and command, into docs/internals/gpu.md. Each subject is
+measured in a fresh process with one rank, because NCCL before 2.30 refuses two on one device. With 2.30, two
+groups share the device to measure how long the survivor of a killed group takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common import REPOSITORY, Side
 from recovery import fail_once
 
 WORKER = Path(__file__).resolve().parent / "gpu_worker.py"
-PAGE = REPOSITORY / "docs" / "gpu.md"
+PAGE = REPOSITORY / "docs" / "internals" / "gpu.md"
 BEGIN, END = "<!-- figures: written by gpu.py -->", "<!-- end of figures -->"
 CHILD_TIMEOUT_S = 300
 

@@ -7,6 +7,7 @@ copies. MkDocs calls these functions by their names (mkdocs.yml, hooks).
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ LANGUAGES = {".py": "python", ".proto": "protobuf", ".sbatch": "bash", ".yaml": 
 def on_files(files: Files, config: Any) -> Files:
     """Adds a page for each file outside of docs/ that a page links to."""
     wanted = dict.fromkeys(BESIDE_DOCS)
-    for path in sorted((ROOT / "docs").glob("*.md")):
-        wanted.update(dict.fromkeys(re.findall(r"\]\(\.\./([^)#]+)", path.read_text())))
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        page = path.relative_to(ROOT / "docs").as_posix()
+        links = re.findall(r"\]\((\.\./[^)#]+)", path.read_text())
+        wanted.update(dict.fromkeys(name for link in links if (name := outside(page, link))))
     for name in BESIDE_DOCS[:-1]:
         wanted.update(dict.fromkeys(n for n in re.findall(r"\]\(([^):#]+)\)", (ROOT / name).read_text())))
     for name in wanted:
@@ -49,8 +52,20 @@ def _from_root(target: str) -> str:
     return target.removeprefix("docs/") if target.startswith("docs/") else page_of(target)
 
 
+def outside(page: str, link: str) -> str | None:
+    """The file of the repository that a page of docs/ links to; None if it is in docs/, too."""
+    name = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+    return None if name.startswith("docs/") else name
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Redirects links to files outside of docs/ to their pages."""
     if page.file.generated_by is not None:
         return markdown
-    return re.sub(r"\]\(\.\./([^)#]+)", lambda link: f"]({page_of(link[1])}", markdown)
+    here = page.file.src_uri
+
+    def redirected(link: re.Match[str]) -> str:
+        name = outside(here, link[1])
+        return f"]({posixpath.relpath(page_of(name), posixpath.dirname(here))}" if name else link[0]
+
+    return re.sub(r"\]\((\.\./[^)#]+)", redirected, markdown)

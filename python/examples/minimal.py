@@ -2,7 +2,7 @@
 
     torchft run --replicas 2 --min-replicas 2 python/examples/minimal.py
 
-starts a lighthouse and two groups that run this script on this machine. docs/training_loops.md shows the
+starts a lighthouse and two groups that run this script on this machine. docs/migrating.md shows the
 script as a diff from a loop with PyTorch's own DistributedDataParallel.
 """
 

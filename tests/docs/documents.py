@@ -34,7 +34,7 @@ class Command:
 
 def documents() -> dict[str, str]:
     """The text of each document for users, by its path from the repository's root."""
-    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 

@@ -48,10 +48,10 @@ RUN = {
     ("docs/run.md", "The loop of the README"): 1,
     ("docs/operating.md", "Security"): 5,
     ("docs/correctness.md", "The simulation"): 1,
-    ("docs/two_hosts.md", "Start the lighthouse"): 1,
-    ("docs/two_hosts.md", "Set the addresses and interfaces"): 2,
-    ("docs/two_hosts.md", "Start the groups"): 2,
-    ("docs/two_hosts.md", "Diagnosis of a hang"): 1,
+    ("docs/deploy.md", "Start the lighthouse"): 1,
+    ("docs/deploy.md", "Set the addresses and interfaces"): 2,
+    ("docs/deploy.md", "Start the groups"): 2,
+    ("docs/deploy.md", "Diagnosis of a hang"): 1,
 }
 # Patterns of commands in shell blocks that no test can run unchanged, and the reason.
 CANNOT = {
@@ -146,6 +146,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
+        "NUM_REPLICA_GROUPS": "2",  # for train_demo.py, which stands for train_ddp.py
     }
 
 
@@ -357,10 +358,10 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
     The two groups use the page's optional `--min_replicas 2`: neither trains before the other one has
     started.
     """
-    (lighthouse,) = section("docs/two_hosts.md", "Start the lighthouse")
-    settings, look = section("docs/two_hosts.md", "Set the addresses and interfaces")
-    groups = section("docs/two_hosts.md", "Start the groups")
-    (over_both,) = section("docs/two_hosts.md", "Diagnosis of a hang")
+    (lighthouse,) = section("docs/deploy.md", "Start the lighthouse")
+    settings, look = section("docs/deploy.md", "Set the addresses and interfaces")
+    groups = section("docs/deploy.md", "Start the groups")
+    (over_both,) = section("docs/deploy.md", "Diagnosis of a hang")
     with Hosts(2) as hosts, contextlib.ExitStack() as running:
 
         def start(host: int, script: str) -> subprocess.Popen[bytes]:
@@ -393,7 +394,8 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
         process_tree.kill_tree(of_two)
         shutil.rmtree(tmp_path / "events")
         start(0, lighthouse)
-        end(*(start(host, command) for host, command in enumerate(block_commands(over_both))))
+        one_group = (f"NUM_REPLICA_GROUPS=1 {command}" for command in block_commands(over_both))
+        end(*(start(host, command) for host, command in enumerate(one_group)))
         ranks = [
             (tmp_path / "events" / f"group-0-rank-{rank}.jsonl").read_text().splitlines()[-1]
             for rank in range(2)

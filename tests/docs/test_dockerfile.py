@@ -39,7 +39,7 @@ def test_go_is_new_enough() -> None:
 
 def test_its_arguments_match_the_page() -> None:
     declared = {line.split()[1].partition("=")[0] for line in LINES if line.startswith("ARG ")}
-    page = documents()["docs/integrations.md"]
+    page = documents()["docs/deploy.md"]
     assert set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE)) == declared
     builds = [command for command in DOCKER if command.startswith("docker build ")]
     assert builds and set(re.findall(r"--build-arg (\w+)=", " ".join(builds))) <= declared

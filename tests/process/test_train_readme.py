@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 LOOPS = (ROOT / "docs" / "training_loops.md").read_text()
+MIGRATING = (ROOT / "docs" / "migrating.md").read_text()
 # Without the module's docstring.
 MINIMAL = (ROOT / "python" / "examples" / "minimal.py").read_text().partition('"""\n\n')[2]
 
@@ -33,22 +34,32 @@ def test_the_readme_shows_minimal_py() -> None:
     assert blocks((ROOT / "README.md").read_text(), "python") == [MINIMAL]
 
 
-@pytest.mark.slow  # test_the_example_trains_in_two_groups_and_ends runs its new side
-@pytest.mark.timeout(240)
-def test_both_sides_of_the_diff(tmp_path: Path) -> None:
-    """One side is minimal.py without its comments, the other one trains with PyTorch only."""
-    (diff,) = blocks(LOOPS, "diff")
+def sides(diff: str) -> tuple[str, str]:
+    """The script before and after a diff."""
     lines = [(line[:1] or " ", line[1:]) for line in diff.splitlines()]
     assert {mark for mark, _ in lines} == {" ", "-", "+"}
-    plain, ours = ("".join(f"{text}\n" for mark, text in lines if mark != other) for other in "+-")
-    assert ours == re.sub(r"  # .*", "", MINIMAL)
+    before, after = ("".join(f"{text}\n" for mark, text in lines if mark != other) for other in "+-")
+    return before, after
 
+
+DDP, FSDP2, UPSTREAM = (sides(diff) for diff in blocks(MIGRATING, "diff"))
+
+
+def test_two_of_the_diffs_lead_to_minimal_py() -> None:
+    assert DDP[1] == UPSTREAM[1] == re.sub(r"  # .*", "", MINIMAL)
+
+
+@pytest.mark.slow  # test_the_example_trains_in_two_groups_and_ends runs the other sides
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("plain", [DDP[0], FSDP2[0]])
+def test_the_scripts_without_torchft_train(plain: str, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(plain)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run([*torchrun, "plain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    first, second = (json.loads(found) for found in re.findall(r"weights (\[\[.*?\]\])", done.stdout))
-    assert first == second == [[pytest.approx(1, abs=0.1)] * 2]
+    weights = re.findall(r"weights (\[\[.*?\]\])", done.stdout)
+    assert len(weights) == 2 * plain.count("print(")
+    assert all(json.loads(found) == [[pytest.approx(1, abs=0.1)] * 2] for found in weights)
 
 
 SCRIPTS = [ROOT / "python" / "examples" / name for name in ("huggingface_loop.py", "lightning_loop.py")]
@@ -56,7 +67,9 @@ SCRIPTS = [ROOT / "python" / "examples" / name for name in ("huggingface_loop.py
 # script in upstream's style is in test_script_unchanged.py.
 EXAMPLES = [
     pytest.param(text, id=str(i), marks=[pytest.mark.slow] if i else [])
-    for i, text in enumerate([*blocks(LOOPS, "python"), *(script.read_text() for script in SCRIPTS)])
+    for i, text in enumerate(
+        [*blocks(LOOPS, "python"), UPSTREAM[0], FSDP2[1], *(script.read_text() for script in SCRIPTS)]
+    )
 ]
 
 

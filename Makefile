@@ -108,9 +108,9 @@ test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(VENV)/with-loc
 
 test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
 	mkdir -p build/test
-	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json | cksum)" $(call GO_TESTS,pure,$(GO_PURE) $(GO_SIM))
+	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md | cksum)" $(call GO_TESTS,pure,$(GO_PURE) $(GO_SIM))
 	cd go && $(call GO_TESTS,readers,$(GO_READERS)) -count=1
-	cd go && $(GO_ENV) DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json | cksum)" $(call GO_TESTS,race,$(GO_RACE)) -race -p 2
+	cd go && $(GO_ENV) DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md | cksum)" $(call GO_TESTS,race,$(GO_RACE)) -race -p 2
 	cd go && $(GO_ENV) $(call GO_TESTS,rules,$(GO_SIM)) -race -run '^TestTheRulesHold$$'
 
 test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and a table of what ran; without a device none does
@@ -131,7 +131,7 @@ pictures: $(VENV)/with-test $(LIBRARY) ## the dashboard as docs/ shows it (needs
 recovery-picture: $(VENV)/with-plot $(LIBRARY) ## the picture in the README: a group is killed and comes back
 	$(PY) python/bench/recovery_picture.py docs/recovery-of-one.png
 
-loss-picture: $(VENV)/with-plot $(LIBRARY) ## that of docs/data.md: the loss without a failure and with 20 kills
+loss-picture: $(VENV)/with-plot $(LIBRARY) ## that of docs/data.md: how far 20 kills move the weights
 	$(PY) python/bench/loss_picture.py docs/loss.png
 
 join-picture: $(VENV)/with-plot $(LIBRARY) ## that of docs/healing.md: what others notice of a group that joins

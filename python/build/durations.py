@@ -1,5 +1,4 @@
-"""Prints the seconds of `make test` by file, as a table for CONTRIBUTING.md: `python
-python/build/durations.py`.
+"""Prints the seconds of `make test` by file; with `--write` into docs/internals/tests.md, too.
 
 Reads build/test, which `make test` writes: pytest's junit files, and Go's lines in the log. The seconds were
 measured while other parts ran.
@@ -14,6 +13,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "internals" / "tests.md"
+BEGIN, END = "<!-- durations: written by durations.py -->", "<!-- end of durations -->"
 
 
 def of_pytest(junit: Path) -> tuple[dict[str, float], Counter[str]]:
@@ -64,8 +65,13 @@ def main() -> None:
         "folder", nargs="?", type=Path, default=ROOT / "build/test", help="default: %(default)s"
     )
     parser.add_argument("--most", type=int, default=20, help="lines (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help=f"write them into {PAGE.name}")
     args = parser.parse_args()
-    print(table(args.folder, args.most))
+    rows = table(args.folder, args.most)
+    print(rows)
+    if args.write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{rows}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

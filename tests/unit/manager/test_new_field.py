@@ -1,6 +1,6 @@
 """The Manager sends each field of the quorum request, and its plan uses each field of the answer.
 
-CONTRIBUTING.md lists the other files that pass these fields on.
+docs/internals/changes.md lists the other files that pass these fields on.
 """
 
 from __future__ import annotations

@@ -76,3 +76,15 @@ def test_each_part_names_the_version_it_was_measured_with(part: str) -> None:
     place = re.split("[,;] ", f"{measured['machine']}; against {measured['upstream']}")
     assert different == [piece for piece in place if piece not in usual]
     assert len(place) == len(usual)
+
+
+def test_the_figures_of_the_summary_are_those_of_the_tables() -> None:
+    """Those with a point or a unit of time in the second and third cells, but goals."""
+    pages = ("benchmarks.md", "scaling.md", "internals/gpu.md")
+    tables = "".join((ROOT / "docs" / page).read_text() for page in pages)
+    rows = re.findall(r"^\| [^|]+ \| (.*) \|$", (ROOT / "docs" / "performance.md").read_text(), re.MULTILINE)
+    figures = {
+        figure for row in rows for figure in re.findall(r"(?<!goal )(?<![\d.])\d+\.\d+|\d+(?= ms)", row)
+    }
+    assert len(figures) > 20
+    assert {f for f in figures if not re.search(rf"(?<![\d.]){re.escape(f)}(?![.\d]*\d)", tables)} == set()

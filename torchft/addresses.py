@@ -28,6 +28,9 @@ HEAL_HOSTS_ENV = "TORCHFT_HEAL_HOSTS"
 #: `http://host:port` of the lighthouse, or those of a cluster, separated by commas. Default: none; it is
 #: required.
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+#: Name of this host in the check of nodes and in errors of `torchft run`. Default: the host name, which in a
+#: container is not the node's.
+NODE_NAME_ENV = "TORCHFT_NODE_NAME"
 _SYS = Path("/sys")
 
 _lighthouse = ""
@@ -41,6 +44,13 @@ def use_lighthouse(address: str) -> None:
     """
     global _lighthouse
     _lighthouse = address
+
+
+def node_name() -> str:
+    """The name of this host for people and schedulers: ``TORCHFT_NODE_NAME``, else the host name, which in a
+    container is not the node's.
+    """
+    return os.environ.get(NODE_NAME_ENV) or socket.gethostname()
 
 
 def announced_host(lighthouse_addr: str | None = None) -> str:

@@ -15,6 +15,8 @@ REPLICA_ID_KEY: str = "replica_id"
 
 # The exit status of a rank and of `torchft run` when the job stops (poison.py): EX_DATAERR of sysexits.h.
 STOPPED_STATUS = 65
+# That of a node that should not train, and of `torchft run` where groups cannot start: EX_UNAVAILABLE.
+BAD_NODE_STATUS = 69
 #: Port of the manager server. Default: a free one.
 MANAGER_PORT_ENV: str = "TORCHFT_MANAGER_PORT"
 #: `timeout`, in whole seconds. Default: the argument's.

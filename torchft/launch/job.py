@@ -12,13 +12,14 @@ from typing import Any, Callable
 from urllib.parse import urlsplit
 
 from torchft._lighthouse_http import HttpLighthouse, Unanswered
-from torchft._manager.settings import STOPPED_STATUS
+from torchft._manager.settings import BAD_NODE_STATUS, STOPPED_STATUS
 from torchft._manager.signals import LEAVE_ON_ENV
 from torchft._security import RUN_ENV
+from torchft.addresses import node_name
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
 from torchft.launch.output import error_of
-from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
+from torchft.launch.restarts import FRUITLESS_LIVES, of_device, restart_delay
 from torchft.launch.step_rate import StepRate
 
 
@@ -26,6 +27,12 @@ class JobStops(LaunchError):
     """The same exception has ended two groups, or a group twice: its cause is in the data or the code."""
 
     status = STOPPED_STATUS
+
+
+class HostFails(LaunchError):
+    """This host should not be used: its groups cannot start, or its check found it bad."""
+
+    status = BAD_NODE_STATUS
 
 
 _TICK_SEC = 0.1
@@ -162,8 +169,10 @@ class LocalJob:
 
         Raises:
             JobStops: an exception would end it again and again.
-            LaunchError: a group is no longer restarted, and either no other group runs or will be restarted,
-                or no group has ever taken part in a step.
+            LaunchError: the script raises the same error each time, before its first step; or a group is no
+                longer restarted, and others have finished.
+            HostFails: a group is no longer restarted, and either none runs, will be restarted or has
+                finished, or none has ever taken part in a step.
         """
         now = time.monotonic()
         if now - self._asked > _ASK_EVERY_SEC:
@@ -179,7 +188,10 @@ class LocalJob:
         goes_on = any(member.running or member.restart_at is not None for member in self.members)
         abandoned = [member for member in self.members if member.abandoned]
         if abandoned and not goes_on:
-            raise LaunchError("; ".join(m.abandoned for m in abandoned), *(m.group.log for m in abandoned))
+            if any(member.state == "done" for member in self.members):  # on this host, too
+                why = "; ".join(member.abandoned for member in abandoned)
+                raise LaunchError(why, *(member.group.log for member in abandoned))
+            raise self._host_fails(abandoned)
         return goes_on
 
     def run(
@@ -266,9 +278,9 @@ class LocalJob:
 
     def _end_if_repeated(self, member: GroupState, error: str) -> None:
         """Ends the job if its script cannot start: it raised the same error twice, in one group or in two,
-        and no group has ever taken part in a step.
+        and no group has ever taken part in a step. An error of a device may be the fault of this host.
         """
-        if not error or self._trained:
+        if not error or self._trained or of_device(error):
             return
         if error in self._errors:
             raise LaunchError(f"the script ends before its first step: {error}", member.group.log)
@@ -276,7 +288,7 @@ class LocalJob:
 
     def _stop_restarting(self, member: GroupState, status: int, error: str) -> None:
         """Stops restarting a group. The job ends if no group has ever taken part in a step: then the script
-        is at fault.
+        or this host is at fault.
         """
         member.abandoned = (
             f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, the "
@@ -284,9 +296,16 @@ class LocalJob:
             f"with status {status}" + (f": {error}" if error else "")
         )
         if not self._trained:
-            raise LaunchError(member.abandoned, member.group.log)
+            raise self._host_fails([member])
         member.state = (
             f"not restarted: ended with status {status} and never took part, see {member.group.log}"
+        )
+
+    def _host_fails(self, abandoned: list[GroupState]) -> HostFails:
+        why = "; ".join(member.abandoned for member in abandoned)
+        return HostFails(
+            f"{why}; no group is started on node {node_name()} any more: try another one",
+            *(member.group.log for member in abandoned),
         )
 
     def _end_standbys(self) -> None:

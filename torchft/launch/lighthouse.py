@@ -28,9 +28,10 @@ class LaunchError(Exception):
 
     status = 1
 
-    def __init__(self, message: str, *logs: Path) -> None:
+    def __init__(self, message: str, *logs: Path, status: int | None = None) -> None:
         super().__init__(message)
         self.logs = logs
+        self.status = self.status if status is None else status
 
 
 @contextlib.contextmanager

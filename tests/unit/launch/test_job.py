@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from torchft._manager.settings import STOPPED_STATUS
+from torchft._manager.settings import BAD_NODE_STATUS, STOPPED_STATUS
 from torchft.launch import job as module
 from torchft.launch import process_tree
 from torchft.launch.group import ReplicaGroup
-from torchft.launch.job import JobStops, LocalJob
+from torchft.launch.job import HostFails, JobStops, LocalJob
 from torchft.launch.lighthouse import LaunchError
 from torchft.launch.progress import line
-from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
+from torchft.launch.restarts import FRUITLESS_LIVES, of_device, restart_delay
 
 
 class FakeGroup:
@@ -141,6 +141,7 @@ def test_groups_drain_on_sigterm(monkeypatch: pytest.MonkeyPatch, env: str | Non
 
 
 def test_a_group_that_never_reaches_a_step_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_NODE_NAME", "here")
     cluster = Cluster(monkeypatch, 1, 1)
     for life in range(1, FRUITLESS_LIVES):
         cluster.groups[0].status = 1
@@ -150,9 +151,12 @@ def test_a_group_that_never_reaches_a_step_is_not_restarted(monkeypatch: pytest.
         assert cluster.groups[0].starts == life + 1
     cluster.groups[0].status = 1
     with pytest.raises(
-        LaunchError, match="group 0 ended 3 times before it took part in a step, the last time with status 1"
-    ):
+        HostFails,
+        match="group 0 ended 3 times before it took part in a step, the last time with status 1; "
+        "no group is started on node here any more",
+    ) as error:
         cluster.pass_time(0)
+    assert error.value.status == BAD_NODE_STATUS and error.value.logs == (Path("group-0.log"),)
 
 
 def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_continue(
@@ -185,6 +189,49 @@ def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_conti
         cluster.pass_time(1)
     assert error.value.logs == (Path("group-1.log"),)
     assert cluster.states()[0] == "done", "the others have finished"
+    assert error.value.status == 1, "on this host, too"
+
+
+def test_a_host_on_which_no_group_comes_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_NODE_NAME", "here")
+    monkeypatch.setattr(module, "error_of", lambda log: f"RuntimeError: CUDA error of {log}")
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5, 1: 5}
+    assert cluster.pass_time(1)
+    cluster.training = {}
+    cluster.groups[0].status = cluster.groups[1].status = 1  # the device fails
+    assert cluster.pass_time(0) and cluster.pass_time(0)
+    cluster.end_before_a_step(0)
+    with pytest.raises(HostFails) as error:
+        cluster.end_before_a_step(1)
+    assert [group.starts for group in cluster.groups] == [1 + FRUITLESS_LIVES, 1 + FRUITLESS_LIVES]
+    assert error.value.status == BAD_NODE_STATUS
+    assert "RuntimeError: CUDA error of group-1.log" in str(error.value) and "node here" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "of_it"),
+    [
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", True),
+        ("RuntimeError: No CUDA GPUs are available", True),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("RuntimeError: Found no NVIDIA driver on your system", True),
+        ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp", True),
+        ("RuntimeError: Expected all tensors to be on the same device, found cuda:0 and cpu!", False),
+        ("ValueError: this SHIP is no device", False),
+        ("", False),
+    ],
+)
+def test_the_error_of_a_device(error: str, of_it: bool) -> None:
+    assert of_device(error) is of_it
+
+
+def test_the_error_of_a_device_is_not_taken_for_one_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "error_of", lambda log: "RuntimeError: CUDA unknown error")
+    cluster = Cluster(monkeypatch, 1, 1)
+    with pytest.raises(HostFails, match="RuntimeError: CUDA unknown error; no group is started on node"):
+        cluster.end_before_a_step(0)
+    assert cluster.groups[0].starts == FRUITLESS_LIVES
 
 
 def test_a_group_that_was_removed_after_it_could_not_start_does_not_fail_the_job(

@@ -73,6 +73,8 @@ CANNOT = {
     r"torchft scale .* --(kubernetes|slurm) .*": "needs a cluster; tests/unit/scaling/test_places.py has "
     "stand-ins of its programs",
     r"kubectl .*": "needs a cluster; test_kubernetes_example.py checks the manifests",
+    r"torchft doctor --node .*": "needs four hosts; tests/unit/node and tests/unit/cli/test_node.py run it",
+    r"(sacct|scontrol) .*": "needs Slurm's controller",
     r"sbatch .*": "needs Slurm; test_slurm_example.py runs the scripts with stand-ins",
 }
 

@@ -63,6 +63,18 @@ def test_group_finds_the_lighthouse_and_starts_torchrun_on_all_its_nodes(slurm: 
     assert command.endswith(f"--rdzv_endpoint node3:{port} --rdzv_id 1234 train_ddp.py --steps 20")
 
 
+def test_nodes_are_checked_before_a_group_starts(slurm: dict[str, str]) -> None:
+    run("lighthouse.sbatch", slurm)
+    checked = {**slurm, "CHECK_NODES": "8"}
+    done = run("groups.sbatch", checked, "train_ddp.py")
+    commands = [line for line in done.stdout.splitlines() if line.startswith("srun ")]
+    assert commands[0] == "srun --kill-on-bad-exit=1 torchft doctor --node --nodes 8" and len(commands) == 2
+    srun = Path(slurm["PATH"].partition(":")[0]) / "srun"
+    srun.write_text('#!/bin/bash\necho "srun $*"\nexit 69\n')
+    done = run("groups.sbatch", checked, "train_ddp.py")
+    assert done.returncode == 69 and "torchrun" not in done.stdout
+
+
 def test_errors_name_what_is_missing(slurm: dict[str, str]) -> None:
     done = run("groups.sbatch", {**slurm, "LIGHTHOUSE_TIMEOUT": "1"}, "train_ddp.py")
     assert done.returncode == 1 and "no lighthouse in" in done.stderr

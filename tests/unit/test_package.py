@@ -49,6 +49,7 @@ ROOMS = {
 }
 PACKAGES = (
     "_manager",
+    "_node",
     *(f"{of}/{room}" for of, rooms in ROOMS.items() for room in rooms),
     "data",
     "ftlib",

@@ -21,7 +21,8 @@ from torchft import _libraries
 from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, HttpLighthouse, Unanswered, direct
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.addresses import host_port, is_loopback, localhost, loopback
-from torchft.cli.arguments import Parser, ask_of
+from torchft.cli.arguments import Parser, ask_of, positive
+from torchft.cli.node import check
 from torchft.cli.output import printable
 from torchft.cli.status import groups
 from torchft.http import _has_ipv6
@@ -49,8 +50,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="do not start PyTorch; skips the checks of its backends and GPUs"
     )
+    parser.add_argument(
+        "--node",
+        action="store_true",
+        help="measure and test this host, and with a lighthouse compare it with those on which this command "
+        "runs at the same time; takes up to two minutes, and ends with status 69 if this host is bad",
+    )
+    parser.add_argument("--nodes", type=positive, metavar="N", help="with --node: the number of these hosts")
+    parser.add_argument("--json", action="store_true", help="with --node: print JSON")
     args = parser.parse_args(arguments)
-    where = (args.lighthouse or os.environ.get(LIGHTHOUSE_ENV, "")).split(",")[0]
+    lighthouses = args.lighthouse or os.environ.get(LIGHTHOUSE_ENV, "")
+    if args.node:
+        return check(lighthouses, args.job, args.nodes, args.json)
+    if args.nodes or args.json:
+        parser.error(f"{'--nodes' if args.nodes else '--json'} is not allowed without --node")
+    where = lighthouses.split(",")[0]
     checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, _scale, lambda: _own_address(where)]
     if not args.quick:
         checks.append(_torch)
@@ -59,8 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     else:
         checks.append(lambda: _port(args.job))
     worst = "ok"
-    for check in checks:
-        for finding in check():
+    for each in checks:
+        for finding in each():
             print(
                 f"{_MARKS[finding.state]} "
                 f"{finding.text}" + (f"\n      {finding.advice}" if finding.advice else "")

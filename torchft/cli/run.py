@@ -16,13 +16,15 @@ from typing import Any
 from torchft import _keeper
 from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._manager.signals import grace_from_env
+from torchft.addresses import node_name
 from torchft.cli.arguments import Parser, duration, lighthouses, natural, nearest, positive, replicas
+from torchft.cli.node import check
 from torchft.cli.output import write_no_more
 from torchft.launch import automatic
 from torchft.launch.cluster import log_name, watched_cluster
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup, environment
-from torchft.launch.job import LocalJob
+from torchft.launch.job import HostFails, LocalJob
 from torchft.launch.lighthouse import LaunchError, watched_lighthouse
 from torchft.launch.output import tail
 from torchft.launch.owned import ReadyProcess
@@ -160,8 +162,19 @@ def _log_folder(given: Path | None, log: str) -> Path:
             folder = Path(f"{usual}-{jobs}")
 
 
+def _check_node(refuse: bool) -> None:
+    """Checks this host, which alone has the groups of this job."""
+    status = check()
+    if status and refuse:
+        raise HostFails(
+            f"node {node_name()} is not used (--check refuse): see the lines above", status=status
+        )
+
+
 def _run(args: Any) -> int:
     first, most = args.replicas
+    if args.check:
+        _check_node(args.check == "refuse")
     ready = ReadyProcess(str(args.script), {**os.environ, **environment(args.nproc_per_node)})
 
     def make_group(number: int) -> ReplicaGroup:
@@ -272,6 +285,12 @@ def _parse(arguments: Sequence[str]) -> Any:
         default=1,
         metavar="N",
         help="lighthouses that agree by Raft, if above 1 (1)",
+    )
+    parser.add_argument(
+        "--check",
+        choices=("name", "refuse"),
+        metavar="name|refuse",
+        help="check this host first, as `torchft doctor --node` does; refuse: a bad one ends the job",
     )
     parser.add_argument(
         "--bind",

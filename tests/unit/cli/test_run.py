@@ -119,6 +119,34 @@ def test_the_groups_get_the_addresses_of_all_lighthouses(
     assert f"lighthouse{'s' if options else ''}: {addresses}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "found", "status", "starts"),
+    [
+        ([], 69, 0, True),
+        (["--check", "name"], 0, 0, True),
+        (["--check", "name"], 69, 0, True),
+        (["--check", "refuse"], 0, 0, True),
+        (["--check", "refuse"], 69, 69, False),
+        pytest.param(["--check", "refuse"], 1, 1, False, id="the check cannot be made"),
+    ],
+)
+def test_a_bad_host_is_named_or_refused(
+    options: list[str],
+    found: int,
+    status: int,
+    starts: bool,
+    groups: Groups,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checks: list[int] = []
+    monkeypatch.setattr(run, "check", lambda: checks.append(found) or found)
+    monkeypatch.setenv("TORCHFT_NODE_NAME", "here")
+    assert main(["run", *options, __file__]) == status
+    assert groups.calls == (["kill"] if starts else []) and len(checks) == bool(options)
+    assert ("node here is not used (--check refuse)" in capsys.readouterr().err) is not starts
+
+
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 

@@ -1,0 +1,90 @@
+"""What the check of a node prints, and its status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from torchft._node import check, faults, figures, together
+from torchft._node.verdict import NodeVerdict, Report
+
+COMPARED = NodeVerdict(
+    {0: "a", 1: "b", 2: "here"}, {1: ["memory: slow"]}, ["node a (0) and node here (2) cannot exchange data"]
+)
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(report: Report, *_: object) -> None:
+        report.figures, report.units = {"processor: memory": [3.0, 4.0, 5.0]}, {"processor: memory": "GB/s"}
+        report.notes.append("cpu: load 0.1 on 2 processors")
+
+    monkeypatch.setenv("TORCHFT_NODE_NAME", "here")
+    monkeypatch.setattr(figures, "measure", measure)
+    monkeypatch.setattr(faults, "of_node", lambda: ([], ["the kernel log cannot be read: why"]))
+
+
+def comparing(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], tuple[NodeVerdict, int]]) -> None:
+    monkeypatch.setattr(together, "compare", lambda *_: answer())
+
+
+ARGUMENTS = ["--job", "job", "--seconds", "100"]
+WITH_OTHERS = [*ARGUMENTS, "--lighthouse", "http://there:29510"]
+ALONE = """\
+node here
+ok    processor: memory: 4 GB/s
+ok    cpu: load 0.1 on 2 processors
+warn  the kernel log cannot be read: why
+"""
+
+
+def test_a_node_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(ARGUMENTS) == 0
+    assert capsys.readouterr().out == ALONE
+
+
+def test_a_node_with_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "of_node", lambda: (["XID 79"], []))
+    assert check.main(ARGUMENTS) == 69
+    assert capsys.readouterr().out.endswith("BAD   XID 79\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "of_b"),
+    [(2, 0, "warn  node b (1) is slow: memory: slow"), (1, 69, "BAD   memory: slow")],
+)
+def test_a_node_among_others(
+    number: int,
+    status: int,
+    of_b: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comparing(monkeypatch, lambda: (COMPARED, number))
+    assert check.main(WITH_OTHERS) == status
+    shown = capsys.readouterr().out.splitlines()
+    assert "ok    compared: node a (0), node b (1), node here (2)" in shown
+    assert of_b in shown and "warn  node a (0) and node here (2) cannot exchange data" in shown
+
+
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    comparing(monkeypatch, lambda: (COMPARED, 1))
+    assert check.main([*WITH_OTHERS, "--json"]) == 69
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["name"] == "here" and shown["number"] == 1 and shown["problems"] == []
+    assert shown["figures"] == {"processor: memory": [3.0, 4.0, 5.0]}
+    assert shown["compared"]["nodes"] == {"1": ["memory: slow"]}
+
+
+@pytest.mark.parametrize("error", [together.NotCompared("no lighthouse"), ValueError("no lighthouse")])
+def test_nodes_that_do_not_meet(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> tuple[NodeVerdict, int]:
+        raise error
+
+    comparing(monkeypatch, fails)
+    assert check.main(WITH_OTHERS) == 0
+    assert "warn  this node is not compared with others: no lighthouse" in capsys.readouterr().out

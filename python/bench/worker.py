@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
@@ -344,9 +344,11 @@ class Worker:
 
     # again.py
 
-    def do_units(self, sharded: bool, steps: int, units: int, unit_ms: float, fail_at: int) -> dict[str, Any]:
+    def do_units(
+        self, sharded: bool, steps: int, units: int, unit_ms: float, fail_at: int, phase: str
+    ) -> dict[str, Any]:
         """Train `steps` steps, whose `units` units all groups divide. A unit takes `unit_ms`, as if a GPU
-        computed it. End in the last unit of step `fail_at`, from 0; -1: never.
+        computed it. End in a phase of step `fail_at`, from 0; -1: never.
 
         Return the time from commit to commit, and the units that this group computed in each step.
         """
@@ -374,6 +376,16 @@ class Worker:
         loader = ElasticDataLoader(self.manager, Noise(), global_batch_size=units, micro_batch_size=1)
         times: list[float] = []
         computed: list[list[int]] = [[]]
+
+        def end_in(name: str) -> None:
+            if name == phase and len(times) == fail_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def ends(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: (call(*args, **kwargs), end_in(name))[0]
+
+        self.manager.allreduce = ends("reduction", self.manager.allreduce)
+        self.manager.should_commit = ends("vote", self.manager.should_commit)
         began = time.perf_counter()
         while len(times) < steps:
             step = next(loader)
@@ -381,8 +393,7 @@ class Worker:
             computed[-1].append(len(step))
             for unit in step:
                 time.sleep(unit_ms / 2000)
-                if unit.last and len(times) == fail_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                end_in("last unit" if unit.last else "unit before")
                 time.sleep(unit_ms / 2000)
                 with unit.accumulate(wrapped):
                     (wrapped(unit.data).square().mean() * unit.weight).backward()

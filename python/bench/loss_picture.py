@@ -1,4 +1,4 @@
-"""The picture in docs/data.md: the loss over the samples of a job, without a failure and with 20 kills.
+"""The picture in docs/data.md: how far 20 kills move the weights of a job.
 
     python python/bench/loss_picture.py docs/loss.png
 
@@ -6,13 +6,14 @@ Four groups train a small network on scikit-learn's digits, in float64 with SGD 
 In the runs with kills, one of the groups 1 to 3 is killed with SIGKILL after every fixed number of group 0's
 steps, once all groups participate again, and is restarted some steps later. Ours reads with an
 ElasticDataLoader, upstream like its examples: a shard for each group, read from the beginning after a
-restart. The picture shows the loss of group 0's weights on all images over the number of samples trained on,
-and below it the difference between the two runs.
+restart. The picture shows the distance of group 0's weights from those of a run without kills after the same
+number of samples, relative to their norm.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -36,17 +37,15 @@ SMALLEST = 1e-17  # smallest difference that is drawn, because 0 has no logarith
 
 @dataclass(frozen=True)
 class Run:
-    """One run: samples and loss after each step of group 0, and the number of samples at each kill."""
+    """One run: samples and weights after each step of group 0, and the number of samples at each kill."""
 
     samples: list[int]
-    losses: list[float]
+    weights: list[bytes]
     kills: list[int]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Draw the loss of a job without a failure, and with 20 kills."
-    )
+    parser = argparse.ArgumentParser(description="Draw how far 20 kills move the weights of a job.")
     parser.add_argument("picture", type=Path, help="path of the PNG file")
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     args = parser.parse_args()
@@ -93,7 +92,8 @@ def measure(side: Side, elastic: bool, kills: int) -> Run:
         for child in others:
             child.expected_to_live = False
         steps = first.of("step")
-        return Run([step["samples"] for step in steps], [step["loss"] for step in steps], killed_at)
+        weights = [base64.b64decode(step["weights"]) for step in steps]
+        return Run([step["samples"] for step in steps], weights, killed_at)
 
 
 def _start(job: Job, side: Side, number: int) -> Child:
@@ -122,26 +122,26 @@ def _reaches(job: Job, child: Child, step: int, together: bool = False) -> bool:
     return not child.of("ended")
 
 
-def differences(calm: Run, killed: Run) -> dict[int, float]:
-    """Return the relative differences between the losses of the two runs, by the number of samples before
-    each.
+def distances(calm: Run, killed: Run) -> dict[int, float]:
+    """Return the distance of the weights of the two runs, relative to their norm, by the number of samples.
 
-    If the run without kills has no step with the same number of samples, which happens with upstream, its
-    loss is interpolated between the two nearest steps.
+    If the run without kills has no step with the same number of samples, which happens with upstream, the
+    step with the nearest number stands for it.
     """
     import numpy as np
 
-    both = {at: loss for at, loss in zip(killed.samples, killed.losses) if at <= calm.samples[-1]}
-    there = np.interp(list(both), calm.samples, calm.losses)
-    return {at: float(abs(ours - other) / other) for (at, ours), other in zip(both.items(), there)}
+    found = {}
+    for at, weights in zip(killed.samples, killed.weights):
+        nearest = min(range(len(calm.samples)), key=lambda i: abs(calm.samples[i] - at))
+        one, other = np.frombuffer(weights), np.frombuffer(calm.weights[nearest])
+        found[at] = float(np.linalg.norm(one - other) / np.linalg.norm(other))
+    return found
 
 
 def describe(calm: Run, killed: Run) -> str:
-    apart = sorted(differences(calm, killed).values())
     return (
-        f"{len(calm.losses)} steps without a failure and {len(killed.losses)} with {len(killed.kills)} "
-        "kills; "
-        f"losses differ by {apart[len(apart) // 2]:.1e} in the median and up to {apart[-1]:.1e}"
+        f"{len(calm.samples)} steps without a failure, {len(killed.samples)} with {len(killed.kills)} kills; "
+        f"the weights are at most {max(distances(calm, killed).values()):.1e} apart"
     )
 
 
@@ -151,38 +151,24 @@ def draw(runs: dict[str, tuple[Run, Run]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (losses, apart) = pyplot.subplots(
-        2, 2, figsize=(9, 5.4), sharex=True, sharey="row", gridspec_kw={"height_ratios": [3, 2]}
-    )
-    for upper, lower, (name, (calm, killed)) in zip(losses, apart, runs.items()):
-        upper.plot(calm.samples, calm.losses, color="#f2a65a", linewidth=5, label="no failure")
-        upper.plot(
-            killed.samples, killed.losses, color="#1f3d5c", linewidth=1.2, label=f"{len(killed.kills)} kills"
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 2.8), sharex=True, sharey=True)
+    for axes, (name, (calm, killed)) in zip(panels, runs.items()):
+        apart = distances(calm, killed)
+        axes.plot(
+            list(apart), [max(each, SMALLEST) for each in apart.values()], color="#b0413e", linewidth=1.2
         )
-        upper.set_title(name, fontsize=10)
-        between = differences(calm, killed)
-        drawn = [max(each, SMALLEST) for each in between.values()]
-        lower.plot(list(between), drawn, color="#b0413e", linewidth=1.2)
-        lower.text(
-            0.98,
-            0.5,
-            f"at most {max(between.values()):.0e}",
-            transform=lower.transAxes,
-            ha="right",
-            fontsize=9,
+        axes.text(
+            0.98, 0.5, f"at most {max(apart.values()):.0e}", transform=axes.transAxes, ha="right", fontsize=9
         )
-        lower.set_xlabel("samples in the weights")
-        for axes in (upper, lower):
-            axes.set_yscale("log")
-            for at in killed.kills:
-                axes.axvline(at, ymax=0.04, color="0.4", linewidth=1)
-            for side in ("top", "right"):
-                axes.spines[side].set_visible(False)
-        upper.plot([], [], "|", color="0.4", label="a kill")
-        upper.legend(fontsize=8)
-    losses[0].set_ylabel("loss over all images")
-    apart[0].set_ylabel("difference of the two,\nrelative")
-    apart[0].set_ylim(SMALLEST / 100, 3)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("samples in the weights")
+        axes.set_yscale("log")
+        for at in killed.kills:
+            axes.axvline(at, ymax=0.06, color="0.4", linewidth=1)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    panels[0].set_ylabel("distance of the weights,\nrelative")
+    panels[0].set_ylim(SMALLEST / 100, 3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

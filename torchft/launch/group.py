@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from torchft._nccl_env import DUMP_ENV, dump_setting
+from torchft.addresses import loopback
 from torchft.launch import process_tree
 from torchft.launch.exec import NAME_ENV, Forked
 from torchft.launch.owned import AGENT, ReadyProcess
@@ -81,6 +82,8 @@ class ReplicaGroup:
         args = [
             "--rdzv_backend",
             "torchft-host",
+            "--rdzv_endpoint",  # not used; without one torchrun warns in each log
+            loopback(),
             "--nproc_per_node",
             str(self.nproc),
             "--monitor_interval",

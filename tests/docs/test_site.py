@@ -67,3 +67,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "Takes one rank through its steps" in (tmp_path / "api.html").read_text()
     first_sentence = (ROOT / "README.md").read_text().splitlines()[2]
     assert first_sentence in (tmp_path / "readme.html").read_text()
+
+
+@pytest.mark.parametrize(("page", "most"), [("README.md", 7_500), ("CONTRIBUTING.md", 6_000)])
+def test_a_first_page_is_short(page: str, most: int) -> None:
+    assert len((ROOT / page).read_text()) <= most

@@ -13,7 +13,7 @@ from statistics import median
 
 from torchft._manager.settings import BAD_NODE_STATUS
 from torchft._node import faults, figures, together
-from torchft._node.verdict import NodeVerdict, Report, named
+from torchft._node.verdict import NETWORK, NodeVerdict, Report, named
 from torchft.addresses import node_name
 from torchft.checkpointing.client.deadline import Deadline
 
@@ -54,6 +54,8 @@ def lines(report: Report, verdict: NodeVerdict, number: int) -> list[str]:
         number: of this node in it.
     """
     good = [f"{name}: {median(values):.3g} {report.units[name]}" for name, values in report.figures.items()]
+    if number in verdict.network:
+        good.append(f"{NETWORK}: {verdict.network[number]:.3g} GB/s")
     if len(verdict.names) > 1:
         good.append(f"compared: {', '.join(named(node, verdict.names) for node in verdict.names)}")
     slow = [

@@ -55,17 +55,21 @@ class NodeVerdict:
         nodes: why a node is slow, for each that is, by its number.
         pairs: connections that are bad although both nodes have good ones to others, or of which it is not
             known which node is at fault.
+        network: the rate of each node's best connection in GB/s, by its number.
     """
 
     names: dict[int, str] = field(default_factory=dict)
     nodes: dict[int, list[str]] = field(default_factory=dict)
     pairs: list[str] = field(default_factory=list)
+    network: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> NodeVerdict:
         """The verdict of which ``value`` was made by JSON, which turns numbers of keys into text."""
-        names, nodes = ({int(node): of for node, of in value[part].items()} for part in ("names", "nodes"))
-        return cls(names, nodes, list(value["pairs"]))
+        names, nodes, network = (
+            {int(node): of for node, of in value[part].items()} for part in ("names", "nodes", "network")
+        )
+        return cls(names, nodes, list(value["pairs"]), network)
 
 
 def named(node: int, names: Mapping[int, str]) -> str:
@@ -176,7 +180,8 @@ def judge(reports: Mapping[int, Report], measured: Mapping[Pair, Sequence[float]
         for node, reason in reasons.items():
             slow_nodes.setdefault(node, []).append(reason)
     # One pair alone has nothing to be compared with.
-    of_network = slow(NETWORK, best_of(list(reports), measured), "nodes") if len(measured) > 1 else {}
+    best = best_of(list(reports), measured)
+    of_network = slow(NETWORK, best, "nodes") if len(measured) > 1 else {}
     for node, reason in of_network.items():
         slow_nodes.setdefault(node, []).append(reason)
     slow_pairs = slow("connection", measured, "pairs")
@@ -190,4 +195,6 @@ def judge(reports: Mapping[int, Report], measured: Mapping[Pair, Sequence[float]
             pairs.append(f"{a} and {b} cannot exchange data")
         elif pair in slow_pairs:
             pairs.append(f"{a} and {b}: {slow_pairs[pair]}")
-    return NodeVerdict(names, slow_nodes, pairs)
+    return NodeVerdict(
+        names, slow_nodes, pairs, {node: median(rates) for node, rates in best.items() if rates}
+    )

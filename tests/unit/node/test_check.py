@@ -11,7 +11,10 @@ from torchft._node import check, faults, figures, together
 from torchft._node.verdict import NodeVerdict, Report
 
 COMPARED = NodeVerdict(
-    {0: "a", 1: "b", 2: "here"}, {1: ["memory: slow"]}, ["node a (0) and node here (2) cannot exchange data"]
+    {0: "a", 1: "b", 2: "here"},
+    {1: ["memory: slow"]},
+    ["node a (0) and node here (2) cannot exchange data"],
+    {1: 2.5, 2: 2.5},
 )
 
 
@@ -65,6 +68,7 @@ def test_a_node_among_others(
     comparing(monkeypatch, lambda: (COMPARED, number))
     assert check.main(WITH_OTHERS) == status
     shown = capsys.readouterr().out.splitlines()
+    assert "ok    network: 2.5 GB/s" in shown
     assert "ok    compared: node a (0), node b (1), node here (2)" in shown
     assert of_b in shown and "warn  node a (0) and node here (2) cannot exchange data" in shown
 

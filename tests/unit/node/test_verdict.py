@@ -142,7 +142,7 @@ def test_a_bad_connection_of_two_good_nodes_names_neither(count: int, rates: lis
 def test_of_two_nodes_without_a_connection_it_is_not_known_which_is_bad() -> None:
     verdict = judge(reports(2), {(0, 1): []})
     assert verdict.nodes == {} and len(verdict.pairs) == 1
-    assert judge(reports(2), {(0, 1): [0.001]}) == NodeVerdict({0: "host0", 1: "host1"})
+    assert judge(reports(2), {(0, 1): [0.001]}).nodes == {}
     assert judge(reports(1), {}) == NodeVerdict({0: "host0"})
 
 
@@ -152,6 +152,12 @@ def test_a_figure_that_a_node_lacks(having: int, lacking: int) -> None:
     for node in range(having):
         of[node].figures = {"device": [7.0] * 9}
     assert len(judge(of, {}).nodes) == (lacking if having else 0)
+
+
+def test_the_best_connection_of_each_node_is_shown() -> None:
+    verdict = judge(reports(3), {(0, 1): [1.0, 3.0, 2.0], (2, 0): [9.0], (1, 2): []})
+    assert verdict.network == {0: 9.0, 1: 2.0, 2: 9.0}
+    assert NodeVerdict.from_json(json.loads(json.dumps(asdict(verdict)))) == verdict
 
 
 def test_a_slow_node_is_named_for_each_of_its_figures() -> None:

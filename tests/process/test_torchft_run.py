@@ -242,7 +242,7 @@ def test_it_finds_the_number_of_groups(tmp_path: Path) -> None:
     try:
         run.wait(lambda: run.shows(r"^1 -> 2 groups: .* with 1$"), "it tries two", 200)
         run.wait(lambda: run.shows(r"^group 1 .* training"), "the second one trains")
-        run.wait(lambda: run.shows(r"^2 -> 1 group: .* of its share, less than 60%$"), "it goes back", 250)
+        run.wait(lambda: run.shows(r"^2 -> 1 group: .* of its share, less than 60%$"), "it goes back", 400)
         run.wait(lambda: run.shows(r"^group 1 .* left"), "the second one has left")
         output, torchft = tmp_path / "output-of-commands", [sys.executable, "-m", "torchft.cli"]
         (address,) = re.findall(r"^lighthouse: (\S+)", run.log.read_text(), re.M)

@@ -23,6 +23,8 @@ _MOST_SPANS = 256  # a noisier job is judged by what it has shown so far
 # The standard error of a rate that is good enough, as a part of what one group brings: a sixth of the
 # distance between SHARE and what the last one brought, within these limits. A curve nears SHARE slowly.
 _LEAST_PRECISION, _FIRST_PRECISION, _MOST_PRECISION = 0.08, 0.04, 0.02
+# Or this many standard errors from SHARE are this far or further.
+_DOUBT, _FAR = 4.0, 0.3
 _CRAWLS = 0.8  # below this part of the rate before, more groups are slower beyond doubt
 # A larger number of groups that trains again and again, and is interrupted for this long in all, is given up.
 _INTERRUPTED_SEC = 600.0
@@ -127,14 +129,15 @@ class _Measurement:
         """Steps per second; above 0, since each span has a step."""
         return sum(steps for _, steps in self._spans) / sum(seconds for seconds, _ in self._spans)
 
-    def complete(self, precision: float) -> bool:
-        """Whether the standard error of the rate is at most this part of it, or it has taken too long."""
+    @property
+    def error(self) -> float:
+        """The standard error of the rate, as a part of it; 0 if it has taken long enough."""
         size = len(self._spans) // _BLOCKS
         if size == 0:
-            return False
+            return math.inf
         blocks = [self._spans[i * size : (i + 1) * size] for i in range(_BLOCKS)]
         rates = [sum(steps for _, steps in block) / sum(seconds for seconds, _ in block) for block in blocks]
-        return len(self._spans) >= _MOST_SPANS or stdev(rates) / math.sqrt(_BLOCKS) <= precision * self.rate
+        return 0.0 if len(self._spans) >= _MOST_SPANS else stdev(rates) / math.sqrt(_BLOCKS) / self.rate
 
     def at_most(self, now: float) -> float:
         """The largest rate that the steps since it has settled allow; infinite in the first spans."""
@@ -202,9 +205,21 @@ class Policy:
             at_most = self._measurement.at_most(now)
             if at_most < _CRAWLS * self._rates[before]:
                 return self._judge(now, n, at_most)
-        if further and self._measurement.complete(self._precision * self._finest(n)):
+        if further and self._clear(n, self._measurement.error, before):
             return self._judge(now, n, self._measurement.rate)
         return None
+
+    def _clear(self, n: int, error: float, before: int | None) -> bool:
+        """Whether the error of the present rate is small enough for a decision."""
+        if error <= self._precision * self._finest(n):
+            return True
+        if before is None or error == math.inf:
+            return False
+        low, high = sorted((before, n))
+        rates = {**self._rates, n: self._measurement.rate}
+        part = brings(low, rates[low], high, rates[high])
+        one_more = brings(low, rates[low], high, rates[high] * (1 + error))
+        return abs(part - SHARE) >= max(_FAR, _DOUBT * (one_more - part))
 
     def _finest(self, n: int) -> float:
         """The smallest part of the rate of a neighbour of n that the groups between them are to bring."""

@@ -7,7 +7,8 @@
 #include <Python.h>
 #include <stdint.h>
 
-/* errors.c: sets the exception for a message with a class prefix, "T:", "R:" or "V:". */
+/* errors.c: sets the exception for a message with a class prefix, "T:", "R:" or "V:". With "R=ended:" it has the
+ * attribute refusal, "ended". */
 void tft_raise(const char *message);
 
 /* fork.c: Go's threads do not exist in a forked child, so that a call into Go could wait there for ever. */

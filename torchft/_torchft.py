@@ -57,6 +57,14 @@ __all__ = [
 #: lighthouse command: info.
 LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
 
+
+def refusal(error: BaseException) -> str:
+    """Returns why the lighthouse has refused the request that an exception tells of, one of ``Refusal`` in
+    go/quorum/types.go; empty: it has refused none.
+    """
+    return getattr(error, "refusal", "") or ("" if error.__cause__ is None else refusal(error.__cause__))
+
+
 _MICROSECOND = timedelta(microseconds=1)
 _LONGEST = timedelta(days=36500) // _MICROSECOND  # a duration that fits into Go's type; in effect, no limit
 

@@ -12,6 +12,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 )
@@ -50,6 +51,7 @@ func TestAGroupThatComesBackAfterTheEndIsToldByTheNextLeader(t *testing.T) {
 			assert.Equal(t, codes.FailedPrecondition, status.Code(err))
 			assert.ErrorContains(t, err,
 				"the training has ended: it was complete at step 8, before b came back")
+			assert.Equal(t, quorum.Ended, wire.RefusalOf(err))
 		}
 		for id, run := range map[string]string{"c": "second", "d": ""} {
 			m := ofRun(t, &l.Cluster, fttest.AgreeingAddrs, id, run)

@@ -270,7 +270,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			if a.Why == quorum.Ended {
 				j.log.Info("torchft: a group is told that it came back too late", "reason", a.Reason)
 			}
-			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
+			j.waiters.Answer(a.Waiter, answer{err: wire.Refused(refusals[a.Why], a.Why, a.Reason)})
 		case quorum.Welcome:
 			j.greeting.welcome(a)
 		case quorum.RefuseStream:

@@ -409,8 +409,9 @@ func (s *stream) expire() {
 	if s.waiter == 0 || time.Now().Before(s.deadline) || s.job.ended != nil {
 		return
 	}
-	reason := s.job.reasonFor(s.replicaID) // before forget: the reason counts this request, too
-	s.answer(s.number, answer{err: status.Errorf(codes.DeadlineExceeded, "no quorum in time: %s", reason)})
+	reason, refusal := s.job.reasonFor(s.replicaID) // before forget: the reason counts this request, too
+	err := wire.Refused(codes.DeadlineExceeded, refusal, "no quorum in time: "+reason)
+	s.answer(s.number, answer{err: err})
 	s.forget()
 }
 
@@ -476,10 +477,7 @@ func (s *stream) send(number uint64, send func() error) {
 		return send()
 	}()
 	if err != nil {
-		f := status.Convert(err)
 		s.broken = s.wire.Send(&torchftpb.LighthouseMessage{Number: number,
-			Message: &torchftpb.LighthouseMessage_Failure{
-				Failure: &torchftpb.CallFailure{Code: uint32(f.Code()), Message: f.Message()},
-			}}) != nil
+			Message: &torchftpb.LighthouseMessage_Failure{Failure: wire.FailureToProto(err)}}) != nil
 	}
 }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
 )
 
 // logAfter is how long requests must have been pending before the reason is logged. In each step of a healthy
@@ -28,17 +29,17 @@ func (j *job) reason(now time.Time) string {
 	return j.waitLog.reason
 }
 
-// reasonFor returns why there is no quorum with a member. A panic costs only what is said of a standby. The
-// caller holds mu.
-func (j *job) reasonFor(replicaID string) (reason string) {
+// reasonFor returns why there is no quorum with a member, and quorum.Held if it is a standby. A panic costs
+// only what is said of a standby. The caller holds mu.
+func (j *job) reasonFor(replicaID string) (reason string, refusal quorum.Refusal) {
 	var err error
 	defer func() {
 		if err != nil || reason == "" {
-			reason = j.reason(time.Now())
+			reason, refusal = j.reason(time.Now()), ""
 		}
 	}()
 	defer rpc.Recovered(j.log, "the state of a standby", &err)
-	return j.machine.StandsBy(replicaID)
+	return j.machine.StandsBy(replicaID), quorum.Held
 }
 
 // logWait logs, once, that requests have been pending for long.

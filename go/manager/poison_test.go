@@ -9,6 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -49,6 +51,7 @@ func TestTheSecondOfTwoEqualExceptionsStopsTheJob(t *testing.T) {
 		assert.Contains(t, refused.Err.Error(), "ValueError at train.py:7")
 		late := <-c.StartGroup("d", 1).Quorum(0, 0, time.Minute)
 		assert.Contains(t, late.Err.Error(), "the job stops: ")
+		assert.Equal(t, quorum.Poisoned, wire.RefusalOf(late.Err))
 
 		events := history(t, c)
 		require.NotEmpty(t, events)

@@ -268,10 +268,7 @@ func (o *openSession) response(c *sessionCall, a answer) any {
 	}
 	resp := &torchftpb.RankResponse{Call: c.number}
 	if a.err != nil {
-		s := status.Convert(a.err)
-		resp.Response = &torchftpb.RankResponse_Failure{
-			Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()},
-		}
+		resp.Response = &torchftpb.RankResponse_Failure{Failure: wire.FailureToProto(a.err)}
 	} else {
 		resp.Response = &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(*a.result)}
 	}

@@ -374,18 +374,20 @@ const (
 // Causes are all causes that are failures.
 var Causes = []Cause{Silent, Connection, RankFailed, Unreachable, NoProgress, Unanswered, Parted}
 
-// Refusal is why a waiter gets no quorum.
-type Refusal int
+// Refusal is why a waiter gets no quorum. It travels with the error up to Python, which goes by some of them.
+type Refusal string
 
 const (
-	Overtaken  Refusal = iota // a newer request of its member arrived before it
-	Replaced                  // another process asks with the same replica_id
-	Behind                    // its step is below the job's, and the policy forbids a regression
-	Left                      // its member has left
-	Unbelieved                // it claims to know a quorum far ahead, and does not show it
+	Overtaken  Refusal = "overtaken"  // a newer request of its member arrived before it
+	Replaced   Refusal = "replaced"   // another process asks with the same replica_id
+	Behind     Refusal = "behind"     // its step is below the job's, and the policy forbids a regression
+	Left       Refusal = "left"       // its member has left
+	Unbelieved Refusal = "unbelieved" // it claims to know a quorum far ahead, and does not show it
 	// its group has another world_size than the other groups, or reduces other tensors
-	Misfit
-	Poisoned // the job stops
-	Unneeded // it is a standby that was asked to leave
-	Ended    // the training of its run is complete, or it is a standby and all groups have completed theirs
+	Misfit   Refusal = "misfit"
+	Poisoned Refusal = "poisoned" // the job stops
+	Held     Refusal = "held"     // it is a standby, and its deadline has passed
+	Unneeded Refusal = "unneeded" // it is a standby that was asked to leave
+	// the training of its run is complete, or it is a standby and all groups have completed theirs
+	Ended Refusal = "ended"
 )

@@ -150,7 +150,7 @@ func (s *session) receive(from *stream, resp *torchftpb.RankResponse) error {
 	if notice := resp.GetNotice(); notice != nil {
 		s.broadcast.Notify(notice)
 	} else if failure := resp.GetFailure(); failure != nil {
-		from.Answer(resp.GetCall(), nil, status.Error(codes.Code(failure.GetCode()), failure.GetMessage()))
+		from.Answer(resp.GetCall(), nil, wire.FailureFromProto(failure))
 	} else {
 		from.Answer(resp.GetCall(), resp, nil)
 	}

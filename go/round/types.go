@@ -193,7 +193,8 @@ func (AnswerMetadata) isAction()   {}
 func (ReportIncomplete) isAction() {}
 func (Fail) isAction()             {}
 
-// Kind classifies a failure; internal/wire maps each to one gRPC status code.
+// Kind classifies a failure; internal/wire maps each to one gRPC status code, and some to a refusal of the
+// lighthouse, by which Python goes.
 type Kind int
 
 const (
@@ -202,6 +203,10 @@ const (
 	KindAborted                 // a sibling rank or a newer attempt ended this round: ABORTED
 	KindUnavailable             // shutting down, or the lighthouse is not reached: UNAVAILABLE
 	KindInternal                // everything else: INTERNAL
+	KindHeld                    // quorum.Held
+	KindUnneeded                // quorum.Unneeded
+	KindEnded                   // quorum.Ended
+	KindPoisoned                // quorum.Poisoned
 )
 
 // Failure is the reason why a request failed.
@@ -222,6 +227,14 @@ func (k Kind) String() string {
 		return "unavailable"
 	case KindInternal:
 		return "internal"
+	case KindHeld:
+		return string(quorum.Held)
+	case KindUnneeded:
+		return string(quorum.Unneeded)
+	case KindEnded:
+		return string(quorum.Ended)
+	case KindPoisoned:
+		return string(quorum.Poisoned)
 	}
 	return "unknown"
 }

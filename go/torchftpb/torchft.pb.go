@@ -2555,6 +2555,7 @@ type CallFailure struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Code          uint32                 `protobuf:"varint,1,opt,name=code,proto3" json:"code,omitempty"`
 	Message       string                 `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
+	Refusal       string                 `protobuf:"bytes,3,opt,name=refusal,proto3" json:"refusal,omitempty"` // why the lighthouse gives no quorum (Refusal in go/quorum/types.go); empty: another failure
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2599,6 +2600,13 @@ func (x *CallFailure) GetCode() uint32 {
 func (x *CallFailure) GetMessage() string {
 	if x != nil {
 		return x.Message
+	}
+	return ""
+}
+
+func (x *CallFailure) GetRefusal() string {
+	if x != nil {
+		return x.Refusal
 	}
 	return ""
 }
@@ -4225,10 +4233,11 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04what\x18\x03 \x01(\tR\x04what\x12\x15\n" +
 	"\x06for_us\x18\x04 \x01(\x03R\x05forUs\x12\x14\n" +
 	"\x05waits\x18\x05 \x01(\bR\x05waits\x12$\n" +
-	"\x05phase\x18\x06 \x01(\x0e2\x0e.torchft.PhaseR\x05phase\";\n" +
+	"\x05phase\x18\x06 \x01(\x0e2\x0e.torchft.PhaseR\x05phase\"U\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xee\x06\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\x12\x18\n" +
+	"\arefusal\x18\x03 \x01(\tR\arefusal\"\xee\x06\n" +
 	"\rMemberMessage\x12\x1a\n" +
 	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +

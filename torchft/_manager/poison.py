@@ -20,15 +20,13 @@ import torch
 import torch.distributed as dist
 
 from torchft._manager.settings import STOPPED_STATUS
-from torchft._torchft import MemberFailure
+from torchft._torchft import MemberFailure, refusal
 
 if TYPE_CHECKING:
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.rank import RankState
     from torchft._manager.step.errors import Errors
 
-# Part of the error of a request that the lighthouse refuses because the job stops.
-_STOPS = "the job stops: "
 # How long a rank that an exception ends waits for the answer of the lighthouse.
 _ANSWER_SEC = 2.0
 # Where torchft and torch.distributed are.
@@ -130,7 +128,7 @@ class Poison:
         """An exception ends this rank, unless it is None: reports it, and waits for the answer."""
         if error is None or self._reported or self.stopped:
             return
-        if _STOPS in str(error):  # the lighthouse has refused a request
+        if refusal(error) == "poisoned":
             self.stopped = str(error)
         if self._rank_state.quorum_id < 0:
             return  # one before the first quorum concerns this group alone

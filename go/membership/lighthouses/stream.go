@@ -118,8 +118,7 @@ func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
 		s.member.last.Store(q)
 		s.Answer(message.GetNumber(), q, nil)
 	case *torchftpb.LighthouseMessage_Failure:
-		s.Answer(message.GetNumber(), nil, status.Error(codes.Code(m.Failure.GetCode()),
-			m.Failure.GetMessage()))
+		s.Answer(message.GetNumber(), nil, wire.FailureFromProto(m.Failure))
 	case *torchftpb.LighthouseMessage_Notice:
 		s.member.broadcast.Notify(m.Notice)
 	case *torchftpb.LighthouseMessage_Released:

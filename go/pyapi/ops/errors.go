@@ -7,10 +7,12 @@ import (
 	"runtime/debug"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 )
 
 // Class determines which Python exception an error becomes. It is passed as a prefix of the message, because
-// gopy passes only the text; csrc/errors.c removes it.
+// gopy passes only the text; csrc/errors.c removes it. With a refusal of the lighthouse it is "R=ended:", and
+// the exception has the attribute refusal.
 type Class string
 
 const (
@@ -24,7 +26,13 @@ type classed struct {
 	err   error
 }
 
-func (e *classed) Error() string { return string(e.class) + e.err.Error() }
+func (e *classed) Error() string {
+	class := string(e.class)
+	if refusal := wire.RefusalOf(e.err); refusal != "" {
+		class = class[:1] + "=" + string(refusal) + ":"
+	}
+	return class + e.err.Error()
+}
 func (e *classed) Unwrap() error { return e.err }
 
 // As returns err with a class, which replaces an earlier one. A nil error stays nil.

@@ -10,8 +10,12 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
 
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/pyapi/ops"
+	"github.com/torchft/torchft/go/quorum"
 )
 
 type closer struct{ closed int }
@@ -127,6 +131,9 @@ func TestErrorsHaveOneClass(t *testing.T) {
 		})
 	}
 	require.ErrorContains(t, guarded(func() error { panic(fmt.Errorf("bad")) }), "panic")
+	refused := rpc.Wrap("quorum", "m", wire.Refused(codes.FailedPrecondition, quorum.Ended, "it is over"))
+	require.EqualError(t, guarded(func() error { return ops.CallFailed(refused) }),
+		"R=ended:quorum call to m failed: it is over (FailedPrecondition)")
 }
 
 func TestHandles(t *testing.T) {

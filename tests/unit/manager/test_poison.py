@@ -148,7 +148,11 @@ def test_an_exception_is_reported_once_and_its_answer_awaited(fixture: Fixture) 
 
 def test_a_request_that_is_refused_says_that_the_job_stops(fixture: Fixture) -> None:
     manager = fixture.manager(pg=ProcessGroupDummy(0, 1))
-    manager._poison.raised(RuntimeError("quorum: the job stops: the same exception has ended a and b"))
+    refused = RuntimeError("quorum: the job stops: the same exception has ended a and b")
+    manager._poison.raised(refused)
+    assert not manager._poison.stopped, "the text alone says nothing"
+    refused.refusal = "poisoned"  # type: ignore[attr-defined]
+    manager._poison.raised(refused)
     assert "ended a and b" in manager._poison.stopped
 
 

@@ -13,7 +13,14 @@ from unittest.mock import MagicMock
 import pytest
 
 from torchft._manager.edge import as_server
-from torchft._manager.quorum.rounds import LateRound, NativeRounds, Round, StandingRound, ThreadRounds
+from torchft._manager.quorum.rounds import (
+    JobFinished,
+    LateRound,
+    NativeRounds,
+    Round,
+    StandingRound,
+    ThreadRounds,
+)
 from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 
 LONG = timedelta(seconds=60)
@@ -162,6 +169,36 @@ def test_many_may_wait_for_a_round(client: FakeClient) -> None:
         thread.join(20)
         assert not thread.is_alive()
     assert len(followed.by) == 1
+
+
+def refused(refusal: str, error: Exception) -> Exception:
+    """An error as the native core raises it."""
+    error.refusal = refusal  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize("refusal", ["ended", "unneeded"])
+def test_a_group_that_has_nothing_to_train_ends(client: FakeClient, refusal: str) -> None:
+    begun = begin(NativeRounds(client), Followed())
+    client.results.put(refused(refusal, RuntimeError("at step 8")))
+    with pytest.raises(SystemExit) as ended:
+        begun.result()
+    assert ended.value.code == 0 and isinstance(ended.value, JobFinished) == (refusal == "ended")
+
+
+def test_a_standby_asks_until_it_is_needed(client: FakeClient) -> None:
+    begun = begin(NativeRounds(client), Followed())
+    for _ in range(3):
+        client.results.put(refused("held", TimeoutError("max_replicas is 2")))
+    client.results.put(QuorumResult(quorum_id=1))
+    assert begun.answer().quorum_id == 1 and len(client.first) == 4
+
+
+def test_the_text_of_an_error_says_nothing(client: FakeClient) -> None:
+    begun = begin(NativeRounds(client), Followed())
+    client.results.put(RuntimeError("the training has ended: this standby is not needed"))
+    with pytest.raises(RuntimeError, match="the training has ended: "):
+        begun.result()
 
 
 @pytest.mark.parametrize("error", [TimeoutError("no quorum"), RuntimeError("lighthouse")])

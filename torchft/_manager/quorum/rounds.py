@@ -16,6 +16,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Optional, Protocol
 
+from torchft._torchft import refusal
+
 if TYPE_CHECKING:
     from torchft._torchft import ManagerClient, QuorumRequest, QuorumResult
 
@@ -25,12 +27,6 @@ _logger = logging.getLogger("torchft.manager")
 
 # The timeout of one call that waits for a change; the call is repeated. Its length does not matter.
 _LONGEST_WAIT = timedelta(hours=1)
-
-# What the lighthouse answers a group that it holds back (go/quorum/seats.go): at the deadline of each
-# request, and when that group is to leave.
-_STANDS_BY, _UNNEEDED = "waits as a standby", "this standby is not needed"
-# What it answers a group that has nothing to train (go/quorum/end.go).
-_ENDED = "the training has ended: "
 
 
 class JobFinished(SystemExit):
@@ -313,18 +309,17 @@ class NativeRounds:
                 try:
                     self._last = result = self._client._end_round(op, last)
                     return result
-                except TimeoutError as e:
-                    if _STANDS_BY not in str(e):
-                        raise
-                except RuntimeError as e:
-                    if _ENDED in str(e):
+                except (TimeoutError, RuntimeError) as e:
+                    why = refusal(e)
+                    if why == "ended":
                         _logger.warning(f"this group trains nothing: {e}")  # a status of 0 says nothing
                         raise JobFinished(str(e)) from None
-                    if _UNNEEDED not in str(e):
+                    if why == "unneeded":
+                        _logger.info("the script ends: %s", e)
+                        # not StopIteration or alike: what follows the loop is for groups that have trained
+                        raise SystemExit(0) from None
+                    if why != "held":
                         raise
-                    _logger.info("the script ends: %s", e)
-                    # not StopIteration or alike: what follows the loop is for groups that have trained
-                    raise SystemExit(0) from None
                 op = self._client._begin_round(request, timeout, last)
 
         with self._lock:

@@ -15,6 +15,7 @@ type Status struct {
 	Created     time.Time `json:"quorum_created,omitzero"`
 	MaxStep     int64     `json:"max_step"`          // largest step of its members
 	Stopped     string    `json:"stopped,omitempty"` // why the job stops, and is refused
+	Ended       string    `json:"ended,omitempty"`   // the run whose training is complete
 	Reason      string    `json:"reason"`            // why there is no next quorum yet
 	Healthy     int       `json:"healthy"`
 	Candidates  int       `json:"candidates"` // healthy members with a pending request
@@ -81,6 +82,7 @@ func (m *Machine) Describe(now time.Time) Status {
 	s := Status{
 		Quorum:             []string{},
 		Stopped:            m.poison.verdict,
+		Ended:              m.past.end.Run,
 		Reason:             m.roster.explain(d),
 		Healthy:            t.healthy,
 		Candidates:         t.candidates,

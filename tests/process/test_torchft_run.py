@@ -307,6 +307,21 @@ def test_a_group_that_is_killed_after_the_end_trains_nothing_again(tmp_path: Pat
     assert lives == {"life-1-1": True, "step-1-0": True, "step-1-1": False}
 
 
+@pytest.mark.timeout(240)
+def test_an_error_behind_the_loop_of_all_groups_is_that_of_the_job(tmp_path: Path) -> None:
+    """Each group comes back, is told that the training has ended, and trains nothing again."""
+    run = Command(tmp_path, "--replicas", "2", "--min-replicas", "2", str(FINISHED), "result.pt")
+    try:
+        assert run.process.wait(180) == 1, run.report()
+    finally:
+        process_tree.kill_tree(run.process)
+    told = r"its script ended with status 1 after the training was complete, and ran to its end in no life: "
+    for group in range(2):
+        assert run.shows(rf"group {group}: {told}OSError: result.pt: no space left"), run.report()
+        assert not (tmp_path / f"step-{group}-1").exists(), run.report()
+    assert not run.shows("^done"), run.report()
+
+
 @pytest.mark.hosts
 @pytest.mark.timeout(240)
 def test_a_job_on_a_host_that_cannot_resolve_localhost(tmp_path: Path) -> None:

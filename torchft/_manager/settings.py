@@ -17,6 +17,11 @@ REPLICA_ID_KEY: str = "replica_id"
 STOPPED_STATUS = 65
 # That of a node that should not train, and of `torchft run` where groups cannot start: EX_UNAVAILABLE.
 BAD_NODE_STATUS = 69
+# That of a rank that is told that the training has ended (JobFinished), for a launcher that sets RETURNS_ENV
+# for the groups that it starts again: it must not take this for the end of the script.
+LATE_STATUS = 66
+#: Set by `torchft run` for a group that it starts again: `JobFinished` then has status 66. Default: none.
+RETURNS_ENV: str = "TORCHFT_RETURNS"
 #: Port of the manager server. Default: a free one.
 MANAGER_PORT_ENV: str = "TORCHFT_MANAGER_PORT"
 #: `timeout`, in whole seconds. Default: the argument's.

@@ -7,18 +7,19 @@ import random
 import signal
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 from urllib.parse import urlsplit
 
 from torchft._lighthouse_http import HttpLighthouse, Unanswered
-from torchft._manager.settings import BAD_NODE_STATUS, STOPPED_STATUS
+from torchft._manager.settings import BAD_NODE_STATUS, LATE_STATUS, RETURNS_ENV, STOPPED_STATUS
 from torchft._manager.signals import LEAVE_ON_ENV
 from torchft._security import RUN_ENV
 from torchft.addresses import node_name
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
-from torchft.launch.output import error_of
+from torchft.launch.output import error_of, exit_code
 from torchft.launch.restarts import FRUITLESS_LIVES, of_device, restart_delay
 from torchft.launch.step_rate import StepRate
 
@@ -33,6 +34,18 @@ class HostFails(LaunchError):
     """This host should not be used: its groups cannot start, or its check found it bad."""
 
     status = BAD_NODE_STATUS
+
+
+class ScriptFailed(LaunchError):
+    """The script of a group has failed behind its loop, and none of its lives ran to its end.
+
+    Args:
+        groups: those groups.
+    """
+
+    def __init__(self, groups: Sequence[GroupState]) -> None:
+        super().__init__("; ".join(group.failed for group in groups))
+        self.status = max(1, *(group.code for group in groups))
 
 
 _TICK_SEC = 0.1
@@ -50,6 +63,8 @@ _DRAIN_SEC = 30.0
 
 
 STANDBY = "standby"  # the state of a group that the lighthouse holds back
+# That of a group that is told that the training has ended, and of one whose script had failed behind its loop
+LATE, FAILED = "came back after the end", "failed behind its loop"
 
 
 @dataclass
@@ -65,6 +80,8 @@ class GroupState:
     restart_at: float | None = None
     leaving: bool = False
     abandoned: str = ""  # why it is not restarted; empty if it is
+    failed: str = ""  # how its script ended after the end of the training, with an error; empty: it did not
+    code: int = 0  # the exit code of the script then, negative for a signal
     end_by: float | None = None  # time at which it gets SIGTERM if it has not left
     replica_id: str = ""  # as the lighthouse reports it
 
@@ -169,6 +186,7 @@ class LocalJob:
 
         Raises:
             JobStops: an exception would end it again and again.
+            ScriptFailed: the script of a group has failed behind its loop.
             LaunchError: the script raises the same error each time, before its first step; or a group is no
                 longer restarted, and others have finished.
             HostFails: a group is no longer restarted, and either none runs, will be restarted or has
@@ -186,6 +204,8 @@ class LocalJob:
         if self._standby:
             self._end_standbys()
         goes_on = any(member.running or member.restart_at is not None for member in self.members)
+        if not goes_on:
+            self._check_ends()
         abandoned = [member for member in self.members if member.abandoned]
         if abandoned and not goes_on:
             if any(member.state == "done" for member in self.members):  # on this host, too
@@ -246,6 +266,8 @@ class LocalJob:
         # it.
         leave_on = {LEAVE_ON_ENV: os.environ.get(LEAVE_ON_ENV, signal.SIGTERM.name)}
         own = {"TORCHFT_MANAGER_PORT": str(member.port), RUN_ENV: self._run}
+        if member.group.starts > 0:
+            own[RETURNS_ENV] = "1"
         member.group.start(self._lighthouse, {**own, **leave_on})
 
     def _look_after(self, member: GroupState, now: float) -> None:
@@ -257,24 +279,60 @@ class LocalJob:
             return
         if member.leaving:
             member.state = "left"
-        elif member.abandoned:
+        elif member.abandoned or member.state in (LATE, FAILED):
             return
         elif member.restart_at is not None:
             if now >= member.restart_at:
                 self._start(member)
         elif status == 0:
-            member.state = "done"
+            member.state, member.failed = "done", ""
+        elif exit_code(member.group.log) == LATE_STATUS:
+            member.state = FAILED if member.failed else LATE
         else:
+            self._note_end(member, status)
             member.fruitless = 0 if member.took_part else member.fruitless + 1
             error = error_of(member.group.log) if member.fruitless else ""
             self._end_if_repeated(member, error)
             delay = restart_delay(member.fruitless)
+            if delay is None and member.failed:
+                member.state = FAILED
+                return
             if delay is None:
                 self._stop_restarting(member, status, error)
                 return
             if member.state != "killed":
                 member.state = f"ended with status {status}"
             member.restart_at = now + delay
+
+    def _note_end(self, member: GroupState, failed: int) -> None:
+        """Remembers how a life of a group has failed, if the training was complete. The next one may resume
+        from a checkpoint of the last step, and run to its end; or it is told that the training has ended.
+
+        Args:
+            member: the group.
+            failed: the exit status of its agent.
+        """
+        if status(self._lighthouse).get("ended") != self._run:
+            return
+        self._trained = True  # perhaps faster than this looks
+        log = member.group.log
+        code = member.code = failed if failed < 0 else exit_code(log) or failed
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        error = error_of(log) if code > 0 else ""
+        member.failed = (
+            f"group {member.group.number}: its script {how} after the training was complete, and ran to its "
+            f"end in no life{': ' * bool(error)}{error}; see {log}"
+        )
+
+    def _check_ends(self) -> None:
+        """Raises ScriptFailed if a script has failed behind its loop. One that was killed, with its host say,
+        is made up for by that of another group, which ran to its end.
+        """
+        failed = [member for member in self.members if member.state == FAILED]
+        if any(member.state == "done" for member in self.members):
+            failed = [member for member in failed if member.code > 0]
+        if failed:
+            raise ScriptFailed(failed)
 
     def _end_if_repeated(self, member: GroupState, error: str) -> None:
         """Ends the job if its script cannot start: it raised the same error twice, in one group or in two,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from torchft._manager.settings import BAD_NODE_STATUS, STOPPED_STATUS
 from torchft.launch import job as module
 from torchft.launch import process_tree
 from torchft.launch.group import ReplicaGroup
-from torchft.launch.job import HostFails, JobStops, LocalJob
+from torchft.launch.job import HostFails, JobStops, LocalJob, ScriptFailed
 from torchft.launch.lighthouse import LaunchError
 from torchft.launch.progress import line
 from torchft.launch.restarts import FRUITLESS_LIVES, of_device, restart_delay
@@ -27,12 +28,13 @@ class FakeGroup:
         self.status: int | None = None
         self.terminated = 0
         self.log = Path(f"group-{number}.log")
-        self.port = self.leave_on = ""
+        self.port = self.leave_on = self.returns = ""
 
     def start(self, lighthouse: str, env: dict[str, str]) -> None:
         self.starts += 1
         self.status = None
         self.port, self.leave_on = env["TORCHFT_MANAGER_PORT"], env["TORCHFT_LEAVE_ON"]
+        self.returns, self.run = env.get("TORCHFT_RETURNS", ""), env["TORCHFT_RUN_ID"]
 
     def kill(self) -> list[int]:
         if self.status is None:
@@ -49,6 +51,7 @@ class Cluster:
         self.groups: list[FakeGroup] = []
         self.training: dict[int, int] = {}  # group: step
         self.standby: set[int] = set()
+        self.ended = False  # whether the training is complete
         self.time = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(module, "time", self.time)
         self.drained: list[str] = []
@@ -83,7 +86,8 @@ class Cluster:
             }
             for i in self.standby
         ]
-        return {"quorum_id": len(self.training), "members": members}
+        ended = {"ended": self.groups[0].run} if self.ended else {}
+        return {"quorum_id": len(self.training), "members": members, **ended}
 
     def pass_time(self, seconds: float) -> bool:
         self.now += seconds
@@ -112,6 +116,64 @@ def test_a_job_that_stops_is_not_started_again(monkeypatch: pytest.MonkeyPatch) 
         cluster.pass_time(1)
     assert e.value.status == STOPPED_STATUS and e.value.logs == ()
     assert [group.starts for group in cluster.groups] == [1, 1]
+
+
+# The exit codes of the ranks of both groups: before and after the training has ended. 66: it was told so.
+@pytest.mark.parametrize(
+    ("lives", "status"),
+    [
+        ([[3, 66], [3, 66]], 3),  # all fail behind the loop
+        ([[0], [3, 66]], 3),
+        ([[0], [3, 0]], None),  # it has resumed from a checkpoint
+        ([[3, 3, 3, 3], [0]], 3),
+        ([[0], [-9, 66]], None),  # it was lost with its host
+        ([[-9, 66], [-9, 66]], 1),
+        ([[-9, 66], [4, 66]], 4),
+    ],
+)
+def test_a_script_that_fails_behind_its_loop(
+    monkeypatch: pytest.MonkeyPatch, lives: list[list[int]], status: int | None
+) -> None:
+    codes: dict[Path, int] = {}
+    monkeypatch.setattr(module, "exit_code", codes.__getitem__)
+    monkeypatch.setattr(module, "error_of", lambda log: "OSError: the disk is full")
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5, 1: 5}
+    assert cluster.pass_time(1)
+    cluster.training, cluster.ended = {}, True
+    with contextlib.ExitStack() as raises:
+        if status is not None:
+            error = raises.enter_context(pytest.raises(ScriptFailed))
+        while True:
+            for group, ends in zip(cluster.groups, lives):
+                if group.status is None and ends:
+                    code = codes[group.log] = ends.pop(0)
+                    group.status = 0 if code == 0 else 1
+            if not cluster.pass_time(6):
+                break
+    assert not any(lives)
+    assert [group.returns for group in cluster.groups] == [
+        "1" if group.starts > 1 else "" for group in cluster.groups
+    ]
+    if status is not None:
+        assert error.value.status == status and error.value.logs == ()
+        assert "after the training was complete, and ran to its end in no life" in str(error.value)
+        assert ("OSError: the disk is full; see group-" in str(error.value)) == (status > 1)
+
+
+def test_a_group_that_failed_before_the_end_is_done_if_it_comes_back_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "exit_code", lambda log: cluster.code)
+    cluster: Any = Cluster(monkeypatch, 2, 2)
+    cluster.training, cluster.code = {0: 5, 1: 5}, 3
+    assert cluster.pass_time(1)
+    cluster.groups[1].status = 1
+    assert cluster.pass_time(0) and cluster.pass_time(0)
+    cluster.ended, cluster.code = True, 66
+    cluster.groups[1].status, cluster.groups[0].status = 1, 0
+    assert not cluster.pass_time(1)
+    assert cluster.states() == ["done", "came back after the end"]
 
 
 @pytest.mark.parametrize(("fruitless", "delay"), [(0, 0.0), (1, 1.0), (2, 5.0), (FRUITLESS_LIVES, None)])

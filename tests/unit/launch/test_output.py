@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchft.launch.output import error_of, tail
+from torchft.launch.output import error_of, exit_code, tail
 
 FAILED = (
     "E1122 10:47:52.043000 24579 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) "
@@ -32,6 +32,13 @@ Traceback (most recent call last):
   File "train.py", line 2, in _end
 ValueError: closed
 """
+
+
+OF_TRITON = (
+    '\nnanobind: leaked 4 instances!\n - leaked instance 0x7f of type "attribute"\n - ... skipped remainder\n'
+    "nanobind: this is likely caused by a reference counting issue in the binding code.\n"
+    "See https://nanobind.readthedocs.io/en/latest/refleaks.html\n"
+)
 
 
 @pytest.fixture
@@ -66,9 +73,19 @@ def test_the_error_of_a_script(log: Path) -> None:
         chained,
         RAISED + AT_EXIT,
         f"{RAISED.replace('cheese', 'wine')}{REPORT}{RAISED}{REPORT}",
+        f"{RAISED}{OF_TRITON}{REPORT}{OF_TRITON}",
+        "".join(f"[rank0]: {line}\n" for line in RAISED.splitlines()),
     ):
         log.write_text(text)
         assert error_of(log) == "RuntimeError: out of cheese"
     for text in ("it has no traceback\n", AT_EXIT, "Traceback (most recent call last):\n  File"):
         log.write_text(text)
         assert error_of(log) == ""
+
+
+def test_the_exit_code_of_the_last_life(log: Path) -> None:
+    assert exit_code(log) == 0, "there is no log"
+    log.write_text(f"{RAISED}{REPORT}again\n{REPORT.replace('exitcode: 1', 'exitcode: -9')}")
+    assert exit_code(log) == -9
+    log.write_text(RAISED)
+    assert exit_code(log) == 0, "torchrun was killed"

@@ -177,13 +177,18 @@ def refused(refusal: str, error: Exception) -> Exception:
     return error
 
 
-@pytest.mark.parametrize("refusal", ["ended", "unneeded"])
-def test_a_group_that_has_nothing_to_train_ends(client: FakeClient, refusal: str) -> None:
+@pytest.mark.parametrize(
+    ("refusal", "returns", "status"), [("ended", "", 0), ("ended", "1", 66), ("unneeded", "", 0)]
+)
+def test_a_group_that_has_nothing_to_train_ends(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch, refusal: str, returns: str, status: int
+) -> None:
+    monkeypatch.setenv("TORCHFT_RETURNS", returns)
     begun = begin(NativeRounds(client), Followed())
     client.results.put(refused(refusal, RuntimeError("at step 8")))
     with pytest.raises(SystemExit) as ended:
         begun.result()
-    assert ended.value.code == 0 and isinstance(ended.value, JobFinished) == (refusal == "ended")
+    assert ended.value.code == status and isinstance(ended.value, JobFinished) == (refusal == "ended")
 
 
 def test_a_standby_asks_until_it_is_needed(client: FakeClient) -> None:

@@ -9,6 +9,7 @@ asks for it, usually the training thread: most steps switch no threads.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Optional, Protocol
 
+from torchft._manager.settings import LATE_STATUS, RETURNS_ENV
 from torchft._torchft import refusal
 
 if TYPE_CHECKING:
@@ -31,14 +33,15 @@ _LONGEST_WAIT = timedelta(hours=1)
 
 class JobFinished(SystemExit):
     """The training was complete before this group came back, or the group is a standby: it has nothing to
-    train. Uncaught, it ends the process with status 0, so that no launcher starts it again.
+    train. Uncaught, it ends the process with status 0, so that no launcher starts it again; with 66 for one
+    that tells these two apart (TORCHFT_RETURNS).
 
     Args:
         reason: names the step of the end.
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(0)
+        super().__init__(LATE_STATUS if os.environ.get(RETURNS_ENV) else 0)
         self.reason = reason
 
 

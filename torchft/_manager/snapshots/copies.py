@@ -115,8 +115,8 @@ def _misfit(path: Path, own: Callable[[], Any]) -> Optional[str]:
         return str(error)
 
 
-def _read(path: Path, header: Header) -> Slot:
-    slot = Slot.open(path, copy=True)
+def _read(path: Path, header: Header, moved: Callable[[], None]) -> Slot:
+    slot = Slot.open(path, copy=True, moved=moved)
     if slot.header != header:
         raise SlotError(f"{path} has another state now")
     return slot
@@ -386,8 +386,8 @@ class Snapshots:
             if key not in lacks
         ]
 
-    def _read_elsewhere(self, step: int, quorum: int, of: _Elsewhere) -> Slot:
-        return self._fetch(of.whole) if of.whole else self._gather(step, quorum, of.parts)
+    def _read_elsewhere(self, step: int, quorum: int, of: _Elsewhere, moved: Callable[[], None]) -> Slot:
+        return self._fetch(of.whole, moved) if of.whole else self._gather(step, quorum, of.parts, moved)
 
     def _found_elsewhere(self) -> dict[tuple[int, int], _Elsewhere]:
         held = []
@@ -410,19 +410,19 @@ class Snapshots:
                     of.parts.append((one.share, partial(remote.part, one)))
         return found
 
-    def _fetch(self, whole: list[Held]) -> Slot:
+    def _fetch(self, whole: list[Held], moved: Callable[[], None]) -> Slot:
         hosts = ", ".join(sorted({one.host for one in whole}))
         self._logger.info(f"fetches the copy of step {whole[0].step} from the memory of {hosts}")
-        return remote.fetch(whole, self._folder / "fetched")
+        return remote.fetch(whole, self._folder / "fetched", moved)
 
-    def _gather(self, step: int, quorum: int, parts: list[_Part]) -> Slot:
+    def _gather(self, step: int, quorum: int, parts: list[_Part], moved: Callable[[], None]) -> Slot:
         self._logger.info(f"gathers the copy of step {step} from {len(parts)} slots with parts of it")
         which = (step, quorum, self._ranks.group_rank, self._ranks.group_world_size)
 
         def fits(header: Header) -> bool:
             return (header.step, header.quorum, header.group_rank, header.group_world_size) == which
 
-        return gather.gather([opened for _, opened in parts], self._folder / "fetched", fits)
+        return gather.gather([opened for _, opened in parts], self._folder / "fetched", fits, moved)
 
     # Steps
 

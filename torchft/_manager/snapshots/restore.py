@@ -9,6 +9,7 @@ loaded, and all ranks choose again without it.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Optional, Protocol
@@ -24,14 +25,14 @@ class Reachable(NamedTuple):
         step, quorum: of the copy.
         where: names its place.
         misfit: returns why it does not fit this rank, as far as that is known without its tensors.
-        open: reads and verifies it, into memory of this process.
+        open: reads and verifies it, into memory of this process; calls its argument as it gets on.
     """
 
     step: int
     quorum: int
     where: str
     misfit: Callable[[], Optional[str]]
-    open: Callable[[], Slot]
+    open: Callable[[Callable[[], None]], Slot]
 
     def same_state(self, other: Optional[Reachable]) -> bool:
         """Whether another one is of the same step of the same history."""
@@ -44,6 +45,7 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def add(self, key: str, amount: int, /) -> int: ...
 
 
 class Ranks:
@@ -53,7 +55,7 @@ class Ranks:
         store: the store of the group.
         name: the replica id of this incarnation of the group.
         group_rank, group_world_size: of this rank.
-        timeout: of a wait for the other ranks.
+        timeout: of a wait for the other ranks, since one of them has got on.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Ranks:
         self._name = name
         self._timeout = timeout
         self._number = 0  # of exchanges
+        self._moves = f"torchft/restore/{name}/moves"  # how often a rank has got on
+        self._told = 0.0  # when this rank said so
         self.group_rank = group_rank
         self.group_world_size = group_world_size
 
@@ -70,7 +74,7 @@ class Ranks:
         """Returns the values of all ranks.
 
         Raises:
-            RuntimeError: a rank gave none in time.
+            RuntimeError: a rank gave none, and none has got on for the timeout.
         """
         if self.group_world_size == 1:
             return [value]
@@ -79,8 +83,22 @@ class Ranks:
             f"torchft/restore/{self._name}/{self._number}/{rank}" for rank in range(self.group_world_size)
         ]
         self._store.set(keys[self.group_rank], value)
-        self._store.wait(keys, self._timeout)
-        return [each.decode() for each in self._store.multi_get(keys)]
+        before = self._store.add(self._moves, 0)
+        while True:
+            try:
+                self._store.wait(keys, self._timeout)
+                return [each.decode() for each in self._store.multi_get(keys)]
+            except RuntimeError:  # it timed out, or there is no store any more
+                if (now := self._store.add(self._moves, 0)) == before:
+                    raise
+                before = now
+
+    def moved(self) -> None:
+        """Says that this rank gets on with a copy: the others wait on."""
+        now = time.monotonic()
+        if self.group_world_size > 1 and now - self._told > self._timeout.total_seconds() / 4:
+            self._told = now
+            self._store.add(self._moves, 1)
 
 
 class Choice:
@@ -132,7 +150,7 @@ class Choice:
             assert self.newest is not None
             slot = why = None
             try:
-                slot = self.newest.open()
+                slot = self.newest.open(self._ranks.moved)
                 why = refuses(slot)
             except SlotError as error:
                 why = str(error)

@@ -52,13 +52,19 @@ def local(path: Path) -> Source:
     return Source(str(path), header.nbytes, read)
 
 
-def gather(sources: Sequence[Callable[[], Source]], into: Path, fits: Callable[[Header], bool]) -> Slot:
+def gather(
+    sources: Sequence[Callable[[], Source]],
+    into: Path,
+    fits: Callable[[Header], bool],
+    moved: Callable[[], None] = lambda: None,
+) -> Slot:
     """Makes a slot with all regions of a state. What a source cannot give is taken from the next that has it.
 
     Args:
         sources: return the slots that have them; the first ones are preferred.
         into: a file that is written for the time of the call, in memory; the slot keeps its memory.
         fits: whether a header is that of the state.
+        moved: called as it gets on.
 
     Raises:
         SlotError: a region is in none of them; the message has the cause of each.
@@ -82,11 +88,12 @@ def gather(sources: Sequence[Callable[[], Source]], into: Path, fits: Callable[[
     try:
         file = os.open(into, flags, 0o600)
         try:
-            regions = [_region(file, number, indexes, causes) for number in range(len(indexes[0][1].regions))]
-            slots.complete(file, indexes[0][1]._replace(regions=regions))
+            index = indexes[0][1]
+            regions = [_region(file, number, indexes, causes, moved) for number in range(len(index.regions))]
+            slots.complete(file, index._replace(regions=regions))
         finally:
             os.close(file)
-        return Slot.open(into)
+        return Slot.open(into, moved=moved)
     except OSError as error:
         raise SlotError(f"no room for a copy of other groups: {error.strerror}") from error
     finally:
@@ -105,7 +112,13 @@ def _layout(index: Index) -> List[Tuple[int, int]]:
     return [(region.offset, region.length) for region in index.regions]
 
 
-def _region(file: int, number: int, indexes: List[Tuple[Source, Index]], causes: List[str]) -> Region:
+def _region(
+    file: int,
+    number: int,
+    indexes: List[Tuple[Source, Index]],
+    causes: List[str],
+    moved: Callable[[], None],
+) -> Region:
     """Copies a region from the first source that gives it undamaged."""
     for source, index in indexes:
         region = index.regions[number]
@@ -116,6 +129,7 @@ def _region(file: int, number: int, indexes: List[Tuple[Source, Index]], causes:
             for block in source.read(offset, slots.padded(region.length)):
                 slots.put(file, block, offset)
                 offset += len(block)
+                moved()
             if slots.fits(region, file):
                 return region
             raise SlotError(f"{source.where}: region {number} is damaged")

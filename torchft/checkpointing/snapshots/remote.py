@@ -179,12 +179,13 @@ def _other_version(what: str, error: Exception) -> SlotError:
     )
 
 
-def fetch(sources: Sequence[Held], into: Path) -> Slot:
+def fetch(sources: Sequence[Held], into: Path, moved: Callable[[], None] = lambda: None) -> Slot:
     """Fetches a slot, from the first of several sources that sends it, and verifies it.
 
     Args:
         sources: slots with one state.
         into: a file that is written for the time of the call, in memory; the slot keeps its memory.
+        moved: called as it gets on.
 
     Raises:
         SlotError: no source has sent it; the message has the cause of each.
@@ -193,8 +194,8 @@ def fetch(sources: Sequence[Held], into: Path) -> Slot:
     for source in sources:
         try:
             try:
-                _receive(source, into)
-                slot = Slot.open(into)
+                _receive(source, into, moved)
+                slot = Slot.open(into, moved=moved)
             finally:
                 with suppress(FileNotFoundError):
                     into.unlink()
@@ -207,12 +208,13 @@ def fetch(sources: Sequence[Held], into: Path) -> Slot:
     raise SlotError("; ".join(causes) or "there is no source")
 
 
-def _receive(source: Held, into: Path) -> None:
+def _receive(source: Held, into: Path, moved: Callable[[], None]) -> None:
     """Receives the bytes of a slot."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(into, flags, 0o600), "wb", buffering=0) as file:
         for block in _Connection(source).read(0, None):
             _write(file, block)
+            moved()
 
 
 def part(source: Held) -> Source:

@@ -376,11 +376,12 @@ class Slot:
         self.devices = devices
 
     @classmethod
-    def open(cls, path: Path, copy: bool = False) -> Slot:
+    def open(cls, path: Path, copy: bool = False, moved: Callable[[], None] = lambda: None) -> Slot:
         """Opens and verifies a slot.
 
         Args:
             path: the file.
+            moved: called as it gets on, on several threads.
             copy: whether the regions are copied to memory of this process. Otherwise they are views of the
                 file, and change when the trainer writes its next copy there: after reading, compare the
                 header with that of :func:`read_header`. What a caller writes to them does not reach the file.
@@ -393,8 +394,8 @@ class Slot:
                 nbytes = os.fstat(file.fileno()).st_size
                 index = read_index(path, file.read(PAGE), nbytes, partial(_pread, file.fileno()))
                 tree = json.loads(index.structure)
-                read = _copied(file.fileno()) if copy else _mapped(file.fileno(), nbytes)
-                flats = _regions(path, read, index, nbytes)
+                read = _copied(file.fileno(), moved) if copy else _mapped(file.fileno(), nbytes)
+                flats = _regions(path, read, index, nbytes, moved)
                 devices = [region.device for region in index.regions]
         except SlotError:
             raise
@@ -438,7 +439,7 @@ def _mapped(file: int, nbytes: int) -> _Read:
     return read
 
 
-def _copied(file: int) -> _Read:
+def _copied(file: int, moved: Callable[[], None] = lambda: None) -> _Read:
     memory, lock = HostMemory(), threading.Lock()
 
     def read(offset: int, length: int) -> Tuple[torch.Tensor, bytes]:
@@ -450,12 +451,15 @@ def _copied(file: int) -> _Read:
             if count == 0:
                 raise ValueError(f"it ends at {offset + done}")
             done += count
+            moved()
         return flat, os.pread(file, -length % _ALIGNED, offset + length)
 
     return read
 
 
-def _regions(path: Path, read: _Read, index: Index, nbytes: int) -> List[torch.Tensor]:
+def _regions(
+    path: Path, read: _Read, index: Index, nbytes: int, moved: Callable[[], None]
+) -> List[torch.Tensor]:
     in_parts = index.header.share is not None
 
     def one(number: int) -> torch.Tensor:
@@ -465,6 +469,7 @@ def _regions(path: Path, read: _Read, index: Index, nbytes: int) -> List[torch.T
         flat, padding = read(region.offset, region.length)
         if not (in_parts and region.digests is None) and not _undamaged(region, flat, padding):
             raise SlotError(f"{path}: region {number} is damaged")
+        moved()
         return flat
 
     if nbytes < _LARGE:

@@ -38,7 +38,7 @@ class OtherHost:
                     files[rank] = shutil.copy(path, folder / f"{rank}")
                     slots_of[rank] = Held("http://h:1", "h", name, "g", rank, 0, ranks, of, header.quorum)
 
-        def fetch(whole: list[Held], into: Path) -> Slot:
+        def fetch(whole: list[Held], into: Path, moved: Callable[[], None]) -> Slot:
             self.fetched.append(whole[0].rank)
             return Slot.open(files[whole[0].rank], copy=True)
 

@@ -11,6 +11,7 @@ from typing import Any, Optional
 import pytest
 from torch.distributed import HashStore
 
+from tests.unit.waiting import wait_until
 from torchft._manager.snapshots.restore import Choice, Ranks, Reachable
 from torchft.checkpointing.snapshots.slots import SlotError
 
@@ -37,7 +38,7 @@ class Copies:
         def misfit() -> Optional[str]:
             return "another model" if at in self.misfits else None
 
-        def opens() -> Any:
+        def opens(moved: Any) -> Any:
             self.read.append(at)
             if at in self.damaged:
                 raise SlotError("it is damaged")
@@ -105,7 +106,7 @@ def test_another_place_of_a_damaged_copy_needs_no_other_announcement() -> None:
     opened: list[str] = []
 
     def at(where: str, fails: bool) -> Reachable:
-        def opens() -> Any:
+        def opens(moved: Any) -> Any:
             opened.append(where)
             if fails:
                 raise SlotError("it is damaged")
@@ -123,6 +124,60 @@ def test_a_rank_that_does_not_come() -> None:
     ranks = Ranks(HashStore(), "group:1", 0, 2, timedelta(milliseconds=50))
     with pytest.raises(RuntimeError):
         Copies((5, 2)).choose(ranks)
+
+
+class _TimesOut:
+    """A store whose waits for the loads of the other ranks time out three times, each when that rank has got
+    on, if it does.
+    """
+
+    def __init__(self, store: HashStore, moves: bool) -> None:
+        self._store, self._moves, self.timeouts = store, moves, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def moved(self) -> int:
+        return self._store.add("torchft/restore/group:1/moves", 0)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if "/3/" in keys[0] and self.timeouts < 3:  # the first two exchanges are those of the choice
+            self.timeouts += 1
+            wait_until(lambda: not self._moves or self.moved() == self.timeouts)
+            raise RuntimeError("timed out")
+        self._store.wait(keys, timeout)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_load_that_takes_longer_than_the_timeout(moves: bool) -> None:
+    """The other rank waits as long as it gets on, and no longer."""
+    store = HashStore()
+    waits = _TimesOut(store, moves)
+    stores: list[Any] = [store, waits]
+    ranks = [Ranks(stores[rank], "group:1", rank, 2, TIMEOUT) for rank in range(2)]
+
+    def slow(moved: Any) -> Any:
+        for timeouts in range(1, 4 if moves else 2):
+            wait_until(lambda timeouts=timeouts: waits.timeouts == timeouts)  # type: ignore[misc]
+            if moves:
+                ranks[0]._told = 0.0  # otherwise it says so once in a quarter of the timeout
+                moved()
+        return "slow"
+
+    def load(rank: int, opens: Any) -> Any:
+        reach = [Reachable(5, 2, "here", lambda: None, opens)]
+        return Choice(ranks[rank], reach, print).open(lambda slot: None)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(load, 0, slow)
+        second = threads.submit(load, 1, lambda moved: "fast")
+        if moves:
+            assert (first.result(60), second.result(60)) == ("slow", "fast")
+            assert waits.timeouts == 3
+        else:
+            with pytest.raises(RuntimeError, match="timed out"):
+                second.result(60)
+            assert first.result(60) == "slow"
 
 
 def test_random_histories() -> None:

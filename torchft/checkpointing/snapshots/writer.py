@@ -192,7 +192,8 @@ class FolderWriter:
         ranks: Dict[int, List[Found]] = {}
         for each in found:
             ranks.setdefault(each.header.group_rank, []).append(each)
-        if self._alone and missing_parts(each.header.share for each in found):
+        in_parts = any(missing_parts(each.header.share for each in of) for of in ranks.values())
+        if self._alone and in_parts:
             return self._store(found)
         self._announce(save, ranks)
         waited, took = _Stopwatch(), 0.0
@@ -227,7 +228,7 @@ class FolderWriter:
                     written.add(others[0][0])
                     continue
                 if waited.since(missing) > self._others:
-                    if missing_parts(each.header.share for each in found):
+                    if in_parts:
                         self._alone = written.issuperset(save.present())
                         return self._store(found)
                     return f"no host has written part {missing[0]} (rank, part) for {self._others:g} s"

@@ -162,6 +162,16 @@ def test_a_host_that_is_alone_in_its_folder_stores_its_parts(host: Host) -> None
     assert told["slots"][0]["path"] == "parts-of-step-60/g1/rank-0"
 
 
+def test_a_host_that_has_all_parts_of_no_rank_stores_them(host: Host) -> None:
+    """Its two ranks are of two groups. Together they have a copy of each part, and not of each rank's."""
+    for rank in range(2):
+        of_rank: dict[str, Any] = {"group_rank": rank, "group_world_size": 2, "share": Share(rank, 3, 2)}
+        host.copy(10, group=rank, groups=3, state=large(10), **of_rank)
+    host.look_until(lambda: host.status().written == 10)
+    assert [header.group_rank for _, header in stored.found(host.folder, "job")] == [0, 1]
+    assert not folders.complete(host.folder)
+
+
 def test_a_host_with_all_parts_makes_a_checkpoint_again(host: Host) -> None:
     host.copy(10, group=1, groups=3, state=large(10), share=Share(1, 3, 2))
     host.look_until(lambda: host.status().written == 10)

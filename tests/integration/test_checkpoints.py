@@ -34,7 +34,9 @@ pytestmark = [
 ]
 
 
-def test_a_job_resumes_from_its_newest_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_resumes_from_its_newest_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def crash(rank: Rank) -> bool:
         rank.crash()
         return True
@@ -55,6 +57,20 @@ def test_a_job_resumes_from_its_newest_checkpoint(tmp_path: Path, caplog: pytest
     assert "goes on from step 5, of " in caplog.text  # a warning, which is shown without a setting
 
     newest = tmp_path / f"step-{STEPS}"
+
+    def checksum(path: Path, read: Callable[[Path], tuple[int, int]] = folders._checksum) -> tuple[int, int]:
+        if path.parent == newest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path)
+
+    with monkeypatch.context() as disk_fails:
+        disk_fails.setattr(folders, "_checksum", checksum)
+        again = Loop(job=checkpoints)
+        run(again)
+    assert sorted(again.losses) == [7]
+    assert f"the checkpoint {newest} cannot be read, so an older state was loaded: OSError" in caplog.text
+    assert not list(tmp_path.glob("damaged-*"))
+
     (newest / ".metadata").write_bytes(b"torn")
     again = Loop(job=checkpoints)
     run(again)

@@ -31,6 +31,7 @@ from torchft.checkpointing.codec.stream import storage_bytes
 from torchft.checkpointing.snapshots import due, folders, slots
 from torchft.checkpointing.snapshots.disk import Content
 from torchft.checkpointing.snapshots.due import Due
+from torchft.checkpointing.snapshots.folders import Damage
 from torchft.checkpointing.snapshots.reshard import resharded
 from torchft.checkpointing.snapshots.saving import Save
 from torchft.checkpointing.snapshots.slots import Header, SlotError
@@ -154,18 +155,22 @@ class Checkpoints:
         Raises:
             ValueError: all checkpoints are damaged, or the newest is of another job.
         """
-        damaged: dict[Path, str] = {}
+        damaged: dict[Path, Damage] = {}
         while not self._load_newest(damaged, state, load):
             pass
         if not _several() or dist.get_rank() == 0:
             for checkpoint, found in damaged.items():
-                _log.warning(f"the checkpoint {checkpoint} is damaged, so an older state was loaded: {found}")
-                if (checkpoint / folders.DIGESTS).exists():  # else it is its user's, who may be writing it
+                is_so = "is damaged" if found.content else "cannot be read"
+                _log.warning(
+                    f"the checkpoint {checkpoint} {is_so}, so an older state was loaded: {found.text}"
+                )
+                # without digests it is its user's, who may be writing it
+                if found.content and (checkpoint / folders.DIGESTS).exists():
                     folders.set_aside(checkpoint)
 
     def _load_newest(
         self,
-        damaged: dict[Path, str],
+        damaged: dict[Path, Damage],
         state: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any]], None],
     ) -> bool:
@@ -179,15 +184,14 @@ class Checkpoints:
             return True
         if newest is None:
             if damaged:
-                told = "; ".join(f"{checkpoint}: {found}" for checkpoint, found in damaged.items())
+                told = "; ".join(f"{checkpoint}: {found.text}" for checkpoint, found in damaged.items())
                 raise ValueError(
                     f"no checkpoint can be loaded: {told}; remove these folders to begin without"
                 )
             return True
-        if (found := _damage(newest)) is not None:
+        if (found := _damage(newest) or _load(newest, state, load)) is not None:
             damaged[newest] = found
             return False
-        _load(newest, state, load)
         _tell(f"goes on from step {_step(newest)}, of the checkpoint {newest}")
         return True
 
@@ -213,7 +217,11 @@ class Checkpoints:
                     f"the copies of another number of ranks in {checkpoint} are not on the host of all"
                 )
                 return False
-            _load(checkpoint, state, load)
+            if (failed := _load(checkpoint, state, load)) is not None:
+                _log.warning(
+                    f"the copies of another number of ranks in {checkpoint} are not read: {failed.text}"
+                )
+                return False
             _tell(f"goes on from step {_step(checkpoint)}, of which other ranks left copies")
             return True
         finally:
@@ -240,26 +248,31 @@ def _step(checkpoint: Path) -> int:
 
 def _load(
     checkpoint: Path, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
-) -> None:
+) -> Optional[Damage]:
+    """Loads a checkpoint. Returns an error of the disk, the same in all ranks."""
     read = state()
     try:
         with _alone():
             dcp.load(read, checkpoint_id=checkpoint, no_dist=not _several())
         load(read)
+        return None
     except (Exception, CheckpointException) as e:
+        failures = [Damage.of(error) for error, _ in getattr(e, "failures", {}).values()]
+        if failures and not any(failure.content for failure in failures):
+            return failures[0]
         raise ValueError(
             f"the checkpoint {checkpoint} cannot be loaded: {e}; remove its folder to resume from the one "
             "before"
         ) from e
 
 
-def _damage(checkpoint: Path) -> Optional[str]:
+def _damage(checkpoint: Path) -> Optional[Damage]:
     """Says what is damaged in a checkpoint. Each rank of the group reads its share of the files."""
     if not _several():
         return folders.damage(checkpoint)
-    found: list[Optional[str]] = [None] * dist.get_world_size()
+    found: list[Optional[Damage]] = [None] * dist.get_world_size()
     dist.all_gather_object(found, folders.damage(checkpoint, dist.get_rank(), dist.get_world_size()))
-    return next((each for each in found if each is not None), None)
+    return max((each for each in found if each is not None), key=lambda each: each.content, default=None)
 
 
 def _of_rank_0(names: list[str]) -> list[str]:

@@ -348,7 +348,7 @@ class Snapshots:
 
     def _find_stored(self, folder: Path, rank: int, ranks: int) -> None:
         try:
-            kept = stored.found(folder, self._job)
+            kept = stored.found(folder, self._job, self._logger.warn)
             for path, header in kept:
                 if (header.group_rank, header.group_world_size) == (rank, ranks):
                     self._parts.append((path, header))

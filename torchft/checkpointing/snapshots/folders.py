@@ -3,7 +3,7 @@
 step-S               a checkpoint: files of torch.distributed.checkpoint, and torchft.json with the size and
                      the CRC of each. One without torchft.json was written by the user's script
 .step-S.…            one that is being written, or was when its writer ended
-damaged-step-S       one that a job refused to load
+damaged-step-S…      one that a job refused to load, for what it holds
 replaced-step-S…     one of the user's script, of a step that torchft has saved later
 parts-of-step-S      what this host has of a step, where no host has all (`stored.py`)
 """
@@ -16,8 +16,9 @@ import re
 import shutil
 import zlib
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 KEPT = 3  # the newest checkpoints; the others are deleted
 DIGESTS = "torchft.json"
@@ -40,15 +41,37 @@ def named(folder: Path, pattern: re.Pattern[str]) -> List[Tuple[int, Path]]:
 
 
 def describe(checkpoint: Path) -> Optional[Dict[str, Any]]:
-    """Returns what torchft.json says; None: there is none, or it is damaged."""
+    """Returns what torchft.json says; None: there is none, or it is damaged.
+
+    Raises:
+        OSError: the disk fails.
+    """
     try:
         found = json.loads((checkpoint / DIGESTS).read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> Optional[str]:
+class Damage(NamedTuple):
+    """Why a checkpoint is not loaded.
+
+    Attributes:
+        text: names it.
+        content: whether the content is damaged. Otherwise the disk did not give it, and may do so later.
+    """
+
+    text: str
+    content: bool = True
+
+    @classmethod
+    def of(cls, error: BaseException) -> Damage:
+        """Returns what an error says of what was read."""
+        content = not isinstance(error, OSError) or isinstance(error, FileNotFoundError)
+        return cls(f"{type(error).__name__}: {error}", content)
+
+
+def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> Optional[Damage]:
     """Says what is damaged in a checkpoint; None: nothing that can be found without loading it.
 
     Args:
@@ -57,14 +80,17 @@ def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> Optional[str]:
             each file once.
     """
     try:
-        if not (checkpoint / DIGESTS).exists():
+        try:
+            files = json.loads((checkpoint / DIGESTS).read_text())["files"]
+        except FileNotFoundError:
             return _short(checkpoint) if share == 0 else None
-        files = json.loads((checkpoint / DIGESTS).read_text())["files"]
         for name, (size, crc) in sorted(files.items())[share::shares]:
             if (found := _checksum(checkpoint / name)) != (size, crc):
-                return f"{name} has {found[0]} bytes with CRC {found[1]:08x} instead of {size} with {crc:08x}"
+                return Damage(
+                    f"{name} has {found[0]} bytes with CRC {found[1]:08x} instead of {size} with {crc:08x}"
+                )
     except Exception as error:  # pickle and JSON raise errors of any type
-        return f"{type(error).__name__}: {error}"
+        return Damage.of(error)
     return None
 
 
@@ -76,7 +102,7 @@ def _checksum(path: Path) -> Tuple[int, int]:
     return size, crc
 
 
-def _short(checkpoint: Path) -> Optional[str]:
+def _short(checkpoint: Path) -> Optional[Damage]:
     """Says what is missing in a checkpoint without digests."""
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     ends: Dict[str, int] = {}
@@ -84,15 +110,15 @@ def _short(checkpoint: Path) -> Optional[str]:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     for name, end in ends.items():
         if (size := (checkpoint / name).stat().st_size) < end:
-            return f"{name} has {size} bytes, and the last item ends at {end}"
+            return Damage(f"{name} has {size} bytes, and the last item ends at {end}")
     return None
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Renames a damaged checkpoint, so that no job looks at it again."""
-    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    if checkpoint.exists() and aside.exists():  # of the same step in an earlier history
-        shutil.rmtree(aside, ignore_errors=True)
+    """Renames a checkpoint whose content is damaged, so that no job looks at it again."""
+    numbers = chain([""], (f"-{number}" for number in count(2)))  # of the same step in earlier histories
+    asides = (checkpoint.with_name(f"damaged-{checkpoint.name}{number}") for number in numbers)
+    aside = next(path for path in asides if not path.exists())
     with suppress(OSError):  # another group has, or the folder is read-only
         checkpoint.rename(aside)
 

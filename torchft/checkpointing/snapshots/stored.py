@@ -19,8 +19,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import List, Optional, Tuple
 
@@ -78,8 +77,15 @@ def _copy(source: int, target: int, nbytes: int) -> None:
             begin += len(block)
 
 
-def found(folder: Path, job: str) -> List[Tuple[Path, Header]]:
+def found(
+    folder: Path, job: str, say: Callable[[str], object] = lambda text: None
+) -> List[Tuple[Path, Header]]:
     """Returns the slots of a job in a folder of checkpoints, the newest first.
+
+    Args:
+        folder: of the job's checkpoints.
+        job: its name.
+        say: called with the reason for each slot that cannot be read.
 
     Raises:
         OSError: the disk fails.
@@ -87,10 +93,13 @@ def found(folder: Path, job: str) -> List[Tuple[Path, Header]]:
     each: List[Tuple[Path, Header]] = []
     for _, step in _steps(folder):
         for path in sorted(step.glob("*/rank-*")):
-            with suppress(SlotError):
+            try:
                 header = slots.read_header(path)
-                if header.job == job:
-                    each.append((path, header))
+            except SlotError as error:
+                say(f"{error}; it is not loaded")
+                continue
+            if header.job == job:
+                each.append((path, header))
     return sorted(each, key=lambda one: (-one[1].step, -one[1].quorum, one[0]))
 
 

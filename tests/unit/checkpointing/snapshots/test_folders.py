@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from pathlib import Path
 
@@ -52,6 +54,35 @@ def test_the_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "step-7" / ".metadata").write_bytes(b"torn")
     found = [folders.damage(tmp_path / "step-7", share, 2) for share in range(2)]
     assert sum(each is not None for each in found) == 1
+
+
+@pytest.mark.parametrize("where", ["_checksum", "read_text"])
+def test_an_error_of_the_disk_says_nothing_of_the_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    save(tmp_path, 7)
+
+    def fails(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(folders if where == "_checksum" else Path, where, fails)
+    found = folders.damage(tmp_path / "step-7")
+    assert found is not None and not found.content and found.text.startswith("OSError: [Errno 5] ")
+    if where == "read_text":
+        with pytest.raises(OSError, match="Errno 5"):  # so that it is not written once more
+            folders.describe(tmp_path / "step-7")
+
+
+def test_two_damaged_checkpoints_of_a_step_are_kept(tmp_path: Path) -> None:
+    for history in ("first", "second", "third"):
+        save(tmp_path, 7, history)
+        folders.set_aside(tmp_path / "step-7")
+    told = {each.name: folders.describe(each) for each in tmp_path.iterdir()}
+    assert {name: found and found["key"] for name, found in told.items()} == {
+        "damaged-step-7": "first",
+        "damaged-step-7-2": "second",
+        "damaged-step-7-3": "third",
+    }
 
 
 def test_a_checkpoint_of_the_users_script(tmp_path: Path) -> None:

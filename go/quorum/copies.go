@@ -31,20 +31,22 @@ const copiesPause = 2 * time.Second
 //
 // Invariants:
 //
-//  1. A copy counts only after the first quorum: the keepers of a new job may still hold another one's.
+//  1. A copy counts only after the first quorum, which tells to which history it belongs.
 //  2. A later copy replaces an earlier one, and no report that lacks it does: its host may come back.
-//  3. A quorum that begins before the step of the copy gives it up, and all of that history.
+//  3. A quorum that begins before the step of a copy gives it up, and all of that history. So a copy from
+//     before the latest quorum, of a step after its begin, does not count: it was given up, by this
+//     lighthouse or by one that has left no state, or it is another job's.
 type copies struct {
-	newest    Copies
-	missing   []string  // hosts that hold it, whose keepers do not report
-	abandoned int64     // copies of this quorum, and of earlier ones, do not count
-	kept      Copies    // as it was kept last
-	keptAt    time.Time // when that was
+	newest  Copies
+	missing []string  // hosts that hold it, whose keepers do not report
+	kept    Copies    // as it was kept last
+	keptAt  time.Time // when that was
 }
 
 // told takes what the keepers report, and returns whether the newest copy is to be kept now.
-func (c *copies) told(e Copied, now time.Time) bool {
-	if e.Quorum > c.abandoned && e.later(c.newest) >= 0 {
+func (c *copies) told(e Copied, latest Past, now time.Time) bool {
+	ofJob := e.Quorum >= latest.ID || e.Quorum > 0 && e.Step <= latest.Step
+	if ofJob && e.later(c.newest) >= 0 {
 		c.newest = e.Copies
 	}
 	c.missing = nil
@@ -78,6 +80,4 @@ func (c *copies) behind(step int64) string {
 }
 
 // abandon gives the copy up: the job has begun before it.
-func (c *copies) abandon() {
-	*c = copies{abandoned: max(c.abandoned, c.newest.Quorum)}
-}
+func (c *copies) abandon() { *c = copies{} }

@@ -124,7 +124,7 @@ func (m *memory) keep() {
 
 // copied takes what keepers report of the job.
 func (m *memory) copied(e Copied) {
-	if m.latest != nil && m.copies.told(e, m.now) {
+	if m.latest != nil && m.copies.told(e, m.latest.Past(), m.now) {
 		m.keep()
 	}
 }

@@ -178,7 +178,7 @@ func (m *model) mustWaitForTheStep(in []Member, candidates map[string]Member, no
 		return true
 	}
 	if older {
-		m.gone = m.newestCopy().Quorum
+		m.copies = nil
 	}
 	return false
 }
@@ -186,8 +186,7 @@ func (m *model) mustWaitForTheStep(in []Member, candidates map[string]Member, no
 // newestCopy returns the newest copy that keepers have told of, and that has not been given up.
 func (m *model) newestCopy() (newest Copies) {
 	for _, c := range m.copies {
-		later := c.Quorum > newest.Quorum || c.Quorum == newest.Quorum && c.Step >= newest.Step
-		if c.Quorum > m.gone && later {
+		if c.Quorum > newest.Quorum || c.Quorum == newest.Quorum && c.Step >= newest.Step {
 			newest = c
 		}
 	}

@@ -33,7 +33,6 @@ type model struct {
 	// since when a quorum is delayed because it would be below the latest one's step
 	behind  time.Time
 	copies  []Copies // that were told of since the first quorum
-	gone    int64    // those of this quorum, and of earlier ones, do not count
 	leavers []string // of the latest quorum
 	// members of the latest quorum that were sent with a smaller step than their own
 	lowered map[string]bool
@@ -120,7 +119,8 @@ func (m *model) take(e Event, now time.Time) bool {
 			m.markFailed(e.ReplicaID, RankFailed)
 		}
 	case Copied:
-		if m.latest != nil {
+		// otherwise it is of a history that the job has given up, or of another job
+		if m.latest != nil && (e.Quorum >= m.latest.ID || e.Quorum > 0 && e.Step <= m.latest.Past().Step) {
 			m.copies = append(m.copies, e.Copies)
 		}
 	case Suspected:

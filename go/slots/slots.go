@@ -157,10 +157,11 @@ func (p parts) add(share []int64) bool {
 
 // Newest returns a slot of the newest step of which these have all ranks, and all parts of each; false if
 // there is none. Groups of a job have equal states, so they may be of several groups. If the slots are of
-// several jobs, it is that of the one that saved last.
+// several jobs, it is that of the one that saved last. A step that the job has given up does not count.
 func Newest(held []Slot) (newest Slot, found bool) {
 	type copyOf struct{ step, quorum, ranks int64 }
 	have, whole := map[copyOf]map[int64]parts{}, map[copyOf]map[int64]bool{}
+	saved := map[copyOf]float64{}
 	last := Slot{Saved: math.Inf(-1)}
 	for _, s := range held {
 		if s.Incomplete == "" && s.Saved > last.Saved {
@@ -172,6 +173,7 @@ func Newest(held []Slot) (newest Slot, found bool) {
 			continue
 		}
 		of := copyOf{s.Step, s.Quorum, s.GroupWorldSize}
+		saved[of] = max(saved[of], s.Saved)
 		if have[of] == nil {
 			have[of], whole[of] = map[int64]parts{}, map[int64]bool{}
 		}
@@ -182,8 +184,18 @@ func Newest(held []Slot) (newest Slot, found bool) {
 			whole[of][s.GroupRank] = true
 		}
 	}
+	// The job has gone on from an earlier step without it (given_up in checkpointing/snapshots/choice.py).
+	givenUp := map[copyOf]bool{}
+	for of := range saved {
+		for o := range saved {
+			if o.quorum > of.quorum && o.step < of.step && saved[o] > saved[of] {
+				givenUp[of] = true
+			}
+		}
+	}
 	for _, s := range held {
-		complete := int64(len(whole[copyOf{s.Step, s.Quorum, s.GroupWorldSize}])) == s.GroupWorldSize
+		of := copyOf{s.Step, s.Quorum, s.GroupWorldSize}
+		complete := int64(len(whole[of])) == s.GroupWorldSize && !givenUp[of]
 		if s.Incomplete == "" && s.Job == last.Job && complete && (!found || s.compare(newest) > 0) {
 			newest, found = s, true
 		}

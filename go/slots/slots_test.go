@@ -90,6 +90,9 @@ func TestTheNewestStepThatAllRanksHave(t *testing.T) {
 		s.Share = share
 		return s
 	}
+	saved := func(step, quorum int64, at float64) Slot {
+		return Slot{GroupWorldSize: 1, Step: step, Quorum: quorum, Saved: at}
+	}
 	older := []Slot{at("a", 0, 2, 5, ""), at("a", 1, 2, 5, "")}
 	quorum := part(1, 1, 3, 2)
 	quorum.Quorum = 9
@@ -109,6 +112,8 @@ func TestTheNewestStepThatAllRanksHave(t *testing.T) {
 		{"step 0 is a step", []Slot{at("a", 0, 1, 0, "")}, 0, true},
 		{"an older job has come further", []Slot{at("a", 0, 1, 5, ""),
 			{Place: Place{Job: "new"}, GroupWorldSize: 1, Step: 2, Saved: 1}}, 2, true},
+		{"the job has given it up", []Slot{saved(50, 1, 1), saved(30, 2, 2), saved(31, 2, 3)}, 31, true},
+		{"ids begin anew", []Slot{saved(50, 7, 1), saved(90, 2, 2)}, 90, true},
 		{"all parts", slices.Concat(older, []Slot{part(0, 0, 3, 2), part(0, 1, 3, 2), part(1, 0, 3, 2),
 			part(1, 2, 3, 2)}), 6, true},
 		{"a part of a rank is missing", slices.Concat(older, []Slot{part(0, 0, 3, 2), part(0, 1, 3, 2),

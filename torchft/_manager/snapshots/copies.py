@@ -31,6 +31,7 @@ from torchft.checkpointing.client.target import BufferMap
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.layout import plain_node, tensor_nodes, tensors_by_path
 from torchft.checkpointing.snapshots import gather, remote, slots, stored
+from torchft.checkpointing.snapshots.choice import Copy, given_up
 from torchft.checkpointing.snapshots.due import FINISHED, read_status, unwritten
 from torchft.checkpointing.snapshots.fits import misfit
 from torchft.checkpointing.snapshots.gather import Source
@@ -130,6 +131,7 @@ class _Elsewhere(NamedTuple):
 
     whole: list[Held]
     parts: list[_Part]
+    saved: list[float]  # when each was completed
 
     def where(self) -> str:
         """Names their places."""
@@ -265,13 +267,24 @@ class Snapshots:
                 raise SlotError("this group has no name that stays the same: give Manager a replica_id")
             if self._lock is None:
                 self._take_slots()
-            reach = [one for one in self._reachable(own) if one.step > beyond]
+            reach = list(self._reachable(own))
             # also of steps that are here: another rank may lack these, or one of them may be damaged
-            reach += [one for one in self._elsewhere() if one.step > beyond]
+            reach += self._elsewhere()
+            reach = [one for one in self._wanted(reach) if one.step > beyond]
         except SlotError as error:
             self._turn_off(str(error))
         self._choice = Choice(self._ranks, reach, self._logger.warn)
         return self._choice.newest is not None
+
+    def _wanted(self, reach: list[Reachable]) -> list[Reachable]:
+        """Without the copies of a history that the job has given up."""
+        shown = given_up([Copy(one.step, one.quorum, one.where, one.saved) for one in reach])
+        for (step, _), other in shown.items():
+            self._logger.warn(
+                f"the copy of step {step} is not loaded: the job went on from an earlier step without it, as "
+                f"that of step {other.step} shows, in {other.where}"
+            )
+        return [one for one in reach if (one.step, one.quorum) not in shown]
 
     def found(self, own: Position) -> Optional[Reachable]:
         """Returns the copy that this group can load, if it is of a later step than its own state."""
@@ -342,7 +355,7 @@ class Snapshots:
                 continue
             self._here = max(self._here, (header.step, header.quorum))
             fits, read = partial(_misfit, path, own), partial(_read, path, header)
-            yield Reachable(header.step, header.quorum, str(path), fits, read)
+            yield Reachable(header.step, header.quorum, str(path), fits, read, header.saved)
         if self.folder is not None:
             self._find_stored(self.folder, rank, ranks)
 
@@ -381,7 +394,7 @@ class Snapshots:
                 f"the copy of step {step} is not loaded: no host that is left has its parts {list(parts)}"
             )
         return [
-            Reachable(*key, of.where(), _nothing, partial(self._read_elsewhere, *key, of))
+            Reachable(*key, of.where(), _nothing, partial(self._read_elsewhere, *key, of), max(of.saved))
             for key, of in found.items()
             if key not in lacks
         ]
@@ -399,11 +412,13 @@ class Snapshots:
         which = (self._ranks.group_rank, self._ranks.group_world_size)
         found: dict[tuple[int, int], _Elsewhere] = {}
         for path, header in self._parts:
-            of = found.setdefault((header.step, header.quorum), _Elsewhere([], []))
+            of = found.setdefault((header.step, header.quorum), _Elsewhere([], [], []))
+            of.saved.append(header.saved)
             of.parts.append((header.share, partial(gather.local, path)))
         for one in held:
             if (one.rank, one.ranks) == which:
-                of = found.setdefault((one.step, one.quorum), _Elsewhere([], []))
+                of = found.setdefault((one.step, one.quorum), _Elsewhere([], [], []))
+                of.saved.append(one.saved)
                 if one.share is None:
                     of.whole.append(one)
                 else:

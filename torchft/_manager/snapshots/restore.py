@@ -26,6 +26,7 @@ class Reachable(NamedTuple):
         where: names its place.
         misfit: returns why it does not fit this rank, as far as that is known without its tensors.
         open: reads and verifies it, into memory of this process; calls its argument as it gets on.
+        saved: when it was completed, in seconds since 1970.
     """
 
     step: int
@@ -33,6 +34,7 @@ class Reachable(NamedTuple):
     where: str
     misfit: Callable[[], Optional[str]]
     open: Callable[[Callable[[], None]], Slot]
+    saved: float = 0.0
 
     def same_state(self, other: Optional[Reachable]) -> bool:
         """Whether another one is of the same step of the same history."""

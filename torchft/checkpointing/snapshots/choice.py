@@ -17,11 +17,13 @@ class Copy(NamedTuple):
         step: the step of the state.
         quorum: the quorum in which it was committed; -1: not known.
         where: the place of the copy.
+        saved: when it was completed, in seconds since 1970.
     """
 
     step: int
     quorum: int
     where: str
+    saved: float = 0.0
 
 
 class Chosen(NamedTuple):
@@ -54,3 +56,16 @@ def newest(ranks: Sequence[Sequence[Copy]]) -> Optional[Chosen]:
         return None
     step, quorum = max(common)
     return Chosen(step, quorum, tuple(places[step, quorum] for places in reach))
+
+
+def given_up(copies: Sequence[Copy]) -> dict[tuple[int, int], Copy]:
+    """Returns step and quorum of the states that the job has given up, each with a copy that shows it: the
+    job went on from an earlier step, in a later quorum and later. Ids of quorums may begin anew with another
+    lighthouse, so they alone do not tell.
+    """
+    return {
+        (one.step, one.quorum): other
+        for one in copies
+        for other in copies
+        if other.quorum > one.quorum and other.step < one.step and other.saved > one.saved
+    }

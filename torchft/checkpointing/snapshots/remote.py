@@ -63,6 +63,7 @@ class Held(NamedTuple):
     quorum: int
     share: Optional[Share] = None
     stored: str = ""
+    saved: float = 0.0
 
     @property
     def url(self) -> str:
@@ -164,6 +165,7 @@ def _complete(keepers: Sequence[dict[str, Any]], job: str, say: Callable[[str], 
                     slot["quorum"],
                     Share(*slot["share"]) if slot.get("share") else None,
                     slot.get("stored", ""),
+                    slot.get("saved", 0.0),
                 )
                 for slot in keeper["snapshots"] or []
                 if slot["job"] == job and not slot.get("incomplete")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft.checkpointing.snapshots.choice import Chosen, Copy, newest
+from torchft.checkpointing.snapshots.choice import Chosen, Copy, given_up, newest
 
 
 def copies(*found: tuple[int, int, str]) -> list[Copy]:
@@ -40,3 +40,21 @@ def copies(*found: tuple[int, int, str]) -> list[Copy]:
 )
 def test_newest(ranks: list[list[Copy]], choice: Chosen | None) -> None:
     assert newest(ranks) == choice
+
+
+@pytest.mark.parametrize(
+    ("found", "states"),
+    [
+        ([(500, 1, 10.0), (500, 1, 11.0), (499, 1, 9.0)], set()),
+        ([(500, 1, 10.0), (300, 2, 20.0), (310, 2, 21.0)], {(500, 1)}),
+        ([(500, 1, 10.0), (490, 1, 9.0), (495, 2, 20.0)], {(500, 1)}),  # the job went on from step 490
+        ([(500, 7, 10.0), (900, 2, 20.0)], set()),  # the ids have begun anew
+        ([(500, 7, 10.0), (300, 2, 20.0)], set()),  # nothing tells
+    ],
+)
+def test_copies_of_a_history_that_the_job_has_given_up(
+    found: list[tuple[int, int, float]], states: set[tuple[int, int]]
+) -> None:
+    copies = [Copy(step, quorum, "here", saved) for step, quorum, saved in found]
+    assert given_up(copies).keys() == states
+    assert all(other.step < step for (step, _), other in given_up(copies).items())

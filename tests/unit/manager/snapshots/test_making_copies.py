@@ -136,6 +136,23 @@ def test_a_step_that_one_rank_lacks_is_not_newer_than_that_of_another_host(
         rank.snapshots.close(finished=True)
 
 
+def test_a_history_that_the_job_has_given_up_is_not_restored() -> None:
+    """The host of step 50 was missing, and the job went on from step 30."""
+    for group, quorum, steps in (("other", 7, (49, 50)), ("group", 9, (30, 31))):
+        rank = Rank({"step": 0}, group=group)
+        assert not rank.snapshots.seek(beyond=100)
+        for step in steps:
+            rank.state = {"step": step}
+            rank.snapshots.begin(Position(step, 2 * step, quorum))
+            rank.snapshots.end()
+        rank.snapshots.close(finished=False)
+    for group in ("other", "group"):
+        again = Rank({"step": 0}, life=1, group=group)
+        assert again.restore() == 31 and again.loaded["step"] == 31
+        assert [text for text in again.said if "step 50 is not loaded: the job went on from" in text]
+        again.snapshots.close(finished=False)
+
+
 def test_what_a_forward_pass_may_change_is_copied_at_once(held: Any) -> None:
     weights, statistics = torch.ones(500_000), torch.ones(4)
     rank = Rank({"weights": weights, "statistics": statistics}, unchanged=[weights.data_ptr()])

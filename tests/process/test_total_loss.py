@@ -8,8 +8,9 @@ import os
 import random
 import shutil
 import signal
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,9 @@ from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
 from total_loss_worker import BATCH, SAMPLES
 
 from tests.bounded import todays
+from torchft._lighthouse_http import HttpLighthouse
 from torchft.checkpointing.snapshots import slots
+from torchft.launch import lighthouse as launch
 
 EVERY = 2  # steps between two copies
 EPOCH = SAMPLES // BATCH  # steps
@@ -36,13 +39,15 @@ def start(
     name: str,
     hosts: bool = False,
     disks: Optional[Path] = None,
+    only: Sequence[int] = (),
+    named: bool = False,
     **more: str,
 ) -> list[Child]:
     """Starts the ranks of all groups. ``hosts``: each group is on a host of its own; ``disks``: a folder that
-    has the disks of these hosts.
+    has the disks of these hosts; ``only``: some groups alone; ``named``: each host has a name of its own.
     """
     children = []
-    for group in range(groups):
+    for group in only or range(groups):
         env = {
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(free_port()),
@@ -58,8 +63,13 @@ def start(
         }
         for rank in range(ranks):
             own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            worker = Path(HERE) / "total_loss_worker.py"
-            children.append(job.python(f"{name}-{group}-{rank}", worker, path=ours_path(), env=own))
+            worker, title = Path(HERE) / "total_loss_worker.py", f"{name}-{group}-{rank}"
+            if named:
+                command = ["unshare", "--uts", "sh", "-c", f'hostname host{group} && exec "$@"', "sh"]
+                command += [sys.executable, str(worker)]
+                children.append(job.start(title, command, path=ours_path(), env=own))
+            else:
+                children.append(job.python(title, worker, path=ours_path(), env=own))
     job.wait(lambda: all(child.of("ready") for child in children), START_TIMEOUT_S, "all ranks are ready")
     return children
 
@@ -170,6 +180,52 @@ def in_parts(root: Path) -> bool:
 
 def end_keeper(root: Path) -> None:
     os.kill(int((root / "keeper.lock").read_text().split()[1]), signal.SIGKILL)
+
+
+@pytest.mark.hosts
+@pytest.mark.slow  # ten seconds of it are the time for which the last report of a keeper counts
+@pytest.mark.timeout(300)
+def test_the_host_with_the_newest_copy_is_named_and_waited_for(tmp_path: Path) -> None:
+    """Group 1 trains on without group 0, and is killed with the keeper of its host. Group 0 would lose these
+    steps: with --forbid_regression it waits until the host is back.
+    """
+    options = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--forbid_regression"]
+    memory, wait = tmp_path / "memory", {"TORCHFT_QUORUM_TIMEOUT_SEC": "200"}
+    with launch.lighthouse(tmp_path / "lighthouse.log", options) as address, Job() as job:
+        ask = HttpLighthouse(address, timeout=10.0)
+        undisturbed = end(job, start(job, address, tmp_path / "other", 1, 1, 12, "undisturbed", STEP_S="0"))
+
+        def held() -> int:
+            """The newest step of which host 1 has told."""
+            told = [each for each in ask.get("/api/v1/keepers")["keepers"] if each["host"] == "host1"]
+            return max((slot["step"] for each in told for slot in each["snapshots"]), default=-1)
+
+        slow = {**wait, "STEP_S": "0.2"}
+        first = start(job, address, memory, 2, 1, 12, "first", hosts=True, named=True, **slow)
+        job.wait(lambda: held() > 0 and first[0].of("step"), 60, "both train, and host 1 tells of a copy")
+        first[0].expected_to_live = False
+        first[0].kill()
+        began = max(event["step"] for event in first[0].of("step"))
+        # The lighthouse looks at the reports once a second: at the second one it knows the first.
+        known = job.wait(lambda: held() > began + EVERY and held(), 60, "host 1 has a later copy")
+        job.wait(lambda: held() > known, 60, "host 1 has one more")
+        first[1].expected_to_live = False
+        first[1].kill()
+        end_keeper(memory / "host1")
+
+        alone = start(job, address, memory, 2, 1, 12, "alone", hosts=True, named=True, only=[0], **wait)
+        job.wait(
+            lambda: (
+                "forbid_regression is set: " in (why := ask.get("/status")["reason"])
+                and "missing of these hosts: host1" in why
+            ),
+            60,
+            "the missing host is named",
+        )
+        assert not alone[0].of("step"), job.report()
+        back = start(job, address, memory, 2, 1, 12, "back", hosts=True, named=True, only=[1], **wait)
+        assert end(job, [*alone, *back]) == undisturbed, job.report()
+        assert min(step for step, _ in counted([*alone, *back])) >= known, job.report()
 
 
 # Its parts are in tests/unit/checkpointing/snapshots/test_stored.py and test_writer.py. Here the writer waits

@@ -8,25 +8,15 @@
 #include "torchft.h"
 
 #include <stdlib.h>
-#ifdef __APPLE__
-#include <pthread.h>
-#else
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 /* Ctrl-C must end a wait within 50 ms. Half of that leaves time for the thread to be scheduled. Only the main thread
  * handles signals, so the others need not wake up for them. */
 #define MAIN_SLICE_MS 25
 #define SLICE_MS 1000
 
-long tft_slice_ms(void) {
-#ifdef __APPLE__
-  return pthread_main_np() ? MAIN_SLICE_MS : SLICE_MS;
-#else
-  return syscall(SYS_gettid) == getpid() ? MAIN_SLICE_MS : SLICE_MS;
-#endif
-}
+long tft_slice_ms(void) { return syscall(SYS_gettid) == getpid() ? MAIN_SLICE_MS : SLICE_MS; }
 
 /* go/native/exports.go */
 enum { TFT_PENDING, TFT_NONE, TFT_INT, TFT_BOOL, TFT_TEXT, TFT_ERROR };

@@ -1,7 +1,0 @@
-//go:build !linux
-
-package heal
-
-func background() {}
-
-func leastShare() {}

@@ -1,7 +1,0 @@
-//go:build !linux
-
-package clock
-
-import "time"
-
-func suspended() time.Duration { return 0 }

@@ -1,9 +1,0 @@
-//go:build !linux
-
-package keeper
-
-import "syscall"
-
-func endsWithUs() *syscall.SysProcAttr { return nil }
-
-func yield(int) {}

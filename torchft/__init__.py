@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchft import _beside
 from torchft._lazy import resolver
 from torchft._version import __version__ as __version__
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torchft.process_group import ProcessGroupXCCL as ProcessGroupXCCL
 
     Optimizer = OptimizerWrapper
+
+_beside.warn(__path__[0], __version__)
 
 # exported name: "module.name" below this package
 _EXPORTS = {

@@ -1,15 +1,11 @@
 # An image with torchft, PyTorch and train_ddp.py, on a CPU or a CUDA base. How to build and run it: docs/deploy.md.
 #
-# The release of Go is pinned, that of Debian's packages is not: they get its security updates. BASE is any Debian or Ubuntu
-# with glibc 2.36 or newer; Python is installed where it has none.
-ARG GO_VERSION=1.26.8
+# Debian's packages are not pinned: they get its security updates. BASE is any Debian or Ubuntu with glibc 2.36 or newer;
+# Python is installed where it has none.
 ARG BASE=python:3.11-slim-bookworm
 
-FROM golang:${GO_VERSION}-bookworm AS wheel
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3-dev python3-pip python3-venv \
-    && rm -rf /var/lib/apt/lists/*
+# Go and a C compiler come as packages of Python, for which the build asks.
+FROM python:3.11-slim-bookworm AS wheel
 WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY csrc csrc

@@ -20,8 +20,9 @@ SOAK ?= 1h
 TIME ?= 2h
 # How many parts of `make test` run at once: two more than there are cores, since each waits for half of its time.
 LANES ?= 4
-# Where `make wheel` puts the wheel.
+# Where `make wheel` puts the wheels, and for which machines.
 DIST ?= dist
+WHEELS ?= x86_64 aarch64
 # What `make gpu-figures` runs: see its --help; empty: all.
 PARTS ?=
 # What `make chaos` does: see its --help.
@@ -35,23 +36,20 @@ LIBRARY := torchft/_torchft_go.abi3.so
 LOCK := python/build/constraints.txt
 
 # What the native library is made of.
-SOURCES := setup.py pyproject.toml python/build/toolchain.py $(wildcard csrc/*) go/go.mod go/go.sum \
+SOURCES := setup.py pyproject.toml python/build/compilation.py python/build/toolchain.py $(wildcard csrc/*) go/go.mod go/go.sum \
 	$(shell find go -name '*.go' -not -name '*_test.go' -o -name '*.[ch]' -o -path '*/web/*' -o -name '*.html' -o -name '*.json')
 
 ifeq ($(UV),)
 MAKE_VENV = $(PYTHON) -m venv $(VENV)
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check
-BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) .
+BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
 else
 MAKE_VENV = $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV)
 # Compiled ahead, as pip does: importing PyTorch from source takes five times as long.
 PIP_INSTALL = VIRTUAL_ENV= $(UV) pip install --compile-bytecode --python $(PY)
-BUILD_WHEEL = $(UV) build --quiet --wheel --no-build-isolation --python $(PY) --out-dir $(DIST) .
+BUILD_WHEEL = $(UV) build --quiet --wheel --python $(PY) --out-dir $(DIST) .
 endif
 INSTALL = $(PIP_INSTALL) --constraint $(LOCK)
-
-# cgo looks for Python.h wherever it compiles the binding, for vet and tests too.
-GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/toolchain.py include)"
 
 # The machines, which have no goroutine, lock or clock, so that nothing can race.
 GO_PURE := ./gossip/agree ./quorum ./recovery ./rendezvous ./round ./slots
@@ -78,7 +76,7 @@ GO_TESTS = $(GO_TOOL) gotestsum --format=standard-quiet --rerun-fails=$(RERUNS) 
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-16s %s\n", $$1, $$2 }'
-	@echo "Settings: PYTHON=$(PYTHON) (3.10 or newer), GO=$(GO) (1.26 or newer), CC (gcc 9 or newer)"
+	@echo "Settings: PYTHON=$(PYTHON) (3.10 or newer), GO=$(GO) (1.26 or newer), CC (gcc 9 or newer); without them, packages bring both"
 	@echo "          TORCH_INDEX (where PyTorch comes from; builds without CUDA: $(CPU_INDEX))"
 
 train: $(VENV)/with-train $(LIBRARY) ## train on two replica groups, kill one, see it heal
@@ -103,15 +101,15 @@ train-diloco: $(VENV)/with-plot $(LIBRARY) ## a language model with streaming Di
 test: $(VENV)/with-test $(LIBRARY) ## the tests of Go and Python, side by side: five to six minutes on two cores
 	$(PY) python/build/lanes.py --lanes $(LANES)
 
-test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(VENV)/with-lock $(LIBRARY) ## all that ever found a mistake, with the seeds of today, for TIME=2h at most
+test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-lock $(LIBRARY) ## all that ever found a mistake, with the seeds of today, for TIME=2h at most
 	$(PY) python/build/night.py --time $(TIME)
 
 test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
 	mkdir -p build/test
 	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md | cksum)" $(call GO_TESTS,pure,$(GO_PURE) $(GO_SIM))
 	cd go && $(call GO_TESTS,readers,$(GO_READERS)) -count=1
-	cd go && $(GO_ENV) DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md | cksum)" $(call GO_TESTS,race,$(GO_RACE)) -race -p 2
-	cd go && $(GO_ENV) $(call GO_TESTS,rules,$(GO_SIM)) -race -run '^TestTheRulesHold$$'
+	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md | cksum)" $(call GO_TESTS,race,$(GO_RACE)) -race -p 2
+	cd go && $(call GO_TESTS,rules,$(GO_SIM)) -race -run '^TestTheRulesHold$$'
 
 test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and a table of what ran; without a device none does
 	$(PY) -m tests.gpu.run
@@ -160,8 +158,8 @@ lint: lint-go lint-style lint-imports lint-types lint-docker lint-commits ## gof
 
 lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)" || exit; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
-	cd go && $(GO_ENV) $(GO) vet -trimpath ./...
-	cd go && $(GO_ENV) $(GOLANGCI) run ./...
+	cd go && $(GO) vet -trimpath ./...
+	cd go && $(GOLANGCI) run ./...
 
 lint-style: $(VENV)/with-lint
 	$(VENV)/bin/ruff check
@@ -189,15 +187,13 @@ bench-quorum: $(VENV)/with-test $(LIBRARY) ## how a quorum round grows with the 
 	$(INSTALL) matplotlib
 	$(PY) python/bench/quorum.py
 
-# The tag says from which glibc on it runs; auditwheel finds that in the library.
-wheel: $(VENV)/with-wheel ## build an abi3 wheel for manylinux into DIST=dist
+# zig compiles for the oldest glibc that PyTorch runs with, and for other machines; the build asks for it.
+wheel: $(PY) ## build abi3 wheels for x86-64 and aarch64, glibc 2.28, into DIST=dist
 	rm -f $(DIST)/torchft-*.whl
-	$(BUILD_WHEEL)
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir $(DIST) $(DIST)/torchft-*-linux_*.whl
-	@rm -f $(DIST)/torchft-*-linux_*.whl
+	$(foreach machine,$(WHEELS),TORCHFT_WHEEL_FOR=$(machine) $(BUILD_WHEEL) &&) true
 	@ls -l $(DIST)/torchft-*.whl
 
-sdist: $(VENV)/with-wheel ## the source distribution, into dist/
+sdist: $(PY) ## the source distribution, into dist/
 	$(PY) setup.py --quiet sdist
 
 clean: ## remove everything that make made
@@ -211,7 +207,7 @@ check:
 $(PY): | check
 	@echo "Making the environment $(VENV). PyTorch comes from $(TORCH_FROM)."
 	$(MAKE_VENV)
-	$(INSTALL) --quiet 'setuptools>=77'
+	$(INSTALL) --quiet 'setuptools>=77' $$($(PY) python/build/toolchain.py requires)
 
 # The package, in place, with one of its extras ("nothing": none). An install builds the library too, but silently:
 # so the library is built before it, and Go's cache then has the most of it.
@@ -224,6 +220,5 @@ $(VENV)/with-%: pyproject.toml setup.py $(LOCK) | check $(PY) $(LIBRARY)
 
 # Go's cache makes this take seconds.
 $(LIBRARY): $(SOURCES) | check $(PY)
-	@echo "Building $(LIBRARY) with go build: seconds, or a minute or two where Go's cache is empty"
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@

@@ -1,5 +1,5 @@
 /* The parts that the generated binding cannot express, or not fast enough: exception classes, the fork guard, waits that
- * Ctrl-C ends, digests, and module init. Everything here uses CPython's limited API of 3.10, so one binary serves all later ones. */
+ * Ctrl-C ends, digests, and module init. Everything here uses CPython's limited API of 3.10 (Python.h beside this file), so one binary serves all later ones. */
 #ifndef TORCHFT_H
 #define TORCHFT_H
 

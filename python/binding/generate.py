@@ -33,8 +33,7 @@ PREAMBLE = f"""// {MARK}
 package main
 
 /*
-#cgo CFLAGS: -I${{SRCDIR}}/../../csrc -DPy_LIMITED_API=0x030A0000
-#cgo darwin LDFLAGS: -Wl,-undefined,dynamic_lookup
+#cgo CFLAGS: -I${{SRCDIR}}/../../csrc
 #include "torchft.h"
 #include <stdbool.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-"""The versions of what `make` installs for tests, linters, docs and wheels: constraints.txt beside this file.
+"""The versions of what `make` installs for tests, linters and docs: constraints.txt beside this file.
 
 `make lock` moves them to the newest releases. PyTorch, and what it needs, has no version there: the tests run
 with its newest release, and `make test-all` runs some with the oldest of each package that users install
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = Path(__file__).with_name("constraints.txt")
 # The extras that the targets of the Makefile install.
-EXTRAS = ("generate", "lint", "lock", "ray", "test", "train", "plot", "docs", "wheel")
+EXTRAS = ("generate", "lint", "lock", "ray", "test", "train", "plot", "docs")
 OLDEST_PYTHON = "3.10"
 HEADER = """\
 # The versions of what make installs, but PyTorch: written by `make lock`, and constraints of pip and uv.

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import lock
-import toolchain
 from lanes import ROOT, Part, Result, clock, ends_on_signals, pytest, run, show
 
 FOLDER = Path("build/night")
@@ -117,7 +116,6 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     }
     tests = Part("pytest", pytest("pytest", "-m", "", folder=FOLDER), env=settings)
     late = Part("late", pytest("late", "-m", "", "tests/late", folder=FOLDER), env=settings, needs_s=60)
-    cgo = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-O2 -I{toolchain.python_include()}"}
     test = [GO, "test", "-trimpath"]
     # With FULL, histories are longer, servers run longer, and there are more of both.
     full = {"FULL": "1"}
@@ -139,9 +137,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     # with the race detector differ in their schedules.
     # 105 s alone on two cores, twice as long beside other tests.
     sim = Part("sim", [*again, "--packages=./sim ./gossip/...", *options], go, full, needs_s=210)
-    race = Part(
-        "race", [*again, "--packages=./...", *options, "-race", "-count=1"], go, {**cgo, **full}, needs_s=240
-    )
+    race = Part("race", [*again, "--packages=./...", *options, "-race", "-count=1"], go, full, needs_s=240)
     fuzz = [
         Part(
             f"fuzz-{Path(package).name}-{name}",

@@ -58,8 +58,7 @@ CANNOT = {
     r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has separate "
     "tests "
     "(test_train_*.py, test_torchft_toolchain.py, the suite itself)",
-    r"pip install .*": "downloads and builds for minutes; tested by `make wheel` and "
-    "test_torchft_toolchain.py",
+    r"pip install .*": "downloads and builds for minutes; test_wheel.py does so",
     r"python python/bench/.*": "takes minutes on an idle machine, and most parts install upstream",
     r"python tests/process/chaos_faults\.py .*": "runs for an hour; test_chaos.py runs the same faults",
     r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",

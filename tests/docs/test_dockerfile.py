@@ -31,12 +31,6 @@ def test_copied_files_exist_and_no_others_are_in_the_context() -> None:
     assert sorted(line[1:] for line in ignored if line.startswith("!")) == sorted(COPIED)
 
 
-def test_go_is_new_enough() -> None:
-    (least,) = re.findall(r"^GO = \((.+)\)", (ROOT / "python/build/toolchain.py").read_text(), re.MULTILINE)
-    (release,) = re.findall(r"^ARG GO_VERSION=(.+)", "\n".join(LINES), re.MULTILINE)
-    assert tuple(map(int, release.split("."))) >= tuple(map(int, least.split(",")))
-
-
 def test_its_arguments_match_the_page() -> None:
     declared = {line.split()[1].partition("=")[0] for line in LINES if line.startswith("ARG ")}
     page = documents()["docs/deploy.md"]

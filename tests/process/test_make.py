@@ -67,14 +67,19 @@ def test_pytorch_comes_from_the_index_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_setup_shows_its_progress(tmp_path: Path) -> None:
-    """pip hides the output of builds. Go's first build takes minutes, so a separate step runs it before
-    pip.
+    """pip hides the output of builds. Go's first build takes minutes, so a separate step, which says so, runs
+    it before pip.
     """
     lines = recipes(tmp_path / "venv", "train", f"LIBRARY={tmp_path / 'library.so'}")
     package = where(r"pip install .*--editable", lines)
     assert "--quiet" not in lines[package], "pip shows what it downloads"
-    build = where(r"setup\.py .*build_ext", lines)
-    assert where(r"echo .*go build", lines) < build < package
+    assert where(r"setup\.py .*build_ext", lines) < package
+
+
+def test_an_environment_gets_the_go_and_the_compiler_that_the_machine_lacks(tmp_path: Path) -> None:
+    lines = recipes(tmp_path / "venv", "build")
+    required = where(r"pip install .*'setuptools>=77' \$\(\S+ python/build/toolchain\.py requires\)", lines)
+    assert where(r"-m venv ", lines) < required < where(r"pip install .*--editable", lines)
 
 
 def test_a_linter_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ GO_RACE := ./cmd/... ./dashboard ./gossip ./heal ./internal/auth ./internal/cloc
 # Tools of a module of their own, so that its requirements are not those of the library.
 GO_TOOL = $(GO) tool -modfile=tools/go.mod
 GOLANGCI = $(GO_TOOL) golangci-lint
+# In no module with others, since it needs an older YAML parser than they do.
+ACTIONLINT = github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 # A failed test runs once more, unless it failed with a data race: python/build/lanes.py reads the report.
 # -trimpath: the compiled packages are those that the library is built from, and those of a clone in another folder.
 RERUNS ?= 1
@@ -154,7 +156,7 @@ lock: $(VENV)/with-lock ## move the versions of all tools to the newest, and run
 	$(PY) python/build/lock.py
 	$(MAKE) lint test docs wheel
 
-lint: lint-go lint-style lint-imports lint-types lint-docker lint-commits ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint, commit subjects (-k: all of them)
+lint: lint-go lint-style lint-imports lint-types lint-docker lint-workflows lint-commits ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint, actionlint, commit subjects (-k: all of them)
 
 lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)" || exit; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
@@ -174,6 +176,9 @@ lint-types: $(VENV)/with-lint $(VENV)/with-test
 
 lint-docker: $(VENV)/with-lint
 	$(VENV)/bin/hadolint Dockerfile
+
+lint-workflows:
+	$(GO) run $(ACTIONLINT) -shellcheck= -pyflakes= .github/workflows/*.yml
 
 # The commits since the rule. A source distribution has no history to check.
 lint-commits:

@@ -156,8 +156,7 @@ def tested(device: torch.device) -> int:
 def written(device: torch.device, size: int, pattern: int) -> list[torch.Tensor]:
     """Memory of about this size in which each word of 8 bytes has its own value, as int64."""
     words = torch.arange(_CHUNK // 8, dtype=torch.int64, device=device)
-    # One chunk more is needed to compare.
-    count = max(1, size // _CHUNK - 2)
+    count = max(1, size // _CHUNK)
     return [words ^ _of_chunk(number, pattern) for number in range(count)]
 
 

@@ -156,7 +156,7 @@ lock: $(VENV)/with-lock ## move the versions of all tools to the newest, and run
 	$(PY) python/build/lock.py
 	$(MAKE) lint test docs wheel
 
-lint: lint-go lint-style lint-imports lint-types lint-docker lint-workflows lint-commits ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint, actionlint, commit subjects (-k: all of them)
+lint: lint-go lint-style lint-imports lint-types lint-docker lint-workflows lint-docs lint-commits ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint, actionlint, links and settings of the pages, commit subjects (-k: all of them)
 
 lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)" || exit; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
@@ -179,6 +179,10 @@ lint-docker: $(VENV)/with-lint
 
 lint-workflows:
 	$(GO) run $(ACTIONLINT) -shellcheck= -pyflakes= .github/workflows/*.yml
+
+# Links, the commands that pages name, and the tables of settings.
+lint-docs: $(VENV)/with-test $(LIBRARY)
+	$(PY) -m pytest -q -p no:cacheprovider tests/docs/test_site.py tests/docs/test_commands.py tests/docs/test_settings_page.py
 
 # The commits since the rule. A source distribution has no history to check.
 lint-commits:

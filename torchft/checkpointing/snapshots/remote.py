@@ -31,8 +31,9 @@ _log = logging.getLogger(__name__)
 # Keepers report every 2 s, so one that a lighthouse has not heard of within this time has nothing to say.
 _ALL_HEARD_SEC = 2.5
 _ANSWER_SEC = 5.0
-# How long a keeper may take to say what it holds, and how many are asked at a time.
-_LIST_SEC, _AT_ONCE = 3.0, 32
+# How long a keeper may take to say what it holds, and how many are asked at a time. The lighthouse does not
+# list one that it has not heard of for as long.
+_LIST_SEC, _AT_ONCE = 10.0, 32
 # A source that sends less than _LEAST within this time is given up.
 _PROGRESS_SEC = 10.0
 _LEAST = 1 << 20  # bytes
@@ -77,13 +78,14 @@ def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: No
     """Returns the complete slots of a job on all hosts, the newest first.
 
     The lighthouse knows the keepers, and what each has told it in the last seconds. That may be older than
-    the end of the trainers before, so each keeper is asked what it holds.
+    the end of the trainers before, so each keeper is asked what it holds. One that does not answer has
+    nothing: a group that announced its copy, and could not load it, would have let the job begin before it.
 
     Args:
         lighthouse: its addresses, separated by commas.
         job: name under which the ranks keep slots.
-        say: called with the reason for each slot that this version cannot fetch, and for each keeper of which
-            only its last report counts.
+        say: called with the reason for each slot that this version cannot fetch, and for each keeper that
+            does not answer.
 
     Raises:
         SlotError: no lighthouse answers, or not as this version's does.
@@ -118,8 +120,8 @@ def _asked(
             listed = _listed(keeper["address"], lighthouse)
             return {**keeper, "snapshots": _present(keeper["snapshots"] or [], listed)}
         except (SlotError, KeyError, TypeError, AttributeError) as error:
-            say(f"of {keeper.get('host')} only what its keeper has told the lighthouse counts: {error}")
-            return keeper
+            say(f"the copies of {keeper.get('host')} are not found, its keeper does not answer: {error}")
+            return {**keeper, "snapshots": []}
 
     if not keepers:
         return []

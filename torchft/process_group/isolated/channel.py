@@ -108,11 +108,7 @@ class Channel:
     # Sending
 
     def start(self, op: _OpMetadata) -> None:
-        """Sends an operation on tensors.
-
-        Raises:
-            Exception: why the worker cannot be used.
-        """
+        """Sends an operation on tensors, or raises why the worker cannot be used."""
         if self.broken is None:  # else devices may be closed
             if op.stream is not None:
                 self._device = op.stream.device_index
@@ -173,9 +169,7 @@ class Channel:
         self._send(_UNRESPONSIVE_SEC, (kind, *rest))
 
     def _send(self, timeout: float, request: tuple[Any, ...], descriptor: Optional[int] = None) -> None:
-        """Sends a request; waits up to `timeout` seconds if the worker stalls: a healthy worker always
-        reads.
-        """
+        """Sends a request. Waits for a worker that stalls, up to `timeout` seconds: others always read."""
         if self.broken is None:
             try:
                 with self._send_lock:
@@ -352,14 +346,8 @@ class Channel:
             self.close(timed_out(seconds))
 
     def check(self, timeout: float) -> None:
-        """Asks the worker's backend for its error. After the device has finished an operation, that includes
-        the operation's error.
-
-        Args:
-            timeout: in seconds.
-
-        Raises:
-            Exception: the backend's error, or why the worker cannot be used.
+        """Asks the worker's backend for its error, and raises it. After the device has finished an operation,
+        that includes the operation's error. `timeout`: in seconds.
         """
         if self.asks:
             self.ask(protocol.CHECK, timeout, "say whether it has failed")
@@ -460,9 +448,7 @@ class Channel:
                     signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def _fails_soon(self) -> bool:
-        """Whether the reader finds within a moment that the worker cannot be used: its last message may say
-        why.
-        """
+        """Whether the reader finds the worker broken within a moment: its last message may say why."""
         return poll(lambda: self.broken is not None, _LAST_WORDS_SEC)
 
     def _worker_failed(self) -> Exception:

@@ -58,9 +58,7 @@ _NO_COUNTER = b"/torchft-counts-itself"
 
 
 class _Export:
-    """A storage of this process that others may map; `holders` are the ends whose worker may have mapped
-    it.
-    """
+    """A storage of this process that others may map; `holders` are the ends whose worker may have done so."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.id = next(_ids)
@@ -245,10 +243,7 @@ class _Registration:
 
 class TrainerEnd(Sharing):
     """The trainer's end. Call `close` only when the worker has been reaped: until then its kernels may still
-    write.
-
-    Args:
-        notify: sends a note to the worker's end.
+    write. `notify` sends a note to the worker's end.
     """
 
     def __init__(self, notify: Notify) -> None:
@@ -279,10 +274,8 @@ class TrainerEnd(Sharing):
             raise ValueError(f"tensor on {device}: the other operations of this group were on {self._device}")
         export = _hold(tensor.untyped_storage(), self)
         with self._lock:
-            if self._closed:
-                closed = True
-            else:
-                closed = False
+            closed = self._closed
+            if not closed:
                 self._held[export.id] = export
                 self._drop()
         if closed:
@@ -375,9 +368,7 @@ class TrainerEnd(Sharing):
 
 
 class WorkerEnd(Borrowing):
-    """The worker's end. Operations use the streams in turn, so an operation that waits for a silent peer does
-    not delay the next one.
-    """
+    """The worker's end. Operations take turns on streams: one that waits for a silent peer delays none."""
 
     def __init__(self) -> None:
         # Set by the trainer, and kept here because each thread has its own current device.
@@ -407,9 +398,7 @@ class WorkerEnd(Borrowing):
         return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
 
     def notified(self, note: tuple[Any, ...], descriptor: Optional[int]) -> None:
-        """Reads a note. Storages to drop are unmapped; the trainer names them after all their operations have
-        ended.
-        """
+        """Reads a note. Storages to drop are unmapped; the trainer names them after their operations' end."""
         kind, *numbers = note
         if kind == _USE:
             torch.cuda.set_device(numbers[0])
@@ -448,9 +437,7 @@ class WorkerEnd(Borrowing):
         return self._marks.mark(self._device, notes)
 
     def follow(self, mark: _Mark) -> None:
-        """Begins an operation: makes the next stream the current one, and makes it wait for the trainer's
-        mark.
-        """
+        """Begins an operation: makes the next stream the current one, which waits for the trainer's mark."""
         if not self._streams:
             self._streams = [torch.cuda.Stream(self._device) for _ in range(_STREAMS)]
         stream = self._streams[self._turn]
@@ -465,20 +452,11 @@ def _is_event(mark: _Mark) -> bool:
     return mark[3] != b""
 
 
-def trainer(notify: Notify) -> Sharing:
-    """The trainer's end, one for each worker."""
-    return TrainerEnd(notify)
-
-
-def worker() -> Borrowing:
-    """The worker's end."""
-    return WorkerEnd()
+trainer, worker = TrainerEnd, WorkerEnd
 
 
 def prepare(device: torch.device) -> None:
-    """Worker: makes a CUDA or XPU device the current one and creates its context, which takes device
-    memory.
-    """
+    """Worker: makes a device the current one and creates its context, which takes device memory."""
     module: Any = torch.get_device_module(device)
     module.set_device(device)
     torch.empty(1, device=device)

@@ -1,6 +1,4 @@
-"""The memory and events of each device type that a trainer shares with a worker, and the operations queued
-there.
-"""
+"""The memory and events of each device type that a trainer shares with a worker, and what is queued there."""
 
 from __future__ import annotations
 
@@ -17,12 +15,7 @@ MakeSharing = Callable[[int, Callable[[Any, Optional[int]], None]], Sharing]
 
 
 class Devices:
-    """The trainer's ends, one for each device type.
-
-    Args:
-        make: makes an end.
-        notify: sends a note to the worker's end for a device, perhaps with a descriptor.
-    """
+    """The trainer's ends, one for each device type. `notify` sends a note to a device's other end."""
 
     def __init__(self, make: MakeSharing, notify: Callable[[int, Any, Optional[int]], None]) -> None:
         self._make = make
@@ -51,9 +44,7 @@ class Devices:
         return tuple([item for item in marks if item[1] is not None])
 
     def follow(self, op: _OpMetadata) -> bool:
-        """Makes the current stream wait for the operation on the worker's device; False if only the host can:
-        see `Sharing.follow`.
-        """
+        """Makes the current stream wait for the operation; False if only the host can (`Sharing.follow`)."""
         followed = [self._sharings[device].follow(mark) for device, mark in op.marks]
         return all(followed)
 

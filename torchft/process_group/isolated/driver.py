@@ -1,6 +1,4 @@
-"""Calls of CUDA's driver that PyTorch does not have: streams that write a value to memory, or wait for
-one.
-"""
+"""Calls of CUDA's driver that PyTorch lacks: streams that write a value to memory, or wait for one."""
 
 from __future__ import annotations
 
@@ -40,12 +38,7 @@ def driver_of(device: torch.device) -> Optional[Driver]:
 
 
 class CudaDriver:
-    """The calls for one device of this process, which has a context on it already.
-
-    Args:
-        library: the driver's library.
-        device: the device's index.
-    """
+    """The calls for one device of this process, which has a context on it already."""
 
     def __init__(self, library: Any, device: int) -> None:
         self._calls: dict[str, Callable[..., int]] = {}

@@ -86,9 +86,7 @@ class ProcessGroupBabyXCCL(ProcessGroupBaby):
 def _on_device(
     kind: str, backend_class: Any, name: str, store: Store, rank: int, world_size: int, opts: Any
 ) -> BaseProcessGroup:
-    """A group with one backend on the current device, which connects at once and not in the first
-    operation.
-    """
+    """A group with one backend on the current device, which connects at once, not in the first operation."""
     backend_type = getattr(BaseProcessGroup.BackendType, name)
     pg = BaseProcessGroup(store, rank, world_size)
     pg._set_default_backend(backend_type)

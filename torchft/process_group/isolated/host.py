@@ -39,14 +39,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARED_MEMORY = "/dev/shm"
 
 
-def trainer(notify: Notify) -> Sharing:
-    return _Trainer(notify)
-
-
-def worker() -> Borrowing:
-    return _Worker()
-
-
 def share(tensor: torch.Tensor) -> bool:
     """Moves the tensor's storage to shared memory; see `ProcessGroup.share_buffer`."""
     if tensor.layout is not torch.strided:
@@ -75,12 +67,7 @@ class _Slot(NamedTuple):
 
 
 class _Staged:
-    """A registration of a copy.
-
-    Args:
-        tensor: the caller's tensor.
-        size: size of the copy in bytes, which begins with the tensor's first element.
-    """
+    """A registration of a copy of `size` bytes, which begins with the tensor's first element."""
 
     def __init__(
         self, ref: Any, tensor: torch.Tensor, size: int, write: bool, slot: _Slot, free: list[_Slot]
@@ -250,6 +237,9 @@ class _Worker(Borrowing):
         return rest.as_strided(shape, stride)
 
 
+trainer, worker = _Trainer, _Worker
+
+
 def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:
     """The file that a storage maps; None if there is none, or if PyTorch has not kept it open."""
     if not storage.is_shared():
@@ -269,9 +259,7 @@ def _map(descriptor: int, size: int) -> torch.Tensor:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """The number of elements of the storage, from the tensor's first one, that the tensor's sizes and
-    strides may reach.
-    """
+    """The number of elements of the storage, from the tensor's first one, that it may reach."""
     if tensor.numel() == 0:
         return 0
     reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))

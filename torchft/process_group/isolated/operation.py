@@ -40,11 +40,7 @@ class _FutureMetadata:
 
 
 class _OpMetadata:
-    """An operation for the worker, before and after it was sent.
-
-    Args:
-        timeout_sec: seconds without an answer after which the worker is checked.
-    """
+    """An operation for the worker. After `timeout_sec` seconds without an answer the worker is checked."""
 
     def __init__(self, timeout_sec: float) -> None:
         # Number of the operation in its channel.
@@ -113,11 +109,7 @@ def operation(
 
     Args:
         sharing: the trainer's end for a device, which registers tensors.
-        group: name of the group, for errors.
-        name: name of the operation, see `protocol.OPERATIONS`.
-        arguments: the arguments of PyTorch's method of that name.
         access: which tensors the operation reads and writes, if that differs from `protocol.OPERATIONS`.
-        timeout: the group's timeout.
 
     Raises:
         Exception: the operation cannot be sent; no tensor is registered then.

@@ -228,9 +228,7 @@ class ProcessGroupBaby(ProcessGroup):
         return self._worker or self
 
     def errored(self) -> Optional[Exception]:
-        """The group's error. Waits for the device, so that a hanging operation is detected, and then asks the
-        worker's backend.
-        """
+        """The group's error: waits for the device, which may hang, and asks the worker's backend."""
         worker = self._worker
         if worker is None:
             return self._aborted
@@ -249,10 +247,8 @@ class ProcessGroupBaby(ProcessGroup):
         return share is not None and share(tensor)
 
     def abort(self, errored: bool = True) -> None:
-        """Kills the worker. All waits for its operations raise an error at once.
-
-        Args:
-            errored: whether `errored` returns the error, until there are new peers.
+        """Kills the worker. All waits for its operations raise an error at once. `errored`: whether `errored`
+        returns the error, until there are new peers.
         """
         error = RuntimeError(f"{self._name} was aborted and has no peers until it is configured again")
         if errored and self._worker is not None:
@@ -311,11 +307,7 @@ class ProcessGroupBaby(ProcessGroup):
             del self._starting[op.op_id]
 
     def _connected(self) -> Channel:
-        """The worker that is connected with peers.
-
-        Raises:
-            Exception: there is no such worker; after an abort or a shutdown, the error says so.
-        """
+        """The worker that is connected with peers; an error says why there is none."""
         worker = self._worker
         if worker is None or self._peers is None:
             error = self._shut_down or self._aborted

@@ -74,12 +74,7 @@ _LONGEST_TEXT = 10_000
 
 
 def send(to: socket.socket, record: Any, descriptors: Sequence[int] = (), timeout: float = 3600.0) -> None:
-    """Sends a record. Waits only if the other end does not read, `timeout` seconds at most.
-
-    Raises:
-        TimeoutError: the other end does not read.
-        OSError: the other end is closed.
-    """
+    """Sends a record. Waits only if the other end does not read: TimeoutError after `timeout` seconds."""
     data = marshal.dumps(record)
     if len(data) <= _LONG:
         _send(to, data, descriptors, timeout)
@@ -113,9 +108,7 @@ def _send(to: socket.socket, data: bytes, descriptors: Sequence[int], timeout: f
 
 def receive(source: socket.socket) -> tuple[Any, list[int]]:
     """Waits for the next record. Returns it and the descriptors that came with it, which the caller closes.
-
-    Raises:
-        EOFError: the other end is closed.
+    EOFError: the other end is closed.
     """
     while True:
         try:
@@ -141,9 +134,7 @@ def receive(source: socket.socket) -> tuple[Any, list[int]]:
 
 def encode_call(name: str, arguments: Sequence[Any], register: Callable[[Any, str], Any]) -> bytes:
     """An operation as a record of its own: its name, then its arguments as `OPERATIONS` defines them.
-
-    Args:
-        register: turns a tensor and its access, such as "rw", into a record.
+    `register` turns a tensor and its access, such as "rw", into a record.
     """
     record: list[Any] = [name]
     for kind, argument in zip(OPERATIONS[name], arguments):
@@ -158,11 +149,7 @@ def encode_call(name: str, arguments: Sequence[Any], register: Callable[[Any, st
 
 
 def decode_call(record: bytes, borrow: Callable[[Any], torch.Tensor]) -> tuple[str, list[Any]]:
-    """The name and the arguments of an operation.
-
-    Args:
-        borrow: turns what `register` returned into a tensor.
-    """
+    """The name and the arguments of an operation; `borrow` turns what `register` returned into a tensor."""
     name, *arguments = marshal.loads(record)
     for at, kind in enumerate(OPERATIONS[name]):
         if isinstance(kind, type):
@@ -187,11 +174,7 @@ _FIELDS_OF = {kind: [name for name in _FIELDS if hasattr(kind, name)] for kind i
 
 
 def encode_options(opts: Any) -> tuple[Any, ...]:
-    """PyTorch's options as a record: the name of their class, then their fields.
-
-    Raises:
-        TypeError: `opts` is no object of PyTorch's options.
-    """
+    """PyTorch's options as a record: the name of their class, then their fields. TypeError for others."""
     fields = _FIELDS_OF.get(type(opts))
     if fields is None:
         raise TypeError(f"{type(opts).__name__}: options of torch.distributed are needed")

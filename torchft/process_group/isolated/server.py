@@ -26,9 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(control: int, trainer: int) -> None:
-    """Serves until the trainer, the process with id `trainer`, has ended or closes its end. Does not
-    return.
-    """
+    """Serves until the trainer, a process id, has ended or closes its end. Does not return."""
     # Ctrl-C and SIGTERM reach the whole process group. Only the trainer acts on them; this process ends with
     # it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

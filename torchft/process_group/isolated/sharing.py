@@ -58,13 +58,7 @@ class Sharing:
     """
 
     def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
-        """Makes the tensor visible to the worker.
-
-        Args:
-            tensor: the caller's tensor; its storage is not moved.
-            read: whether the worker reads it.
-            write: whether the worker writes it.
-        """
+        """Makes a tensor visible to the worker, which reads or writes it. Its storage is not moved."""
         raise NotImplementedError
 
     def mark(self) -> Any:
@@ -86,9 +80,7 @@ class Sharing:
         """Lets streams continue that wait for the worker, which has ended, or should have."""
 
     def close(self) -> None:
-        """Releases everything, also streams. To be called only after the worker has been reaped; safe to call
-        twice.
-        """
+        """Releases everything, also streams; safe to call twice. The worker must have been reaped."""
 
 
 class Borrowing:

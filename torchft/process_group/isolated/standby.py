@@ -88,13 +88,8 @@ class Servers:
             return self._server
 
     def spawn(self, settings: dict[str, Any], channel: Channel) -> None:
-        """Asks for a worker.
-
-        Args:
-            settings: see `worker.main`.
-
-        Raises:
-            OSError: the server has ended at this moment; the next one is asked for the next worker.
+        """Asks for a worker with `settings` (`worker.main`). OSError: the server has ended at this moment;
+        the next one is asked for the next worker.
         """
         with self._lock:
             channel.server = server = self.get()
@@ -136,13 +131,7 @@ os.register_at_fork(after_in_child=servers.forget)
 
 
 def start_worker(settings: dict[str, Any], name: str, sharings: MakeSharing) -> Channel:
-    """Starts a worker, without waiting for it. Returns the trainer's end of its channel.
-
-    Args:
-        settings: settings of the worker; see `worker.main`.
-        name: name of the group, for errors.
-        sharings: see `Channel`.
-    """
+    """Starts a worker, without waiting for it. Returns the trainer's end of its channel."""
     channel = Channel(name, sharings)
     try:
         servers.spawn(settings, channel)
@@ -157,12 +146,7 @@ def start_worker(settings: dict[str, Any], name: str, sharings: MakeSharing) -> 
 
 
 class Workers:
-    """The workers of a group.
-
-    Args:
-        make: starts a worker, without waiting for it.
-        standby: whether a standby worker is kept.
-    """
+    """The workers of a group. `make` starts one, and does not wait; `standby`: whether one is kept ready."""
 
     def __init__(self, make: Callable[[], Channel], standby: bool) -> None:
         self._make = make

@@ -40,18 +40,13 @@ class Driver(Protocol):
 
 
 def reached(now: int, value: int) -> bool:
-    """Whether a slot that contains `now` has reached `value`, in cyclic order, as the driver compares
-    them.
-    """
+    """Whether a slot with `now` has reached `value`, in cyclic order, as the driver compares them."""
     return (now - value) % _CYCLE < _CYCLE // 2
 
 
 class Page:
     """Slots in memory that two processes map, and that the devices of both read and write. It is never
-    unmapped.
-
-    Raises:
-        RuntimeError: the driver refuses.
+    unmapped. RuntimeError: the driver refuses.
     """
 
     def __init__(self, driver: Driver, stream: Any, descriptor: int) -> None:
@@ -137,10 +132,8 @@ class WrittenValues:
 
 
 class Pages:
-    """The pages of a process for one device. A worker has one for itself until it has ended.
-
-    Args:
-        driver: makes the device's driver; None, or a RuntimeError, if it has no such calls.
+    """The pages of a process for one device. A worker has one for itself until it has ended. `driver`: makes
+    the device's driver; None, or a RuntimeError, if it has no such calls.
     """
 
     def __init__(self, driver: Callable[[], Optional[Driver]]) -> None:
@@ -151,11 +144,7 @@ class Pages:
         self._lock = threading.RLock()
 
     def take(self, stream: Any) -> Optional[tuple[Page, int]]:
-        """A page and the file that it lies in, for the worker; None if the driver, or the system, refuses.
-
-        Args:
-            stream: a stream on which the driver is asked.
-        """
+        """A page and its file for a worker; None if the driver (asked on `stream`) or the system refuses."""
         with self._lock:
             if self._free:
                 return self._free.pop()

@@ -18,12 +18,8 @@ if TYPE_CHECKING:
 
 
 class _BabyWork(_OrderedByWait):
-    """An operation in the worker.
-
-    Args:
-        pg: the group on which it was called.
-        op_id: number of the operation in that group.
-        stream: the current stream of the call; None if there are only CPU tensors.
+    """An operation in the worker: number `op_id` in `pg`. `stream`: the current stream of the call; None if
+    there are only CPU tensors.
     """
 
     def __init__(self, pg: ProcessGroupBaby, op_id: int, stream: Optional[torch.Stream]) -> None:

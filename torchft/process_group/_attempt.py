@@ -30,9 +30,7 @@ def running() -> Optional[ConnectionAttempt[Any]]:
 
 
 def check() -> None:
-    """Raises the error with which the attempt of this thread was abandoned: nobody waits for what it would do
-    next.
-    """
+    """Raises the error with which the attempt of this thread was abandoned, if it was."""
     attempt = running()
     if attempt is not None and attempt.abandoned is not None:
         raise attempt.abandoned
@@ -96,12 +94,7 @@ class ConnectionAttempt(Generic[T]):
         return bool(self._value)
 
     def result(self) -> T:
-        """Makes the call unless that was done before, and waits for its end. To be called once.
-
-        Raises:
-            BaseException: the error of the call, or the one passed to `abandon`.
-            RuntimeError: neither has come in time.
-        """
+        """Makes the call unless that was done, and waits for its result or error. To be called once."""
         self.start()
         seconds = min(2 * self._timeout.total_seconds() + _GRACE_SEC, threading.TIMEOUT_MAX)
         if not self._ended.wait(seconds):
@@ -129,9 +122,7 @@ class ConnectionAttempt(Generic[T]):
             self._discard(untaken)
 
     def when_abandoned(self, interrupt: Callable[[], object]) -> None:
-        """Registers a function that ends a wait of the call; it is called at once if the attempt was
-        abandoned.
-        """
+        """Registers a function that ends a wait of the call; it is called at once after `abandon`."""
         with self._lock:
             self._interrupts.append(interrupt)
             abandoned = self.abandoned
@@ -164,9 +155,7 @@ class ConnectionAttempt(Generic[T]):
 
 
 def _forget_frames(error: Optional[BaseException]) -> None:
-    """Clears the local variables in the traceback of an error, which outlives the call: they may refer to a
-    group.
-    """
+    """Clears the local variables in the traceback of an error: they may refer to a group."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -18,12 +18,7 @@ _MOST_PEERS = 5
 
 
 def communicator_bytes(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Estimates the device memory that a communicator takes for its buffers: rather too much than too little.
-
-    Args:
-        world_size: number of its ranks.
-        environment: NCCL_BUFFSIZE and NCCL_MAX_CTAS (or NCCL_MAX_NCHANNELS) count.
-    """
+    """Estimates the bytes of device memory for a communicator's buffers: rather too much than too little."""
 
     def number(names: tuple[str, ...], default: int) -> int:
         return next((int(environment[n]) for n in names if environment.get(n, "").isdecimal()), default)
@@ -34,12 +29,7 @@ def communicator_bytes(world_size: int, environment: Mapping[str, str] = os.envi
 
 
 def waits_for_abort(free: Optional[int], needed: int) -> bool:
-    """Whether a communicator is made only after the memory of the former one is freed.
-
-    Args:
-        free: free memory of the device in bytes; None: unknown.
-        needed: what the communicator may take.
-    """
+    """Whether a communicator is made only after the memory of the former one is freed; in bytes."""
     return free is not None and free < needed
 
 

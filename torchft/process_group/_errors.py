@@ -1,6 +1,4 @@
-"""The error messages of failed operations, and the tensors among the arguments of an operation, for all
-backends.
-"""
+"""The error messages of failed operations, and the tensors among an operation's arguments."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def explained(group: str, name: str, args: tuple[Any, ...], error: Exception) ->
 
 
 def named_timeout(error: Exception) -> Exception:
-    """Returns the same error or, for a timeout whose text lacks "timed out", a copy with these words
-    appended.
-    """
+    """The same error; for a timeout whose text lacks "timed out", a copy with these words appended."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _TIMED_OUT in text or _TIMEOUT.search(text) is None:
         return error
@@ -62,16 +58,8 @@ def copied(error: Exception) -> Exception:
 
 
 def refuse_meta(group: Callable[[], str], name: str, args: object) -> None:
-    """Refuses tensors on the meta device. PyTorch would return without calling a backend, and the peers would
-    wait for this rank.
-
-    Args:
-        group: returns the name of the group.
-        name: name of the operation.
-        args: arguments of the operation, to find its tensors in.
-
-    Raises:
-        ValueError: an argument is such a tensor.
+    """Refuses tensors on the meta device among `args`, by a ValueError. PyTorch would return without calling
+    a backend, and the peers would wait for this rank.
     """
     if any(tensor.is_meta for tensor in tensors_of(args)):
         raise ValueError(

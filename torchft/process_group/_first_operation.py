@@ -78,13 +78,8 @@ class RecordedAllreduces:
 
 
 def agreed(announced: Sequence[Optional[str]]) -> Optional[list[AllreduceKind]]:
-    """The allreduces that any peer has run, equal on all peers; None if a peer announces nothing.
-
-    Args:
-        announced: what each peer announces, of :meth:`RecordedAllreduces.encode`; None: nothing.
-
-    Raises:
-        ValueError: a peer announces what this version does not know.
+    """The allreduces that any peer has run, equal on all peers; None if a peer announces nothing (None).
+    ValueError: a peer announces what this version does not know.
     """
     texts = [text for text in announced if text is not None]
     if len(texts) < len(announced):
@@ -119,8 +114,6 @@ def first_operation(
     """Begins operations of torchft's own, the first ones of a group or a backend with its peers.
 
     Args:
-        group: the group or backend.
-        device: the device that it works on.
         count: number of elements of the first one, 0 or 1.
         kinds: further allreduces. Of each kind there is one of the least size and one of twice that, because
             NCCL's choice may change in between.

@@ -90,13 +90,7 @@ def deadline_of(pg: ProcessGroup) -> _Deadline:
 
 
 class _WorkAcceleratorTimeout(_OrderedByWait):
-    """An operation on a device, with a deadline.
-
-    Args:
-        pg: the group to abort when the deadline has passed.
-        work: the operation.
-        timeout: timeout of the operation, which begins with the first wait.
-    """
+    """An operation on a device. After its timeout, which begins with the first wait, `pg` is aborted."""
 
     def __init__(self, pg: ProcessGroup, work: Work, timeout: timedelta) -> None:
         super().__init__()
@@ -111,10 +105,8 @@ class _WorkAcceleratorTimeout(_OrderedByWait):
         return self._deadline.over
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Makes the current stream wait for the operation; the host continues.
-
-        Raises:
-            RuntimeError: the group was aborted, or got new peers, since the operation began.
+        """Makes the current stream wait for the operation; the host continues. RuntimeError: the group was
+        aborted, or got new peers, since the operation began.
         """
         from torchft import process_group
 
@@ -169,9 +161,7 @@ class _WorkAcceleratorTimeout(_OrderedByWait):
 
 
 class _OnCurrentStream(_DummyWork):
-    """An operation that PyTorch queued on the current stream itself, without returning a work
-    (`asyncOp=False`).
-    """
+    """An operation that PyTorch queued on the current stream itself, without a work (`asyncOp=False`)."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -185,8 +175,7 @@ class _OnCurrentStream(_DummyWork):
     def is_completed(self) -> bool:
         return self._mark.reached()
 
-    def is_success(self) -> bool:
-        return self._mark.reached()
+    is_success = is_completed
 
 
 class AcceleratorProcessGroup(ProcessGroupWrapper):
@@ -322,9 +311,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         self._wait_for_peers(backend, lambda: self._begin_first(backend, device))
 
     def _wait_for_peers(self, backend: Any, begin: Callable[[], Optional[Work]]) -> None:
-        """Begins something that peers take part in, and waits for its end, for the timeout of connecting at
-        most.
-        """
+        """Begins what peers take part in, and waits for its end, for the timeout of connecting at most."""
         # Read from the package: a replacement put there must take effect.
         from torchft import process_group
 
@@ -341,10 +328,8 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             work = begin()
             if work is None:
                 return
-            if (
-                not poll(lambda: late.is_set() or work.is_completed(), timeout.total_seconds())
-                and not late.is_set()
-            ):
+            ended = poll(lambda: late.is_set() or work.is_completed(), timeout.total_seconds())
+            if not (ended or late.is_set()):
                 expire()
         if late.is_set():
             raise TimeoutError(

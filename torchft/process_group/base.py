@@ -38,6 +38,8 @@ _HANDLE_STORE_TIMEOUT = timedelta(seconds=60)
 # The options of operations that have none.
 _NO_OPTIONS: Any = object()
 
+Tensors = List[torch.Tensor]
+
 
 class ProcessGroup(BaseProcessGroup):
     """A process group whose peers can change.
@@ -116,9 +118,7 @@ class ProcessGroup(BaseProcessGroup):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """The handle by which peers find this group. The first call starts the store that the handle
-        names.
-        """
+        """The handle by which peers find this group. The first call starts the store that it names."""
         if self._handle_store is None:
             self._handle_store = host_store(_HANDLE_STORE_TIMEOUT)
             if self._layout is not None:
@@ -139,9 +139,7 @@ class ProcessGroup(BaseProcessGroup):
         return {}
 
     def announce_layout(self, digest: str, text: str) -> None:
-        """Puts the layout of the tensors to reduce into the store of the handle; peers with another digest
-        read it.
-        """
+        """Puts the layout of the tensors to reduce into the handle's store, for peers with another digest."""
         self._layout = digest, text
         if self._handle_store is not None:
             self._handle_store[0].set(f"layout/{digest}", text)
@@ -282,32 +280,19 @@ class ProcessGroup(BaseProcessGroup):
     # Operations
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
-        """Starts an operation; the methods below call it, with the arguments that PyTorch's groups take.
-
-        Args:
-            name: name of the method.
-            args: its arguments, except for the options.
-            opts: its options; `_NO_OPTIONS` for a method that takes none.
-        """
+        """Starts an operation by its name; `opts` is `_NO_OPTIONS` for one that takes none."""
         raise NotImplementedError(f"{type(self).__name__}.{name}")
 
     def allgather(
-        self,
-        output_tensors: List[List[torch.Tensor]],
-        input_tensor: List[torch.Tensor],
-        opts: Optional[AllgatherOptions] = None,
+        self, output_tensors: List[Tensors], input_tensor: Tensors, opts: Optional[AllgatherOptions] = None
     ) -> Work:
         """Every rank gets the tensors of all ranks, in the order of the ranks."""
         # PyTorch 2.7's dist.all_gather passes no options.
-        return self._run(
-            "allgather", output_tensors, input_tensor, opts=AllgatherOptions() if opts is None else opts
-        )
+        opts = AllgatherOptions() if opts is None else opts
+        return self._run("allgather", output_tensors, input_tensor, opts=opts)
 
     def allgather_into_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: AllgatherOptions,
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions
     ) -> Work:
         """Like allgather, for several tensors, each output being the concatenation of all ranks' inputs."""
         return self._run("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts=opts)
@@ -356,17 +341,12 @@ class ProcessGroup(BaseProcessGroup):
         """Receives a tensor that `src_rank` sends with the same tag."""
         return self._run("recv", tensors, src_rank, tag)
 
-    def reduce_scatter(
-        self, output_tensors: List[torch.Tensor], input_tensors: List[List[torch.Tensor]], opts: Any
-    ) -> Work:
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: List[Tensors], opts: Any) -> Work:
         """Reduces; rank i gets the i-th result."""
         return self._run("reduce_scatter", output_tensors, input_tensors, opts=opts)
 
     def reduce_scatter_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: ReduceScatterOptions,
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions
     ) -> Work:
         """Like reduce_scatter, for several tensors, each input being the concatenation of all slices."""
         return self._run("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts=opts)

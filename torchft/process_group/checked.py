@@ -38,18 +38,12 @@ _NOT_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
 
 
 def enabled() -> bool:
-    """Whether collectives are compared.
-
-    Raises:
-        ValueError: the variable is neither 0 nor 1.
-    """
+    """Whether collectives are compared; a ValueError if the variable is neither 0 nor 1."""
     return switch(CHECK_COLLECTIVES)
 
 
 def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
-    """Describes a collective in one line, the same on all ranks that call the same; None for operations that
-    are not compared.
-    """
+    """A collective in one line, equal on all ranks that call the same; None if it is not compared."""
     if name in POINT_TO_POINT:
         return None
     tensors = tensors_of(args[_COMPARED_ARGUMENT[name]] if name in _COMPARED_ARGUMENT else args)
@@ -60,10 +54,8 @@ def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
         kinds[8:] = [f"… {len(kinds)} tensors, {zlib.crc32(str(kinds).encode()):08x}"]
     parts = [", ".join(kinds)] if kinds else []
     reduce_op = getattr(opts, "reduceOp", opts)
-    if type(reduce_op).__name__ in (
-        "RedOpType",
-        "ReduceOp",
-    ):  # the second wraps the first, which prints as RedOpType.SUM
+    # ReduceOp wraps RedOpType, which prints as RedOpType.SUM.
+    if type(reduce_op).__name__ in ("RedOpType", "ReduceOp"):
         parts.append(f"op {str(getattr(reduce_op, 'op', reduce_op)).rpartition('.')[2]}")
     root = getattr(opts, "rootRank", None)
     if root is not None:
@@ -90,10 +82,7 @@ class Checker:
     """Compares the collectives of one set of peers.
 
     Args:
-        name: name of the group, for errors.
         store: store that all ranks share, with a prefix for this set of peers.
-        rank: rank of this process.
-        world_size: number of peers.
         timeout: how long to wait until the other ranks make the same call.
     """
 
@@ -114,11 +103,8 @@ class Checker:
         self._closed.set()
 
     def check(self, name: str, args: tuple[Any, ...], opts: object) -> None:
-        """Waits until all ranks have called the same collective.
-
-        Raises:
-            RuntimeError: they call different ones, or a rank calls none in time. Every later call raises it
-                again.
+        """Waits until all ranks have called the same collective. RuntimeError, also by every later call: they
+        call different ones, or a rank calls none in time.
         """
         what = describe(name, args, opts)
         if what is None:
@@ -139,8 +125,7 @@ class Checker:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 self._fail(
                     f"rank {self._rank} calls {what} as collective {number}; of the ranks {missing} none "
-                    "came in "
-                    f"{self._timeout_sec:g} s: they called {number} collectives, all like ours"
+                    f"came in {self._timeout_sec:g} s: they called {number} collectives, all like ours"
                 )
         views = [view.decode() for view in self._store.multi_get(keys)]
         differs = first_difference(views)

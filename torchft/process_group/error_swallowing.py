@@ -1,6 +1,4 @@
-"""A process group whose allreduce never fails: after an error it does nothing until the group is
-reconfigured.
-"""
+"""A process group whose allreduce never fails: after an error it does nothing until reconfigured."""
 
 from __future__ import annotations
 
@@ -17,13 +15,7 @@ from torchft.work import _DummyWork
 
 
 class _ErrorSwallowingWork(Work):
-    """Always succeeds; an error of `work` is reported to `pg`.
-
-    Args:
-        pg: the wrapper, to which errors are reported.
-        work: the operation.
-        default_result: value of the future after an error.
-    """
+    """Always succeeds; an error of `work` is reported to `pg`, and the future then has `default_result`."""
 
     def __init__(
         self,

@@ -48,9 +48,7 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 
 def is_native(pg: object) -> bool:
-    """Whether `pg` is a process group of PyTorch. It lacks the method `configure` of torchft's groups, and
-    its handles have another format.
-    """
+    """Whether `pg` is a group of PyTorch: it has no `configure`, and handles of another format."""
     return isinstance(pg, dist.ProcessGroup) and not hasattr(pg, "configure")
 
 
@@ -64,9 +62,7 @@ def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
 
 
 def backend_error(backend: Any) -> Optional[Exception]:
-    """The error that a backend of PyTorch reports; None if there is none, or if the backend cannot report
-    errors.
-    """
+    """The error that a backend of PyTorch reports; None if there is none, or it cannot report errors."""
     ask = getattr(backend, "get_error", None)
     if ask is None:  # PyTorch < 2.8
         return None
@@ -78,10 +74,7 @@ def backend_error(backend: Any) -> Optional[Exception]:
 
 def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
     """Makes a function that returns the error that makes a group unusable at present; None if there is none.
-
-    Args:
-        pg: a native group, one of torchft, or a test double, which may lack ``errored`` or return another
-            test double from it. The kind of group is determined once, in this call.
+    A test double may lack ``errored``, or return another one from it. The kind is determined once, here.
     """
     if is_native(pg):
         return lambda: error_of_native(pg)
@@ -119,8 +112,7 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
     if len(set(opts.handles)) != len(opts.handles):
         raise ValueError(
             f"two peers of a native group have the same handle: {sorted(opts.handles)}; give every replica "
-            "group a "
-            "rank of its own in init_process_group(..., rank=, world_size=)"
+            "group a rank of its own in init_process_group(..., rank=, world_size=)"
         )
     # Ends operations with the previous peers, which would keep the group's threads until their timeouts.
     _cut(pg)
@@ -147,9 +139,7 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
 
 
 def reconfigure_and_wait(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
-    """Calls the group's own ``reconfigure`` and waits for its work. A timeout's error contains the text
-    "timed out".
-    """
+    """Calls the group's own ``reconfigure`` and waits for it. A timeout's error contains "timed out"."""
     try:
         work: Optional[Work] = pg.reconfigure(opts)
         if work is not None:  # a group that returns None is connected already
@@ -204,18 +194,14 @@ def _abort(name: str, pg: Any) -> None:
 
 
 def reset_flight_recorder() -> None:
-    """Empties PyTorch's flight recorder of NCCL, if there is one, so that a dump contains ranks of one quorum
-    only.
-    """
+    """Empties PyTorch's flight recorder of NCCL, so that a dump contains ranks of one quorum only."""
     reset = getattr(torch._C._distributed_c10d, "_reset_fr_recording_nccl", None)
     if reset is not None:
         reset()
 
 
 def connections_of(pg: dist.ProcessGroup) -> Optional[GlooConnections]:
-    """The connections of a native group with its present peers, or after an abort with its last ones; None if
-    they are not known.
-    """
+    """The connections of a native group with its present peers, or its last ones; None: not known."""
     return _connections.get(pg)
 
 

@@ -57,10 +57,6 @@ def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
     return True
 
 
-def _trigger_on_abort() -> bool:
-    return os.environ.get(TORCHFT_TRIGGER_FR_ON_ABORT, "").lower() in ("1", "true")
-
-
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 _environment = threading.Lock()
@@ -71,8 +67,7 @@ def _monitor_warning() -> str:
     if ends_survivors():
         return (
             f"{DUMP_ENV}={dump_setting()}: the monitor of PyTorch's older NCCL backend may end this process "
-            "some "
-            "minutes after a peer's failure"
+            "some minutes after a peer's failure"
         )
     if DUMP_ENV in os.environ or not dist.is_available() or not dist.is_initialized():
         return ""
@@ -146,11 +141,7 @@ def with_sizes(
     sizes the backend sends and receives the slices one by one, and waits for the connections.
 
     Args:
-        output: tensor to write to.
-        given: tensor to read.
-        sizes: of the slices of `output`, along the first dimension; empty: equal slices.
-        given_sizes: the same of `given`.
-        n: the number of ranks.
+        sizes, given_sizes: of the slices of both tensors, along the first dimension; empty: equal ones.
     """
     both = output, given
     # PyTorch refuses the last.
@@ -254,8 +245,7 @@ class ProcessGroupNCCL(WithSizes, AcceleratorProcessGroup):
                 _rehearsed.discard(device)
                 raise RuntimeError(
                     f"{self.getBackendName()}: {device} has too little memory for NCCL, also without peers; "
-                    "another "
-                    f"process may use it: {e}"
+                    f"another process may use it: {e}"
                 ) from e
             _logger.warning("%s: could not be used by one rank alone: %s", self.getBackendName(), e)
 
@@ -285,7 +275,7 @@ class ProcessGroupNCCL(WithSizes, AcceleratorProcessGroup):
         Args:
             errored: whether `errored` returns the error, until there are new peers.
         """
-        if errored and _trigger_on_abort():
+        if errored and os.environ.get(TORCHFT_TRIGGER_FR_ON_ABORT, "").lower() in ("1", "true"):
             self._dump_flight_recorder()
         super().abort(errored=errored)
 

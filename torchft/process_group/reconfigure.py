@@ -137,11 +137,8 @@ class Rendezvous:
 
 
 def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int]) -> Rendezvous:
-    """Computes rank and store for the group whose handle is `own_handle`.
-
-    Raises:
-        ValueError: the handles are not an ordered sequence of distinct torchft handles with our own
-            among them.
+    """Rank and store for the group whose handle is `own_handle`; ValueError unless the handles are an ordered
+    sequence of distinct torchft handles with our own among them.
     """
     if not isinstance(handles, Sequence) or isinstance(handles, (str, bytes)):
         raise ValueError(
@@ -191,15 +188,9 @@ def host_store(timeout: timedelta) -> tuple[TCPStore, str]:
 
 
 def meeting_store(store_addr: str, world_size: int, timeout: timedelta) -> Store:
-    """The store in which the peers of a group meet. A group without peers opens no connection: PyTorch's
-    stores ask the name server at each connection, and wait for seconds if its answer is lost.
-
-    Args:
-        store_addr, timeout: as in create_store_client.
-        world_size: number of peers, this one included.
-
-    Raises:
-        ValueError: `store_addr` is malformed.
+    """The store in which the peers of a group meet; `store_addr` and `timeout` as in create_store_client. A
+    group without peers opens no connection: PyTorch's stores ask the name server at each connection, and wait
+    for seconds if its answer is lost.
     """
     if world_size > 1:
         return create_store_client(store_addr, timeout)
@@ -232,8 +223,8 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     if (took := time.monotonic() - began) > _SLOW_SEC:
         _logger.warning(
             "connecting to the store at %s took %.1f s: PyTorch asks the name server for the name of its "
-            "address, and "
-            "waits 5 s for a lost answer; RES_OPTIONS can shorten that (docs/troubleshooting.md)",
+            "address, and waits 5 s for a lost answer; RES_OPTIONS can shorten that "
+            "(docs/troubleshooting.md)",
             store_addr,
             took,
         )
@@ -305,13 +296,8 @@ def check_rank(rank: int, world_size: int) -> None:
 def exchange_handles(
     store: Store, handle: str, rank: int, world_size: int, timeout: timedelta
 ) -> ReconfigureOptions:
-    """Returns the options of a reconfiguration whose peers exchange handles over a store. Each peer calls
-    this.
-
-    Args:
-        store: the store; its keys must not have been used for this before.
-        handle: the handle of this group.
-        timeout: timeout of the reconfiguration; the store has its own.
+    """The options of a reconfiguration whose peers exchange handles over a store: each of them calls this.
+    The store's keys must not have been used for this before; it has its own timeout.
     """
     store.set(f"handle/{rank}", handle)
     if rank == 0:

@@ -163,9 +163,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         return self._error
 
     def abort(self) -> None:
-        """Ends operations in flight if the communicator can do so. The group has no peers until it gets new
-        ones.
-        """
+        """Ends operations in flight if the communicator can. The group then has no peers."""
         self._maker.check()
         with self._lock:
             self._aborts += 1
@@ -222,9 +220,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         return work
 
     def _calls(self, name: str, args: tuple[Any, ...], opts: Any) -> tuple[str, Iterable[tuple[Any, ...]]]:
-        """The method of the communicator for an operation of PyTorch, and the arguments of each call of
-        it.
-        """
+        """The communicator's method for an operation of PyTorch, and the arguments of each call of it."""
         match name:
             case "allreduce" | "allreduce_coalesced":
                 op = self._op(opts)
@@ -300,11 +296,8 @@ class _TorchCommsWork(_PendingWork):
         if self._pg._on_cpu:
             self._wait_elsewhere()
             if not self._ended.wait(timeout.total_seconds()):
-                self.end(
-                    TimeoutError(
-                        f"{self._pg.getBackendName()}: timed out: an operation did not end within {timeout}"
-                    )
-                )
+                late = f"{self._pg.getBackendName()}: timed out: an operation did not end within {timeout}"
+                self.end(TimeoutError(late))
                 self._pg.abort()
         elif self._error is None:
             self._wait_for_all(timeout)

@@ -228,11 +228,9 @@ class ProcessGroupWrapper(Forwarding):
     @property
     def connects_standby(self) -> bool:
         """Whether the group can connect with other peers while it keeps the present ones."""
-        kind = type(self)
-        return not self._given and (kind.configure, kind.reconfigure) == (
-            ProcessGroupWrapper.configure,
-            ProcessGroupWrapper.reconfigure,
-        )
+        kind, base = type(self), ProcessGroupWrapper
+        own = (kind.configure, kind.reconfigure) == (base.configure, base.reconfigure)
+        return own and not self._given
 
     def connect_standby(self, opts: ReconfigureOptions) -> ConnectionAttempt[Any]:
         """Begins to connect with other peers, on a thread. Until :meth:`hand_over` the group keeps the
@@ -278,20 +276,13 @@ class ProcessGroupWrapper(Forwarding):
         self._replace(attempt)
 
     def abandon_standby(self, error: Exception, attempt: Optional[ConnectionAttempt[Any]] = None) -> None:
-        """Ends the attempt of `connect_standby`, if there is one, with this error.
-
-        Args:
-            error: the error of the attempt.
-            attempt: the attempt to end, if it is still the latest one; None: whichever that is.
-        """
+        """Ends the attempt of `connect_standby`, if there is one: `attempt`, if it still is the latest."""
         attempt = attempt or self._standby
         if attempt is not None and self._take_standby(attempt):
             attempt.abandon(error)
 
     def _take_standby(self, attempt: ConnectionAttempt[Any]) -> bool:
-        """Makes the caller responsible for an attempt. Returns False if it is not the latest, or was
-        taken.
-        """
+        """Makes the caller responsible for an attempt; False if it is not the latest, or was taken."""
         with self._standby_lock:
             mine = self._standby is attempt
             if mine:
@@ -299,9 +290,7 @@ class ProcessGroupWrapper(Forwarding):
             return mine
 
     def _used(self, attempt: ConnectionAttempt[_Connected]) -> _Connected:
-        """The result of an attempt, after the first use. Runs on the thread of another attempt, which an
-        abort ends.
-        """
+        """The result of an attempt, after the first use. Runs in another attempt, which an abort ends."""
         whole = running()
         assert whole is not None
         whole.when_abandoned(partial(attempt.abandon, RuntimeError(f"{self.getBackendName()} was aborted")))
@@ -469,9 +458,7 @@ class ProcessGroupWrapper(Forwarding):
         self._release_both(RuntimeError("the process group is not referenced any more"))
 
     def _leave(self) -> None:
-        """Drops the reference to a native group, without an abort. Calls `reap`, since it may be the last
-        reference.
-        """
+        """Drops a native group, without an abort. Calls `reap`, since it may be the last reference."""
         pg, self._pg = self._pg, None
         if pg is not None and not isinstance(pg, ProcessGroup):
             box: list[object] = [pg]
@@ -492,9 +479,7 @@ class ProcessGroupWrapper(Forwarding):
         self._release(error)
 
     def _release(self, error: Exception) -> None:
-        """Drops the parent: threads that wait in it get its own error, or `error`. The caller does not
-        wait.
-        """
+        """Drops the parent, and does not wait: threads that wait in it get its own error, or `error`."""
         box = [self._pg]  # read once: another thread may release it too
         self._pg = None
         if box[0] is not None:
@@ -563,9 +548,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def _release_all() -> None:
-    """Releases all groups at the end of the process, while threads can still be started; `_gloo.reaper` then
-    waits a moment for them.
-    """
+    """Releases all groups at the end, while threads can still start; `_gloo.reaper` then waits for them."""
     for group in list(_owners):
         if group._given:
             group._leave()

@@ -37,12 +37,7 @@ class _Connection(NamedTuple):
 
 
 class GlooConnections:
-    """The established connections of a group.
-
-    Args:
-        store: the store with which the group was created.
-        rank: rank of this process in the group.
-        world_size: number of ranks in the group.
+    """The established connections of a group, which was created with this store.
 
     Attributes:
         cut: whether `shutdown` was called.
@@ -87,9 +82,7 @@ class GlooConnections:
         return len(self._connections)
 
     def alive(self) -> tuple[int, int]:
-        """The number of connections that Gloo still holds (it closes a failed one), and the initial
-        number.
-        """
+        """The number of connections that Gloo still holds (it closes a failed one), and the initial one."""
         connections = self._connections  # the attribute is replaced, its value never changed
         return sum(is_open(fd, connection.inode) for fd, connection in connections.items()), len(connections)
 
@@ -197,9 +190,7 @@ def _listening(published: bytes) -> Optional[bytes]:
 
 
 def _raw(family: int, address: Any) -> tuple[bytes, ...]:
-    """The forms that an address may have in memory, as C's sockaddr_in or sockaddr_in6; empty for other
-    address families.
-    """
+    """The forms of an address in memory, as C's sockaddr_in or sockaddr_in6; empty for other families."""
     if family == socket.AF_INET:
         return (_sockaddr_in(*address),)
     if family == socket.AF_INET6:

@@ -47,11 +47,8 @@ class _Watched(NamedTuple):
 
 
 def quiet_later(sockets: dict[int, int]) -> None:
-    """Starts a thread that gives Gloo time to close the cut sockets. Then it makes epoll report only changes
-    of those that are still open.
-
-    Args:
-        sockets: the inodes of the cut sockets, by descriptor.
+    """Starts a thread that gives Gloo time to close the cut sockets, and then makes epoll report only changes
+    of those that are still open. `sockets`: their inodes, by descriptor.
     """
     with contextlib.suppress(RuntimeError):  # the process is ending, and no thread can be started any more
         threading.Thread(target=_quiet, args=(sockets,), name="torchft_quiet", daemon=True).start()
@@ -82,12 +79,7 @@ def _quiet(sockets: dict[int, int]) -> None:
 
 
 def main(epolls: str, *sockets: str) -> None:
-    """Run in the child process.
-
-    Args:
-        epolls: descriptors of the epoll instances, separated by commas.
-        sockets: "descriptor:inode" of each cut socket.
-    """
+    """In the child process. `epolls`: descriptors, between commas; `sockets`: "descriptor:inode" each."""
     inodes = {int(fd): int(inode) for fd, _, inode in (one.partition(":") for one in sockets)}
     for epoll in map(int, epolls.split(",")):
         with contextlib.suppress(OSError):  # closed before this process began

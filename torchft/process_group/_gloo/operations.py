@@ -16,6 +16,8 @@ import math
 import os
 import threading
 import time
+from concurrent.futures import Future as PyFuture
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any, Callable, Optional, TypeVar
 
@@ -49,11 +51,8 @@ _CLOSED = "Connection closed by peer"
 
 
 class Operations:
-    """The operations in flight among one set of peers.
-
-    Args:
-        name: name of the group, for errors.
-        connections: the group's connections; without them only `end` ends operations.
+    """The operations in flight among one set of peers. `connections`: the group's connections; without them
+    only `end` ends operations.
     """
 
     def __init__(self, name: str, connections: Optional[GlooConnections] = None) -> None:
@@ -81,11 +80,8 @@ class Operations:
         self.connections = None
 
     def over(self, collective: bool = True) -> Optional[Exception]:
-        """Returns the reason why no operation will end by itself any more; None if one still may.
-
-        Args:
-            collective: whether the end of one peer suffices, as it does for all operations except send and
-                recv.
+        """Returns the reason why no operation will end by itself any more; None if one still may. For a
+        `collective` the end of one peer suffices.
         """
         now = time.monotonic()
         if self._ended is None:
@@ -116,45 +112,30 @@ class Operations:
                 self._ended = self._ended or (now, error)
 
     def guard(self, work: Work, name: str, args: tuple[Any, ...]) -> Work:
-        """Wraps an operation, so that a wait for it returns after `end`.
-
-        Args:
-            work: the backend's work.
-            name: name of the operation.
-            args: arguments of the operation, to find its tensors in.
-        """
+        """Wraps an operation, so that a wait for it returns after `end`."""
         return _GuardedWork(self, work, name, args)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Calls a function that waits for peers, on a separate thread. Raises an error if the operations end
-        before it returns.
-        """
-        done = threading.Event()
-        values: list[T] = []
-        errors: list[Exception] = []
+        """Calls a function that waits for peers, on a thread. Raises if the operations end before it."""
+        result: PyFuture[T] = PyFuture()
 
         def run() -> None:
             try:
-                values.append(function())
+                result.set_result(function())
             except Exception as e:
-                errors.append(e)
-            done.set()
+                result.set_exception(e)
 
         DeviceThread(target=run, name="torchft_wait").start()
-        while not done.wait(_SLICE_SEC):
+        while not wait([result], _SLICE_SEC).done:
             error = self.over(collective=False)
-            if error is not None and not done.is_set():
+            if error is not None and not result.done():
                 raise error
-        if errors:
-            raise errors[0]
-        return values[0]
+        return result.result()
 
     def promise(
         self, real: Future[Any], devices: Optional[list[torch.device]], own: Callable[[Exception], Exception]
     ) -> Future[Any]:
-        """Returns a future that ends with `real`, whose error is passed through `own`, or when the operations
-        end.
-        """
+        """A future that ends with `real`, whose error passes through `own`, or when the operations end."""
         promise = _Promise(devices)
         with self._lock:
             self._promises.add(promise)
@@ -189,9 +170,7 @@ class Operations:
 
 
 class _Promise:
-    """A future with a result or an error. C++ code sees the error too, unlike one that was set by
-    `set_exception`.
-    """
+    """A future with a result or an error, which C++ code sees too, unlike that of `set_exception`."""
 
     def __init__(self, devices: Optional[list[torch.device]]) -> None:
         self._error: Optional[Exception] = None
@@ -262,11 +241,8 @@ class _GuardedWork(Work):
                     raise
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until the operation does not write any more, also after `Operations.end`. It may still sleep
-        on one of Gloo's threads: see :meth:`ended`.
-
-        Returns:
-            False if it may still write after the timeout.
+        """Waits until the operation does not write any more, also after `Operations.end`; False if it still
+        may after the timeout. It may still sleep on one of Gloo's threads: see :meth:`ended`.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         connections, quiescence = self._operations.connections, Quiescence()
@@ -279,9 +255,7 @@ class _GuardedWork(Work):
         return True
 
     def ended(self) -> bool:
-        """Whether Gloo has ended the operation, so that its thread is free; this may be long after
-        `Operations.end`.
-        """
+        """Whether Gloo has ended the operation, whose thread is free: perhaps after `Operations.end`."""
         return self._work.is_completed()
 
     def _own(self, error: Exception) -> Exception:

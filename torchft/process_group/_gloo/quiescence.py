@@ -37,9 +37,7 @@ class Quiescence:
         self._switches: Optional[_Switches] = None
 
     def reached(self) -> bool:
-        """Whether all threads have slept for `_STILL_SEC`, judging by this call and earlier ones.
-        Cheap to call often.
-        """
+        """Whether all threads have slept for `_STILL_SEC`, by this call and earlier ones. Cheap to call."""
         now = time.monotonic()
         if now - self._looked < _LOOK_SEC:
             return False
